@@ -1,0 +1,7 @@
+"""`python -m jobs`."""
+
+import sys
+
+from jobs.cli import main
+
+sys.exit(main())

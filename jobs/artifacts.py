@@ -1,0 +1,80 @@
+"""Where the objects of a job stand in the store. An `example_id` is data: it never decides where a key leads."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+from jobs.store.base import ObjectStore, PutResult
+
+MAX_SLUG_CHARACTERS = 60
+_NOT_SAFE = re.compile(r"[^A-Za-z0-9_-]+")
+
+
+def slug(example_id: str) -> str:
+    """A readable hint of the id: ASCII letters, digits, `_` and `-`, at most 60 characters, never empty.
+
+    Different ids may share a slug; the item's index in front of it keeps keys apart.
+    """
+    head = example_id[: 4 * MAX_SLUG_CHARACTERS]
+    ascii_head = head if head.isascii() else unicodedata.normalize("NFKD", head).encode("ascii", "ignore").decode()
+    return _NOT_SAFE.sub("_", ascii_head)[:MAX_SLUG_CHARACTERS].strip("_") or "item"
+
+
+def job_prefix(job_id: str) -> str:
+    """Every object of a job has a key that starts with this."""
+    return f"jobs/{job_id}/"
+
+
+def audio_key(job_id: str, index: int, example_id: str, ext: str) -> str:
+    """`jobs/<job>/audio/<index // 10000>/<index>-<slug>.<ext>`."""
+    return f"jobs/{job_id}/audio/{index // 10_000:05d}/{index:09d}-{slug(example_id)}.{ext}"
+
+
+def text_key(job_id: str, index: int, example_id: str) -> str:
+    """The text that a model wrote beside its speech: as `audio_key`, under `text/`."""
+    return f"jobs/{job_id}/text/{index // 10_000:05d}/{index:09d}-{slug(example_id)}.txt"
+
+
+def input_key(job_id: str, shard_no: int) -> str:
+    """The lines of a shard."""
+    return f"jobs/{job_id}/input/{shard_no:06d}.jsonl.zst"
+
+
+def reference_key(job_id: str, sha256: str, ext: str) -> str:
+    """Reference audio, by its content."""
+    return f"jobs/{job_id}/references/{sha256}.{ext}"
+
+
+def shard_manifest_key(job_id: str, shard_no: int) -> str:
+    """The manifest of a shard; later ones are numbered, see `put_numbered`."""
+    return f"jobs/{job_id}/manifest/{shard_no:06d}.jsonl"
+
+
+def job_manifest_key(job_id: str) -> str:
+    """The manifest of a job; later ones are numbered, see `put_numbered`."""
+    return f"jobs/{job_id}/manifest.jsonl"
+
+
+def numbered_key(key: str, number: int) -> str:
+    """`a/b.jsonl.zst` for number 1, `a/b.2.jsonl.zst` for number 2."""
+    if number == 1:
+        return key
+    folder, slash, name = key.rpartition("/")
+    stem, dot, extensions = name.partition(".")
+    return f"{folder}{slash}{stem}.{number}{dot}{extensions}"
+
+
+def put_numbered(store: ObjectStore, key: str, data: bytes, sha256: str, content_type: str) -> PutResult:
+    """Puts what may have to be written anew with other content (a manifest after `jobs retry`, the input of an ingest that
+    died): under `key`, or, where other content stands there, under the next free number. Same content is adopted.
+
+    Objects stay write-once, so a reader never sees half of a change; the ledger names the one that counts, and where it
+    names none the highest number is the newest. Returns the object with its key.
+    """
+    number = 1
+    while True:
+        result = store.put(numbered_key(key, number), data, content_type=content_type)
+        if result.created or result.info.sha256 == sha256:
+            return result
+        number += 1

@@ -1,0 +1,91 @@
+"""`jobs retry`, `pause`, `resume`, `cancel`, `priority`: what a person decides about a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from jobs.cli.context import PRIORITY, common_options, found_job, job_argument
+from jobs.cli.output import Output, counted
+from jobs.cli.show import code_choice
+from jobs.ledger.records import Job, JobState
+from pipelines.errors import ErrorCode
+
+
+@click.command()
+@job_argument
+@click.option("--code", "codes", multiple=True, type=code_choice, metavar="CODE", help="Only items that ended with this error.")
+@common_options
+def retry(job: str, codes: Sequence[str], home: str | None, as_json: bool, quiet: bool) -> None:
+    """Open JOB's failed items again; what is done stays done."""
+    output = Output(as_json=as_json, quiet=quiet)
+    with found_job(job, home) as (settings, ledger, found):
+        count = ledger.retry(found.id, [ErrorCode(code) for code in codes] or None)
+        found = ledger.job(found.id)
+    if as_json:
+        output.data({"schema": "nightjar.retry/1", "job": found.id, "state": found.state.value, "reopened": count})
+        return
+    output.line(f"Opened {counted(count, 'item')} of {found.id} again.")
+    if count and settings.database_url is None:
+        output.note(f"To make them, give the job's `jobs run` command again, or start a worker for {settings.home}.")
+
+
+@click.command()
+@job_argument
+@common_options
+def pause(job: str, home: str | None, as_json: bool, quiet: bool) -> None:
+    """Hand out no more of JOB; items in flight finish."""
+    _change(job, home, Output(as_json=as_json, quiet=quiet), lambda ledger, job_id: ledger.pause(job_id))
+
+
+@click.command()
+@job_argument
+@common_options
+def resume(job: str, home: str | None, as_json: bool, quiet: bool) -> None:
+    """Go on with a paused JOB."""
+    _change(job, home, Output(as_json=as_json, quiet=quiet), lambda ledger, job_id: ledger.resume(job_id))
+
+
+@click.command()
+@job_argument
+@common_options
+def cancel(job: str, home: str | None, as_json: bool, quiet: bool) -> None:
+    """End JOB: its open items are skipped, what is done stays."""
+
+    def end(ledger: Any, job_id: str) -> None:
+        ledger.cancel(job_id)
+        if ledger.job(job_id).state is JobState.CANCELLING:
+            ledger.reconcile()
+
+    _change(job, home, Output(as_json=as_json, quiet=quiet), end)
+
+
+# A level below zero is no option.
+@click.command(context_settings={"ignore_unknown_options": True})
+@job_argument
+@click.argument("level", type=PRIORITY)
+@common_options
+def priority(job: str, level: int, home: str | None, as_json: bool, quiet: bool) -> None:
+    """Give JOB another priority; shards that wait follow it at once. Higher runs first."""
+    output = Output(as_json=as_json, quiet=quiet)
+    with found_job(job, home) as (_, ledger, found):
+        ledger.set_priority(found.id, level)
+    if as_json:
+        output.data({"schema": "nightjar.priority/1", "job": found.id, "priority": level})
+    else:
+        output.line(f"{found.id} has priority {level}.")
+
+
+def _change(prefix: str, home: str | None, output: Output, change: Callable[[Any, str], object]) -> None:
+    with found_job(prefix, home) as (_, ledger, found):
+        change(ledger, found.id)
+        _tell(output, ledger.job(found.id))
+
+
+def _tell(output: Output, job: Job) -> None:
+    if output.as_json:
+        output.data({"schema": "nightjar.job_state/1", "job": job.id, "state": job.state.value})
+    else:
+        output.line(f"{job.id} is {job.state.value}.")

@@ -1,0 +1,71 @@
+"""`jobs export`: a job's result in a format that other tools read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from jobs.cli.context import common_options, found_job, job_argument
+from jobs.cli.output import Output
+
+
+@click.command()
+@job_argument
+@click.option(
+    "--format",
+    "format_",
+    default="espnet",
+    show_default=True,
+    metavar="FORMAT",
+    help="One file: espnet (dialogue JSONL), manifest (our own), nemo, openai-batch, openai-batch-errors. "
+    "A folder: espnet-dataset, kaldi, lhotse, shar, webdataset, parquet.",
+)
+@click.option("--to", default="-", show_default=True, metavar="PLACE", help="File (`-` is standard output), folder or s3://BUCKET/PREFIX.")
+@click.option("--split", metavar="SHARES", help="Splits by hash of the example id, such as train=0.98,dev=0.01,test=0.01.")
+@click.option(
+    "--audio-root", type=click.Path(path_type=Path), help="Name audio by its path below this folder, and fetch what is missing there."
+)
+@click.option("--part-mb", type=click.IntRange(min=1), help="Most audio in one file of shar, webdataset and parquet.  [default: 500]")
+@common_options
+def export(
+    job: str,
+    format_: str,
+    to: str,
+    split: str | None,
+    audio_root: Path | None,
+    part_mb: int | None,
+    home: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Write JOB's items that have audio, in the order of the input; every file appears complete or not at all.
+
+    An export to a folder that was stopped goes on with the same command.
+    """
+    from jobs.export import PART_BYTES, parse_splits
+    from jobs.export import export as write
+    from jobs.store import open_store
+
+    # The data goes to stdout, so what is said about it may not.
+    output = Output(as_json=as_json and to != "-", quiet=quiet)
+    splits = parse_splits(split) if split else None
+    with found_job(job, home) as (settings, ledger, found):
+        report = write(
+            ledger,
+            open_store(found.store_url, settings.s3),
+            found.id,
+            format_,
+            to,
+            audio_root,
+            splits=splits,
+            part_bytes=part_mb * 10**6 if part_mb else PART_BYTES,
+            s3=settings.s3,
+            on_part=lambda part: output.note(f"{part.split} {part.number + 1} of {part.of}: {part.items} items"),
+        )
+    if output.as_json:
+        counts = {"items": report.items, "left_out": report.left_out}
+        output.data({"schema": "nightjar.export/1", "job": found.id, "format": report.format, "to": report.to, **counts})
+        return
+    left_out = f", {report.left_out} items without audio left out" if report.left_out else ""
+    output.note(f"{report.items} items written{'' if to == '-' else f' to {report.to}'}{left_out}.")

@@ -1,0 +1,185 @@
+"""`jobs wait` and `jobs watch`: to a job's end, and how it ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import click
+
+from jobs.cli.context import common_options, found_job, job_argument
+from jobs.cli.output import CANCELLED, FAILED, TIMEOUT, Output, seconds_text
+from jobs.cli.show import status_lines
+from jobs.ledger.records import JobState, JobStatus
+from jobs.status import items_per_second, real_time_factor, status_view
+
+if TYPE_CHECKING:
+    from jobs.ingest import IngestProgress
+
+#: A stream that is no terminal gets a line this often.
+LINE_SECONDS = 30.0
+#: An ingest that takes no longer needs no line.
+FIRST_LINE_SECONDS = 5.0
+POLL_SECONDS = 0.5
+#: The pace that is shown while a job is followed is that of so long; it tells nothing before `SHORTEST_PACE_SECONDS`.
+PACE_SECONDS = 60.0
+SHORTEST_PACE_SECONDS = 3.0
+
+EXIT_BY_STATE = {JobState.COMPLETED: 0, JobState.CANCELLED: CANCELLED}
+
+
+class Pace:
+    """What a job makes in a second, over the last minute that it was followed: pauses and interruptions before do not count."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int, int]] = deque()
+
+    def facts(self, status: JobStatus) -> str:
+        """Failed items, rate, speed and time to go, as the tail of a sentence; only what is known."""
+        items = status.items
+        rate, factor = self._take(status)
+        parts = [f"{items.failed} failed"] if items.failed else []
+        if rate:
+            parts.append(f"{rate:.2f} items/s")
+        if factor:
+            parts.append(f"{factor:.1f} x real time")
+        if rate and not status.job.state.final and status.job.state is not JobState.PAUSED:
+            parts.append(f"{seconds_text(items.pending / rate)} to go")
+        return "".join(f", {part}" for part in parts)
+
+    def _take(self, status: JobStatus) -> tuple[float, float | None]:
+        """Items and seconds of audio a second; those of the whole job at its end and before there is a pace to tell."""
+        ended = status.items.done + status.items.failed
+        self._seen.append((status.now, ended, status.audio_ms))
+        while len(self._seen) > 2 and self._seen[1][0] <= status.now - PACE_SECONDS:
+            self._seen.popleft()
+        since, ended_then, audio_then = self._seen[0]
+        seconds = status.now - since
+        if status.job.state.final:
+            return items_per_second(status), real_time_factor(status)
+        if seconds < SHORTEST_PACE_SECONDS or ended == ended_then:
+            return 0.0, None
+        return (ended - ended_then) / seconds, (status.audio_ms - audio_then) / 1000 / seconds
+
+
+class Progress:
+    """A job's progress on stderr: a bar on a terminal, else a line at the start and every 30 s. A context manager."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._quiet = quiet
+        self._next_line = 0.0
+        self._pace = Pace()
+        self._bar = None if quiet or not sys.stderr.isatty() else _bar()
+        self._task = self._bar.add_task("starting", total=None, facts="") if self._bar else None
+
+    def __enter__(self) -> Progress:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """A note for a person, above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        elif not self._quiet:
+            click.echo(text, err=True)
+
+    def reading(self, ingest: IngestProgress) -> None:
+        """How far into its input an ingest is; what is short says nothing on a stream that is no terminal."""
+        percent = 100 * ingest.bytes_read // max(1, ingest.bytes_total)
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description="reading", total=100, completed=percent, facts=f"{ingest.lines} lines")
+            return
+        if self._next_line == 0.0:
+            self._next_line = time.monotonic() + FIRST_LINE_SECONDS
+        if not self._quiet and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_SECONDS
+            click.echo(f"reading: {ingest.lines} lines, {percent} % of the input", err=True)
+
+    def update(self, status: JobStatus) -> None:
+        items = status.items
+        facts = self._pace.facts(status)
+        if self._bar is not None and self._task is not None:
+            ended = items.total - items.pending
+            self._bar.update(
+                self._task, description=status.job.state.value, total=items.total, completed=ended, facts=facts.removeprefix(", ")
+            )
+        elif not self._quiet and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_SECONDS
+            click.echo(f"{status.job.state.value}: {items.total - items.pending} of {items.total} items{facts}", err=True)
+
+
+def _bar():
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"))
+    return Progress(*columns, console=Console(stderr=True), transient=True)
+
+
+def until_end(read: Callable[[], JobStatus], progress: Progress, timeout_seconds: float | None = None) -> JobStatus:
+    """Reads a job's status until it is final or the time is over; the last status."""
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    while True:
+        status = read()
+        progress.update(status)
+        if status.job.state.final or (deadline is not None and time.monotonic() >= deadline):
+            return status
+        time.sleep(POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+
+
+def exit_code_of(state: JobState) -> int:
+    """How `jobs wait` tells a job's state: 0 completed, 1 with errors or failed, 6 cancelled, 7 not ended."""
+    return EXIT_BY_STATE.get(state, FAILED) if state.final else TIMEOUT
+
+
+@click.command()
+@job_argument
+@click.option(
+    "--timeout", "timeout_seconds", type=click.FloatRange(min=0), metavar="SECONDS", help="Longest time to wait. [default: no limit]"
+)
+@common_options
+def wait(job: str, timeout_seconds: float | None, home: str | None, as_json: bool, quiet: bool) -> int:
+    """Wait for JOB's end. Exit code: 0 completed, 1 with errors, 6 cancelled, 7 timeout."""
+    output = Output(as_json=as_json, quiet=quiet)
+    with found_job(job, home) as (settings, ledger, found), Progress(quiet=quiet) as progress:
+        status = until_end(lambda: ledger.status(found.id), progress, timeout_seconds)
+    if as_json:
+        output.data(status_view(status, settings.price_per_gpu_hour))
+    else:
+        output.note(f"{found.id} is {status.job.state.value}.")
+    return exit_code_of(status.job.state)
+
+
+@click.command()
+@job_argument
+@common_options
+def watch(job: str, home: str | None, as_json: bool, quiet: bool) -> int:
+    """Follow JOB until it ends, then show its status; with --json one status a line as it changes. Exit codes as `jobs wait`."""
+    output = Output(as_json=as_json, quiet=quiet)
+    last = None
+    with found_job(job, home) as (settings, ledger, found), Progress(quiet=quiet or as_json) as progress:
+
+        def read() -> JobStatus:
+            nonlocal last
+            status = ledger.status(found.id)
+            counts = (status.job.state, status.items)
+            if as_json and counts != last:
+                output.data(status_view(status, settings.price_per_gpu_hour))
+                sys.stdout.flush()
+            last = counts
+            return status
+
+        status = until_end(read, progress)
+    if not as_json:
+        for line in status_lines(status, settings.price_per_gpu_hour):
+            output.line(line)
+    return exit_code_of(status.job.state)

@@ -1,0 +1,148 @@
+"""What commands print: data on stdout, everything else on stderr; and which exit code an error has."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import click
+import msgspec
+
+from jobs.redact import redact
+from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, NotFoundError, ServiceError, StoreError
+
+FAILED, NOT_FOUND, INVALID_INPUT, UNREACHABLE = 1, 3, 4, 5
+#: `jobs wait` and `jobs watch` of a job that was cancelled, or that did not end in time.
+CANCELLED, TIMEOUT = 6, 7
+
+_EXIT_BY_CODE = {
+    ErrorCode.LEDGER_STATE: FAILED,
+    ErrorCode.LEDGER_NOT_FOUND: NOT_FOUND,
+    ErrorCode.MODEL_UNREACHABLE: UNREACHABLE,
+    ErrorCode.MODEL_MISSING_EXTRA: FAILED,
+    ErrorCode.STORE_BAD_KEY: INVALID_INPUT,
+}
+_EXIT_BY_CLASS: tuple[tuple[type[NightjarError], int], ...] = (
+    (ConfigError, INVALID_INPUT),
+    (NotFoundError, NOT_FOUND),
+    (InputError, INVALID_INPUT),
+    (ModelError, INVALID_INPUT),
+    (ServiceError, UNREACHABLE),
+    (StoreError, UNREACHABLE),
+)
+
+
+class ReaderLeft(BaseException):
+    """Nobody reads stdout any more, which ends a command as SIGPIPE would."""
+
+    exit_code = 128 + signal.SIGPIPE
+
+
+class Interrupted(BaseException):
+    """A signal asked the command to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.exit_code = 128 + number
+
+
+def exit_code(error: NightjarError) -> int:
+    """The exit code of a command that ends with this error."""
+    if error.code in _EXIT_BY_CODE:
+        return _EXIT_BY_CODE[error.code]
+    if error.code.value.startswith("input."):
+        return INVALID_INPUT
+    return next((code for kind, code in _EXIT_BY_CLASS if isinstance(error, kind)), FAILED)
+
+
+def fail(error: BaseException, *, as_json: bool) -> None:
+    """Prints an error on stderr: a sentence with its code and advice, or `nightjar.error/1`; never a password of a URL."""
+    if isinstance(error, NightjarError):
+        code, message, advice = error.code.value, redact(error.message), redact(error.advice)
+    elif isinstance(error, OSError):
+        code, message, advice = "system", redact(f"The system refused: {error}."), "Correct that and run the command again."
+    else:
+        code, message = "internal", redact(f"Something broke that should not: {type(error).__name__}: {error}.")
+        advice = "This is a bug; SPEECH_DEBUG=1 shows where it happened."
+    if as_json:
+        view = {"schema": "nightjar.error/1", "error": {"code": code, "message": message, "advice": advice}}
+        click.echo(msgspec.json.encode(view), err=True)
+        return
+    label = click.style("Error", fg="red", bold=True)
+    # No command is running any more whose context could know of NO_COLOR.
+    color = False if os.environ.get("NO_COLOR") else None
+    click.echo(f"{label} {code}: {printable(message)}" + (f"\n{printable(advice)}" if advice else ""), err=True, color=color)
+
+
+def printable(text: str) -> str:
+    """The text with what could drive a terminal (control and format characters, newlines) escaped."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
+
+
+class Output:
+    """How one command prints, from its `--json` and `--quiet`."""
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+
+    def data(self, view: Mapping[str, Any]) -> None:
+        """One JSON object on a line of stdout."""
+        sys.stdout.buffer.write(msgspec.json.encode(view) + b"\n")
+
+    def line(self, text: str = "") -> None:
+        """A line of the result on stdout."""
+        click.echo(text)
+
+    def note(self, text: str) -> None:
+        """A line for a person on stderr, unless `--quiet`."""
+        if not self.quiet:
+            click.echo(text, err=True)
+
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """Aligned columns on stdout; the rows are kept in memory."""
+        cells = [[printable("" if cell is None else str(cell)) for cell in row] for row in rows]
+        widths = [max(map(len, column)) for column in zip(header, *cells)]
+        click.echo(click.style(_columns(header, widths), bold=True))
+        for row in cells:
+            click.echo(_columns(row, widths))
+
+
+def _columns(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 line`, `2 lines`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def seconds_text(seconds: float | None) -> str:
+    """A time for a person: `0.4 s`, `41 s`, `12 min 5 s`, `3 h 20 min`, `4 d 2 h`; `unknown` for None."""
+    if seconds is None:
+        return "unknown"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def bytes_text(count: int) -> str:
+    """A size for a person, in decimal units."""
+    size, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if size < 1000:
+            break
+        size, unit = size / 1000, larger
+    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -1,0 +1,202 @@
+"""`jobs run`: the whole path here and now. Ledger, broker, store and worker live in one folder and die with the command."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jobs.cli.context import common_options
+from jobs.cli.follow import POLL_SECONDS, Progress, exit_code_of
+from jobs.cli.output import Interrupted, Output, counted
+from jobs.cli.show import status_lines
+from jobs.cli.spec import check_source, resolve_spec, spec_options, take_spec
+from jobs.cli.submit import job_options, no_items, submit_options
+from jobs.embedded import DRAIN_SECONDS, EmbeddedHome, embedded_overrides
+from jobs.homes import remember
+from jobs.ledger.records import Job, JobState, JobStatus, ShardState
+from jobs.ledger.states import LASTING_OUTAGES
+from jobs.settings import Settings, load_settings
+from jobs.status import status_view
+from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+    from jobs.store.base import ObjectStore
+
+#: After so long without an item that ended, a run says where to look.
+STALL_SECONDS = 60.0
+#: After so long without an item that ended, a run makes sure that its ledger can still be written.
+WRITE_SECONDS = 10.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Signals:
+    """While the run works a signal interrupts it; while it cleans up, a second one makes the worker end at once."""
+
+    def __init__(self) -> None:
+        self.embedded: EmbeddedHome | None = None
+        self.cleaning = False
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        if not self.cleaning:
+            self.cleaning = True
+            raise Interrupted(number)
+        if self.embedded is not None:
+            self.embedded.kill()
+
+    @contextmanager
+    def installed(self) -> Iterator[Signals]:
+        before = {number: signal.signal(number, self) for number in _SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@click.command()
+@click.argument("source", metavar="INPUT")
+@spec_options
+@job_options
+@common_options
+def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any) -> int:
+    """Make the speech of INPUT (a path, `-` or `s3://…`; JSONL, also .gz or .zst) into DIR and wait for it.
+
+    Needs no other service. Ended in any way, the same command goes on where it was and makes nothing twice.
+    """
+    output = Output(as_json=as_json, quiet=quiet)
+    settings = load_settings(home=home)
+    settings = load_settings(home=str(settings.home), **embedded_overrides(settings))
+    spec = resolve_spec(take_spec(given))
+    check_source(source)
+    options = submit_options(given)
+
+    from jobs.ingest import submit
+    from jobs.ledger import Ledger
+    from jobs.store import open_store
+
+    with Signals().installed() as signals, EmbeddedHome(settings) as embedded, Progress(quiet=quiet) as progress:
+        signals.embedded = embedded
+        store = open_store(settings.effective_store_url, settings.s3)
+        with closing(Ledger.open(settings.ledger_url)) as ledger:
+            ledger.migrate()
+            result = submit(settings, ledger, store, source, spec, options=options, progress=progress.reading)
+            remember(result.job.id, settings.home)
+            _explain(result.job, created=result.created, progress=progress)
+            try:
+                status = _follow(ledger, result.job, embedded, progress)
+                manifest = _manifest(ledger, store, status)
+                signals.cleaning = True
+            except Interrupted:
+                drain_seconds = settings.worker.drain_seconds
+                progress.say(f"Stopping; items in flight may finish for {drain_seconds:.0f} s. Interrupt again to stop at once.")
+                embedded.stop(drain_seconds + 2)
+                _say_resume(ledger, result.job.id, progress)
+                raise
+            finally:
+                signals.cleaning = True
+                embedded.stop(DRAIN_SECONDS)
+    _summarize(status, settings, manifest, output)
+    return exit_code_of(status.job.state)
+
+
+def _explain(job: Job, *, created: bool, progress: Progress) -> None:
+    if job.state is JobState.FAILED:
+        raise no_items(job)
+    if job.state is JobState.PAUSED:
+        raise _paused(job)
+    before = "" if created else ", done before" if job.state.final else ", begun before"
+    progress.say(f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{before}.")
+
+
+def _paused(job: Job) -> NightjarError:
+    reason = f" ({job.state_reason})" if job.state_reason else ""
+    advice = f"Look with `jobs errors {job.id}`, go on with `jobs resume {job.id}` and the same `jobs run`."
+    return ServiceError(ErrorCode.LEDGER_STATE, f"Job {job.id} is paused{reason}.", advice)
+
+
+def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress) -> JobStatus:
+    """Runs the job to its end. Raises `worker.crash`, `ledger.state` when it stands still because it is paused, and the
+    error that a person has to mend, such as a full disk."""
+    status = ledger.status(job.id)
+    if status.job.state.final:
+        return status
+    _requeue(ledger)
+    ledger.wake(job.id)
+    started_at = ledger.now()
+    embedded.start()
+    ended = status.items.done + status.items.failed
+    written_at = time.monotonic()
+    doubt_at = time.monotonic() + STALL_SECONDS
+    while not status.job.state.final:
+        time.sleep(POLL_SECONDS)
+        embedded.tend(lambda: _requeue(ledger))
+        status = ledger.status(job.id)
+        progress.update(status)
+        if status.items.done + status.items.failed > ended:
+            ended = status.items.done + status.items.failed
+            embedded.progressed()
+            written_at = time.monotonic()
+            doubt_at = time.monotonic() + STALL_SECONDS
+        elif time.monotonic() > doubt_at:
+            doubt_at = time.monotonic() + STALL_SECONDS
+            progress.say(f"No item ended for {STALL_SECONDS:.0f} s. The worker's log is {embedded.worker_log}. {embedded.last_words()}")
+        if status.job.state is JobState.PAUSED and not status.shards.get(ShardState.LEASED):
+            raise _paused(status.job)
+        outage = status.outage
+        if outage is not None and outage.code in LASTING_OUTAGES and outage.at >= started_at:
+            raise StoreError(outage.code, outage.message, "")
+        if time.monotonic() - written_at > WRITE_SECONDS:
+            # A worker that cannot write the ledger cannot report anything there.
+            ledger.check_writable(job.id)
+            written_at = time.monotonic()
+    return status
+
+
+def _requeue(ledger: Ledger) -> None:
+    """The broker is empty: whatever was queued in another one's time is handed out again."""
+    ledger.reconcile(queued_timeout_seconds=0)
+
+
+def _say_resume(ledger: Ledger, job_id: str, progress: Progress) -> None:
+    items = ledger.status(job_id).items
+    progress.say(f"Stopped with {items.done} of {items.total} items done. The same command goes on from there.")
+
+
+def _manifest(ledger: Ledger, store: ObjectStore, status: JobStatus) -> str | None:
+    """Writes the manifest of what the job has by now; where it is, or None for a job without audio."""
+    from jobs.export.manifest import put_manifest
+
+    return store.uri(put_manifest(ledger, store, status.job.id).key) if status.items.done else None
+
+
+def _summarize(status: JobStatus, settings: Settings, manifest: str | None, output: Output) -> None:
+    job = status.job
+    folder = settings.home.absolute() / "jobs" / job.id / "audio"
+    if output.as_json:
+        view = status_view(status, settings.price_per_gpu_hour)
+        files = {"audio": str(folder), "manifest": manifest}
+        output.data({**view, "schema": "nightjar.run/1", **files})
+        return
+    if output.quiet:
+        output.line(job.id)
+        return
+    for line in status_lines(status, settings.price_per_gpu_hour):
+        output.line(line)
+    output.line(f"files   {_near(folder)}")
+    if manifest:
+        output.line(f"list    {_near(Path(manifest))}")
+    if status.items.failed or job.rejected_lines:
+        output.line(f"errors  jobs errors {job.id}")
+
+
+def _near(path: Path) -> Path:
+    """The path as seen from the working directory, where it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

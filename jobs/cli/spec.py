@@ -1,0 +1,100 @@
+"""The options that say what a job is made with; `jobs run` and `jobs submit` share them."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from jobs.ledger.records import JobSpec
+from pipelines.errors import ErrorCode, InputError
+from pipelines.request import Generation
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_GENERATION: tuple[tuple[str, Any, str], ...] = (
+    ("voice", str, "Voice of lines that name none."),
+    ("language", str, "Language of lines that name none."),
+    ("instruct", str, "Instruction of lines that have none."),
+    ("temperature", click.FloatRange(min=0), "Sampling temperature."),
+    ("top_k", click.IntRange(min=0), "Sample among the likeliest codes."),
+    ("top_p", click.FloatRange(0, 1, min_open=True), "Sample among the codes that hold this probability."),
+    ("repetition_penalty", click.FloatRange(min=0, min_open=True), "Penalty of repeated codes."),
+    ("cfg", click.FloatRange(min=0), "Scale of the guidance."),
+    ("max_seconds", click.FloatRange(min=0, min_open=True), "Longest audio of an item."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecOptions:
+    """The options as they were given."""
+
+    model: str
+    seed: int
+    format: str
+    generation: Generation
+
+
+def spec_options(function: F) -> F:
+    """Adds the options of a spec, handed over as keyword arguments that `take_spec` takes."""
+    for name, kind, text in reversed(_GENERATION):
+        function = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)(function)
+    function = click.option("--format", "format_", type=click.Choice(["wav", "flac"]), default="wav", show_default=True, help="Encoding.")(
+        function
+    )
+    function = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the job.")(function)
+    text = "Pipeline, by name or checkpoint folder."
+    return click.option("--model", default="hibari", show_default=True, help=text)(function)
+
+
+def take_spec(given: dict[str, Any]) -> SpecOptions:
+    """Takes the options of a spec out of a command's keyword arguments."""
+    generation = Generation(**{name: given.pop(name) for name, _, _ in _GENERATION})
+    return SpecOptions(given.pop("model"), given.pop("seed"), given.pop("format_"), generation)
+
+
+def resolve_spec(options: SpecOptions) -> JobSpec:
+    """The frozen spec of a job: the model's full name and revision. Raises `model.*` and `input.unknown_voice`, `.unknown_language`."""
+    from pipelines.registry import describe
+
+    card = describe(options.model)
+    _require(options.generation.voice, card.capabilities.voices, ErrorCode.INPUT_UNKNOWN_VOICE, "voice", card.name)
+    _require(options.generation.language, card.capabilities.languages, ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", card.name)
+    return JobSpec(card.name, card.revision, options.generation, options.seed, options.format)
+
+
+def _require(wanted: str | None, known: tuple[str, ...], code: ErrorCode, what: str, model: str) -> None:
+    if wanted is not None and known and wanted.casefold() not in {name.casefold() for name in known}:
+        raise InputError(code, f"The model {model} has no {what} {wanted!r}.", f"It has: {', '.join(known)}.")
+
+
+def check_source(source: str) -> str:
+    """The input's name, if it can be written down, read, and has an end. Raises `input.unreadable` before anything is made."""
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        raise InputError(ErrorCode.INPUT_UNREADABLE, "The input's name is not UTF-8.", "Rename the file.") from None
+    from jobs.source import reading
+
+    if source == "-" or source.startswith("s3://"):
+        return source
+    with reading(source):
+        mode = os.stat(source).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            open(source, "rb").close()
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise InputError(ErrorCode.INPUT_UNREADABLE, f"{source!r} is a device.", "Give a file, or `-` for standard input.")
+    return source
+
+
+def owner() -> str:
+    """The name of who submits, for the job's `owner`."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""

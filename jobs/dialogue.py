@@ -1,0 +1,104 @@
+"""One line of an input file: strict decoding of an ESPnet dialogue and its optional `generation` object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pipelines.errors import ErrorCode, InputError
+from pipelines.request import Generation, Message, Modality, Role
+
+MAX_EXAMPLE_ID_CHARACTERS = 1000
+#: PostgreSQL cannot index longer values.
+MAX_EXAMPLE_ID_BYTES = 2000
+_SHAPE = "A line is one JSON object with `example_id` (text) and `messages` (a list of [role, modality, content])."
+
+
+class Dialogue(msgspec.Struct, frozen=True, gc=False):
+    """A decoded line. Keys that Nightjar does not know stay in the line and come back in exports."""
+
+    example_id: str
+    messages: tuple[tuple[Role, Modality, str], ...]
+    generation: Generation | None = None
+
+    def typed_messages(self) -> tuple[Message, ...]:
+        """The messages in the words of a request; audio content is still the line's path."""
+        return tuple([Message(role, modality, content) for role, modality, content in self.messages])
+
+
+_decode = msgspec.json.Decoder(Dialogue).decode
+
+
+def parse_dialogue(raw: bytes) -> Dialogue:
+    """The dialogue of one line of UTF-8 JSON.
+
+    Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.bad_role`, `input.bad_modality` or
+    `input.bad_generation`. Ranges of `generation` are `pipelines.task`'s to check.
+    """
+    try:
+        dialogue = _decode(raw)
+        if not raw.isascii():
+            raw.decode()
+    except msgspec.ValidationError as error:
+        raise _shape_error(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise InputError(ErrorCode.INPUT_BAD_JSON, f"The line is not JSON: {clean(reason)}.", "Write one JSON object a line.") from None
+    example_id = dialogue.example_id
+    if len(example_id) > 500 or not example_id.isprintable() or not example_id:
+        _check_example_id(example_id)
+    if not dialogue.messages:
+        raise InputError(ErrorCode.INPUT_BAD_LINE, "The line has no messages.", _SHAPE)
+    return dialogue
+
+
+def spoken_text(messages: Sequence[Message]) -> str:
+    """The user's texts of a dialogue, one a line."""
+    return "\n".join(
+        message.content.strip()
+        for message in messages
+        if message.role == "user" and message.modality == "text" and isinstance(message.content, str)
+    )
+
+
+def speech_position(messages: Sequence[Sequence[str]]) -> int:
+    """Where the speech of a dialogue stands among its messages, given as (role, modality, ...): the place of the first assistant
+    audio message, or after the last message where there is none."""
+    for place, message in enumerate(messages):
+        if message[0] == "assistant" and message[1] == "audio":
+            return place
+    return len(messages)
+
+
+def clean(text: str, limit: int = 500) -> str:
+    """Text of an input made fit for a ledger and a terminal: control characters escaped, length bounded."""
+    short = text if len(text) <= limit else f"{text[:limit]}..."
+    return short if short.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
+
+
+def _check_example_id(example_id: str) -> None:
+    if not example_id:
+        raise InputError(ErrorCode.INPUT_BAD_LINE, "The `example_id` is empty.", _SHAPE)
+    if len(example_id) > MAX_EXAMPLE_ID_CHARACTERS or len(example_id.encode()) > MAX_EXAMPLE_ID_BYTES:
+        raise InputError(
+            ErrorCode.INPUT_BAD_LINE,
+            f"The `example_id` is longer than {MAX_EXAMPLE_ID_CHARACTERS} characters or {MAX_EXAMPLE_ID_BYTES} bytes.",
+            "Use a shorter one.",
+        )
+    if "\0" in example_id:
+        raise InputError(ErrorCode.INPUT_BAD_LINE, "The `example_id` holds a NUL character.", "Databases cannot store it; remove it.")
+
+
+def _shape_error(reason: str) -> InputError:
+    """msgspec's message, such as "Invalid enum value 'x' - at `$.messages[0][1]`", as a code."""
+    what, _, path = clean(reason).partition(" - at `$")
+    if path.startswith(".messages") and path.endswith("[0]`") and "enum" in what:
+        return InputError(ErrorCode.INPUT_BAD_ROLE, f"{what} (role).", "Roles are user, assistant and system.")
+    if path.startswith(".messages") and path.endswith("[1]`") and "enum" in what:
+        return InputError(ErrorCode.INPUT_BAD_MODALITY, f"{what} (modality).", "Modalities are text, audio, image, video and toolcall.")
+    if path.startswith(".generation"):
+        fields = ", ".join(Generation.__struct_fields__)
+        return InputError(ErrorCode.INPUT_BAD_GENERATION, f"{what} in {path[1:-1]}.", f"The keys of `generation` are: {fields}.")
+    where = f" in {path[1:-1]}" if path[1:-1] else ""
+    return InputError(ErrorCode.INPUT_BAD_LINE, f"{what}{where}.", _SHAPE)

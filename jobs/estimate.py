@@ -1,0 +1,112 @@
+"""A dry run: every line is checked as at submit, nothing is kept, and the cost is estimated."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs.ledger.records import JobSpec, RejectedLine
+from jobs.line_check import GoodLine, LineChecker, duplicate
+from jobs.references import ReferenceReader
+from jobs.source import open_source
+from jobs.spec import frozen_spec
+from jobs.store.base import ObjectStore
+from pipelines.errors import ErrorCode
+from pipelines.registry import ModelCard, describe
+
+if TYPE_CHECKING:
+    from jobs.settings import Settings
+
+BATCH_LINES = 10_000
+BATCH_BYTES = 16 << 20
+#: Rejected lines that are kept to be shown.
+MAX_EXAMPLES = 100
+_HEADER_BYTES = 44
+_BYTES_PER_SAMPLE = 2
+#: Size of FLAC against 16-bit PCM, for speech.
+_FLAC_SHARE = 0.55
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a submit would make. Speech lengths are the model's average pace times the text's characters."""
+
+    items: int
+    #: Lines that would become no item, by code.
+    rejected: dict[ErrorCode, int]
+    #: The first of those lines.
+    rejected_lines: tuple[RejectedLine, ...]
+    audio_seconds: float
+    #: Size of the audio in the store.
+    bytes: int
+    #: Time of one worker; None where the model's speed was not measured.
+    engine_seconds: float | None
+
+
+def dry_run(settings: Settings, store: ObjectStore, source: str, spec: JobSpec) -> Estimate:
+    """Checks an input and estimates its job; writes nothing to ledger or store.
+
+    Raises `InputError` for an input that cannot be read or settings that the model refuses, `ModelError`, `StoreError`.
+    """
+    card = describe(spec.model)
+    spec = frozen_spec(spec, card)
+    rejected: Counter[ErrorCode] = Counter()
+    examples: list[RejectedLine] = []
+    items = milliseconds = 0
+    with open_source(source, settings.s3) as opened, _SeenIds() as seen:
+        reader = ReferenceReader(opened.folder, settings.audio_roots, store)
+        checker = LineChecker(card, spec.generation, lambda content: reader.read(content).sha256)
+        for batch in opened.batches(BATCH_LINES, BATCH_BYTES):
+            good, bad = checker.check(batch)
+            good, repeated = seen.add(good)
+            bad = sorted([*bad, *repeated], key=lambda line: line.line)
+            items += len(good)
+            milliseconds += sum(line.estimated_ms for line in good)
+            rejected.update(line.code for line in bad)
+            examples += bad[: MAX_EXAMPLES - len(examples)]
+    seconds = milliseconds / 1000
+    engine_seconds = None if card.realtime_factor is None else seconds * card.realtime_factor
+    return Estimate(items, dict(rejected), tuple(examples), seconds, _audio_bytes(items, seconds, card, spec), engine_seconds)
+
+
+def _audio_bytes(items: int, seconds: float, card: ModelCard, spec: JobSpec) -> int:
+    pcm = seconds * card.sample_rate * _BYTES_PER_SAMPLE
+    return round(pcm * (_FLAC_SHARE if spec.format == "flac" else 1.0)) + items * _HEADER_BYTES
+
+
+class _SeenIds:
+    """The example ids of an input as 64-bit hashes in a temporary file: memory stays bounded for any number of lines."""
+
+    def __enter__(self) -> _SeenIds:
+        self._folder = tempfile.TemporaryDirectory(prefix="nightjar-dry-run-")
+        self._database = sqlite3.connect(Path(self._folder.name) / "ids.sqlite", isolation_level=None)
+        self._database.execute("PRAGMA journal_mode = OFF")
+        self._database.execute("PRAGMA synchronous = OFF")
+        self._database.execute("CREATE TABLE seen (hash INTEGER PRIMARY KEY)")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._database.close()
+        self._folder.cleanup()
+
+    def add(self, good: Sequence[GoodLine]) -> tuple[list[GoodLine], list[RejectedLine]]:
+        """The lines with new ids, and the others as rejected lines."""
+        new: list[GoodLine] = []
+        repeated: list[RejectedLine] = []
+        self._database.execute("BEGIN")
+        insert = self._database.execute
+        for line in good:
+            hashed = int.from_bytes(hashlib.blake2b(line.example_id.encode(), digest_size=8).digest(), "big", signed=True)
+            if insert("INSERT OR IGNORE INTO seen VALUES (?)", (hashed,)).rowcount:
+                new.append(line)
+            else:
+                error = duplicate(line.example_id)
+                repeated.append(RejectedLine(line.line, error.code, str(error), line.example_id))
+        self._database.execute("COMMIT")
+        return new, repeated

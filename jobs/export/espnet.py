@@ -1,0 +1,28 @@
+"""The format `espnet`: ESPnet SpeechLM dialogue JSONL in which the generated speech takes the assistant audio's place.
+
+Source: espnet2/speechlm/dataloader/multimodal_loader/dialogue_loader.py, which reads `example_id` and `messages`, a list of
+`[role, modality, content]` whose audio content is a path.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from jobs.dialogue import speech_position
+from jobs.export.made import MadeItem
+from jobs.ledger.records import Job
+
+_decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_messages = msgspec.json.Decoder(list[list[Any]]).decode
+
+
+def espnet_line(job: Job, item: MadeItem, where: str) -> bytes:
+    """The line as it was submitted, with the audio in its first assistant audio message, or in a new one at the end."""
+    line = _decode(item.dialogue)
+    messages = _decode_messages(line["messages"])
+    position = speech_position(messages)
+    messages[position : position + 1] = [["assistant", "audio", where]]
+    line["messages"] = msgspec.Raw(msgspec.json.encode(messages))
+    return msgspec.json.encode(line) + b"\n"

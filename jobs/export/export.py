@@ -1,0 +1,162 @@
+"""From the items of a job to a dataset: streamed in index order, complete or absent, the same bytes each time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs.export.audio import AudioPlace
+from jobs.export.card import dataset_card
+from jobs.export.espnet import espnet_line
+from jobs.export.espnet_dataset import write_espnet_dataset
+from jobs.export.files import PartFiles
+from jobs.export.folder import FolderExport, FolderFormat
+from jobs.export.kaldi import write_kaldi
+from jobs.export.lhotse import write_lhotse, write_shar
+from jobs.export.made import MadeItem, MadeItems
+from jobs.export.manifest import manifest_line
+from jobs.export.nemo import nemo_line
+from jobs.export.openai_batch import openai_batch_line, openai_error_line
+from jobs.export.output import output
+from jobs.export.parquet import write_parquet
+from jobs.export.plan import Part
+from jobs.export.splits import WHOLE, Splits
+from jobs.export.webdataset import write_webdataset
+from jobs.ledger.records import ItemState, Job
+from jobs.store.base import ObjectStore
+from jobs.store.s3 import S3Settings
+from pipelines.errors import ConfigError, ErrorCode
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+
+#: What an item becomes in a format that is one file of lines, given where its audio is.
+LINE_FORMATS: dict[str, Callable[[Job, MadeItem, str], bytes]] = {
+    "espnet": espnet_line,
+    "manifest": manifest_line,
+    "nemo": nemo_line,
+    "openai-batch": openai_batch_line,
+}
+#: One file of lines about what is not there.
+ERRORS = "openai-batch-errors"
+FOLDER_FORMATS: dict[str, FolderFormat] = {
+    "espnet-dataset": FolderFormat(write_espnet_dataset, "named", local_audio=True, local_place=True),
+    "kaldi": FolderFormat(write_kaldi, "named", local_audio=True),
+    "lhotse": FolderFormat(write_lhotse, "named"),
+    "shar": FolderFormat(write_shar, "inside"),
+    "webdataset": FolderFormat(write_webdataset, "inside"),
+    "parquet": FolderFormat(write_parquet, "inside", card=dataset_card),
+}
+FORMATS = (*LINE_FORMATS, ERRORS, *FOLDER_FORMATS)
+#: Audio in one file of a dataset: few files, and little to redo after a stop.
+PART_BYTES = 500_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What was written."""
+
+    format: str
+    #: Absolute path, `s3://` address, or `-`.
+    to: str
+    items: int
+    #: Items of the job that have no audio: failed, skipped or still pending.
+    left_out: int
+
+
+def export(
+    ledger: Ledger,
+    store: ObjectStore,
+    job_id: str,
+    format: str,
+    to: str,
+    audio_root: Path | None = None,
+    *,
+    splits: Splits | None = None,
+    part_bytes: int = PART_BYTES,
+    s3: S3Settings | None = None,
+    on_part: Callable[[Part], None] = lambda _: None,
+) -> ExportReport:
+    """Writes the items of a job that have audio to `to`: a file or `-` for formats of one file, else a folder or `s3://` prefix.
+
+    Audio is named by its path in a folder store and by its `s3://` address in a bucket. With `audio_root` it is named by
+    the local path `audio_root/<key>`, and fetched from the store where that file is not there yet. Formats that hold the
+    audio end a file before its audio passes `part_bytes`. With `splits` every format is a folder. The same call goes on
+    with an export that was stopped.
+
+    Raises `config.invalid` for an unknown format or a place that cannot be used, `model.missing_extra` for a library that
+    is missing, `NotFoundError`, `StoreError`, `ServiceError`.
+    """
+    if format not in FORMATS:
+        raise _invalid(f"The format {format[:40]!r} is unknown.", f"Use one of: {', '.join(FORMATS)}.")
+    job = ledger.job(job_id)
+    if format == ERRORS or (format in LINE_FORMATS and splits is None):
+        if splits is not None or to.startswith("s3://"):
+            raise _invalid(f"The format {format} is one file.", "Name a local file, and no splits.")
+        lines = _ErrorLines(ledger, job) if format == ERRORS else _Lines(ledger, store, job, LINE_FORMATS[format], audio_root)
+        with output(to) as file:
+            for line in lines:
+                file.write(line)
+        return ExportReport(format, to if to == "-" else str(Path(to).absolute()), lines.count, lines.left_out)
+    if to in ("", "-"):
+        raise _invalid(f"The format {format} is a folder.", "Name a folder with --to.")
+    folder = FOLDER_FORMATS.get(format) or FolderFormat(partial(_write_lines, LINE_FORMATS[format]), "named")
+    plan = FolderExport(ledger, store, job, format, folder, splits or WHOLE, part_bytes, audio_root).run(to, s3, on_part)
+    return ExportReport(format, to if to.startswith("s3://") else str(Path(to).absolute()), plan.items, plan.left_out)
+
+
+class _Lines:
+    """The lines of the items that have audio."""
+
+    def __init__(
+        self, ledger: Ledger, store: ObjectStore, job: Job, line: Callable[[Job, MadeItem, str], bytes], audio_root: Path | None
+    ) -> None:
+        self._items = MadeItems(ledger, store, job.id)
+        self._store = store
+        self._job = job
+        self._line = line
+        self._audio_root = audio_root
+        self.count = 0
+
+    @property
+    def left_out(self) -> int:
+        return self._items.left_out
+
+    def __iter__(self) -> Iterator[bytes]:
+        with AudioPlace(self._store, self._audio_root) as place:
+            for item, where in place.located(self._items):
+                self.count += 1
+                yield self._line(self._job, item, where)
+
+
+class _ErrorLines:
+    """The lines of what failed: lines of the input that became no item, then items."""
+
+    left_out = 0
+
+    def __init__(self, ledger: Ledger, job: Job) -> None:
+        broken = (ledger.items(job.id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
+        self._failed = chain(ledger.rejected_lines(job.id), *broken)
+        self._job = job
+        self.count = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for failed in self._failed:
+            self.count += 1
+            yield openai_error_line(self._job, failed)
+
+
+def _write_lines(
+    line: Callable[[Job, MadeItem, str], bytes], part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, str]]
+) -> None:
+    file = files.open(f"{part.split}.jsonl")
+    for item, where in items:
+        file.write(line(job, item, where))
+
+
+def _invalid(message: str, advice: str) -> ConfigError:
+    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)

@@ -1,0 +1,222 @@
+"""A dataset of several files: written part by part, so that a stopped export goes on with the part it was in.
+
+While an export runs, `_export/plan.json` in its place says what it is and `_export/train-00000.json` that a part is complete;
+the end is `export.json`, with the hash of every file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from jobs.export.audio import AudioPlace
+from jobs.export.files import PartFiles, WrittenFile
+from jobs.export.made import MadeItem, MadeItems
+from jobs.export.manifest import manifest_line
+from jobs.export.output import output_error
+from jobs.export.place import Place, open_place
+from jobs.export.plan import Part, Plan, make_plan
+from jobs.export.splits import Splits
+from jobs.ledger.records import Job
+from jobs.provenance import exporters_record, records
+from jobs.store.base import ObjectStore
+from jobs.store.s3 import S3Settings
+from pipelines.errors import ConfigError, ErrorCode
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+
+#: Raised when a format's files change for the same items.
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFormat:
+    """How the items of a part become files."""
+
+    write: Callable[[Part, PartFiles, Job, Iterator[tuple[MadeItem, Any]]], None]
+    #: `inside`: the files hold the audio. `named`: they say where it is.
+    audio: Literal["inside", "named"]
+    #: Its readers open local paths only.
+    local_audio: bool = False
+    #: Its files name each other by their path.
+    local_place: bool = False
+    #: What stands beside the parts.
+    card: Callable[[Job, Plan], bytes] | None = None
+
+
+class _Identity(msgspec.Struct, frozen=True):
+    """What must be equal for a stopped export to go on."""
+
+    job: str
+    format: str
+    version: int
+    #: `Plan.digest`
+    digest: str
+    splits: tuple[tuple[str, int], ...]
+    part_bytes: int
+    audio: str
+
+
+class _Finished(msgspec.Struct, frozen=True):
+    """`export.json`."""
+
+    identity: _Identity
+    items: dict[str, int]
+    left_out: int
+    files: list[WrittenFile]
+    schema: str = "nightjar.dataset/1"
+
+
+@dataclass(slots=True)
+class FolderExport:
+    """One export to a place."""
+
+    ledger: Ledger
+    store: ObjectStore
+    job: Job
+    name: str
+    format: FolderFormat
+    splits: Splits
+    part_bytes: int
+    audio_root: Path | None
+
+    def run(self, to: str, s3: S3Settings | None, on_part: Callable[[Part], None]) -> Plan:
+        """Writes what is not there yet. `on_part` hears of every part that is complete.
+
+        Raises `config.invalid` for a place that holds another export or that the format's readers cannot use.
+        """
+        with open_place(to, s3) as place, AudioPlace(self.store, self.audio_root) as audio:
+            self._check(place, audio)
+            limit = self.part_bytes if self.format.audio == "inside" else None
+            plan = make_plan(self.ledger.items(self.job.id), self.splits, limit)
+            identity = self._identity(plan)
+            if self._take(place, identity):
+                return plan
+            files = [file for part in plan.parts for file in self._part(place, audio, part, on_part)]
+            files += self._beside(place, plan)
+            counts = {name: sum(part.items for part in plan.parts if part.split == name) for name in self.splits.names}
+            done = _Finished(identity, counts, plan.left_out, sorted(files, key=lambda file: file.name))
+            _publish(place, "export.json", [_json(done)])
+            _clear(place, plan)
+            return plan
+
+    def _check(self, place: Place, audio: AudioPlace) -> None:
+        if self.format.local_place and place.address.startswith("s3://"):
+            raise _unusable(f"The files of {self.name} name each other by local paths.", "Export to a local folder.")
+        if self.format.audio == "inside" and self.audio_root is not None:
+            raise _unusable(f"The files of {self.name} hold the audio.", "Leave --audio-root out.")
+        if self.format.local_audio and not audio.local:
+            raise _unusable(f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root.")
+
+    def _identity(self, plan: Plan) -> _Identity:
+        where = str(self.audio_root.absolute()) if self.audio_root is not None else self.store.url
+        named = self.format.audio == "named"
+        splits = tuple(zip(self.splits.names, self.splits.bounds, strict=True))
+        return _Identity(self.job.id, self.name, VERSION, plan.digest, splits, self.part_bytes, where if named else "")
+
+    def _take(self, place: Place, identity: _Identity) -> bool:
+        """Makes the place this export's; True: it is complete already."""
+        if (found := place.read("export.json")) is not None:
+            if _same(found, _Finished, lambda done: done.identity, identity):
+                return True
+            raise _taken(place)
+        if (found := place.read("_export/plan.json")) is not None:
+            if not _same(found, _Identity, lambda begun: begun, identity):
+                raise _taken(place)
+            return False
+        _publish(place, "_export/plan.json", [_json(identity)])
+        return False
+
+    def _part(self, place: Place, audio: AudioPlace, part: Part, on_part: Callable[[Part], None]) -> list[WrittenFile]:
+        record = f"_export/{_name(part)}.json"
+        if (found := place.read(record)) is not None:
+            return msgspec.json.decode(found, type=list[WrittenFile])
+        items = MadeItems(
+            self.ledger,
+            self.store,
+            self.job.id,
+            after=part.first - 1,
+            last=part.last,
+            wanted=lambda example_id: self.splits.of(example_id) == part.split,
+        )
+        counted = _counted(items, part)
+        with _files(place) as files:
+            self.format.write(part, files, self.job, audio.loaded(counted) if self.format.audio == "inside" else audio.located(counted))
+            written = files.publish()
+        _publish(place, record, [_json(written)])
+        on_part(part)
+        return written
+
+    def _beside(self, place: Place, plan: Plan) -> list[WrittenFile]:
+        """The manifest of all items, the provenance and the card."""
+        with _files(place) as files:
+            with files.gzip("manifest.jsonl.gz") as manifest:
+                for item in MadeItems(self.ledger, self.store, self.job.id):
+                    manifest.write(manifest_line(self.job, item, ""))
+            files.open("provenance.json").write(_json(records(self.store, self.job) or [exporters_record(self.job)]))
+            if self.format.card is not None:
+                files.open("README.md").write(self.format.card(self.job, plan))
+            return files.publish()
+
+
+def _counted(items: Iterable[MadeItem], part: Part) -> Iterator[MadeItem]:
+    """The items of a part. Raises `config.invalid` when the job has others than when the export was planned."""
+    count = audio_bytes = 0
+    for item in items:
+        count, audio_bytes = count + 1, audio_bytes + item.artifact.bytes
+        yield item
+    if (count, audio_bytes) != (part.items, part.audio_bytes):
+        raise _unusable("The job went on while it was exported.", "Export it to an empty place once it has ended.")
+
+
+def _name(part: Part) -> str:
+    return f"{part.split}-{part.number:05d}"
+
+
+def _publish(place: Place, name: str, content: Iterable[bytes]) -> None:
+    with _files(place) as files:
+        files.open(name).writelines(content)
+        files.publish()
+
+
+@contextmanager
+def _files(place: Place) -> Generator[PartFiles, None, None]:
+    """The files of a part, which leave nothing behind unless they are published. Turns `OSError` into what a person can mend."""
+    files = PartFiles(place)
+    try:
+        yield files
+    except OSError as error:
+        raise output_error(Path(error.filename or place.scratch), error) from error
+    finally:
+        files.discard()
+
+
+def _clear(place: Place, plan: Plan) -> None:
+    for part in plan.parts:
+        place.remove(f"_export/{_name(part)}.json")
+    place.remove("_export/plan.json")
+
+
+def _json(value: object) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def _same(data: bytes, type: type[Any], of: Callable[[Any], _Identity], identity: _Identity) -> bool:
+    try:
+        return of(msgspec.json.decode(data, type=type)) == identity
+    except msgspec.MsgspecError:
+        return False
+
+
+def _taken(place: Place) -> ConfigError:
+    return _unusable(f"{place.address!r} holds another export.", "Choose an empty place, or remove what is there.")
+
+
+def _unusable(message: str, advice: str) -> ConfigError:
+    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)

@@ -1,0 +1,20 @@
+"""The format `nemo`: NeMo's manifest, one JSON object a line.
+
+Source: NVIDIA NeMo, `nemo.collections.common.parts.preprocessing.manifest`: `audio_filepath`, `duration` in seconds, `text`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jobs.export.made import MadeItem, facts
+from jobs.ledger.records import Job
+
+
+def nemo_line(job: Job, item: MadeItem, where: str) -> bytes:
+    """A line of the manifest; `lang` only where the item has a language."""
+    known = facts(job, item)
+    line: dict[str, str | float] = {"audio_filepath": where, "duration": round(item.seconds, 6), "text": known.text}
+    if known.language is not None:
+        line["lang"] = known.language
+    return msgspec.json.encode({**line, "speaker": known.speaker, "example_id": item.example_id}) + b"\n"

@@ -1,0 +1,192 @@
+"""The connection to the ledger's database: transactions, retries, and errors that a person can act on."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from sqlalchemy import event, exc
+
+from pipelines.errors import ConfigError, ErrorCode, ServiceError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+BUSY_TIMEOUT_MS = 30_000
+CONNECT_TIMEOUT_SECONDS = 5
+#: A transaction that lost against another one is tried this often.
+TRANSACTION_TRIES = 6
+
+_READ_ONLY, _BACKOFF = "nightjar_read_only", "nightjar_backoff_seconds"
+#: serialization_failure, deadlock_detected
+_LOST_RACE = {"40001", "40P01"}
+#: undefined_table, undefined_column, undefined_schema
+_WRONG_SCHEMA = {"42P01", "42703", "3F000"}
+
+
+class Database:
+    """One engine for one ledger; every method may be called from any thread. Connects when it is first used."""
+
+    def __init__(self, url: str, backoff_seconds: float = 1.0) -> None:
+        parsed = _parse(url)
+        self.display_url = parsed.render_as_string(hide_password=True)
+        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self.path = Path(parsed.database or "") if self.is_sqlite else None
+        engine = _sqlite_engine(self.path) if self.path is not None else _postgresql_engine(parsed)
+        self.engine = engine.execution_options(**{_BACKOFF: backoff_seconds})
+        self._reader = self.engine.execution_options(**{_READ_ONLY: True})
+        # Threads that wait here wait in order; SQLite itself lets them poll.
+        self._writing = threading.Lock() if self.is_sqlite else nullcontext()
+
+    def write(self, work: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs `work` in one transaction and commits it. A transaction that lost a race on PostgreSQL runs again."""
+        for attempt in range(1, TRANSACTION_TRIES + 1):
+            try:
+                with self._writing, self._explained(), self.engine.begin() as connection:
+                    return work(connection, *args, **kwargs)
+            except LostRaceError as error:
+                if attempt == TRANSACTION_TRIES:
+                    raise ServiceError(
+                        ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.display_url} is too busy.", "Try again in a moment."
+                    ) from error
+                time.sleep(random.uniform(0.01, 0.05) * attempt)
+        raise AssertionError("unreachable")
+
+    def read(self, work: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs `work` in a transaction that writes nothing; on SQLite it waits for no writer."""
+        with self._explained(), self._reader.begin() as connection:
+            return work(connection, *args, **kwargs)
+
+    def use_write_ahead_log(self) -> None:
+        """Readers and a writer side by side, for good: the file remembers it."""
+        with self._explained(), self.engine.connect() as connection:
+            driver: Any = connection.connection.driver_connection
+            driver.execute("PRAGMA journal_mode = WAL")
+
+    def close(self) -> None:
+        """Gives all connections back; the next use opens new ones."""
+        self.engine.dispose()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.TimeoutError as error:
+            raise self._unreachable("no connection became free") from error
+        except Exception as error:
+            explained = self._explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _explain(self, error: BaseException) -> Exception | None:
+        """The error to raise for a driver's error; None: it is no failure of the service, to be raised as it is."""
+        disconnected = False
+        if isinstance(error, exc.DBAPIError):
+            disconnected, error = error.connection_invalidated, error.orig or error
+        # COPY speaks to psycopg itself, past SQLAlchemy's wrapping.
+        elif type(error).__module__.partition(".")[0] not in {"psycopg", "sqlite3"}:
+            return None
+        sqlstate = getattr(error, "sqlstate", None)
+        text = str(error).partition("\n")[0]
+        if sqlstate in _LOST_RACE:
+            return LostRaceError()
+        if sqlstate in _WRONG_SCHEMA or text.startswith(("no such table", "no such column")):
+            return wrong_schema(f"The ledger {self.display_url} lacks tables of this version.")
+        kind = {base.__name__ for base in type(error).__mro__}
+        # SQLite says DatabaseError itself where the file is no database or is damaged.
+        if disconnected or kind & {"OperationalError", "InterfaceError"} or type(error) is sqlite3.DatabaseError:
+            return self._unreachable(text)
+        return None
+
+    def _unreachable(self, reason: str) -> ServiceError:
+        advice = (
+            "Check that the file's folder is writable, has space, and is on a local disk."
+            if self.is_sqlite
+            else "Check that PostgreSQL runs and that the database URL is right."
+        )
+        return ServiceError(ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.display_url} cannot be used: {reason}.", advice)
+
+
+def base_backoff_seconds(connection: sa.Connection) -> float:
+    """The first backoff of the ledger that this connection is of."""
+    return connection.get_execution_options()[_BACKOFF]
+
+
+class LostRaceError(Exception):
+    """Another transaction won; nothing was written and the same work may be done again."""
+
+
+def wrong_schema(message: str) -> ServiceError:
+    """The error of a ledger whose tables are not those of this version."""
+    return ServiceError(ErrorCode.LEDGER_SCHEMA, message, "Run `jobs db upgrade`.")
+
+
+def _parse(url: str) -> sa.URL:
+    if url.startswith("postgres://"):
+        url = "postgresql://" + url.removeprefix("postgres://")
+    try:
+        parsed = sa.make_url(url)
+    except (exc.ArgumentError, ValueError):
+        # Not chained: the parser's message may hold the password.
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "The database URL cannot be read.", "Write sqlite:///PATH or postgresql://..."
+        ) from None
+    backend = parsed.get_backend_name()
+    if backend == "postgresql":
+        return parsed.set(drivername="postgresql+psycopg")
+    if backend == "sqlite" and parsed.database and parsed.database != ":memory:":
+        return parsed.set(drivername="sqlite")
+    raise ConfigError(
+        ErrorCode.CONFIG_INVALID,
+        f"A ledger cannot live in a database of kind {backend!r} at this URL.",
+        "Write sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE.",
+    )
+
+
+def _sqlite_engine(path: Path) -> sa.Engine:
+    uri = f"file:{quote(str(path.absolute()))}?mode=rw"
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, check_same_thread=False, isolation_level=None)
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA cache_size = -16000")
+        connection.execute("PRAGMA temp_store = MEMORY")
+        return connection
+
+    engine = sa.create_engine("sqlite://", creator=connect, poolclass=sa.QueuePool, max_overflow=-1, hide_parameters=True)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _begin(connection: sa.Connection) -> None:
+    # A transaction that reads first and writes later could find its snapshot stale and fail at once, so writers say so at BEGIN.
+    read_only = connection.get_execution_options().get(_READ_ONLY, False)
+    connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+def _postgresql_engine(url: sa.URL) -> sa.Engine:
+    # tcp_user_timeout: a server whose host vanished is noticed in seconds, not hours.
+    defaults: dict[str, Any] = {
+        "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+        "application_name": "nightjar",
+        "keepalives_idle": 30,
+        "tcp_user_timeout": 30_000,
+    }
+    arguments = {name: value for name, value in defaults.items() if name not in url.query}
+    try:
+        return sa.create_engine(url, pool_pre_ping=True, max_overflow=-1, hide_parameters=True, connect_args=arguments)
+    except ModuleNotFoundError:
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "A PostgreSQL ledger needs psycopg.", "Install it with `pip install 'nightjar-speech[postgres]'`."
+        ) from None

@@ -1,0 +1,223 @@
+"""From the lines of an input file to a job that can be dispatched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy import exc
+
+from jobs.ledger import schema
+from jobs.ledger.bulk import DuplicateRowsError, bulk_copy
+from jobs.ledger.records import Job, JobState, NewJob, NewShard, RejectedLine
+from jobs.ledger.rows import clean, insert, job_from, lock_job, new_job_id, no_such_job, number_of, read_job
+from jobs.ledger.schema import db_now
+from pipelines.errors import ErrorCode, InputError, ServiceError
+
+#: Ids in one IN list.
+_CHUNK = 5000
+_INDEX_BITS = 40
+# Half the time of a row at a time, and other threads run meanwhile: Python's driver lets go of its lock once a statement, not
+# once a row. The keys are a shard's number and first index in one, the values its example ids.
+_ITEMS_OF_JSON = f"""
+INSERT INTO items (job_no, idx, example_id, shard_no)
+SELECT ?, (CAST(shard.key AS INTEGER) & {2**_INDEX_BITS - 1}) + item.key, item.value, CAST(shard.key AS INTEGER) >> {_INDEX_BITS}
+FROM json_each(?) AS shard, json_each(shard.value) AS item
+"""  # noqa: S608 - numbers of ours
+
+
+class DuplicateExamples(InputError):  # noqa: N818 - the word of the contract
+    """Example ids that stand in the job more than once; nothing of the batch was written."""
+
+    def __init__(self, example_ids: Sequence[str]) -> None:
+        self.example_ids = tuple(example_ids)
+        super().__init__(
+            ErrorCode.INPUT_DUPLICATE_ID,
+            f"{len(self.example_ids)} example_id values stand in the input more than once, such as {clean(self.example_ids[0])[:100]!r}.",
+            "Give every line an example_id of its own.",
+        )
+
+    def __reduce__(self) -> tuple[type[DuplicateExamples], tuple[tuple[str, ...]]]:  # type: ignore[override]
+        return DuplicateExamples, (self.example_ids,)
+
+
+def begin_job(connection: sa.Connection, new: NewJob) -> Job:
+    """The job with this idempotency key: an old one in any state, or a new one in state ingesting."""
+    statement = insert(connection, schema.jobs).values(
+        id=new_job_id(),
+        name=clean(new.name),
+        state=JobState.INGESTING.value,
+        spec=msgspec.to_builtins(new.spec),
+        spec_sha=new.spec_sha,
+        input_uri=clean(new.input_uri),
+        input_sha256=new.input_sha256,
+        idempotency_key=clean(new.idempotency_key),
+        store_url=new.store_url,
+        owner=clean(new.owner),
+        priority=new.priority,
+        weight=new.weight,
+        max_attempts=new.max_attempts,
+        max_in_flight=new.max_in_flight,
+        error_budget=new.error_budget,
+        labels=dict(new.labels),
+        created_at=db_now(),
+    )
+    connection.execute(statement.on_conflict_do_nothing(index_elements=["idempotency_key"]))
+    by_key = sa.select(schema.jobs).where(schema.jobs.c.idempotency_key == clean(new.idempotency_key))
+    return job_from(connection.execute(by_key).mappings().one())
+
+
+def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> None:
+    """Adds shards with their items, and lines that became none, to an ingesting job.
+
+    `lines_read` counts from the start of the input. A batch that is there already is left as it is, so a caller that lost
+    the connection may stage the same batch again.
+    """
+    job = _lock_ingesting(connection, job_id)
+    if not _staged_before(connection, job_id, shards):
+        job_no = job["no"]
+        _refuse_nul(shards)
+        _add_items(connection, job_no, shards)
+        bulk_copy(
+            connection,
+            schema.shards,
+            ("job_id", "job_no", "no", "first_index", "last_index", "n_items", "input_key", "input_sha256", "estimated_ms"),
+            [
+                (job_id, job_no, s.no, s.items[0][0], s.items[-1][0], len(s.items), s.input_key, s.input_sha256, s.estimated_ms)
+                for s in shards
+                if s.items
+            ],
+        )
+    added = _add_rejected(connection, job_id, rejected)
+    connection.execute(
+        sa.update(schema.jobs)
+        .where(schema.jobs.c.id == job_id)
+        .values(lines_read=max(job["lines_read"], lines_read), rejected_lines=schema.jobs.c.rejected_lines + added)
+    )
+
+
+def _add_items(connection: sa.Connection, job_no: int, shards: Sequence[NewShard]) -> None:
+    """Raises `DuplicateRowsError`."""
+    if connection.dialect.name != "sqlite" or any(len(s.items) != s.items[-1][0] - s.items[0][0] + 1 for s in shards if s.items):
+        rows = [(job_no, index, example_id, shard.no) for shard in shards for index, example_id in shard.items]
+        bulk_copy(connection, schema.items, ("job_no", "idx", "example_id", "shard_no"), rows)
+        return
+    ids = {shard.no << _INDEX_BITS | shard.items[0][0]: [example_id for _, example_id in shard.items] for shard in shards if shard.items}
+    try:
+        connection.exec_driver_sql(_ITEMS_OF_JSON, (job_no, msgspec.json.encode(ids).decode()))
+    except exc.IntegrityError as error:
+        raise DuplicateRowsError from error
+
+
+def duplicates(connection: sa.Connection, job_id: str, shards: Sequence[NewShard]) -> list[str]:
+    """The example ids of `shards` that stand there twice or are in the job already, in the order of the input."""
+    seen: set[str] = set()
+    twice: dict[str, None] = {}
+    ids = [example_id for shard in shards for _, example_id in shard.items]
+    for example_id in ids:
+        if example_id in seen:
+            twice[example_id] = None
+        seen.add(example_id)
+    items = schema.items.c
+    known: set[str] = set()
+    for start in range(0, len(ids), _CHUNK):
+        chunk = ids[start : start + _CHUNK]
+        known.update(connection.scalars(sa.select(items.example_id).where(items.job_no == number_of(job_id), items.example_id.in_(chunk))))
+    return list(dict.fromkeys([example_id for example_id in ids if example_id in known or example_id in twice]))
+
+
+def seal_job(connection: sa.Connection, job_id: str) -> Job:
+    """Sets the totals and opens the job for dispatch; a job without items fails with `input.no_items`."""
+    row = lock_job(connection, job_id)
+    if row is None:
+        raise no_such_job(job_id)
+    if row["state"] == JobState.INGESTING:
+        shards, items = _totals(connection, job_id)
+        empty = items == 0
+        connection.execute(
+            sa.update(schema.jobs)
+            .where(schema.jobs.c.id == job_id)
+            .values(
+                state=(JobState.FAILED if empty else JobState.READY).value,
+                state_reason=ErrorCode.INPUT_NO_ITEMS.value if empty else "",
+                finished_at=db_now() if empty else None,
+                total_shards=shards,
+                total_items=items,
+            )
+        )
+    return read_job(connection, job_id)
+
+
+def abandon_job(connection: sa.Connection, job_id: str) -> None:
+    """Removes every row of a job that is still ingesting."""
+    job = _lock_ingesting(connection, job_id)
+    connection.execute(sa.delete(schema.items).where(schema.items.c.job_no == job["no"]))
+    for table in (schema.rejected_lines, schema.shards):
+        connection.execute(sa.delete(table).where(table.c.job_id == job_id))
+    connection.execute(sa.delete(schema.jobs).where(schema.jobs.c.id == job_id))
+
+
+def staged_shards(connection: sa.Connection, job_id: str) -> tuple[int, int, int]:
+    """(shards, items, lines_read) that are committed."""
+    job = read_job(connection, job_id)
+    return *_totals(connection, job_id), job.lines_read
+
+
+def _lock_ingesting(connection: sa.Connection, job_id: str) -> sa.RowMapping:
+    row = lock_job(connection, job_id)
+    if row is None:
+        raise no_such_job(job_id)
+    if row["state"] != JobState.INGESTING:
+        raise ServiceError(ErrorCode.LEDGER_STATE, f"Job {job_id} is {row['state']}, so nothing can be added to it.", "Submit a new job.")
+    return row
+
+
+def _staged_before(connection: sa.Connection, job_id: str, shards: Sequence[NewShard]) -> bool:
+    wanted = {shard.no: shard.input_sha256 for shard in shards}
+    columns = schema.shards.c
+    query = sa.select(columns.no, columns.input_sha256).where(columns.job_id == job_id, columns.no.in_(list(wanted)))
+    found = {row.no: row.input_sha256 for row in connection.execute(query)}
+    if not found:
+        return False
+    if found != wanted:
+        raise ServiceError(
+            ErrorCode.LEDGER_STATE, f"Job {job_id} has other shards under the same numbers.", "Ingest a job from one process at a time."
+        )
+    return True
+
+
+def _refuse_nul(shards: Iterable[NewShard]) -> None:
+    for shard in shards:
+        if any("\x00" in example_id for _, example_id in shard.items):
+            raise InputError(ErrorCode.INPUT_BAD_LINE, "An example_id holds a NUL character.", "Remove it from the input.")
+
+
+def _add_rejected(connection: sa.Connection, job_id: str, rejected: Sequence[RejectedLine]) -> int:
+    if not rejected:
+        return 0
+    rows = [
+        {
+            "job_id": job_id,
+            "line": line.line,
+            "code": line.code.value,
+            "message": clean(line.message),
+            "example_id": None if line.example_id is None else clean(line.example_id),
+        }
+        for line in rejected
+    ]
+    before = _count_rejected(connection, job_id)
+    connection.execute(insert(connection, schema.rejected_lines).on_conflict_do_nothing(), rows)
+    return _count_rejected(connection, job_id) - before
+
+
+def _count_rejected(connection: sa.Connection, job_id: str) -> int:
+    query = sa.select(sa.func.count()).select_from(schema.rejected_lines).where(schema.rejected_lines.c.job_id == job_id)
+    return connection.scalar(query) or 0
+
+
+def _totals(connection: sa.Connection, job_id: str) -> tuple[int, int]:
+    columns = schema.shards.c
+    query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(columns.n_items), 0)).where(columns.job_id == job_id)
+    shards, items = connection.execute(query).one()
+    return int(shards), int(items)

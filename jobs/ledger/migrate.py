@@ -1,0 +1,126 @@
+"""Brings a ledger's tables to this version, with the migrations of the package `migrations`."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import sqlalchemy as sa
+
+from jobs.ledger.engine import Database, wrong_schema
+from jobs.ledger.schema import SCHEMA_REVISION, metadata
+from pipelines.errors import ErrorCode, ServiceError
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+#: Key of the PostgreSQL advisory lock that lets one process migrate at a time.
+MIGRATION_LOCK = 0x6E69676874
+
+_version_table = sa.table("alembic_version", sa.column("version_num", sa.Text))
+
+
+def upgrade(database: Database, revision: str = "head") -> None:
+    """Upgrades to `revision`; safe while other processes do the same.
+
+    Raises `ServiceError`: `ledger.schema` where the tables are of a newer version, `ledger.unreachable` otherwise.
+    """
+    with _one_process(database):
+        current = database.read(_revision)
+        if current == SCHEMA_REVISION and revision == "head":
+            return
+        if current is not None and current not in _known_revisions():
+            raise _too_new(database, current)
+        database.write(_run, "upgrade", revision)
+
+
+def downgrade(database: Database, revision: str) -> None:
+    """Goes back to an older `revision`, or to `base` (no tables)."""
+    with _one_process(database):
+        database.write(_run, "downgrade", revision)
+
+
+def check(database: Database) -> None:
+    """Raises `ServiceError` with `ledger.schema` unless the tables are of this version."""
+    if database.path is not None and not database.path.exists():
+        raise wrong_schema(f"There is no ledger at {database.path} yet.")
+    current = database.read(_revision)
+    if current is None:
+        raise wrong_schema(f"The ledger {database.display_url} has no tables yet.")
+    if current != SCHEMA_REVISION:
+        raise (
+            _too_new(database, current)
+            if current > SCHEMA_REVISION
+            else wrong_schema(
+                f"The ledger {database.display_url} has the tables of an older version ({current}; this is {SCHEMA_REVISION})."
+            )
+        )
+
+
+def _too_new(database: Database, current: str) -> ServiceError:
+    return ServiceError(
+        ErrorCode.LEDGER_SCHEMA,
+        f"The ledger {database.display_url} has the tables of a newer version ({current}; this is {SCHEMA_REVISION}).",
+        "Install the version of nightjar that made it, or a newer one.",
+    )
+
+
+def _revision(connection: sa.Connection) -> str | None:
+    if not sa.inspect(connection).has_table("alembic_version"):
+        return None
+    return connection.scalar(sa.select(_version_table.c.version_num))
+
+
+@contextmanager
+def _one_process(database: Database) -> Iterator[None]:
+    if database.path is None:
+        yield
+        return
+    try:
+        database.path.parent.mkdir(parents=True, exist_ok=True)
+        database.path.touch(exist_ok=True)
+        lock = database.path.with_name(database.path.name + ".migrate").open("w")
+    except OSError as error:
+        raise ServiceError(
+            ErrorCode.LEDGER_UNREACHABLE,
+            f"The ledger {database.path} cannot be made: {error.strerror or error}.",
+            "Name a folder that is writable.",
+        ) from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        database.use_write_ahead_log()
+        yield
+
+
+def _run(connection: sa.Connection, direction: str, revision: str) -> None:
+    from alembic import command
+
+    if connection.dialect.name == "postgresql":
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(MIGRATION_LOCK)))
+        if direction == "upgrade" and revision == "head" and _revision(connection) == SCHEMA_REVISION:
+            return
+    config = _config()
+    config.attributes["connection"] = connection
+    {"upgrade": command.upgrade, "downgrade": command.downgrade}[direction](config, revision)
+
+
+def _known_revisions() -> set[str]:
+    from alembic.script import ScriptDirectory
+
+    return {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+
+
+def _config() -> Config:
+    from alembic.config import Config
+
+    spec = find_spec("migrations")
+    if spec is None or not spec.submodule_search_locations:
+        raise wrong_schema("The package `migrations` is not installed.")
+    config = Config()
+    config.set_main_option("script_location", str(Path(next(iter(spec.submodule_search_locations)))).replace("%", "%%"))
+    config.attributes["metadata"] = metadata
+    return config

@@ -1,0 +1,146 @@
+"""Commits of finished items: fenced by the epoch, counted exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from jobs.ledger import schema
+from jobs.ledger.bulk import add_missing
+from jobs.ledger.endings import record_errors
+from jobs.ledger.records import CommitResult, Done, Failed, ItemState, Outcome, ShardState, Ticket
+from jobs.ledger.rows import clean
+from jobs.ledger.schema import ITEM_STATE_NUMBERS, item_is, state_is
+from jobs.ledger.states import WORKING, after_failure
+
+_PENDING, _DONE = ITEM_STATE_NUMBERS[ItemState.PENDING], ITEM_STATE_NUMBERS[ItemState.DONE]
+
+# Made once: for the few rows of a commit, building a statement takes longer than running it.
+_LEASED = (
+    sa.select(schema.shards, schema.jobs.c.max_attempts)
+    .join(schema.jobs, schema.jobs.c.id == schema.shards.c.job_id)
+    .where(
+        schema.shards.c.job_id == sa.bindparam("job_id"),
+        schema.shards.c.no == sa.bindparam("shard_no"),
+        schema.shards.c.epoch == sa.bindparam("epoch"),
+        state_is(schema.shards.c.state, ShardState.LEASED),
+        state_is(schema.jobs.c.state, *WORKING),
+    )
+    .with_for_update(of=schema.shards)
+)
+_COUNTED = ("n_done", "n_failed", "audio_ms", "engine_ms", "bytes_out")
+_COUNT = (
+    sa.update(schema.shards)
+    .where(schema.shards.c.job_id == sa.bindparam("of_job"), schema.shards.c.no == sa.bindparam("of_shard"))
+    .values({name: schema.shards.c[name] + sa.bindparam(f"more_{name}") for name in _COUNTED})
+)
+_ARTIFACT_COLUMNS = tuple(column.name for column in schema.artifacts.columns)
+
+
+def commit(connection: sa.Connection, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
+    """Writes outcomes of open items in one transaction; nothing where the lease is lost.
+
+    Doing it twice changes nothing more: an item ends once, and fails at most once under one lease.
+    """
+    lease = {"job_id": ticket.job_id, "shard_no": ticket.shard_no, "epoch": ticket.epoch}
+    shard = connection.execute(_LEASED, lease).mappings().one_or_none()
+    if shard is None:
+        return CommitResult(0, lost=True)
+    attempts = _open_items(connection, shard, [outcome.index for outcome in outcomes])
+    first: dict[int, Outcome] = {}
+    for outcome in outcomes:
+        if outcome.index in attempts:
+            first.setdefault(outcome.index, outcome)
+    done = [outcome for outcome in first.values() if isinstance(outcome, Done)]
+    failed = [outcome for outcome in first.values() if isinstance(outcome, Failed)]
+    n_done = _commit_done(connection, shard, done)
+    n_failed, n_waiting = _commit_failed(connection, shard, failed, attempts) if failed else (0, 0)
+    more = {
+        "n_done": n_done,
+        "n_failed": n_failed,
+        "audio_ms": sum([artifact.duration_ms for outcome in done for artifact in outcome.artifacts if artifact.kind == "audio"]),
+        "engine_ms": sum([outcome.engine_ms for outcome in done]),
+        "bytes_out": sum([artifact.bytes for outcome in done for artifact in outcome.artifacts]),
+    }
+    of = {"of_job": ticket.job_id, "of_shard": ticket.shard_no}
+    connection.execute(_COUNT, {**of, **{f"more_{name}": count for name, count in more.items()}})
+    return CommitResult(n_done + n_failed + n_waiting)
+
+
+def _open_items(connection: sa.Connection, shard: sa.RowMapping, indexes: list[int]) -> dict[int, int]:
+    """Open items among `indexes`: index -> attempts so far."""
+    if not indexes:
+        return {}
+    statement = f"SELECT idx, attempts FROM items WHERE {_pending(shard, indexes)}"  # noqa: S608 - numbers of ours
+    return {row.idx: row.attempts for row in connection.exec_driver_sql(statement)}
+
+
+def _commit_done(connection: sa.Connection, shard: sa.RowMapping, done: list[Done]) -> int:
+    if not done:
+        return 0
+    rows: list[tuple[Any, ...]] = [
+        (
+            shard["job_no"],
+            outcome.index,
+            artifact.kind,
+            artifact.key,
+            artifact.sha256,
+            artifact.bytes,
+            artifact.duration_ms,
+            artifact.sample_rate,
+            artifact.samples,
+            artifact.seed,
+            shard["epoch"],
+            shard["worker_id"],
+            msgspec.json.encode(artifact.meta).decode() if artifact.meta else "{}",
+        )
+        for outcome in done
+        for artifact in outcome.artifacts
+    ]
+    add_missing(connection, schema.artifacts, _ARTIFACT_COLUMNS, rows)
+    ended = _pending(shard, [outcome.index for outcome in done])
+    change = f"state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL"
+    return connection.exec_driver_sql(f"UPDATE items SET {change} WHERE {ended}").rowcount  # noqa: S608 - numbers of ours
+
+
+def _pending(shard: sa.RowMapping, indexes: Iterable[int]) -> str:
+    """SQL for the open items of a shard among `indexes`: as text, since binding hundreds of numbers one by one is most of a commit."""
+    numbers = ", ".join([str(int(index)) for index in indexes])
+    return f"job_no = {shard['job_no']:d} AND idx IN ({numbers}) AND shard_no = {shard['no']:d} AND state = {_PENDING}"
+
+
+def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list[Failed], attempts: dict[int, int]) -> tuple[int, int]:
+    """(items that failed for good, items that wait for another attempt)."""
+    told = _told_before(connection, shard, [outcome.index for outcome in failed])
+    ended = waiting = 0
+    errors = []
+    for outcome in failed:
+        tries = attempts[outcome.index] + (outcome.index not in told)
+        state = after_failure(tries, shard["max_attempts"], outcome.code)
+        if state is ItemState.PENDING and outcome.index in told:
+            continue
+        errors.append((outcome.index, outcome.code, outcome.message))
+        items = schema.items.c
+        changed = connection.execute(
+            sa.update(schema.items)
+            .where(items.job_no == shard["job_no"], items.idx == outcome.index, item_is(ItemState.PENDING))
+            .values(state=ITEM_STATE_NUMBERS[state], attempts=tries, error_code=outcome.code.value, error_message=clean(outcome.message))
+        ).rowcount
+        if state is ItemState.PENDING:
+            waiting += changed
+        else:
+            ended += changed
+    record_errors(connection, shard, errors)
+    return ended, waiting
+
+
+def _told_before(connection: sa.Connection, shard: sa.RowMapping, indexes: list[int]) -> set[int]:
+    """Items whose failure under this lease is written already."""
+    if not indexes:
+        return set()
+    errors = schema.item_errors.c
+    query = sa.select(errors.idx).where(errors.job_no == shard["job_no"], errors.idx.in_(indexes), errors.epoch == shard["epoch"])
+    return set(connection.scalars(query))

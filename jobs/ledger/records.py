@@ -1,0 +1,313 @@
+"""The rows of the ledger as frozen records: what goes in and what comes out of `jobs.ledger.Ledger`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+
+from pipelines.errors import ErrorCode
+from pipelines.request import Generation
+
+
+class JobState(StrEnum):
+    INGESTING = "ingesting"
+    READY = "ready"
+    RUNNING = "running"
+    PAUSED = "paused"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+    COMPLETED = "completed"
+    COMPLETED_WITH_ERRORS = "completed_with_errors"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        return self in {JobState.CANCELLED, JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS, JobState.FAILED}
+
+
+class ShardState(StrEnum):
+    READY = "ready"
+    QUEUED = "queued"
+    LEASED = "leased"
+    DONE = "done"
+    DEAD = "dead"
+    CANCELLED = "cancelled"
+
+
+class ItemState(StrEnum):
+    #: Waits for a worker, or for another attempt.
+    PENDING = "pending"
+    DONE = "done"
+    #: Ended with an error: not retryable, or its attempts are spent. `jobs retry` opens it again.
+    FAILED = "failed"
+    #: Killed its workers each time it ran alone (`poison.worker_crash`).
+    DEAD = "dead"
+    #: Never ran: its job was cancelled.
+    SKIPPED = "skipped"
+
+
+class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a job is made with; frozen at submit and hashed to `spec_sha`."""
+
+    model: str
+    #: Revision of the checkpoint: a hub commit, a hash of the folder's files, or a package version.
+    model_revision: str = ""
+    generation: Generation = Generation()
+    seed: int = 0
+    #: `wav` or `flac`.
+    format: str = "wav"
+
+
+@dataclass(frozen=True, slots=True)
+class NewJob:
+    """A job as it is submitted. The same `idempotency_key` is the same job."""
+
+    spec: JobSpec
+    spec_sha: str
+    input_uri: str
+    input_sha256: str
+    idempotency_key: str
+    store_url: str
+    name: str = ""
+    owner: str = ""
+    #: Higher runs first.
+    priority: int = 0
+    #: Share of the window against jobs of the same priority.
+    weight: int = 1
+    max_attempts: int = 3
+    #: Most shards of this job queued or leased at once; None: no limit.
+    max_in_flight: int | None = None
+    #: Pauses the job when failed / (done + failed) passes it after 100 items; None: never.
+    error_budget: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A row of `jobs`. Times are UTC epoch seconds of the ledger's clock."""
+
+    id: str
+    name: str
+    state: JobState
+    state_reason: str
+    spec: JobSpec
+    spec_sha: str
+    input_uri: str
+    input_sha256: str
+    store_url: str
+    owner: str
+    priority: int
+    weight: int
+    max_attempts: int
+    max_in_flight: int | None
+    error_budget: float | None
+    labels: Mapping[str, str]
+    total_items: int
+    total_shards: int
+    rejected_lines: int
+    #: Input lines that are committed; a resumed ingest goes on after this one.
+    lines_read: int
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedLine:
+    """A line of the input that became no item."""
+
+    line: int
+    code: ErrorCode
+    message: str
+    example_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewShard:
+    """A shard to stage: items are (index, example_id), indexes rise without a gap over the job."""
+
+    no: int
+    items: tuple[tuple[int, str], ...]
+    input_key: str
+    input_sha256: str
+    #: Estimated audio of all its items.
+    estimated_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The content of a queue message: which shard, at which epoch."""
+
+    job_id: str
+    shard_no: int
+    epoch: int
+    #: The job's priority when the shard was dispatched; orders messages, and is no part of what a ticket is.
+    priority: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A worker's right to a shard. `epoch` fences: every write under an older epoch is refused."""
+
+    job: Job
+    shard_no: int
+    epoch: int
+    worker_id: str
+    input_key: str
+    input_sha256: str
+    #: Items still to run: index -> (example_id, attempts so far).
+    open_items: Mapping[int, tuple[str, int]]
+
+    @property
+    def ticket(self) -> Ticket:
+        return Ticket(self.job.id, self.shard_no, self.epoch)
+
+
+class Artifact(msgspec.Struct, frozen=True):
+    """An object of an item, as it stands in the store."""
+
+    index: int
+    #: `audio` or `text`.
+    kind: str
+    key: str
+    sha256: str
+    bytes: int
+    duration_ms: int
+    sample_rate: int
+    samples: int
+    seed: int
+    meta: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
+
+
+class Done(msgspec.Struct, frozen=True):
+    """An item that was made and stored."""
+
+    index: int
+    artifacts: tuple[Artifact, ...]
+    #: Engine time, for cost; 0 where the engine cannot tell.
+    engine_ms: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """An item that was not made. Retried while the code is retryable and attempts are left."""
+
+    index: int
+    code: ErrorCode
+    message: str
+
+
+Outcome = Done | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """`lost`: the lease was gone (or the job no longer runs) and nothing was written."""
+
+    accepted: int
+    lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ItemCounts:
+    total: int = 0
+    done: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    @property
+    def pending(self) -> int:
+        return self.total - self.done - self.failed - self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """What the last lease of a shard that waits met: a service that was down, full or forbidden."""
+
+    code: ErrorCode
+    message: str
+    #: When that lease ended, by the ledger's clock.
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """A job with its sums, all from shard counters."""
+
+    job: Job
+    items: ItemCounts
+    shards: Mapping[ShardState, int]
+    audio_ms: int
+    engine_ms: int
+    bytes_out: int
+    #: Ledger's clock at the time of reading.
+    now: float
+    #: Why open shards wait, if they do.
+    outage: Outage | None = None
+
+
+class ItemRow(msgspec.Struct, frozen=True):
+    """An item with its audio artifact, if it has one."""
+
+    index: int
+    example_id: str
+    state: ItemState
+    shard_no: int
+    attempts: int
+    error_code: ErrorCode | None
+    error_message: str | None
+    artifact: Artifact | None
+
+
+class MadeAudio(msgspec.Struct, frozen=True, gc=False):
+    """What a manifest says of an item's audio."""
+
+    index: int
+    example_id: str
+    key: str
+    sha256: str
+    bytes: int
+    sample_rate: int
+    samples: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker process as it registers itself."""
+
+    id: str
+    host: str
+    pid: int
+    gpu: str
+    model: str
+    version: str
+    #: Shards it holds at once.
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    info: WorkerInfo
+    state: str
+    started_at: float
+    heartbeat_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReconcileReport:
+    """What one pass of the reconciler put right."""
+
+    expired_leases: int = 0
+    lost_messages: int = 0
+    bisected_shards: int = 0
+    dead_items: int = 0
+    stale_workers: int = 0
+    #: Jobs that ended in this pass.
+    ended_jobs: tuple[str, ...] = ()
+
+    @property
+    def changed(self) -> bool:
+        return any((self.ended_jobs, self.expired_leases, self.lost_messages, self.bisected_shards, self.dead_items, self.stale_workers))

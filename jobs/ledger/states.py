@@ -1,0 +1,108 @@
+"""What becomes of items, shards and jobs: pure decisions, apart from SQL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from jobs.ledger.records import ItemState, JobState, ShardState
+from pipelines.errors import ErrorCode
+
+#: Jobs whose leases are valid: outcomes are taken.
+WORKING = (JobState.READY, JobState.RUNNING, JobState.PAUSED)
+#: Jobs whose shards are handed out.
+DISPATCHED = (JobState.READY, JobState.RUNNING)
+#: Shards that still have to end.
+OPEN_SHARDS = (ShardState.READY, ShardState.QUEUED, ShardState.LEASED)
+#: Items that ended with an error.
+BROKEN_ITEMS = (ItemState.FAILED, ItemState.DEAD)
+
+#: The error budget is judged from this many ended items on.
+BUDGET_MIN_ITEMS = 100
+MAX_BACKOFF_SECONDS = 300.0
+
+#: A service was down or refused: says nothing about the shard, so it spends no attempt.
+OUTAGES = frozenset(
+    {
+        ErrorCode.STORE_UNREACHABLE,
+        ErrorCode.STORE_FULL,
+        ErrorCode.STORE_FORBIDDEN,
+        ErrorCode.LEDGER_UNREACHABLE,
+        ErrorCode.BROKER_UNREACHABLE,
+        ErrorCode.MODEL_UNREACHABLE,
+    }
+)
+
+#: Outages that end a lease at once: a person mends them, and until then others may need the worker.
+LASTING_OUTAGES = frozenset({ErrorCode.STORE_FULL, ErrorCode.STORE_FORBIDDEN})
+
+
+class AttemptOutcome(StrEnum):
+    """How a lease ended."""
+
+    #: Every item of the shard has ended.
+    DONE = "done"
+    #: Ended well with items that wait for another attempt.
+    PARTIAL = "partial"
+    #: Given back by a draining worker.
+    RELEASED = "released"
+    #: The worker reported that the shard as a whole failed.
+    FAILED = "failed"
+    #: The lease ran out: the worker died, hung, or lost the ledger.
+    EXPIRED = "expired"
+    CANCELLED = "cancelled"
+
+
+class Verdict(StrEnum):
+    """What to do with a shard whose lease crashed."""
+
+    RETRY = "retry"
+    BISECT = "bisect"
+    #: Its only open item killed its workers each time: the item dies.
+    BURY = "bury"
+    #: Nothing is open any more.
+    CLOSE = "close"
+
+
+@dataclass(frozen=True, slots=True)
+class AfterCrash:
+    verdict: Verdict
+    attempts: int
+
+
+def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: bool) -> AfterCrash:
+    """Judges a crashed lease. A lease that ended items before it crashed starts the count of attempts anew."""
+    attempts = 1 if progressed else attempts + 1
+    if attempts < max_attempts:
+        return AfterCrash(Verdict.RETRY, attempts)
+    if open_items == 0:
+        return AfterCrash(Verdict.CLOSE, attempts)
+    if open_items == 1:
+        return AfterCrash(Verdict.BURY, attempts)
+    return AfterCrash(Verdict.BISECT, attempts)
+
+
+def attempts_after_bisection(open_items: int, max_attempts: int) -> int:
+    """Attempts that a half starts with: a half of several items splits at its next crash; a single item gets all its attempts alone."""
+    return 0 if open_items == 1 else max_attempts - 1
+
+
+def after_failure(attempts: int, max_attempts: int, code: ErrorCode) -> ItemState:
+    """The state of an item after its failure number `attempts`."""
+    return ItemState.PENDING if code.retryable and attempts < max_attempts else ItemState.FAILED
+
+
+def backoff_seconds(attempts: int, jitter: float, base_seconds: float = 1.0) -> float:
+    """Seconds to wait before attempt `attempts` + 1: `base_seconds` * 2^attempts up to 300, times 0.5 to 1 by `jitter` in [0, 1)."""
+    return min(MAX_BACKOFF_SECONDS, base_seconds * 2.0 ** min(attempts, 16)) * (0.5 + jitter / 2)
+
+
+def over_budget(error_budget: float | None, done: int, failed: int) -> bool:
+    """Whether a job has failed too often since its start or its last resume."""
+    ended = done + failed
+    return error_budget is not None and ended >= BUDGET_MIN_ITEMS and failed / ended > error_budget
+
+
+def final_state(failed: int, rejected_lines: int) -> JobState:
+    """The state of a job none of whose shards is open."""
+    return JobState.COMPLETED_WITH_ERRORS if failed or rejected_lines else JobState.COMPLETED

@@ -1,0 +1,102 @@
+"""The worker processes that the ledger knows."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from jobs.ledger import schema
+from jobs.ledger.records import WorkerInfo, WorkerRow
+from jobs.ledger.rows import clean, insert
+from jobs.ledger.schema import db_now
+from pipelines.errors import ErrorCode, NotFoundError, ServiceError
+
+UP = "up"
+#: Gave back what it held and ended.
+RETIRED = "retired"
+#: Its heartbeats stopped.
+LOST = "lost"
+
+#: A worker without a heartbeat for so long is not counted as live.
+LIVE_SECONDS = 60.0
+
+#: The model of a worker that serves whatever the jobs ask for.
+ANY_MODEL = ""
+
+
+def _live(seconds: float) -> sa.ColumnElement[bool]:
+    columns = schema.workers.c
+    return sa.and_(columns.state.not_in([RETIRED, LOST]), columns.heartbeat_at >= db_now() - seconds)
+
+
+_LIVE_SLOTS = (
+    sa.select(schema.workers.c.model, sa.func.sum(schema.workers.c.slots))
+    .where(_live(LIVE_SECONDS), schema.workers.c.state == UP)
+    .group_by(schema.workers.c.model)
+)
+
+
+def register_worker(connection: sa.Connection, info: WorkerInfo) -> None:
+    """Raises `ServiceError` with `ledger.shared_sqlite` where a worker of another host uses the same SQLite file."""
+    columns = schema.workers.c
+    if connection.dialect.name == "sqlite":
+        other = connection.scalar(sa.select(columns.host).where(_live(LIVE_SECONDS), columns.host != clean(info.host)).limit(1))
+        if other is not None:
+            raise ServiceError(
+                ErrorCode.LEDGER_SHARED_SQLITE,
+                f"This SQLite ledger is in use by a worker on host {other!r}, and SQLite cannot be shared between hosts.",
+                "Use a PostgreSQL ledger for workers on several hosts.",
+            )
+    values = {
+        "host": clean(info.host),
+        "pid": info.pid,
+        "gpu": clean(info.gpu),
+        "model": clean(info.model),
+        "version": clean(info.version),
+        "slots": info.slots,
+        "state": UP,
+        "started_at": db_now(),
+        "heartbeat_at": db_now(),
+    }
+    statement = insert(connection, schema.workers).values(id=info.id, **values)
+    connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))
+
+
+def worker_heartbeat(connection: sa.Connection, worker_id: str, state: str) -> None:
+    """Raises `NotFoundError` for a worker that never registered."""
+    statement = sa.update(schema.workers).where(schema.workers.c.id == worker_id).values(heartbeat_at=db_now(), state=state)
+    if connection.execute(statement).rowcount == 0:
+        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, f"Worker {clean(worker_id)!r} is not registered.", "Start the worker again.")
+
+
+def retire_worker(connection: sa.Connection, worker_id: str) -> None:
+    connection.execute(sa.update(schema.workers).where(schema.workers.c.id == worker_id).values(state=RETIRED, heartbeat_at=db_now()))
+
+
+def stale_workers(connection: sa.Connection, timeout_seconds: float) -> int:
+    """Marks workers without a heartbeat as lost; returns how many."""
+    columns = schema.workers.c
+    statement = (
+        sa.update(schema.workers)
+        .where(columns.state.not_in([RETIRED, LOST]), columns.heartbeat_at < db_now() - timeout_seconds)
+        .values(state=LOST)
+    )
+    return connection.execute(statement).rowcount
+
+
+def live_slots(connection: sa.Connection) -> dict[str, int]:
+    """Shards that the live workers hold at once, by the model they are pinned to (`ANY_MODEL`: by none)."""
+    return {model: int(slots) for model, slots in connection.execute(_LIVE_SLOTS)}
+
+
+def workers(connection: sa.Connection) -> list[WorkerRow]:
+    """All workers that ever registered, the newest first."""
+    query = sa.select(schema.workers).order_by(schema.workers.c.started_at.desc(), schema.workers.c.id)
+    return [
+        WorkerRow(
+            info=WorkerInfo(**{name: row[name] for name in WorkerInfo.__dataclass_fields__}),
+            state=row["state"],
+            started_at=row["started_at"],
+            heartbeat_at=row["heartbeat_at"],
+        )
+        for row in connection.execute(query).mappings()
+    ]

@@ -1,0 +1,102 @@
+"""Manifests: one JSON line for each item that was made, in index order, in the store beside the audio."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from jobs.artifacts import job_manifest_key, numbered_key, put_numbered, shard_manifest_key
+from jobs.ledger.records import Artifact, Job, MadeAudio
+from jobs.store.base import ObjectInfo, ObjectStore
+
+CONTENT_TYPE = "application/x-ndjson"
+
+
+class ManifestEntry(msgspec.Struct, frozen=True):
+    """One line of a manifest."""
+
+    example_id: str
+    index: int
+    #: Key of the audio in the store.
+    key: str
+    sha256: str
+    bytes: int
+    sample_rate: int
+    samples: int
+    #: Seconds.
+    duration: float
+    seed: int
+    spec_sha: str
+    #: The text that was asked for.
+    text: str
+
+
+def entry(example_id: str, artifact: Artifact | MadeAudio, spec_sha: str, text: str) -> ManifestEntry:
+    """The manifest's line for an audio artifact."""
+    return ManifestEntry(
+        example_id,
+        artifact.index,
+        artifact.key,
+        artifact.sha256,
+        artifact.bytes,
+        artifact.sample_rate,
+        artifact.samples,
+        round(artifact.samples / artifact.sample_rate, 6),
+        artifact.seed,
+        spec_sha,
+        text,
+    )
+
+
+def encode_entries(lines: Iterable[ManifestEntry]) -> Iterator[bytes]:
+    """JSONL with newlines, one line at a time."""
+    encode = msgspec.json.Encoder().encode
+    for line in lines:
+        yield encode(line) + b"\n"
+
+
+def put_shard_manifest(store: ObjectStore, job: Job, shard_no: int, made: Iterable[MadeAudio], texts: Mapping[int, str]) -> tuple[str, str]:
+    """Writes the manifest of a shard and returns its key and SHA-256, which belong into the ledger. `texts`: the text of an index."""
+    data = b"".join(encode_entries(entry(audio.example_id, audio, job.spec_sha, texts[audio.index]) for audio in made))
+    sha256 = hashlib.sha256(data).hexdigest()
+    info = put_numbered(store, shard_manifest_key(job.id, shard_no), data, sha256, CONTENT_TYPE).info
+    return info.key, info.sha256
+
+
+def put_job_manifest(store: ObjectStore, job: Job, lines: Iterable[ManifestEntry]) -> ObjectInfo:
+    """Writes the manifest of a whole job in bounded memory: `manifest.jsonl`, or the next number when it has changed since."""
+    digest = hashlib.sha256()
+    with tempfile.NamedTemporaryFile(prefix="nightjar-manifest-") as file:
+        for line in encode_entries(lines):
+            digest.update(line)
+            file.write(line)
+        file.flush()
+        number = 1
+        while True:
+            key = numbered_key(job_manifest_key(job.id), number)
+            result = store.put_file(key, Path(file.name), content_type=CONTENT_TYPE)
+            if result.created or result.info.sha256 == digest.hexdigest():
+                return result.info
+            number += 1
+
+
+def newest_job_manifest(store: ObjectStore, job_id: str) -> str | None:
+    """Key of the manifest that was written last, or None."""
+    number = 0
+    while store.head(numbered_key(job_manifest_key(job_id), number + 1)) is not None:
+        number += 1
+    return numbered_key(job_manifest_key(job_id), number) if number else None
+
+
+def read_manifest(store: ObjectStore, key: str) -> Iterator[ManifestEntry]:
+    """The lines of a manifest, streamed."""
+    decode = msgspec.json.Decoder(ManifestEntry).decode
+    with store.open(key) as stream:
+        tail = b""
+        while chunk := stream.read(1 << 20):
+            *lines, tail = (tail + chunk).split(b"\n")
+            yield from (decode(line) for line in lines)

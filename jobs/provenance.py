@@ -1,0 +1,209 @@
+"""What a job was made with: kept in the store as `jobs/<job>/provenance.json`, once for each kind of worker that took part.
+
+Equal workers write equal bytes, so the first one's record is every one's; a worker with other libraries or another model
+adds `provenance.2.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import threading
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+import msgspec
+
+from jobs.artifacts import job_prefix, numbered_key, put_numbered
+from jobs.ledger.records import Job, JobSpec
+from jobs.store.base import ObjectInfo, ObjectStore
+from pipelines.errors import ModelError
+from pipelines.registry import describe
+
+PACKAGE = "nightjar-speech"
+#: Libraries that can change what a job's audio sounds like.
+LIBRARIES = (
+    "hibari-tts",
+    "numpy",
+    "pyloudnorm",
+    "safetensors",
+    "scipy",
+    "soundfile",
+    "soxr",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "triton",
+    "vllm",
+)
+SEEDS = "seed of an item = first 63 bits of BLAKE2b-64 over (job seed, example_id, message index, draw), see jobs/seeds.py"
+_MODEL_FILES = (".safetensors", ".json", ".txt", ".jinja", ".model", ".bin", ".onnx")
+
+
+class ModelFile(msgspec.Struct, frozen=True):
+    """A file of a checkpoint folder, by its relative path."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class ModelProvenance(msgspec.Struct, frozen=True):
+    """The model of a job as a worker found it."""
+
+    name: str
+    family: str
+    engine: str
+    #: A hub commit, a digest of the folder or a package version; empty where nothing is known.
+    revision: str
+    #: Of a checkpoint folder; a hub's model is pinned by its revision, a package's by its version.
+    files: tuple[ModelFile, ...] = ()
+
+
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """One record. Nothing in it depends on the time or on which of several equal machines wrote it."""
+
+    schema: str = "nightjar.provenance/1"
+    job: str
+    input_uri: str
+    input_sha256: str
+    spec: JobSpec
+    spec_sha: str
+    model: ModelProvenance
+    #: `worker` for who made the audio; `export` where no worker left a record, and libraries are the exporter's.
+    recorded_by: str
+    nightjar: str
+    #: Git commit of Nightjar with `+` where its files were changed; None while not known.
+    commit: str | None
+    python: str
+    machine: str
+    #: Name of the accelerator; empty without one.
+    device: str
+    libraries: dict[str, str]
+    seeds: str = SEEDS
+
+
+def provenance_key(job_id: str) -> str:
+    """Key of the first record of a job; later ones are numbered."""
+    return f"{job_prefix(job_id)}provenance.json"
+
+
+def provenance(job: Job, recorded_by: str, model: ModelProvenance, device: str = "") -> Provenance:
+    """The record of this process."""
+    return Provenance(
+        job=job.id,
+        input_uri=job.input_uri,
+        input_sha256=job.input_sha256,
+        spec=job.spec,
+        spec_sha=job.spec_sha,
+        model=model,
+        recorded_by=recorded_by,
+        nightjar=_version(PACKAGE) or "",
+        commit=commit(),
+        python=platform.python_version(),
+        machine=f"{platform.system()} {platform.machine()}",
+        device=device,
+        libraries={name: found for name in LIBRARIES if (found := _version(name)) is not None},
+    )
+
+
+def model_provenance(model: str) -> ModelProvenance:
+    """The model as it is here. Hashes the files of a checkpoint folder, once a process. Raises `ModelError`."""
+    card = describe(model)
+    return ModelProvenance(card.name, card.family, card.engine, card.revision, _model_files(card.name))
+
+
+def put_provenance(store: ObjectStore, job: Job) -> ObjectInfo:
+    """Keeps a worker's record in the store of the job; an equal one that is there is adopted. Raises `ModelError`, `StoreError`."""
+    record = provenance(job, "worker", model_provenance(job.spec.model), _device())
+    data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
+    return put_numbered(store, provenance_key(job.id), data, hashlib.sha256(data).hexdigest(), "application/json").info
+
+
+class ProvenanceBook:
+    """Writes a worker's record of each job it takes part in, once a process. May be called from any thread."""
+
+    def __init__(self) -> None:
+        self._written: set[str] = set()
+        self._lock = threading.Lock()
+
+    def note(self, store: ObjectStore, job: Job) -> None:
+        """Raises `ModelError` and `StoreError`; the next call then tries again."""
+        with self._lock:
+            if job.id not in self._written:
+                put_provenance(store, job)
+                self._written.add(job.id)
+
+
+def records(store: ObjectStore, job: Job) -> list[Provenance]:
+    """The records that workers left, in order. Raises `StoreError`."""
+    found: list[Provenance] = []
+    while store.head(key := numbered_key(provenance_key(job.id), len(found) + 1)) is not None:
+        found.append(msgspec.json.decode(store.get(key), type=Provenance))
+    return found
+
+
+def exporters_record(job: Job) -> Provenance:
+    """The record of a process that exports a job of which no worker left one; its model need not be here."""
+    try:
+        model = model_provenance(job.spec.model)
+    except ModelError:
+        model = ModelProvenance(job.spec.model, "", "", job.spec.model_revision)
+    return provenance(job, "export", model)
+
+
+@lru_cache(maxsize=1)
+def commit() -> str | None:
+    """The commit of the running code: what pip recorded when it installed from git, or that of the checkout around it."""
+    try:
+        recorded = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        recorded = {}
+    if known := recorded.get("vcs_info", {}).get("commit_id"):
+        return str(known)
+    root = Path(__file__).parents[1]
+    if not (root / ".git").exists():
+        return None
+    head = _git(root, "rev-parse", "HEAD")
+    return f"{head}+" if head and _git(root, "status", "--porcelain", "--untracked-files=no") else head
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _device() -> str:
+    """The accelerator of a process whose model has loaded torch."""
+    torch = sys.modules.get("torch")
+    return str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_available() else ""
+
+
+@lru_cache(maxsize=8)
+def _model_files(model: str) -> tuple[ModelFile, ...]:
+    """The files of a checkpoint folder that a model is read from."""
+    folder = Path(model)
+    if not folder.is_absolute() or not folder.is_dir():
+        return ()
+    paths = sorted(path for path in folder.rglob("*") if path.suffix in _MODEL_FILES and path.is_file())
+    return tuple(_model_file(folder, path) for path in paths)
+
+
+def _model_file(folder: Path, path: Path) -> ModelFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return ModelFile(path.relative_to(folder).as_posix(), file.tell(), digest)

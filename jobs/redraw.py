@@ -1,0 +1,120 @@
+"""Does a job come out the same again? A sample of its items made anew with their seeds, beside the audio in the store."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+import numpy as np
+
+from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
+from jobs.payload import ShardLine, read_shard
+from jobs.references import load_reference
+from jobs.store.base import ObjectStore
+from pipelines.audio import decode, encode
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.request import Message, Pipeline, Speech, SynthesisRequest
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from jobs.ledger import Ledger
+    from pipelines.audio import AudioFormat
+
+#: Above this signal-to-noise ratio two recordings are the same but for rounding.
+CLOSE_DB = 40.0
+_TIMEOUT_SECONDS = 600.0
+
+
+class Likeness(StrEnum):
+    """How the new audio of an item compares."""
+
+    #: The same file, byte for byte.
+    SAME = "same"
+    #: As long, and no further off than `CLOSE_DB`.
+    CLOSE = "close"
+    DIFFERENT = "different"
+    #: It could not be made again.
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Redrawn:
+    """One item of the sample."""
+
+    index: int
+    example_id: str
+    likeness: Likeness
+    #: Signal-to-noise ratio of the new samples against the stored ones; infinite for equal ones, None for another length.
+    snr_db: float | None = None
+    #: Why it failed.
+    reason: str = ""
+
+
+def sample_items(ledger: Ledger, job_id: str, count: int) -> list[ItemRow]:
+    """Up to `count` made items, the same ones each time, in index order."""
+    rows = (row for row in ledger.items(job_id, state=ItemState.DONE) if row.artifact is not None)
+    chosen = heapq.nsmallest(count, rows, key=lambda row: hashlib.blake2b(row.example_id.encode(), digest_size=8).digest())
+    return sorted(chosen, key=lambda row: row.index)
+
+
+def redraw(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, count: int) -> Iterator[Redrawn]:
+    """Makes `count` items of a job again and compares them. Raises `StoreError` where the stored ones cannot be read."""
+    inputs = ledger.shard_inputs(job.id)
+    rows = sample_items(ledger, job.id, count)
+    lines: dict[int, ShardLine] = {}
+    for input_object in {inputs[row.shard_no] for row in rows}:
+        lines |= {line.index: line for line in read_shard(store, *input_object) if any(row.index == line.index for row in rows)}
+    for row in rows:
+        # Rows without audio are not in a sample.
+        artifact = cast(Artifact, row.artifact)
+        try:
+            speech = pipeline.submit(_request(store, job, lines[row.index], artifact)).result(_TIMEOUT_SECONDS)
+            data = encode(speech.samples, speech.sample_rate, cast("AudioFormat", job.spec.format))
+        except TimeoutError:
+            error: NightjarError = SynthesisError(ErrorCode.SYNTH_TIMEOUT, f"It took longer than {_TIMEOUT_SECONDS:.0f} s.")
+            yield Redrawn(row.index, row.example_id, Likeness.FAILED, reason=str(error))
+        except NightjarError as error:
+            yield Redrawn(row.index, row.example_id, Likeness.FAILED, reason=str(error))
+        else:
+            yield _compared(row, artifact, store, data, speech)
+
+
+def _request(store: ObjectStore, job: Job, line: ShardLine, artifact: Artifact) -> SynthesisRequest:
+    """The request that the worker made of this line. The seed is the artifact's: that of the draw that was kept."""
+
+    def loaded(message: Message) -> Message:
+        if message.role != "user" or message.modality != "audio" or not isinstance(message.content, str):
+            return message
+        return msgspec.structs.replace(message, content=load_reference(store, job.id, message.content))
+
+    generation = line.generation.over(job.spec.generation)
+    return SynthesisRequest(
+        f"verify/{job.id}/{line.index}", tuple([loaded(message) for message in line.messages]), generation, artifact.seed
+    )
+
+
+def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes, speech: Speech) -> Redrawn:
+    if hashlib.sha256(data).hexdigest() == artifact.sha256:
+        return Redrawn(row.index, row.example_id, Likeness.SAME, math.inf)
+    before, rate = decode(store.get(artifact.key))
+    after, _ = decode(data)
+    if rate != speech.sample_rate or len(before) != len(after):
+        return Redrawn(row.index, row.example_id, Likeness.DIFFERENT)
+    ratio = snr_db(before, after)
+    return Redrawn(row.index, row.example_id, Likeness.CLOSE if ratio >= CLOSE_DB else Likeness.DIFFERENT, ratio)
+
+
+def snr_db(signal: NDArray[np.float32], other: NDArray[np.float32]) -> float:
+    """10 log10 of the power of `signal` over that of its difference to `other`; both [samples], as long as each other."""
+    noise = float(np.sum(np.square(signal.astype(np.float64) - other)))
+    power = float(np.sum(np.square(signal.astype(np.float64))))
+    if noise == 0.0:
+        return math.inf
+    return 10 * math.log10(power / noise) if power else -math.inf

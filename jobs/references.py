@@ -1,0 +1,173 @@
+"""Reference audio: read only from allowed folders or the job's own store, and put into the store once for each content."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import re
+import stat
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jobs.artifacts import job_prefix, reference_key
+from jobs.dialogue import clean
+from jobs.store.base import ObjectStore
+from pipelines.errors import ErrorCode, InputError, StoreError
+
+MAX_REFERENCE_BYTES = 32 << 20
+#: Contents that are known by path, so that a voice that many lines name is read once.
+_KNOWN_PATHS = 10_000
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
+_EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "OGG": "ogg", "MP3": "mp3"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceAudio:
+    """An encoded audio file."""
+
+    data: bytes
+    sha256: str
+    #: `wav`, `flac`, `ogg` or `mp3`, by content.
+    ext: str
+
+
+class ReferenceReader:
+    """Reads what the audio messages of one input name: a path below an allowed folder, or an address in the store.
+
+    Without `roots` only the input's own folder is allowed. Symbolic links count as what they point to. URLs are never fetched.
+    """
+
+    def __init__(self, folder: Path, roots: Sequence[Path], store: ObjectStore) -> None:
+        self._folder = folder
+        self._roots = [Path(os.path.realpath(root)) for root in (roots or [folder])]
+        self._store = store
+
+    def locate(self, content: str) -> str:
+        """The address of the audio: the real path of a file, or the `s3://` or `file://` address in the store.
+
+        Raises `input.audio_forbidden`.
+        """
+        if content.startswith(f"{self._store.url}/"):
+            return content
+        if _URL.match(content):
+            raise InputError(
+                ErrorCode.INPUT_AUDIO_FORBIDDEN,
+                f"The audio {clean(content, 200)!r} is a URL; none is fetched.",
+                "Give a path below the input's folder or below `audio_roots`.",
+            )
+        try:
+            path = Path(os.path.realpath(self._folder / content))
+        except (OSError, ValueError) as error:
+            raise _missing(content) from error
+        if not any(path.is_relative_to(root) for root in self._roots):
+            raise InputError(
+                ErrorCode.INPUT_AUDIO_FORBIDDEN,
+                f"The audio {clean(content, 200)!r} is outside the allowed folders.",
+                "Move it below the input's folder, or add its folder to the setting `audio_roots`.",
+            )
+        return str(path)
+
+    def read(self, content: str) -> ReferenceAudio:
+        """The audio file that a line names, known to be one.
+
+        Raises `input.audio_missing`, `input.audio_forbidden` or `input.audio_unreadable`; `StoreError` when the store fails.
+        """
+        address = self.locate(content)
+        if address.startswith(f"{self._store.url}/"):
+            data = _read_object(self._store, address[len(self._store.url) + 1 :], content)
+        else:
+            data = _read_file(address, content)
+        return ReferenceAudio(data, hashlib.sha256(data).hexdigest(), _extension(data, content))
+
+
+class ReferenceShelf:
+    """Puts reference audio into the store of a job, each content once, and tells its key."""
+
+    def __init__(self, reader: ReferenceReader, store: ObjectStore, job_id: str) -> None:
+        self._reader = reader
+        self._store = store
+        self._job_id = job_id
+        self._keys: OrderedDict[str, str] = OrderedDict()
+
+    def key(self, content: str) -> str:
+        """The key of the audio that a line names. Raises as `ReferenceReader.read`, and `StoreError`."""
+        address = self._reader.locate(content)
+        if address in self._keys:
+            self._keys.move_to_end(address)
+            return self._keys[address]
+        audio = self._reader.read(content)
+        key = reference_key(self._job_id, audio.sha256, audio.ext)
+        self._store.put(key, audio.data, content_type=f"audio/{audio.ext}")
+        self._keys[address] = key
+        if len(self._keys) > _KNOWN_PATHS:
+            self._keys.popitem(last=False)
+        return key
+
+
+def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
+    """The encoded audio behind the content of a `ShardLine`'s audio message, which is a key of the job's references.
+
+    Raises `input.audio_forbidden` for anything else, `input.audio_missing` when it is gone, `StoreError` when the store fails.
+    """
+    if not content.startswith(f"{job_prefix(job_id)}references/"):
+        raise InputError(ErrorCode.INPUT_AUDIO_FORBIDDEN, f"{clean(content, 200)!r} is no reference of job {job_id}.", "Submit it again.")
+    return _read_object(store, content, content)
+
+
+def _read_object(store: ObjectStore, key: str, content: str) -> bytes:
+    try:
+        with store.open(key) as stream:
+            return _bounded(stream.read(MAX_REFERENCE_BYTES + 1), content)
+    except StoreError as error:
+        if error.code in (ErrorCode.STORE_MISSING, ErrorCode.STORE_BAD_KEY):
+            raise _missing(content) from error
+        raise
+
+
+def _read_file(path: str, content: str) -> bytes:
+    try:
+        # The path has no symbolic links left; one that was put there since is not followed.
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _missing(content) from error
+    except OSError as error:
+        raise _unreadable(content, error.strerror or "it cannot be opened") from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _unreadable(content, "it is no plain file")
+    with os.fdopen(file, "rb") as stream:
+        try:
+            return _bounded(stream.read(MAX_REFERENCE_BYTES + 1), content)
+        except OSError as error:
+            raise _unreadable(content, error.strerror or "it cannot be read") from error
+
+
+def _bounded(data: bytes, content: str) -> bytes:
+    if len(data) > MAX_REFERENCE_BYTES:
+        raise _unreadable(content, f"it is larger than {MAX_REFERENCE_BYTES >> 20} MiB")
+    return data
+
+
+def _extension(data: bytes, content: str) -> str:
+    import soundfile
+
+    try:
+        found = soundfile.info(io.BytesIO(data))
+    except soundfile.SoundFileError as error:
+        raise _unreadable(content, "it is no audio") from error
+    if found.format not in _EXTENSIONS or found.frames <= 0:
+        raise _unreadable(content, f"it is {found.format} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read")
+    return _EXTENSIONS[found.format]
+
+
+def _missing(content: str) -> InputError:
+    return InputError(ErrorCode.INPUT_AUDIO_MISSING, f"There is no audio file {clean(content, 200)!r}.", "Check the path in the line.")
+
+
+def _unreadable(content: str, reason: str) -> InputError:
+    return InputError(
+        ErrorCode.INPUT_AUDIO_UNREADABLE, f"The audio {clean(content, 200)!r} cannot be used: {reason}.", "Give a WAV, FLAC, OGG or MP3."
+    )

@@ -1,0 +1,230 @@
+"""Where the lines of a job come from: a file, standard input or S3, plain or compressed, as bounded batches of lines."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import os
+import stat
+import sys
+import tempfile
+import zlib
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol, cast
+
+import zstandard
+
+from jobs.store.s3 import S3Settings, open_s3_object
+from pipelines.errors import ErrorCode, InputError, StoreError
+
+#: A longer line is refused; its bytes are skipped without being held.
+MAX_LINE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
+#: zstd makes at most 128 KiB of 4 bytes, so what one piece can swell to stays below 32 MiB.
+_ZSTD_PIECE_BYTES = 1 << 10
+_ZSTD_MAX_WINDOW_BYTES = 1 << 27
+_BOM = b"\xef\xbb\xbf"
+
+
+class Readable(Protocol):
+    def read(self, size: int = -1, /) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LineBatch:
+    """Consecutive lines; a line longer than `MAX_LINE_BYTES` is None. `first` counts from 1."""
+
+    first: int
+    lines: list[bytes | None]
+
+
+class Source:
+    """An input that can be read more than once. Made by `open_source`."""
+
+    def __init__(self, file: BinaryIO, uri: str, folder: Path) -> None:
+        #: What a person calls it: an absolute path, `-`, or an `s3://` address.
+        self.uri = uri
+        #: Relative paths in its lines start here.
+        self.folder = folder
+        self._file = file
+        with reading(uri):
+            self.bytes = os.fstat(file.fileno()).st_size
+            file.seek(0)
+            #: Hex SHA-256 of the bytes as they are stored, compressed or not.
+            self.sha256 = _sha256(file)
+        self._identity = self._stat()
+
+    def batches(self, max_lines: int, max_bytes: int, after_line: int = 0) -> Iterator[LineBatch]:
+        """The lines after the first `after_line` ones, decompressed, in batches of at most `max_lines`, of about `max_bytes`.
+
+        Raises `input.unreadable` when the content cannot be read or is a damaged archive.
+        """
+        waiting: list[bytes | None] = []
+        size, to_skip = 0, after_line
+        for some, some_bytes in self._line_lists():
+            skipped = min(to_skip, len(some))
+            to_skip -= skipped
+            waiting += some[skipped:]
+            size += some_bytes
+            full = len(waiting) if size >= max_bytes else len(waiting) - len(waiting) % max_lines
+            for start in range(0, full, max_lines):
+                lines = waiting[start : min(start + max_lines, full)]
+                yield LineBatch(after_line + 1, lines)
+                after_line += len(lines)
+            if full:
+                waiting, size = waiting[full:], 0
+        if waiting:
+            yield LineBatch(after_line + 1, waiting)
+
+    @property
+    def bytes_read(self) -> int:
+        """How far into `bytes` the reading has come."""
+        return self._file.tell()
+
+    def check_unchanged(self) -> None:
+        """Raises `input.unreadable` when the file was written to since it was opened."""
+        if self._stat() != self._identity:
+            raise _unreadable(self.uri, "changed while it was read", "Submit it again when nothing writes to it any more.")
+
+    def _stat(self) -> tuple[int, int]:
+        found = os.fstat(self._file.fileno())
+        return found.st_size, found.st_mtime_ns
+
+    def _line_lists(self) -> Iterator[tuple[list[bytes | None], int]]:
+        with reading(self.uri):
+            self._file.seek(0)
+            yield from split_lines(decompressed(self._file))
+
+
+def split_lines(stream: Readable) -> Iterator[tuple[list[bytes | None], int]]:
+    """Lines without their newlines, some at a time, with their bytes; a byte order mark at the start is dropped."""
+    tail, skipping = b"", False
+    head = stream.read(_CHUNK_BYTES)
+    chunk = head.removeprefix(_BOM)
+    while chunk:
+        data = tail + chunk
+        whole = data.split(b"\n")
+        tail = whole.pop()
+        if whole:
+            parts: list[bytes | None] = [*whole]
+            if skipping or max(map(len, whole)) > MAX_LINE_BYTES:
+                parts = [part if len(part) <= MAX_LINE_BYTES else None for part in whole]
+                parts[0] = None if skipping else parts[0]
+                skipping = False
+            yield parts, len(data) - len(tail)
+        if skipping or len(tail) > MAX_LINE_BYTES:
+            tail, skipping = b"", True
+        chunk = stream.read(_CHUNK_BYTES)
+    if skipping or tail:
+        yield [None if skipping else tail], len(tail)
+
+
+def decompressed(file: BinaryIO) -> Readable:
+    """The content of a plain, gzip or zstd file, told apart by its first bytes; reads stay bounded whatever it swells to."""
+    magic = file.read(4)
+    file.seek(0)
+    if magic[:2] == b"\x1f\x8b":
+        return gzip.GzipFile(fileobj=file, mode="rb")
+    if magic == b"\x28\xb5\x2f\xfd" or (magic[1:] == b"\x2a\x4d\x18" and magic[0] >> 4 == 5):
+        return _ZstdReader(file)
+    return file
+
+
+class _ZstdReader:
+    """Reads all frames of a zstd file, and notices when the last one is cut off."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._context = zstandard.ZstdDecompressor(max_window_size=_ZSTD_MAX_WINDOW_BYTES)
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._input = b""
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Some bytes, about `size`; none at the end."""
+        out = io.BytesIO()
+        while size < 0 or out.tell() < size:
+            piece = self._input or self._file.read(_ZSTD_PIECE_BYTES)
+            if not piece:
+                if self._frame is not None:
+                    raise EOFError("the last zstd frame is cut off")
+                break
+            frame = self._frame or self._context.decompressobj()
+            out.write(frame.decompress(piece))
+            self._frame = None if frame.eof else frame
+            self._input = frame.unused_data if frame.eof else b""
+        return out.getvalue()
+
+
+@contextmanager
+def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source, None, None]:
+    """Opens a path, `-` (standard input) or `s3://bucket/key`; what cannot be read twice is first copied to a temporary file.
+
+    Raises `input.unreadable`, or `StoreError` when S3 cannot be reached.
+    """
+    if address.startswith("s3://"):
+        with _s3_object(address, s3) as stream, _spooled(stream, address) as file:
+            yield Source(file, address, Path.cwd())
+        return
+    if address == "-":
+        with _spooled(sys.stdin.buffer, "-") as file:
+            yield Source(file, "-", Path.cwd())
+        return
+    path = Path(address)
+    with reading(address):
+        file = path.open("rb")
+    with file:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            yield Source(file, str(path.absolute()), path.absolute().parent)
+            return
+        with _spooled(file, address) as copy:
+            yield Source(copy, str(path.absolute()), path.absolute().parent)
+
+
+def _s3_object(address: str, s3: S3Settings | None) -> BinaryIO:
+    try:
+        return open_s3_object(address, s3)
+    except StoreError as error:
+        if error.code is ErrorCode.STORE_UNREACHABLE:
+            raise
+        raise _unreadable(address, f"cannot be read: {error.message}", error.advice) from error
+
+
+@contextmanager
+def _spooled(stream: Readable, uri: str) -> Generator[BinaryIO, None, None]:
+    with tempfile.TemporaryFile(prefix="nightjar-input-") as file:
+        with reading(uri):
+            while chunk := stream.read(_CHUNK_BYTES):
+                file.write(chunk)
+            file.flush()
+        yield cast(BinaryIO, file)
+
+
+@contextmanager
+def reading(uri: str) -> Generator[None, None, None]:
+    """Turns what opening and reading an input can raise into `input.unreadable`."""
+    try:
+        yield
+    except EOFError as error:
+        raise _unreadable(uri, "is a compressed file that is cut off", "Copy it again.") from error
+    except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        raise _unreadable(uri, f"is a damaged compressed file ({error})", "Copy it again.") from error
+    except IsADirectoryError as error:
+        raise _unreadable(uri, "is a folder", "Give one JSONL file, plain, .gz or .zst.") from error
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise _unreadable(uri, f"cannot be read: {reason}", "Check the path and its permissions.") from error
+
+
+def _sha256(file: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _unreadable(uri: str, reason: str, advice: str) -> InputError:
+    return InputError(ErrorCode.INPUT_UNREADABLE, f"The input {uri[:300]!r} {reason}.", advice)

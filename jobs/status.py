@@ -1,0 +1,166 @@
+"""The JSON views of the ledger's records: what `--json` prints. Each object names its schema; fields are added, never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from jobs.ledger.records import ItemRow, Job, JobState, JobStatus, RejectedLine
+from pipelines.errors import ErrorCode
+
+#: States that go on without a person.
+_MOVING = frozenset({JobState.READY, JobState.RUNNING})
+
+
+def utc(seconds: float | None) -> str | None:
+    """Epoch seconds as ISO 8601, or None."""
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def elapsed_seconds(status: JobStatus) -> float:
+    """Time from the first claim to the end, or to now; 0 before the first claim."""
+    if status.job.started_at is None:
+        return 0.0
+    return max(0.0, (status.job.finished_at or status.now) - status.job.started_at)
+
+
+def items_per_second(status: JobStatus) -> float:
+    """Items that ended, over the time since the first claim."""
+    elapsed = elapsed_seconds(status)
+    return (status.items.done + status.items.failed) / elapsed if elapsed > 0 else 0.0
+
+
+def eta_seconds(status: JobStatus) -> float | None:
+    """Time the open items will take at the rate so far; 0 at the end, None while nobody can know."""
+    if status.job.state.final:
+        return 0.0
+    rate = items_per_second(status)
+    return status.items.pending / rate if rate > 0 and status.job.state in _MOVING else None
+
+
+def cost(status: JobStatus, price_per_gpu_hour: float | None) -> float | None:
+    """Engine time at the price of an engine hour, in the price's currency."""
+    return None if price_per_gpu_hour is None else status.engine_ms / 3_600_000 * price_per_gpu_hour
+
+
+def real_time_factor(status: JobStatus) -> float | None:
+    """Seconds of audio made in a second of wall time; None before there is any."""
+    elapsed = elapsed_seconds(status)
+    return status.audio_ms / 1000 / elapsed if elapsed > 0 and status.audio_ms else None
+
+
+def status_view(
+    status: JobStatus, price_per_gpu_hour: float | None = None, errors: Mapping[ErrorCode, int] | None = None
+) -> dict[str, Any]:
+    """`nightjar.status/1`; `errors` counts failed items and rejected lines by code."""
+    job, items = status.job, status.items
+    view: dict[str, Any] = {
+        "schema": "nightjar.status/1",
+        "job": job.id,
+        "name": job.name,
+        "state": job.state.value,
+        "state_reason": job.state_reason,
+        "waiting_for": None if status.outage is None else {"code": status.outage.code.value, "message": status.outage.message},
+        "items": {"total": items.total, "done": items.done, "failed": items.failed, "skipped": items.skipped, "pending": items.pending},
+        "shards": {state.value: count for state, count in status.shards.items()},
+        "rejected_lines": job.rejected_lines,
+        "audio_seconds": round(status.audio_ms / 1000, 3),
+        "engine_seconds": round(status.engine_ms / 1000, 3),
+        "elapsed_seconds": round(elapsed_seconds(status), 3),
+        "items_per_second": round(items_per_second(status), 3),
+        "real_time_factor": _rounded(real_time_factor(status)),
+        "eta_seconds": _rounded(eta_seconds(status)),
+        "bytes": status.bytes_out,
+        "model": job.spec.model,
+        "store": job.store_url,
+        "created_at": utc(job.created_at),
+        "started_at": utc(job.started_at),
+        "finished_at": utc(job.finished_at),
+    }
+    if price_per_gpu_hour is not None:
+        view["cost"] = _rounded(cost(status, price_per_gpu_hour))
+    if errors is not None:
+        view["errors"] = {code.value: count for code, count in errors.items()}
+    return view
+
+
+def job_view(job: Job) -> dict[str, Any]:
+    """`nightjar.job/1`: the job and its frozen spec."""
+    return {
+        "schema": "nightjar.job/1",
+        "job": job.id,
+        "name": job.name,
+        "state": job.state.value,
+        "owner": job.owner,
+        "priority": job.priority,
+        "weight": job.weight,
+        "labels": dict(job.labels),
+        "spec": msgspec.to_builtins(job.spec),
+        "spec_sha": job.spec_sha,
+        "input": job.input_uri,
+        "input_sha256": job.input_sha256,
+        "store": job.store_url,
+        "items": job.total_items,
+        "rejected_lines": job.rejected_lines,
+        "created_at": utc(job.created_at),
+        "finished_at": utc(job.finished_at),
+    }
+
+
+def item_view(job_id: str, item: ItemRow) -> dict[str, Any]:
+    """`nightjar.item/1`: an item and its audio; the audio's fields are null while there is none."""
+    artifact = item.artifact
+    return {
+        "schema": "nightjar.item/1",
+        "job": job_id,
+        "example_id": item.example_id,
+        "index": item.index,
+        "state": item.state.value,
+        "attempts": item.attempts,
+        "error_code": item.error_code.value if item.error_code else None,
+        "error_message": item.error_message,
+        "key": artifact.key if artifact else None,
+        "sha256": artifact.sha256 if artifact else None,
+        "bytes": artifact.bytes if artifact else None,
+        "duration_ms": artifact.duration_ms if artifact else None,
+        "sample_rate": artifact.sample_rate if artifact else None,
+        "seed": artifact.seed if artifact else None,
+    }
+
+
+def line_error_view(job_id: str, line: RejectedLine) -> dict[str, Any]:
+    """`nightjar.job_error/1` of an input line that became no item."""
+    return _job_error(job_id, "line", line.code, line.message, line.example_id, line=line.line)
+
+
+def item_error_view(job_id: str, item: ItemRow) -> dict[str, Any]:
+    """`nightjar.job_error/1` of an item that failed."""
+    return _job_error(job_id, "item", item.error_code, item.error_message, item.example_id, index=item.index)
+
+
+def _job_error(
+    job_id: str,
+    kind: str,
+    code: ErrorCode | None,
+    message: str | None,
+    example_id: str | None,
+    line: int | None = None,
+    index: int | None = None,
+) -> dict[str, Any]:
+    return {
+        "schema": "nightjar.job_error/1",
+        "job": job_id,
+        "kind": kind,
+        "line": line,
+        "index": index,
+        "example_id": example_id,
+        "code": code.value if code else None,
+        "message": message,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

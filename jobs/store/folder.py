@@ -1,0 +1,281 @@
+"""The object store in a folder: atomic write-once files, and no symbolic link below the folder is followed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, cast
+
+import msgspec
+
+from jobs.store.base import ObjectInfo, PutResult
+from jobs.store.handles import FolderHandles, walk_down
+from jobs.store.keys import split_key, split_prefix
+from jobs.store.probe import probe
+from pipelines.errors import ErrorCode, StoreError
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_WRITE = os.O_WRONLY | os.O_CLOEXEC
+_CHUNK_BYTES = 1 << 20
+_ATTRIBUTE = "user.nightjar"
+_encode_metadata = msgspec.json.Encoder(order="sorted").encode
+#: errno of a file system without O_TMPFILE, and of one without extended attributes.
+_NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
+_NO_ATTRIBUTES = {errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.ENOSPC, errno.E2BIG}
+_CODES = {
+    ErrorCode.STORE_FULL: {errno.ENOSPC, errno.EDQUOT, errno.EFBIG},
+    ErrorCode.STORE_FORBIDDEN: {errno.EACCES, errno.EPERM, errno.EROFS},
+    ErrorCode.STORE_MISSING: {errno.ENOENT, errno.ENOTDIR},
+    ErrorCode.STORE_BAD_KEY: {errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.EILSEQ},
+}
+_ADVICE = {
+    ErrorCode.STORE_FULL: "Free space on that disk; the work goes on where it stopped.",
+    ErrorCode.STORE_FORBIDDEN: "Give this user the right to write there, or choose another store.",
+    ErrorCode.STORE_MISSING: "Check that the store's folder is the right one and is mounted.",
+    ErrorCode.STORE_BAD_KEY: "Symbolic links and special files inside the store are not followed.",
+    ErrorCode.STORE_UNREACHABLE: "Check the disk or the mount.",
+}
+
+
+class FolderStore:
+    """Objects as files under `root`. A file appears under its name complete or not at all, and is never replaced.
+
+    Metadata is kept in the extended attribute `user.nightjar`; on file systems without such attributes it is dropped.
+    Data is left to the operating system to flush: a killed process loses nothing, a power cut may lose the last seconds.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(os.path.abspath(root))
+        self.url = self.root.as_uri()
+        self._handles = FolderHandles(self.root)
+        self._tmpfile = hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd")
+
+    def put(
+        self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
+    ) -> PutResult:
+        """Writes once: if the key exists its object stays as it is and is described with `created=False`."""
+        *folders, name = split_key(key)
+        try:
+            folder = self._handles.open(folders)
+            if self._write(folder.fd, name, [data], metadata):
+                return PutResult(ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest(), dict(metadata or {})), created=True)
+            return PutResult(_describe(key, folder.fd, name), created=False)
+        except OSError as error:
+            raise self._explained(error, key) from error
+
+    def put_file(
+        self, key: str, path: Path, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
+    ) -> PutResult:
+        """As `put`, with the content of a local file that may be larger than memory."""
+        digest = hashlib.sha256()
+        size = 0
+
+        def chunks(file: BinaryIO) -> Iterator[bytes]:
+            nonlocal size
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                size += len(chunk)
+                yield chunk
+
+        *folders, name = split_key(key)
+        with self._errors(key):
+            folder = self._handles.open(folders)
+            if not _exists(folder.fd, name):
+                with path.open("rb") as file:
+                    if self._write(folder.fd, name, chunks(file), metadata):
+                        return PutResult(ObjectInfo(key, size, digest.hexdigest(), dict(metadata or {})), created=True)
+            return PutResult(_describe(key, folder.fd, name), created=False)
+
+    def get(self, key: str) -> bytes:
+        """The whole object. Raises `store.missing`."""
+        with self.open(key) as file:
+            return file.read()
+
+    def open(self, key: str) -> BinaryIO:
+        """The object as a readable stream. Raises `store.missing`."""
+        with self._errors(key), self._parent(key) as (folder, name):
+            return cast(BinaryIO, os.fdopen(_open_file(folder, name), "rb"))
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """The object's facts with its SHA-256 (which reads it), or None."""
+        try:
+            with self._errors(key), self._parent(key) as (folder, name):
+                return _describe(key, folder, name)
+        except StoreError as error:
+            if error.code is ErrorCode.STORE_MISSING:
+                return None
+            raise
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix`, in key order; one folder's names are in memory at a time."""
+        segments, stem = split_prefix(prefix)
+        below = self._entries(segments)
+        yield from self._walk(segments, [(name, size) for name, size in below if name.startswith(stem)])
+
+    def delete(self, key: str) -> None:
+        """Removes an object; a missing one is no error."""
+        try:
+            with self._errors(key), self._parent(key) as (folder, name):
+                os.unlink(name, dir_fd=folder)
+        except StoreError as error:
+            if error.code is not ErrorCode.STORE_MISSING:
+                raise
+
+    def uri(self, key: str) -> str:
+        """The absolute path of the object's file."""
+        return str(self.root.joinpath(*split_key(key)))
+
+    def check(self) -> None:
+        """Proves that the folder can be written, read and keeps what is there, with a probe object. Raises `StoreError`."""
+        probe(self)
+
+    def _walk(self, folder: list[str], entries: list[tuple[str, int]]) -> Iterator[ObjectInfo]:
+        for name, size in entries:
+            if name.endswith("/"):
+                below = [*folder, name[:-1]]
+                yield from self._walk(below, self._entries(below))
+            else:
+                yield ObjectInfo("/".join([*folder, name]), size)
+
+    def _entries(self, segments: list[str]) -> list[tuple[str, int]]:
+        """Names and sizes in a folder; nothing where it is gone."""
+        try:
+            with self._errors("/".join(segments)), self._folder(segments) as folder:
+                return _entries(folder)
+        except StoreError as error:
+            if error.code is ErrorCode.STORE_MISSING:
+                return []
+            raise
+
+    def _write(self, folder: int, name: str, chunks: Iterator[bytes] | list[bytes], metadata: Mapping[str, str] | None) -> bool:
+        """Writes a nameless file and links it to its name. False: another writer was first."""
+        file, temporary = -1, ""
+        try:
+            file, temporary = self._new_file(folder)
+            for chunk in chunks:
+                _write_all(file, chunk)
+            if metadata:
+                _set_metadata(file, metadata)
+            source, source_folder = (temporary, folder) if temporary else (f"/proc/self/fd/{file}", None)
+            os.link(source, name, src_dir_fd=source_folder, dst_dir_fd=folder, follow_symlinks=not temporary)
+        except FileExistsError:
+            return False
+        except OSError:
+            # What is there needs no room.
+            if not _exists(folder, name):
+                raise
+            return False
+        finally:
+            if file >= 0:
+                os.close(file)
+            if temporary:
+                os.unlink(temporary, dir_fd=folder)
+        return True
+
+    def _new_file(self, folder: int) -> tuple[int, str]:
+        """A file without a name, or with a hidden one where the file system has no O_TMPFILE."""
+        if self._tmpfile:
+            try:
+                return os.open(".", _WRITE | os.O_TMPFILE, 0o644, dir_fd=folder), ""
+            except OSError as error:
+                if error.errno not in _NO_TMPFILE:
+                    raise
+                self._tmpfile = False
+        name = f".{secrets.token_hex(8)}.tmp"
+        return os.open(name, _WRITE | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder), name
+
+    @contextmanager
+    def _parent(self, key: str) -> Generator[tuple[int, str], None, None]:
+        *folders, name = split_key(key)
+        with self._folder(folders) as folder:
+            yield folder, name
+
+    @contextmanager
+    def _folder(self, segments: list[str]) -> Generator[int, None, None]:
+        folder = walk_down(self.root, segments)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def _errors(self, key: str) -> Generator[None, None, None]:
+        try:
+            yield
+        except OSError as error:
+            raise self._explained(error, key) from error
+
+    def _explained(self, error: OSError, key: str) -> StoreError:
+        code = next((code for code, numbers in _CODES.items() if error.errno in numbers), ErrorCode.STORE_UNREACHABLE)
+        reason = os.strerror(error.errno) if error.errno else type(error).__name__
+        return StoreError(code, f"{reason}: {key[:200]!a} in the store {self.root}.", _ADVICE[code])
+
+
+def _exists(folder: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _open_file(folder: int, name: str) -> int:
+    file = os.open(name, _READ, dir_fd=folder)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    return file
+
+
+def _describe(key: str, folder: int, name: str) -> ObjectInfo:
+    with os.fdopen(_open_file(folder, name), "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return ObjectInfo(key, os.fstat(file.fileno()).st_size, digest, _get_metadata(file.fileno()))
+
+
+def _entries(folder: int) -> list[tuple[str, int]]:
+    """Names and sizes, folders with a slash at their end, so that sorted names are keys in order."""
+    found: list[tuple[str, int]] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                found.append((entry.name + "/", 0))
+            elif entry.is_file(follow_symlinks=False):
+                with suppress(FileNotFoundError):
+                    found.append((entry.name, entry.stat(follow_symlinks=False).st_size))
+    return sorted(found)
+
+
+def _write_all(file: int, data: bytes) -> None:
+    written = os.write(file, data)
+    if written < len(data):
+        view = memoryview(data)[written:]
+        while view:
+            view = view[os.write(file, view) :]
+
+
+def _set_metadata(file: int, metadata: Mapping[str, str]) -> None:
+    if not hasattr(os, "setxattr"):
+        return
+    try:
+        os.setxattr(file, _ATTRIBUTE, _encode_metadata(dict(metadata)))
+    except OSError as error:
+        if error.errno not in _NO_ATTRIBUTES:
+            raise
+
+
+def _get_metadata(file: int) -> dict[str, str]:
+    if not hasattr(os, "getxattr"):
+        return {}
+    try:
+        return msgspec.json.decode(os.getxattr(file, _ATTRIBUTE))
+    except OSError:
+        return {}

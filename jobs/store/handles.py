@@ -1,0 +1,88 @@
+"""Open handles on the folders of a store, so that writing beside the last object costs no walk from the root."""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+#: Audio, texts and manifests of one job take turns.
+_HANDLES_PER_THREAD = 4
+
+
+def walk_down(root: Path, segments: list[str], create: bool = False) -> int:
+    """A file descriptor of the folder, for the caller to close.
+
+    Goes from descriptor to descriptor, so that no symbolic link on the way, not even one set meanwhile, leads out.
+    """
+    if create:
+        with suppress(FileExistsError):
+            root.mkdir(parents=True)
+    current = os.open(root, FOLDER_FLAGS)
+    try:
+        for segment in segments:
+            below = _step(current, segment, create)
+            os.close(current)
+            current = below
+    except BaseException:
+        os.close(current)
+        raise
+    return current
+
+
+def _step(folder: int, segment: str, create: bool) -> int:
+    try:
+        return os.open(segment, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
+    except FileNotFoundError:
+        if not create:
+            raise
+        with suppress(FileExistsError):
+            os.mkdir(segment, dir_fd=folder)
+        return os.open(segment, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
+
+
+class Handle:
+    """An open folder; closed with its last reference."""
+
+    __slots__ = ("_identity", "_path", "fd")
+
+    def __init__(self, root: Path, segments: list[str]) -> None:
+        self.fd = walk_down(root, segments, create=True)
+        self._path = os.path.join(root, *segments)
+        found = os.fstat(self.fd)
+        self._identity = (found.st_dev, found.st_ino)
+
+    @property
+    def current(self) -> bool:
+        """Whether the folder's path still leads to it: it may have been moved or removed."""
+        try:
+            found = os.stat(self._path, follow_symlinks=False)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._identity
+
+    def __del__(self) -> None:
+        if (fd := getattr(self, "fd", None)) is not None:
+            os.close(fd)
+
+
+class FolderHandles(threading.local):
+    """The folders that each thread wrote to last."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._handles: dict[tuple[str, ...], Handle] = {}
+
+    def open(self, segments: list[str]) -> Handle:
+        """The handle of a folder, which is made where it is missing. Raises `OSError`."""
+        name = tuple(segments)
+        handle = self._handles.get(name)
+        if handle is not None and handle.current:
+            return handle
+        self._handles.pop(name, None)
+        while len(self._handles) >= _HANDLES_PER_THREAD:
+            del self._handles[next(iter(self._handles))]
+        handle = self._handles[name] = Handle(self._root, segments)
+        return handle
