@@ -1,0 +1,100 @@
+"""`python -m worker run|beat|nightly|flower|sweep`: the processes of the consumer side."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from jobs.cli.output import exit_code, fail
+from jobs.logs import setup_logging
+from jobs.settings import Settings, load_settings
+from pipelines.errors import NightjarError
+
+FAILED = 1
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """The consumer side of Nightjar."""
+
+
+def _settings() -> Settings:
+    settings = load_settings()
+    setup_logging(settings.log_level, settings.log_format)
+    return settings
+
+
+@cli.command()
+@click.option("--gpu", "gpus", help="GPUs to use, as in 0,1,2,3: one process each, brought back when it dies.")
+@click.option("--model", help="Serve this model only, and load it at the start.")
+@click.option("--supervise", is_flag=True, help="Without --gpu: a parent process brings the worker back when it dies.")
+@click.option("--parent-pid", type=int, help="Drain when this process is no longer the parent.")
+def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | None) -> None:
+    """Takes shards and runs them until SIGTERM, which drains."""
+    settings = _settings()
+    if gpus is not None or supervise:
+        from worker.supervisor import supervise as run_all
+
+        wanted = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()] if gpus is not None else [None]
+        if not wanted:
+            raise click.UsageError("--gpu names no GPU.")
+        sys.exit(run_all(["--model", model] if model else [], wanted, settings.worker.restart_seconds))
+    from worker.run import run_worker
+
+    sys.exit(run_worker(settings, model, parent_pid))
+
+
+@cli.command()
+def beat() -> None:
+    """Sends the nightly schedules and the sweep to the workers; run exactly one."""
+    from worker.run import run_beat
+
+    run_beat(_settings())
+
+
+@cli.command()
+@click.option("--night", help="The night to run, YYYY-MM-DD; default: the last one.")
+@click.option("--catch-up", type=click.IntRange(0, 366), default=0, help="Also run that many earlier nights that did not run.")
+@click.option("--schedule", "names", multiple=True, help="Only this schedule; may be given more than once.")
+def nightly(night: str | None, catch_up: int, names: tuple[str, ...]) -> None:
+    """Submits the night's file of every schedule; a night that ran is not run again."""
+    from worker.nightly import run_nights
+
+    settings = _settings()
+    report = run_nights(settings, night, catch_up, names)
+    for line in report.lines:
+        click.echo(line)
+    sys.exit(FAILED if report.failed else 0)
+
+
+@cli.command()
+def flower() -> None:
+    """The dashboard of workers and shards: with a password, and for looking only."""
+    from worker.run import run_flower
+
+    run_flower(_settings())
+
+
+@cli.command()
+@click.option("--delete", is_flag=True, help="Delete what was found; without it, it is only counted.")
+@click.option("--grace-hours", type=click.FloatRange(min=0), default=24.0, show_default=True, help="Age of the end of a job.")
+def sweep(delete: bool, grace_hours: float) -> None:
+    """Finds objects of finished jobs that no artifact names."""
+    from worker.sweep import sweep_all
+
+    report = sweep_all(_settings(), grace_hours * 3600, delete=delete)
+    click.echo(f"{report.orphans} orphans, {report.bytes} bytes{', deleted' if delete else ''}")
+
+
+def main() -> None:
+    """Runs the command line; an error that a person can mend is a sentence, not a traceback."""
+    try:
+        cli(prog_name="python -m worker")
+    except NightjarError as error:
+        fail(error, as_json=False)
+        sys.exit(exit_code(error))
+
+
+if __name__ == "__main__":
+    main()

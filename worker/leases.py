@@ -1,0 +1,168 @@
+"""The leases of this process: held, renewed by heartbeats, given up when they are lost or the worker drains."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection
+from enum import StrEnum
+from typing import TypeVar
+
+from jobs.ledger.records import Lease, Ticket
+from jobs.ledger.states import LASTING_OUTAGES
+from pipelines.errors import NightjarError
+from worker.clock import Clock
+
+T = TypeVar("T")
+#: Told of every error before a call is tried again.
+WaitNote = Callable[[NightjarError], None]
+
+FIRST_RETRY_SECONDS = 0.1
+LONGEST_RETRY_SECONDS = 5.0
+
+
+class GoneReason(StrEnum):
+    #: The ledger gave the shard to someone else, or its job was cancelled.
+    LOST = "lost"
+    #: No heartbeat reached the ledger within the lease.
+    EXPIRED = "expired"
+    #: The worker stops and gives the shard back.
+    DRAINED = "drained"
+
+
+class LeaseGoneError(Exception):
+    """The work must stop: its lease no longer holds."""
+
+    def __init__(self, reason: GoneReason) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class HeldLease:
+    """One lease while its shard runs here. `gone` is set once and for all; callbacks of `on_gone` then run, once each."""
+
+    def __init__(self, lease: Lease, lease_seconds: float, clock: Clock) -> None:
+        self.lease = lease
+        self._clock = clock
+        self._lease_seconds = lease_seconds
+        self._renewed_at = clock.monotonic()
+        self._gone: GoneReason | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+
+    @property
+    def gone(self) -> GoneReason | None:
+        """Why the work must stop, or None while it may go on."""
+        if self._gone is None and self._clock.monotonic() - self._renewed_at > self._lease_seconds:
+            self.give_up(GoneReason.EXPIRED)
+        return self._gone
+
+    def renew(self, at: float) -> None:
+        """A heartbeat that was sent at `at` (this clock) reached the ledger."""
+        self._renewed_at = max(self._renewed_at, at)
+
+    def give_up(self, reason: GoneReason) -> None:
+        with self._lock:
+            if self._gone is not None:
+                return
+            self._gone = reason
+            callbacks, self._callbacks = self._callbacks, []
+        self._wake.set()
+        for callback in callbacks:
+            callback()
+
+    def on_gone(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if self._gone is None:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def check(self) -> None:
+        """Raises `LeaseGoneError` when the work must stop."""
+        if (reason := self.gone) is not None:
+            raise LeaseGoneError(reason)
+
+    def retrying(self, call: Callable[[], T], on_retry: WaitNote) -> T:
+        """The result of `call`, tried again with growing pauses after every retryable error for as long as the lease lives.
+
+        While the worker drains, `call` is tried once: what was made is still brought home.
+        Raises the error when it is not retryable or a person has to mend it, and `LeaseGoneError` when the lease ends first.
+        """
+        if (reason := self.gone) is not None and reason is not GoneReason.DRAINED:
+            raise LeaseGoneError(reason)
+        pause_seconds = FIRST_RETRY_SECONDS
+        while True:
+            try:
+                return call()
+            except NightjarError as error:
+                if not error.code.retryable or error.code in LASTING_OUTAGES:
+                    raise
+                on_retry(error)
+            self.check()
+            self.pause(pause_seconds)
+            self.check()
+            pause_seconds = min(pause_seconds * 2, LONGEST_RETRY_SECONDS)
+
+    def pause(self, seconds: float) -> None:
+        """Waits, but not past the end of the lease."""
+        deadline = self._clock.monotonic() + seconds
+        while self.gone is None and (left := deadline - self._clock.monotonic()) > 0:
+            if self._wake.is_set():
+                return
+            self._clock.sleep(min(left, 0.1))
+
+
+class LeaseBook:
+    """All leases of this process, for heartbeats and for draining. Thread-safe."""
+
+    def __init__(self, lease_seconds: float, clock: Clock) -> None:
+        self.lease_seconds = lease_seconds
+        self._clock = clock
+        self._held: dict[Ticket, HeldLease] = {}
+        self._lock = threading.Lock()
+        self._draining = False
+
+    def hold(self, lease: Lease) -> HeldLease:
+        held = HeldLease(lease, self.lease_seconds, self._clock)
+        with self._lock:
+            self._held[lease.ticket] = held
+            draining = self._draining
+        if draining:
+            held.give_up(GoneReason.DRAINED)
+        return held
+
+    def drop(self, held: HeldLease) -> None:
+        with self._lock:
+            self._held.pop(held.lease.ticket, None)
+
+    def tickets(self) -> list[Ticket]:
+        """Leases a heartbeat should extend; those given up are left to run out or to be released."""
+        with self._lock:
+            return [ticket for ticket, held in self._held.items() if held.gone is None]
+
+    def renewed(self, tickets: Collection[Ticket], lost: Collection[Ticket], at: float) -> int:
+        """Takes in the answer to a heartbeat sent at `at`; returns how many leases turned out lost."""
+        lost_here = 0
+        for ticket in tickets:
+            with self._lock:
+                held = self._held.get(ticket)
+            if held is None:
+                continue
+            if ticket in lost:
+                held.give_up(GoneReason.LOST)
+                lost_here += 1
+            else:
+                held.renew(at)
+        return lost_here
+
+    def drain(self) -> None:
+        """Gives every lease up, those to come too."""
+        with self._lock:
+            self._draining = True
+            held = list(self._held.values())
+        for one in held:
+            one.give_up(GoneReason.DRAINED)
+
+    def __len__(self) -> int:
+        return len(self._held)

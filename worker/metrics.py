@@ -1,0 +1,81 @@
+"""Prometheus metrics of one worker process. Labels are few and closed: never a job, a shard or an item."""
+
+from __future__ import annotations
+
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from jobs.ledger.records import Done, Outcome
+from pipelines.errors import NightjarError
+from pipelines.vllm_engine.metrics import VllmMetrics
+
+log = structlog.get_logger(__name__)
+
+
+class Metrics:
+    """The metrics of this process, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(VllmMetrics())
+        self.items = Counter("speech_items", "Items that ended, by outcome and error code.", ["outcome", "code"], registry=self.registry)
+        self.audio_seconds = Counter("speech_audio_seconds", "Seconds of speech that were made and committed.", registry=self.registry)
+        self.bytes_stored = Counter("speech_stored_bytes", "Bytes of audio that were committed.", registry=self.registry)
+        self.shards = Counter("speech_shards", "Shards that ended here, by outcome.", ["outcome"], registry=self.registry)
+        self.lease_lost = Counter("speech_lease_lost", "Leases that were lost to another worker or ran out.", registry=self.registry)
+        self.retries = Counter(
+            "speech_service_retries", "Calls of ledger or store that were tried again.", ["code"], registry=self.registry
+        )
+        self.reconciled = Counter("speech_reconciled", "What the reconciler put right.", ["what"], registry=self.registry)
+        self.dispatched = Counter("speech_dispatched", "Shards that were sent to the broker.", registry=self.registry)
+        self.leases_held = Gauge("speech_leases_held", "Shards in flight.", registry=self.registry)
+        self.batch_size = Gauge("speech_engine_batch_size", "Requests in the running batch.", registry=self.registry)
+        self.engine_waiting = Gauge("speech_engine_waiting", "Requests that wait for a slot of the engine.", registry=self.registry)
+        self.queue_depth = Gauge("speech_queue_depth", "Messages that wait in the broker.", registry=self.registry)
+        self.commit_seconds = Histogram(
+            "speech_commit_seconds",
+            "Time of a micro-batch commit, with its retries.",
+            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60),
+            registry=self.registry,
+        )
+
+    def count(self, outcomes: Iterable[Outcome]) -> None:
+        """Counts outcomes that were committed."""
+        tally: Tally[tuple[str, str]] = Tally()
+        audio_ms = stored = 0
+        for outcome in outcomes:
+            if isinstance(outcome, Done):
+                tally["done", ""] += 1
+                audio_ms += sum(artifact.duration_ms for artifact in outcome.artifacts)
+                stored += sum(artifact.bytes for artifact in outcome.artifacts)
+            else:
+                tally["failed", outcome.code.value] += 1
+        for (outcome, code), number in tally.items():
+            self.items.labels(outcome=outcome, code=code).inc(number)
+        self.audio_seconds.inc(audio_ms / 1000)
+        self.bytes_stored.inc(stored)
+
+    def waited_for(self, error: NightjarError) -> None:
+        """Notes a call that will be tried again."""
+        self.retries.labels(code=error.code.value).inc()
+        log.warning("waiting for a service", code=error.code.value, error=str(error))
+
+    def watch(self, leases_held: Callable[[], int], running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """Gauges that are read when they are scraped."""
+        self.leases_held.set_function(leases_held)
+        self.batch_size.set_function(running)
+        self.engine_waiting.set_function(waiting)
+
+    def serve(self, port: int, address: str = "127.0.0.1") -> Callable[[], None]:
+        """Serves the metrics over HTTP; returns a function that stops it. Raises `OSError` when the port is taken."""
+        server, thread = start_http_server(port, addr=address, registry=self.registry)
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop

@@ -1,0 +1,67 @@
+"""Starts the long-lived processes: worker, beat and Flower."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import warnings
+
+from jobs.settings import Settings
+from pipelines.errors import ConfigError, ErrorCode
+
+
+def run_worker(settings: Settings, model: str | None, parent_pid: int | None) -> int:
+    """Works until a signal; returns the exit status. Raises `NightjarError` when the worker cannot start."""
+    from celery.platforms import SecurityWarning
+
+    from worker import pool
+    from worker.app import create_app
+    from worker.runtime import WorkerOptions
+
+    # Celery warns root of pickled messages; only JSON is accepted here.
+    warnings.filterwarnings("ignore", category=SecurityWarning)
+    pool.configure(settings, WorkerOptions(model, parent_pid))
+    worker = create_app(settings).Worker(
+        pool_cls=pool.EnginePool,
+        concurrency=settings.worker.shards_in_flight,
+        hostname=f"nightjar-{os.getpid()}@{socket.gethostname()}",
+        loglevel=settings.log_level.upper(),
+        quiet=True,
+        # Workers owe each other nothing: the ledger knows who holds what.
+        without_gossip=True,
+        without_mingle=True,
+    )
+    worker.start()
+    failure = pool.start_failure()
+    if failure is not None:
+        raise failure
+    return int(worker.exitcode or 0)
+
+
+def run_beat(settings: Settings) -> None:
+    """Runs Celery beat with its file in the state folder."""
+    from worker.app import create_app
+
+    settings.state_folder.mkdir(parents=True, exist_ok=True)
+    app = create_app(settings)
+    # Times of schedules are local times.
+    app.conf.enable_utc = False
+    app.Beat(schedule=str(settings.state_folder / "beat"), loglevel=settings.log_level.upper(), quiet=True, redirect_stdouts=False).run()
+
+
+def run_flower(settings: Settings) -> None:
+    """Becomes Flower. Raises `config.invalid` without credentials, for the dashboard shows every job."""
+    auth = settings.flower.basic_auth
+    if auth is None or ":" not in auth.get_secret_value():
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "Flower does not start without a password.", "Set SPEECH_FLOWER__BASIC_AUTH to user:password."
+        )
+    # By environment, not by arguments: those are readable by every user of the machine.
+    os.environ["FLOWER_BASIC_AUTH"] = auth.get_secret_value()
+    from worker.app import create_app
+
+    sys.argv[0] = "celery"
+    create_app(settings).start(
+        ["flower", f"--address={settings.flower.address}", f"--port={settings.flower.port}", "--read_only=True", "--max_tasks=100000"]
+    )

@@ -1,0 +1,273 @@
+"""Everything one worker process holds: ledger, pipelines, leases, upkeep. Celery hands it tickets."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import structlog
+from structlog.contextvars import bound_contextvars
+
+from jobs.broker import Publisher
+from jobs.ledger import Ledger
+from jobs.ledger.records import Ticket, WorkerInfo
+from jobs.provenance import ProvenanceBook
+from jobs.store import open_store
+from jobs.store.base import ObjectStore
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError
+from pipelines.registry import describe, open_pipeline
+from pipelines.request import Pipeline
+from worker.clock import Clock, SystemClock
+from worker.housekeeping import Housekeeping
+from worker.job_end import put_manifest_if_over
+from worker.leases import LeaseBook
+from worker.metrics import Metrics
+from worker.pipeline_cache import PipelineCache
+from worker.shard_runner import ShardRunner
+from worker.storing import Storer
+
+if TYPE_CHECKING:
+    from jobs.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+#: How long a pinned worker waits before it puts a message of another model back.
+REST_SECONDS = 0.5
+#: Between the drain deadline and the end of the process, whatever hangs then.
+LAST_SECONDS = 20.0
+
+
+class Handling(StrEnum):
+    """What became of a message."""
+
+    RAN = "ran"
+    #: Old, duplicate, paused or cancelled: the message is dropped.
+    DROPPED = "dropped"
+    #: For another worker: the message goes back to the end of the queue.
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """How this process was started."""
+
+    #: The only model this worker serves; None: whatever the jobs ask for.
+    model: str | None = None
+    #: The worker drains when this process is no longer its parent.
+    parent_pid: int | None = None
+
+
+class Runtime:
+    """The life of one worker process: `start`, tickets from several threads, `drain`, `stop`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        options: WorkerOptions | None = None,
+        *,
+        open_model: Callable[..., Pipeline] = open_pipeline,
+        clock: Clock | None = None,
+    ) -> None:
+        self.settings = settings
+        self.options = options or WorkerOptions()
+        self._clock = clock or SystemClock()
+        self._open_model = open_model
+        self._stores: dict[str, ObjectStore] = {}
+        self._models: dict[str, str] = {}
+        self._draining = threading.Event()
+        self._hurry = threading.Event()
+        self._stopped = threading.Event()
+        self.metrics = Metrics()
+        self.leases = LeaseBook(settings.worker.lease_seconds, self._clock)
+        self.pipelines = PipelineCache(self._open)
+        self.worker = WorkerInfo(
+            id=f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            gpu=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            model=self.options.model or "",
+            version=_version(),
+            slots=settings.worker.shards_in_flight,
+        )
+        self._stop_serving: Callable[[], None] = lambda: None
+        self.ledger = Ledger.open(settings.ledger_url, settings.dispatch.backoff_seconds)
+        self._storer = Storer(self.metrics.waited_for)
+        self.runner = ShardRunner(
+            self.ledger,
+            self.store_for,
+            self.pipelines,
+            settings,
+            storer=self._storer,
+            leases=self.leases,
+            metrics=self.metrics,
+            clock=self._clock,
+            provenance=ProvenanceBook(),
+        )
+        self.housekeeping = Housekeeping(
+            self.ledger, settings, self.worker, self.leases, self.metrics, self._clock, Publisher(settings), self._end_job
+        )
+
+    @property
+    def draining(self) -> bool:
+        return self._draining.is_set()
+
+    def start(self) -> None:
+        """Registers this worker, after it loaded the model it is pinned to. Raises `NightjarError` when it cannot work."""
+        self.ledger.check_schema()
+        self._serve_metrics()
+        if self.options.model is not None:
+            with self.pipelines.use(self.options.model):
+                log.info("model ready", model=self.options.model)
+        self.housekeeping.start()
+        if self.options.parent_pid is not None:
+            threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
+        log.info("worker up", worker=self.worker.id, slots=self.worker.slots, model=self.worker.model or "any")
+
+    def handle(self, ticket: Ticket) -> Handling:
+        """Claims the shard of a message and runs it to its end. Raises nothing that a retry of the message would mend."""
+        with bound_contextvars(job=ticket.job_id, shard=ticket.shard_no, worker=self.worker.id):
+            refusal = self._refusal(ticket)
+            if refusal is not None:
+                return refusal
+            lease = self._asking(lambda: self.ledger.claim(ticket, self.worker.id, self.settings.worker.lease_seconds))
+            if lease is None:
+                return Handling.REFUSED if self.draining else Handling.DROPPED
+            with bound_contextvars(epoch=lease.epoch):
+                self.runner.run(lease)
+            self.housekeeping.nudge()
+            self._end_job(ticket.job_id)
+            return Handling.RAN
+
+    def drain(self) -> None:
+        """Takes no more shards and finishes those in flight; after `drain_seconds`, or a second call, it gives them back."""
+        if self._draining.is_set():
+            self._hurry.set()
+            return
+        self._draining.set()
+        log.info("draining", shards=len(self.leases), seconds=self.settings.worker.drain_seconds)
+        threading.Thread(target=self._end_drain, name="drain", daemon=True).start()
+
+    def hurry(self) -> None:
+        """Drains, and gives shards in flight back at once."""
+        self.drain()
+        self._hurry.set()
+
+    def stop(self) -> None:
+        """Frees everything, once the last shard has ended. May be called more than once."""
+        if self._stopped.is_set():
+            return
+        self.housekeeping.stop()
+        self._storer.close()
+        self.pipelines.close()
+        self._stop_serving()
+        self.ledger.close()
+        self._stopped.set()
+        log.info("worker down", worker=self.worker.id)
+
+    def store_for(self, url: str) -> ObjectStore:
+        """The store of a job; one client each for the life of the process."""
+        store = self._stores.get(url)
+        if store is None:
+            store = self._stores[url] = open_store(url, self.settings.s3)
+        return store
+
+    def _open(self, model: str) -> Pipeline:
+        worker = self.settings.worker
+        options: dict[str, Any] = {}
+        engine = describe(model).engine
+        if worker.threads is not None and engine == "cpu":
+            options["threads"] = worker.threads
+        if engine == "vllm":
+            options |= self.settings.vllm.model_dump(exclude_unset=True, exclude_none=True)
+        if worker.waiting_room is not None:
+            options["waiting_room"] = worker.waiting_room
+        return self._open_model(model, **options)
+
+    def _refusal(self, ticket: Ticket) -> Handling | None:
+        """Why this worker does not run the shard, if so. A pinned worker leaves other models to others, after a short rest."""
+        if self.draining:
+            return Handling.REFUSED
+        if self.options.model is None:
+            return None
+        model = self._models.get(ticket.job_id)
+        if model is None:
+            job = self._asking(lambda: self.ledger.job(ticket.job_id))
+            if job is None:
+                return Handling.REFUSED if self.draining else Handling.DROPPED
+            model = self._models[ticket.job_id] = job.spec.model
+        if model == self.options.model:
+            return None
+        self._draining.wait(REST_SECONDS)
+        return Handling.REFUSED
+
+    def _asking(self, call: Callable[[], T]) -> T | None:
+        """The ledger's answer, asked for until it comes or the worker drains; None for what it does not know."""
+        pause_seconds = 0.2
+        while not self.draining:
+            try:
+                return call()
+            except NotFoundError:
+                return None
+            except NightjarError as error:
+                if not error.code.retryable:
+                    raise
+                self.metrics.waited_for(error)
+            self._draining.wait(pause_seconds)
+            pause_seconds = min(pause_seconds * 2, 5.0)
+        return None
+
+    def _end_job(self, job_id: str) -> None:
+        put_manifest_if_over(self.ledger, self.store_for, job_id)
+
+    def _end_drain(self) -> None:
+        self.housekeeping.drain()
+        self._hurry.wait(self.settings.worker.drain_seconds)
+        self.leases.drain()
+        if not self._stopped.wait(LAST_SECONDS):
+            # Leases were given back; what still runs is a library that does not end.
+            log.error("worker did not end in time", shards=len(self.leases))
+            os._exit(0 if len(self.leases) == 0 else 1)
+
+    def _watch_parent(self) -> None:
+        while os.getppid() == self.options.parent_pid:
+            if self._stopped.wait(1.0):
+                return
+        log.warning("the parent process is gone")
+        self.hurry()
+        # Only a signal stops Celery's loop.
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def _serve_metrics(self) -> None:
+        self.metrics.watch(
+            lambda: len(self.leases),
+            lambda: sum(pipeline.stats().running for pipeline in self.pipelines.pipelines()),
+            lambda: sum(pipeline.stats().waiting for pipeline in self.pipelines.pipelines()),
+        )
+        port = self.settings.worker.metrics_port
+        if port is None:
+            return
+        try:
+            self._stop_serving = self.metrics.serve(port, self.settings.worker.metrics_address)
+        except OSError as error:
+            raise ConfigError(
+                ErrorCode.CONFIG_INVALID,
+                f"Metrics cannot be served on port {port}: {error.strerror}.",
+                "Set SPEECH_WORKER__METRICS_PORT to a free port.",
+            ) from error
+
+
+def _version() -> str:
+    try:
+        return version("nightjar-speech")
+    except PackageNotFoundError:
+        return "source"

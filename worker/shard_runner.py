@@ -1,0 +1,234 @@
+"""The shard runner: one leased shard from its payload to its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+import structlog
+
+from jobs.dialogue import spoken_text
+from jobs.ledger.records import Done, Failed, Outcome
+from jobs.manifest import put_shard_manifest
+from jobs.payload import ShardLine, read_shard
+from jobs.provenance import ProvenanceBook
+from jobs.store.base import ObjectStore
+from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
+from pipelines.request import Pipeline
+from worker.clock import Clock, SystemClock
+from worker.engine_meter import EngineMeter
+from worker.leases import GoneReason, HeldLease, LeaseBook, LeaseGoneError
+from worker.metrics import Metrics
+from worker.pipeline_cache import PipelineCache
+from worker.requests import ReferenceCache, RequestBuilder
+from worker.shard_work import ShardWork
+from worker.storing import Storer
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+    from jobs.ledger.records import Lease
+    from jobs.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+POLL_SECONDS = 0.5
+#: How long a shard that stops early waits for speeches that are made but not stored yet.
+STORING_SECONDS = 5.0
+
+
+class ShardEnd(StrEnum):
+    """How a run of a shard ended."""
+
+    FINISHED = "finished"
+    #: The lease was gone: another worker has the shard, or its job was cancelled.
+    LOST = "lost"
+    #: Given back by a draining worker; what was done stays done.
+    RELEASED = "released"
+    #: The shard as a whole could not be worked on.
+    FAILED = "failed"
+
+
+class ShardRunner:
+    """Runs leased shards; safe to use from several threads at once, one shard each.
+
+    Every open item goes to the pipeline at once, so the engine sees the items of all shards in flight. Outcomes are
+    committed in micro-batches, fenced by the lease's epoch. Failures of ledger and store are waited out for as long as
+    the lease lives.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        store_for: Callable[[str], ObjectStore],
+        pipelines: PipelineCache,
+        settings: Settings,
+        *,
+        storer: Storer,
+        leases: LeaseBook,
+        metrics: Metrics,
+        clock: Clock | None = None,
+        provenance: ProvenanceBook | None = None,
+    ) -> None:
+        self._ledger = ledger
+        self._store_for = store_for
+        self._pipelines = pipelines
+        self._settings = settings
+        self._storer = storer
+        self._leases = leases
+        self._metrics = metrics
+        self._clock = clock or SystemClock()
+        self._references = ReferenceCache()
+        self._meter = EngineMeter(self._clock)
+        self._provenance = provenance
+
+    def run(self, lease: Lease) -> ShardEnd:
+        """Works on a shard until it is finished or its lease is gone. Raises nothing."""
+        held = self._leases.hold(lease)
+        started_at = self._clock.monotonic()
+        try:
+            end = self._guarded(held)
+        finally:
+            self._leases.drop(held)
+        self._metrics.shards.labels(outcome=end.value).inc()
+        seconds = round(self._clock.monotonic() - started_at, 2)
+        log.info("shard ended", outcome=end.value, items=len(lease.open_items), seconds=seconds)
+        return end
+
+    def _guarded(self, held: HeldLease) -> ShardEnd:
+        try:
+            self._work(held)
+            return ShardEnd.FINISHED
+        except LeaseGoneError as gone:
+            return self._give_up(held, gone.reason)
+        except NightjarError as error:
+            return self._fail(held, error.code, str(error))
+        except Exception as error:
+            log.exception("shard runner failed")
+            return self._fail(held, ErrorCode.WORKER_CRASH, f"The shard runner failed: {error!r}")
+
+    def _work(self, held: HeldLease) -> None:
+        lease = held.lease
+        store = self._store_for(lease.job.store_url)
+        self._storer.serve(store)
+        lines = held.retrying(lambda: read_shard(store, lease.input_key, lease.input_sha256), self._metrics.waited_for)
+        todo = [line for line in lines if line.index in lease.open_items]
+        if missing := lease.open_items.keys() - {line.index for line in todo}:
+            raise StoreError(ErrorCode.STORE_MISSING, f"{lease.input_key} lacks {len(missing)} items of its shard.")
+        retry_later = False
+        if todo:
+            with self._pipelines.use(lease.job.spec.model, held.check) as pipeline:
+                if (book := self._provenance) is not None:
+                    held.retrying(lambda: book.note(store, lease.job), self._metrics.waited_for)
+                retry_later = self._synthesize(held, store, todo, pipeline)
+        self._finish(held, store, lines, retry_later)
+
+    def _synthesize(self, held: HeldLease, store: ObjectStore, todo: Sequence[ShardLine], pipeline: Pipeline) -> bool:
+        """Brings every line to a committed outcome; returns whether some are left for another attempt."""
+        work = ShardWork(
+            held,
+            todo,
+            RequestBuilder(held, store, self._references, self._metrics.waited_for).build,
+            pipeline=pipeline,
+            storer=self._storer,
+            store=store,
+            clock=self._clock,
+            meter=self._meter,
+            wake_at=self._settings.worker.commit_items,
+        )
+        work.start()
+        try:
+            return self._collect(held, work, pipeline)
+        finally:
+            left = work.close(STORING_SECONDS if held.gone in (None, GoneReason.DRAINED) else 0.0)
+            self._commit_once(held, left)
+
+    def _collect(self, held: HeldLease, work: ShardWork, pipeline: Pipeline) -> bool:
+        worker = self._settings.worker
+        committed: list[Outcome] = []
+        due_at = self._clock.monotonic() + worker.commit_seconds
+        while not work.finished:
+            held.check()
+            batch = work.take(worker.commit_items, due_at, POLL_SECONDS)
+            if batch:
+                try:
+                    self._commit(held, batch)
+                except (LeaseGoneError, NightjarError):
+                    work.put_back(batch)
+                    raise
+                committed += batch
+            if work.expire(worker.item_timeout_seconds):
+                self._pipelines.discard(pipeline)
+                raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine takes no more requests; it is opened anew.")
+            if batch or self._clock.monotonic() >= due_at:
+                due_at = self._clock.monotonic() + worker.commit_seconds
+        if _engine_is_broken(committed):
+            log.warning("the engine failed every item; it is opened anew", model=held.lease.job.spec.model)
+            self._pipelines.discard(pipeline)
+        return any(_runs_again(held.lease, outcome) for outcome in committed)
+
+    def _commit(self, held: HeldLease, batch: Sequence[Outcome]) -> None:
+        ticket = held.lease.ticket
+        with self._metrics.commit_seconds.time():
+            result = held.retrying(lambda: self._ledger.commit(ticket, batch), self._metrics.waited_for)
+        if result.lost:
+            held.give_up(GoneReason.LOST)
+            raise LeaseGoneError(GoneReason.LOST)
+        self._metrics.count(batch)
+
+    def _commit_once(self, held: HeldLease, left: Sequence[Outcome]) -> None:
+        """Saves what is left of a shard that stops early. A failure costs time, not items: they run again and are adopted."""
+        if not left or held.gone not in (None, GoneReason.DRAINED):
+            return
+        try:
+            self._commit(held, left)
+        except (LeaseGoneError, NightjarError) as error:
+            log.warning("last outcomes of a shard were not committed", items=len(left), error=str(error))
+
+    def _finish(self, held: HeldLease, store: ObjectStore, lines: Sequence[ShardLine], retry_later: bool) -> None:
+        lease = held.lease
+        manifest: tuple[str, str] | tuple[None, None] = (None, None)
+        if not retry_later:
+            texts = {line.index: spoken_text(line.messages) for line in lines}
+
+            def put_manifest() -> tuple[str, str]:
+                made = self._ledger.shard_audio(lease.job.id, lease.shard_no)
+                return put_shard_manifest(store, lease.job, lease.shard_no, made, texts)
+
+            manifest = held.retrying(put_manifest, self._metrics.waited_for)
+        if not held.retrying(lambda: self._ledger.finish_shard(lease.ticket, *manifest), self._metrics.waited_for):
+            held.give_up(GoneReason.LOST)
+            raise LeaseGoneError(GoneReason.LOST)
+
+    def _give_up(self, held: HeldLease, reason: GoneReason) -> ShardEnd:
+        if reason is not GoneReason.DRAINED:
+            self._metrics.lease_lost.inc()
+            log.warning("lease gone", reason=reason.value)
+            return ShardEnd.LOST
+        try:
+            self._ledger.release(held.lease.ticket, "drain")
+        except NightjarError as error:
+            log.warning("lease not released; it runs out by itself", error=str(error))
+        return ShardEnd.RELEASED
+
+    def _fail(self, held: HeldLease, code: ErrorCode, message: str) -> ShardEnd:
+        log.error("shard failed", code=code.value, error=message)
+        try:
+            held.retrying(lambda: self._ledger.fail_shard(held.lease.ticket, code, message), self._metrics.waited_for)
+        except LeaseGoneError as gone:
+            return self._give_up(held, gone.reason)
+        except NightjarError as error:
+            log.warning("failed shard not reported; its lease runs out by itself", error=str(error))
+        return ShardEnd.FAILED
+
+
+def _runs_again(lease: Lease, outcome: Outcome) -> bool:
+    """Whether the ledger keeps this item open for another attempt."""
+    if not isinstance(outcome, Failed) or not outcome.code.retryable:
+        return False
+    return lease.open_items[outcome.index][1] + 1 < lease.job.max_attempts
+
+
+def _engine_is_broken(outcomes: Sequence[Outcome]) -> bool:
+    failed = any(isinstance(outcome, Failed) and outcome.code is ErrorCode.SYNTH_ENGINE for outcome in outcomes)
+    return failed and not any(isinstance(outcome, Done) for outcome in outcomes)

@@ -1,0 +1,247 @@
+"""The items of one lease on their way: waiting to be fed, in the engine, being stored, settled."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from jobs.ledger.records import Failed, Outcome
+from jobs.ledger.states import LASTING_OUTAGES
+from jobs.payload import ShardLine
+from jobs.store.base import ObjectStore
+from pipelines.errors import ErrorCode, NightjarError
+from pipelines.request import Pipeline, Speech, SynthesisRequest
+from worker.clock import Clock
+from worker.engine_meter import EngineMeter
+from worker.leases import HeldLease
+from worker.storing import SpeechToStore, Storer
+
+log = structlog.get_logger(__name__)
+
+ROOM_POLL_SECONDS = 0.02
+
+
+@dataclass(slots=True)
+class _InEngine:
+    request_id: str
+    #: By our clock.
+    started_at: float
+    #: Of the engine's meter.
+    mark: float
+
+
+class ShardWork:
+    """Feeds the lines of a shard to a pipeline from a thread of its own and collects one outcome for every line.
+
+    `build` turns a line into its request, or raises a `NightjarError` that becomes the line's outcome.
+    """
+
+    def __init__(
+        self,
+        held: HeldLease,
+        lines: Sequence[ShardLine],
+        build: Callable[[ShardLine], SynthesisRequest],
+        *,
+        pipeline: Pipeline,
+        storer: Storer,
+        store: ObjectStore,
+        clock: Clock,
+        meter: EngineMeter,
+        wake_at: int,
+    ) -> None:
+        self._held = held
+        self._lines = lines
+        self._build = build
+        self._pipeline = pipeline
+        self._storer = storer
+        self._store = store
+        self._clock = clock
+        self._meter = meter
+        self._wake_at = wake_at
+        self._changed = threading.Condition()
+        self._unsettled = {line.index for line in lines}
+        #: By index, oldest first.
+        self._in_engine: dict[int, _InEngine] = {}
+        self._submitting: int | None = None
+        self._outcomes: list[Outcome] = []
+        self._storing: set[int] = set()
+        self._halted = False
+        self._error: BaseException | None = None
+        in_context = contextvars.copy_context().run
+        self._feeder = threading.Thread(target=in_context, args=(self._feed,), name=f"feeder-{held.lease.shard_no}", daemon=True)
+
+    def start(self) -> None:
+        self._held.on_gone(self._wake)
+        self._feeder.start()
+
+    @property
+    def finished(self) -> bool:
+        """Whether every line has its outcome and every outcome was taken."""
+        return not self._unsettled and not self._outcomes
+
+    def take(self, most: int, due_at: float, poll_seconds: float) -> list[Outcome]:
+        """Up to `most` outcomes once a commit is worth it: there are `most`, the shard is through, or it is `due_at`.
+
+        Empty when `poll_seconds` pass first. Raises what ended the work early, such as a full store.
+        """
+        with self._changed:
+            self._changed.wait_for(self._worth_waking, min(poll_seconds, max(0.0, due_at - self._clock.monotonic())))
+            if self._error is not None:
+                raise self._error
+            if not self._worth_waking() and self._clock.monotonic() < due_at:
+                return []
+            taken, self._outcomes = self._outcomes[:most], self._outcomes[most:]
+        return taken
+
+    def put_back(self, outcomes: Sequence[Outcome]) -> None:
+        """Outcomes that were taken and could not be committed."""
+        with self._changed:
+            self._outcomes[:0] = outcomes
+
+    def settle(self, outcome: Outcome) -> None:
+        """Takes the outcome of an item; only the first one counts."""
+        with self._changed:
+            self._storing.discard(outcome.index)
+            if outcome.index not in self._unsettled:
+                return
+            self._unsettled.discard(outcome.index)
+            self._outcomes.append(outcome)
+            # Told once: whoever takes looks before it waits.
+            if self._halted or not self._unsettled or len(self._outcomes) == self._wake_at:
+                self._changed.notify_all()
+
+    def forget(self, index: int) -> None:
+        with self._changed:
+            self._storing.discard(index)
+            self._changed.notify_all()
+
+    def interrupt(self, index: int, error: NightjarError) -> None:
+        """Ends the whole work with an error that is not the item's own."""
+        with self._changed:
+            self._storing.discard(index)
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def expire(self, timeout_seconds: float) -> bool:
+        """Fails items that were in the engine for too long (`synth.timeout`) and aborts their requests.
+
+        Returns whether the engine is stuck: for as long as that it has not even taken the next request.
+        """
+        started_before = self._clock.monotonic() - timeout_seconds
+        late: list[tuple[int, str]] = []
+        with self._changed:
+            for index, entry in self._in_engine.items():
+                if entry.started_at > started_before:
+                    break
+                late.append((index, entry.request_id))
+            for index, _ in late:
+                self._leave(index)
+            stuck = any(index == self._submitting for index, _ in late)
+        for index, request_id in late:
+            # Settled first: the abort makes the future fail with `synth.aborted`, which then comes too late to count.
+            self.settle(Failed(index, ErrorCode.SYNTH_TIMEOUT, f"The item took more than {timeout_seconds:g} s in the engine."))
+            self._pipeline.abort(request_id)
+        return stuck
+
+    def close(self, storing_seconds: float) -> list[Outcome]:
+        """Ends the work: nothing more is fed, requests in the engine are aborted without an outcome.
+
+        Waits so long for speeches that are being stored, and returns the outcomes that were not taken.
+        """
+        with self._changed:
+            self._halted = True
+            request_ids = [entry.request_id for entry in self._in_engine.values()]
+            for index in list(self._in_engine):
+                self._leave(index)
+        for request_id in request_ids:
+            self._pipeline.abort(request_id)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._storing, storing_seconds)
+            left, self._outcomes = self._outcomes, []
+            self._unsettled.clear()
+        return left
+
+    def _worth_waking(self) -> bool:
+        return len(self._outcomes) >= self._wake_at or not self._unsettled or self._error is not None or self._held.gone is not None
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _feed(self) -> None:
+        try:
+            for line in self._lines:
+                while self._storer.full and not self._stopped():
+                    self._clock.sleep(ROOM_POLL_SECONDS)
+                if self._stopped():
+                    return
+                self._feed_one(line)
+        except Exception as error:
+            log.exception("feeder failed")
+            self._error = error
+            self._wake()
+
+    def _stopped(self) -> bool:
+        return self._halted or self._error is not None or self._held.gone is not None
+
+    def _feed_one(self, line: ShardLine) -> None:
+        index = line.index
+        try:
+            request = self._build(line)
+            self._start_clock(index, request.request_id)
+            self._submitting = index
+            future = self._pipeline.submit(request)
+        except NightjarError as error:
+            with self._changed:
+                self._leave(index)
+            if error.code in LASTING_OUTAGES:
+                self.interrupt(index, error)
+            else:
+                self.settle(Failed(index, error.code, str(error)))
+            return
+        finally:
+            self._submitting = None
+        self._restart_clock(index)
+        if self._halted:
+            self._pipeline.abort(request.request_id)
+        future.add_done_callback(partial(self._answered, line, request.seed))
+
+    def _start_clock(self, index: int, request_id: str) -> None:
+        with self._changed:
+            self._in_engine[index] = _InEngine(request_id, self._clock.monotonic(), self._meter.enter())
+
+    def _restart_clock(self, index: int) -> None:
+        """`submit` may have waited for room: an item's own time starts when it returns."""
+        with self._changed:
+            entry = self._in_engine.pop(index, None)
+            if entry is not None:
+                entry.started_at = self._clock.monotonic()
+                self._in_engine[index] = entry
+
+    def _leave(self, index: int) -> float:
+        """Takes an item out of the engine's book; its share of the engine's time in milliseconds."""
+        entry = self._in_engine.pop(index, None)
+        return 0.0 if entry is None else self._meter.leave(entry.mark)
+
+    def _answered(self, line: ShardLine, seed: int, future: Future[Speech]) -> None:
+        error = future.exception()
+        with self._changed:
+            engine_ms = self._leave(line.index)
+            if self._halted and error is not None:
+                return
+            if error is None:
+                self._storing.add(line.index)
+        if error is None:
+            item = SpeechToStore(self._held, self._store, line.index, line.example_id, seed, future.result(), round(engine_ms), self)
+            self._storer.submit(item)
+        elif isinstance(error, NightjarError):
+            self.settle(Failed(line.index, error.code, str(error)))
+        else:
+            log.error("engine error", index=line.index, exc_info=error)
+            self.settle(Failed(line.index, ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}"))

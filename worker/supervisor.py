@@ -1,0 +1,107 @@
+"""One worker process for each GPU under a parent that passes signals on and brings back what dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+POLL_SECONDS = 0.2
+FIRST_PAUSE_SECONDS = 0.5
+#: A worker that lived so long starts its pauses anew.
+HEALTHY_SECONDS = 300.0
+#: A worker that ends so often with an exit status before it was ever healthy cannot start at all.
+FAILED_STARTS = 3
+
+
+@dataclass(slots=True)
+class Child:
+    """A worker process, or the time at which it will be started again."""
+
+    gpu: str | None
+    process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
+    pause_seconds: float = FIRST_PAUSE_SECONDS
+    restart_at: float = 0.0
+    failed_starts: int = 0
+
+
+class Supervisor:
+    """Starts `command` once for each GPU (None: without one) and keeps it running until a signal.
+
+    What dies is started again after a pause that doubles up to `longest_pause_seconds`.
+    """
+
+    def __init__(self, command: Sequence[str], gpus: Sequence[str | None], longest_pause_seconds: float = 10.0) -> None:
+        self._longest_pause_seconds = longest_pause_seconds
+        self._command = [*command, "--parent-pid", str(os.getpid())]
+        self._children = [Child(gpu) for gpu in gpus]
+        self._stopping = False
+
+    def run(self) -> int:
+        """Returns the exit status: 0 after a drain, 1 when a worker cannot start."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(number, self._pass_on)
+        for child in self._children:
+            self._start(child)
+        while not (self._stopping and all(child.process is None for child in self._children)):
+            for child in self._children:
+                self._look_after(child)
+                if child.failed_starts >= FAILED_STARTS and not self._stopping:
+                    log.error("worker cannot start; all workers stop", gpu=child.gpu)
+                    self._pass_on(signal.SIGTERM)
+            time.sleep(POLL_SECONDS)
+        return 1 if any(child.failed_starts >= FAILED_STARTS for child in self._children) else 0
+
+    def _start(self, child: Child) -> None:
+        environment = dict(os.environ)
+        if child.gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = child.gpu
+        child.process = subprocess.Popen(self._command, env=environment, start_new_session=True)
+        child.started_at = time.monotonic()
+
+    def _look_after(self, child: Child) -> None:
+        now = time.monotonic()
+        if child.process is None:
+            if not self._stopping and now >= child.restart_at:
+                self._start(child)
+            return
+        status = child.process.poll()
+        if status is None:
+            return
+        child.process = None
+        if self._stopping:
+            return
+        healthy = now - child.started_at >= HEALTHY_SECONDS
+        pause_seconds = FIRST_PAUSE_SECONDS if healthy else child.pause_seconds * 2
+        child.pause_seconds = min(pause_seconds, self._longest_pause_seconds)
+        child.failed_starts = child.failed_starts + 1 if status > 0 and not healthy else 0
+        child.restart_at = now + child.pause_seconds
+        log.warning("worker ended", gpu=child.gpu, status=status, restart_seconds=child.pause_seconds)
+
+    def _pass_on(self, number: int, *_: object) -> None:
+        self._stopping = True
+        for child in self._children:
+            if child.process is not None and child.process.poll() is None:
+                child.process.send_signal(number)
+
+
+def supervise(
+    arguments: Sequence[str],
+    gpus: Sequence[str | None],
+    longest_pause_seconds: float = 10.0,
+    run: Callable[[Supervisor], int] = Supervisor.run,
+) -> int:
+    """Runs this program's `run ARGUMENTS` once for each GPU."""
+    flags = ["-P"] if sys.flags.safe_path else []
+    spec = sys.modules["__main__"].__spec__
+    program = "worker" if spec is None else spec.name.removesuffix(".__main__")
+    return run(Supervisor([sys.executable, *flags, "-m", program, "run", *arguments], gpus, longest_pause_seconds))
