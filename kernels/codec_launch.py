@@ -1,0 +1,288 @@
+"""Launches the codec's Triton kernels: chooses their tiles, and serves the codec's ops on a GPU once this module is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels import codec_ops
+from kernels.codec_triton import conv_kernel, head_products_kernel, head_sum_kernel, snake_kernel, unit_kernel
+from kernels.registry import LIBRARY
+
+INTERPRETED = triton.knobs.runtime.interpret
+#: Products of the last convolution kept for each step: room for this many taps.
+HEAD_TAPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a kernel is cut: rows x columns x depth of a tile, pipeline stages, warps, and whether tiles come through TMA."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+    tma: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a kernel's tile is chosen by: `kind` is conv or unit, `channels` in, `columns` out."""
+
+    kind: str
+    channels: int
+    columns: int
+    taps: int
+
+
+#: The fastest of `benchmarks.codec_shapes.tiles` on an H200 at 32 x 100 frames; other shapes get `tile_for`'s general rule.
+TILES: dict[Shape, Tile] = {
+    Shape("conv", 1024, 1536, 7): Tile(128, 256, 64, 3, 8),
+    Shape("conv", 1536, 6144, 2): Tile(128, 256, 64, 4, 8),
+    Shape("conv", 768, 768, 7): Tile(128, 256, 64, 3, 8),
+    Shape("conv", 768, 768, 1): Tile(256, 128, 64, 3, 8),
+    Shape("conv", 768, 1920, 2): Tile(128, 128, 64, 3, 4),
+    Shape("conv", 384, 384, 7): Tile(256, 128, 64, 3, 8),
+    Shape("conv", 384, 384, 1): Tile(128, 128, 64, 3, 4),
+    Shape("conv", 384, 768, 2): Tile(128, 128, 64, 3, 4),
+    Shape("unit", 192, 192, 7): Tile(64, 0, 64, 3, 4),
+    Shape("conv", 192, 288, 2): Tile(128, 128, 64, 3, 4),
+    Shape("unit", 96, 96, 7): Tile(128, 0, 32, 3, 4),
+}
+
+
+def tile_for(shape: Shape, steps: int, tma: bool) -> Tile | None:
+    """The tile for a shape, None when these kernels cannot run it and the twin must."""
+    tile = TILES.get(shape) or (_unit_tile(shape) if shape.kind == "unit" else _conv_tile(shape))
+    if tile is None:
+        return None
+    rows = min(tile.rows, max(64, triton.next_power_of_2(steps)))
+    return replace(tile, rows=rows, tma=tile.tma and tma, stages=tile.stages if tma else min(tile.stages, 2))
+
+
+def _conv_tile(shape: Shape) -> Tile | None:
+    depth = _depth(shape.channels)
+    if depth is None or shape.columns % 16:
+        return None
+    wide = shape.columns % 256 == 0 and shape.taps * shape.channels >= 2048
+    return Tile(128, 256 if wide else 128, depth, 3, 8)
+
+
+def _depth(channels: int) -> int | None:
+    """The largest piece that a product takes its channels in."""
+    return next((depth for depth in (64, 32, 16) if channels % depth == 0), None)
+
+
+def _unit_tile(shape: Shape) -> Tile | None:
+    try:
+        _, small = split(shape.channels)
+    except ValueError:
+        return None
+    # A depth that divides the channels leaves one product per accumulator and round, which is what lets them overlap.
+    return Tile(128, 0, min(64, small), 3, 8) if shape.channels <= 256 else None
+
+
+def split(channels: int) -> tuple[int, int]:
+    """Cuts a channel count into its two powers of two, largest first: 96 -> (64, 32). Raises ValueError where there are not two."""
+    large = 1 << (channels.bit_length() - 1)
+    small = channels - large
+    if small < 16 or small & (small - 1):
+        raise ValueError(f"{channels} channels are not the sum of two powers of two of at least 16")
+    return large, small
+
+
+def _tiles(tensor: Tensor, *block: int) -> Any:
+    return TensorDescriptor.from_tensor(tensor, list(block))
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer for an argument that the kernel does not read."""
+    return other if tensor is None else tensor
+
+
+def _after(active: Tensor | None, active_lead: int, other: Tensor) -> tuple[Tensor, int]:
+    """Where an activated result starts, and the values from one row to the next."""
+    if active is None:
+        return other, 0
+    flat = active.view(len(active), -1)
+    return flat[:, active_lead:], flat.shape[1]
+
+
+def conv(
+    a: Tensor,
+    lead: int,
+    weight: Tensor,
+    bias: Tensor,
+    taps: int,
+    dilation: int,
+    residual: Tensor | None,
+    raw: Tensor | None,
+    active: Tensor | None,
+    active_lead: int,
+    frequency: Tensor | None,
+    gain: Tensor | None,
+    tile: Tile,
+) -> None:
+    """`codec_active_conv` in bfloat16 (bias, frequency and gain float32), cut as `tile` says; C must be a multiple of its depth."""
+    rows, extended, channels = a.shape
+    steps, columns = extended - lead, weight.shape[1]
+    if channels % tile.depth or weight.shape[0] != taps * channels:
+        raise ValueError(f"weight {list(weight.shape)} and depth {tile.depth} do not fit {taps} taps of {channels} channels")
+    place, stride = _after(active, active_lead, a)
+    conv_kernel[(rows * triton.cdiv(steps, tile.rows) * triton.cdiv(columns, tile.columns),)](
+        _tiles(a, 1, tile.rows, tile.depth) if tile.tma else a,
+        _tiles(weight, tile.depth, tile.columns) if tile.tma else weight,
+        bias,
+        _or(residual, a),
+        _or(raw, a),
+        place,
+        stride,
+        _or(frequency, bias),
+        _or(gain, bias),
+        rows,
+        steps,
+        lead,
+        DILATION=dilation,
+        TAPS=taps,
+        C=channels,
+        N=columns,
+        RESIDUAL=residual is not None,
+        RAW=raw is not None,
+        ACTIVE=active is not None,
+        BM=tile.rows,
+        BN=tile.columns,
+        BK=tile.depth,
+        GROUP=8,
+        STAGES=tile.stages,
+        TMA=tile.tma,
+        FAST=not INTERPRETED,
+        num_warps=tile.warps,
+    )
+
+
+def unit(
+    a: Tensor,
+    lead: int,
+    residual: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    frequency1: Tensor,
+    gain1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    dilation: int,
+    raw: Tensor | None,
+    active: Tensor | None,
+    active_lead: int,
+    frequency2: Tensor | None,
+    gain2: Tensor | None,
+    tile: Tile,
+) -> None:
+    """`codec_active_unit` in bfloat16, for widths that `split` can cut and whose accumulators fit one program (96, 192)."""
+    rows, extended, channels = a.shape
+    steps = extended - lead
+    large, small = split(channels)
+    deep, rest = (tile.depth, 0) if channels % tile.depth == 0 else (large, small)
+    other = rest or deep
+    tma = tile.tma
+    place, stride = _after(active, active_lead, a)
+    unit_kernel[(rows * triton.cdiv(steps, tile.rows),)](
+        _tiles(a, 1, tile.rows, deep) if tma else a,
+        _tiles(a, 1, tile.rows, other) if tma else a,
+        _tiles(weight1, deep, large) if tma else weight1,
+        _tiles(weight1, deep, small) if tma else weight1,
+        _tiles(weight1, other, large) if tma else weight1,
+        _tiles(weight1, other, small) if tma else weight1,
+        bias1,
+        frequency1,
+        gain1,
+        weight2,
+        bias2,
+        residual,
+        _or(raw, a),
+        place,
+        stride,
+        _or(frequency2, bias2),
+        _or(gain2, bias2),
+        rows,
+        steps,
+        lead,
+        DILATION=dilation,
+        TAPS=weight1.shape[0] // channels,
+        C=channels,
+        N0=large,
+        N1=small,
+        RAW=raw is not None,
+        ACTIVE=active is not None,
+        BM=tile.rows,
+        K0=deep,
+        K1=rest,
+        STAGES=tile.stages,
+        TMA=tma,
+        FAST=not INTERPRETED,
+        num_warps=tile.warps,
+    )
+
+
+def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor) -> Tensor:
+    """`codec_head` in bfloat16 (bias float32), for up to 8 taps and a multiple of 16 channels."""
+    rows, extended, channels = a.shape
+    steps, taps, count = extended - lead, weight.shape[0], rows * extended
+    depth = _depth(channels)
+    if depth is None or taps > HEAD_TAPS:
+        raise ValueError(f"{taps} taps of {channels} channels: at most {HEAD_TAPS} taps and a multiple of 16 channels are possible")
+    products = torch.empty(count, HEAD_TAPS, dtype=torch.float32, device=a.device)
+    head_products_kernel[(triton.cdiv(count, 128),)](
+        a, weight, products, count, taps, channels, 128, depth, HEAD_TAPS, not INTERPRETED, num_warps=4
+    )
+    out = torch.empty(rows, steps, dtype=torch.float32, device=a.device)
+    head_sum_kernel[(triton.cdiv(steps, 512), rows)](products, bias, out, steps, lead, taps, HEAD_TAPS, 512, num_warps=4)
+    return out
+
+
+def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
+    """`snake_beta`."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    snake_kernel[(triton.cdiv(x.numel(), 2048),)](x, frequency, gain, out, x.numel(), x.shape[-1], 2048, not INTERPRETED)
+    return out
+
+
+def _has_tma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _conv_on_gpu(a: Tensor, lead: int, weight: Tensor, bias: Tensor, taps: int, dilation: int, *after: Any) -> None:
+    shape = Shape("conv", a.shape[2], weight.shape[1], taps)
+    tile = tile_for(shape, a.shape[1] - lead, _has_tma(a.device)) if a.dtype == torch.bfloat16 else None
+    if tile is None:
+        codec_ops.codec_active_conv(a, lead, weight, bias, taps, dilation, *after)
+    else:
+        conv(a, lead, weight, bias, taps, dilation, *after, tile)
+
+
+def _unit_on_gpu(a: Tensor, lead: int, residual: Tensor, weight1: Tensor, *rest: Any) -> None:
+    channels = a.shape[2]
+    shape = Shape("unit", channels, channels, weight1.shape[0] // channels)
+    tile = tile_for(shape, a.shape[1] - lead, _has_tma(a.device)) if a.dtype == torch.bfloat16 else None
+    if tile is None:
+        codec_ops.codec_active_unit(a, lead, residual, weight1, *rest)
+    else:
+        unit(a, lead, residual, weight1, *rest, tile)
+
+
+def _head_on_gpu(a: Tensor, lead: int, weight: Tensor, bias: Tensor) -> Tensor:
+    fits = a.dtype == torch.bfloat16 and _depth(a.shape[2]) is not None and weight.shape[0] <= HEAD_TAPS
+    return head(a, lead, weight, bias) if fits else codec_ops.codec_head(a, lead, weight, bias)
+
+
+LIBRARY.impl("codec_active_conv", _conv_on_gpu, "CUDA")
+LIBRARY.impl("codec_active_unit", _unit_on_gpu, "CUDA")
+LIBRARY.impl("codec_head", _head_on_gpu, "CUDA")
+LIBRARY.impl("snake_beta", snake, "CUDA")

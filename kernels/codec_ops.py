@@ -1,0 +1,177 @@
+"""Ops of the codec decoder's convolution stack: their interface in `torch.library`, each with its plain PyTorch twin.
+
+All activations are channels-last: [rows, steps, channels]. Every op is causal: step t reads steps <= t, and what lies before the
+first step comes from `history` (the raw inputs that precede `x`, oldest first), or is zero when `history` is None. A history of
+zeros and no history are the same, since snake(0) = 0.
+
+Snake parameters are handed over ready to use, in float32: `frequency` = exp(alpha) and `gain` = 1 / (exp(beta) + 1e-9).
+Weights may have any strides; results have the dtype of `x`. The twins serve every device that has no kernel of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, linear, pad
+
+from kernels.registry import op
+
+
+def snake_parameters(alpha: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns the stored logarithms of a SnakeBeta activation into (frequency [C], gain [C]), both float32."""
+    return alpha.float().exp(), 1.0 / (beta.float().exp() + 1e-9)
+
+
+@op("snake_beta(Tensor x, Tensor frequency, Tensor gain) -> Tensor")
+def snake_beta(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
+    """SnakeBeta (Ziyin et al. 2020, arXiv 2006.08195): x + gain * sin^2(frequency * x).
+
+    x: [..., C]; frequency, gain: [C] float32. Computed in float32 and rounded once. Returns [..., C].
+    """
+    wide = x.float()
+    return wide.addcmul(gain, (wide * frequency).sin_().square_()).to(x.dtype)
+
+
+@op("codec_upsample(Tensor x, Tensor? history, Tensor frequency, Tensor gain, Tensor weight, Tensor bias, int rate) -> Tensor")
+def codec_upsample(x: Tensor, history: Tensor | None, frequency: Tensor, gain: Tensor, weight: Tensor, bias: Tensor, rate: int) -> Tensor:
+    """Snake, then a causal transposed convolution of kernel 2 * rate and stride `rate`, as one matrix product.
+
+    x: [B, T, Cin]; history: [B, 1, Cin] or None; weight: [2 * Cin, rate * Cout] as packed by `pack_upsample`; bias: [Cout].
+    Returns [B, T * rate, Cout]: output step t * rate + j depends on the inputs t - 1 and t alone.
+    """
+    rows, steps, channels = x.shape
+    past = x.new_zeros(rows, 1, channels) if history is None else history
+    active = snake_beta(torch.cat((past, x), dim=1), frequency, gain)
+    pairs = torch.cat((active[:, :-1], active[:, 1:]), dim=2)
+    return linear(pairs, weight.t(), bias.repeat(rate)).view(rows, steps * rate, -1)
+
+
+def pack_upsample(weight: Tensor) -> Tensor:
+    """Packs a transposed convolution of kernel 2 * rate and stride `rate` for `codec_upsample`.
+
+    weight: [Cin, Cout, 2 * rate]. Returns [2 * Cin, rate * Cout]: the first Cin rows meet the input before, the others the input at hand.
+    """
+    channels_in, channels_out, kernel = weight.shape
+    halves = weight.reshape(channels_in, channels_out, 2, kernel // 2)
+    return halves.flip(2).permute(2, 0, 3, 1).reshape(2 * channels_in, kernel // 2 * channels_out).contiguous()
+
+
+@op(
+    "codec_residual_unit(Tensor x, Tensor? history, Tensor frequency1, Tensor gain1, Tensor weight1, Tensor bias1,"
+    " Tensor frequency2, Tensor gain2, Tensor weight2, Tensor bias2, int dilation) -> Tensor"
+)
+def codec_residual_unit(
+    x: Tensor,
+    history: Tensor | None,
+    frequency1: Tensor,
+    gain1: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    frequency2: Tensor,
+    gain2: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    dilation: int,
+) -> Tensor:
+    """One residual unit of the decoder: x + conv1x1(snake(conv_k(snake(x)))), the k-tap convolution dilated and causal.
+
+    x: [B, T, C]; history: [B, (k - 1) * dilation, C] or None; frequency, gain, bias: [C]; weight1: [C, C, k]; weight2: [C, C],
+    both with the output channel first. Returns [B, T, C].
+    """
+    reach = (weight1.shape[2] - 1) * dilation
+    extended = pad(x, (0, 0, reach, 0)) if history is None else torch.cat((history, x), dim=1)
+    hidden = snake_beta(extended, frequency1, gain1).transpose(1, 2)
+    hidden = conv1d(hidden, weight1, bias1, dilation=dilation).transpose(1, 2)
+    return linear(snake_beta(hidden, frequency2, gain2), weight2, bias2) + x
+
+
+@op(
+    "codec_active_conv(Tensor a, int lead, Tensor weight, Tensor bias, int taps, int dilation, Tensor? residual,"
+    " Tensor(a!)? raw, Tensor(b!)? active, int active_lead, Tensor? frequency, Tensor? gain) -> ()"
+)
+def codec_active_conv(
+    a: Tensor,
+    lead: int,
+    weight: Tensor,
+    bias: Tensor,
+    taps: int,
+    dilation: int,
+    residual: Tensor | None,
+    raw: Tensor | None,
+    active: Tensor | None,
+    active_lead: int,
+    frequency: Tensor | None,
+    gain: Tensor | None,
+) -> None:
+    """A dilated causal convolution as one matrix product; the result goes to `raw` and, through the next snake, to `active`.
+
+    a: [B, lead + T, C], already activated, `lead` steps of history in front (0 or enough for all taps); weight: [taps * C, N], oldest
+    tap first; bias, frequency, gain: float32 [N]; residual (added), raw: T * N values a row; active: `active_lead` values, left alone,
+    and T * N values a row. A transposed convolution of stride `rate` is the case taps = 2, N = rate * Cout.
+    """
+    reach = (taps - 1) * dilation
+    rows, channels = a.shape[0], a.shape[2]
+    extended = (pad(a, (0, 0, reach - lead, 0)) if lead < reach else a[:, lead - reach :]).float()
+    steps = extended.shape[1] - reach
+    total = bias.expand(rows, steps, -1)
+    for tap, part in enumerate(weight.float().split(channels)):
+        total = total + extended[:, tap * dilation : tap * dilation + steps] @ part
+    _deliver(total, residual, raw, active, active_lead, frequency, gain)
+
+
+@op(
+    "codec_active_unit(Tensor a, int lead, Tensor residual, Tensor weight1, Tensor bias1, Tensor frequency1, Tensor gain1,"
+    " Tensor weight2, Tensor bias2, int dilation, Tensor(a!)? raw, Tensor(b!)? active, int active_lead,"
+    " Tensor? frequency2, Tensor? gain2) -> ()"
+)
+def codec_active_unit(
+    a: Tensor,
+    lead: int,
+    residual: Tensor,
+    weight1: Tensor,
+    bias1: Tensor,
+    frequency1: Tensor,
+    gain1: Tensor,
+    weight2: Tensor,
+    bias2: Tensor,
+    dilation: int,
+    raw: Tensor | None,
+    active: Tensor | None,
+    active_lead: int,
+    frequency2: Tensor | None,
+    gain2: Tensor | None,
+) -> None:
+    """`codec_residual_unit` whose first snake was applied by the op before it, and which applies the next op's.
+
+    a: [B, lead + T, C] = snake(x) after its history; residual: x, [B, T, C]; weight1: [taps * C, C], oldest tap first; weight2: [C, C],
+    input channel first; everything else as in `codec_active_conv`.
+    """
+    taps = weight1.shape[0] // a.shape[2]
+    hidden = torch.empty_like(residual)
+    codec_active_conv(a, lead, weight1, bias1, taps, dilation, None, None, hidden, 0, frequency1, gain1)
+    codec_active_conv(hidden, 0, weight2, bias2, 1, 1, residual, raw, active, active_lead, frequency2, gain2)
+
+
+@op("codec_head(Tensor a, int lead, Tensor weight, Tensor bias) -> Tensor")
+def codec_head(a: Tensor, lead: int, weight: Tensor, bias: Tensor) -> Tensor:
+    """The last convolution: a [B, lead + T, C], activated; weight [taps, C], oldest tap first; bias [1] -> float32 [B, T] in [-1, 1]."""
+    wave = torch.empty(a.shape[0], a.shape[1] - lead, 1, dtype=torch.float32, device=a.device)
+    codec_active_conv(a, lead, weight.reshape(-1, 1), bias.float(), weight.shape[0], 1, None, wave, None, 0, None, None)
+    return wave.squeeze(2).clamp(-1.0, 1.0)
+
+
+def _deliver(
+    value: Tensor,
+    residual: Tensor | None,
+    raw: Tensor | None,
+    active: Tensor | None,
+    active_lead: int,
+    frequency: Tensor | None,
+    gain: Tensor | None,
+) -> None:
+    if residual is not None:
+        value = value + residual.view_as(value)
+    if raw is not None:
+        raw.view_as(value).copy_(value)
+    if active is not None and frequency is not None and gain is not None:
+        active.view(len(value), -1)[:, active_lead:].unflatten(1, value.shape[1:]).copy_(snake_beta(value, frequency, gain))

@@ -1,0 +1,81 @@
+"""The pieces of a Qwen3 decoder layer between its matrix products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.registry import op
+
+
+@op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension in the order of the reference: float32, back to the input's type, then the weight.
+
+    x: [..., width]; weight: [width].
+    """
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+@op("swiglu(Tensor gate_up) -> Tensor")
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of a packed product; gate_up: [..., 2 * width] -> [..., width]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def rope_table(positions: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Cosines and sines side by side, [positions, head_dim]; computed in float32 and then cast, as the reference does."""
+    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * inverse
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype)
+
+
+def rope(x: Tensor, table: Tensor) -> Tensor:
+    """Rotates halves of every head. x: [n, heads, head_dim]; table: [n, head_dim], the rows of `rope_table` for each token."""
+    cos, sin = table[:, None].chunk(2, dim=-1)
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+
+
+@op(
+    "qk_norm_rope_append(Tensor qkv, Tensor q_weight, Tensor k_weight, float eps, Tensor rope_table, Tensor positions, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pages, Tensor offsets) -> Tensor"
+)
+def qk_norm_rope_append(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    rope_table: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    pages: Tensor,
+    offsets: Tensor,
+) -> Tensor:
+    """Norms and rotates the heads of packed projections, writes keys and values into their pages, returns the queries.
+
+    qkv: [n, (heads + 2 * kv_heads) * head_dim]; rope_table: [positions, head_dim]; positions, pages, offsets: [n];
+    k_cache, v_cache: [pages, kv_heads, page_size, head_dim] of one layer; returns [n, heads, head_dim].
+    """
+    kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    rows = rope_table[positions]
+    k_cache[pages, :, offsets] = rope(rms_norm(k, k_weight, eps), rows)
+    v_cache[pages, :, offsets] = v
+    return rope(rms_norm(q, q_weight, eps), rows)
+
+
+@op("codec_embedding_sum(Tensor codes, Tensor table, Tensor starts) -> Tensor")
+def codec_embedding_sum(codes: Tensor, table: Tensor, starts: Tensor) -> Tensor:
+    """Sum of the embeddings of all codebooks of a frame.
+
+    codes: [n, codebooks]; table: [rows, hidden], the tables of all codebooks one after the other; starts: [codebooks], the first
+    row of each; returns [n, hidden].
+    """
+    return table[codes + starts].sum(dim=1)

@@ -1,0 +1,293 @@
+"""A whole frame in few launches: talker step, codebook 0, the predictor's codebooks, the next input.
+
+What it computes is `FrameModel.frame` of the eager executor with its rounding points; how, depends on the number of rows:
+up to `Plan.skinny_rows` the weight stream is everything and five launches a layer overlap it; above, norms are launches of
+their own between cuBLAS or Triton products. Nothing here allocates or reads the device, so a run can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kernels import lm_cuda
+from kernels.lm_gemm import RESIDUAL, SWIGLU, Tiles, product
+from kernels.lm_sampler import FIRST, LAST, MIDDLE, draw
+from kernels.lm_triton import SplitScratch, add_norm, decode_attention, predictor_attention, swiglu
+
+
+@dataclass(frozen=True, slots=True)
+class StackTensors:
+    """A stack of decoder layers; each layer holds the tensors named in `kernels.predictor.LAYER_TENSORS`, in that order."""
+
+    layers: Sequence[Sequence[Tensor]]
+    norm: Tensor
+    rope_table: Tensor
+    heads: int
+    kv_heads: int
+    eps: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class FrameTensors:
+    """All weights of a frame. project: (weight [width, hidden], bias [width]) where talker and predictor differ in width;
+    heads: [residuals, codes, width]; inputs, codec_table: [rows, width | hidden] with `starts` [codebooks]; text: [ids, hidden]."""
+
+    talker: StackTensors
+    head: Tensor
+    predictor: StackTensors
+    heads: Tensor
+    project: tuple[Tensor, Tensor] | None
+    inputs: Tensor
+    starts: Tensor
+    codec_table: Tensor
+    text: Tensor
+    end: int
+    suppress_from: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrawTensors:
+    """Sampler settings, a row a slot; `greedy` as uint8."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    greedy: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensors:
+    """The slots on the device, as in `pipelines.engine.state.SlotState`; `seen` as uint8."""
+
+    inputs: Tensor
+    positions: Tensor
+    frames: Tensor
+    seeds: Tensor
+    page_table: Tensor
+    trailing: Tensor
+    seen: Tensor
+    penalty: Tensor
+    min_new_tokens: Tensor
+    first: DrawTensors
+    residual: DrawTensors
+    dead: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a frame of a given number of rows is run; every field changes time, none changes meaning."""
+
+    skinny_rows: int = 32
+    #: Split of a row's positions in attention, by number of rows: the first entry whose key is at least the rows.
+    splits: tuple[tuple[int, int], ...] = ((2, 8), (16, 4), (32, 2), (1 << 30, 1))
+    attention_warps: int = 4
+    attention_stages: int = 3
+    pdl: bool = True
+    #: Weights this many products ahead are brought into the L2; 0 = none.
+    ahead: int = 0
+    #: From this many rows on, a norm is a launch of its own instead of being repeated in every block of a skinny product.
+    norm_apart_rows: int = 1 << 30
+    cuda_draw: bool = True
+    #: Tiles of Triton products for "qkv", "o", "gate_up", "down", by the largest row count they serve; cuBLAS where there is none.
+    tiles: dict[str, tuple[tuple[int, Tiles], ...]] = field(default_factory=dict)
+
+    def splits_for(self, rows: int) -> int:
+        return next(splits for limit, splits in self.splits if rows <= limit)
+
+    def tiles_for(self, name: str, rows: int) -> Tiles | None:
+        return next((tiles for limit, tiles in self.tiles.get(name, ()) if rows <= limit), None)
+
+
+def _skinny_shapes(weights: FrameTensors) -> bool:
+    """Whether the skinny kernel knows every product of the frame."""
+    needed = {(weights.talker.norm.shape[0], True, lm_cuda.PLAIN), (weights.predictor.norm.shape[0], True, lm_cuda.PLAIN)}
+    for stack in (weights.talker, weights.predictor):
+        _, qkv, _, _, o, _, gate_up, down = stack.layers[0]
+        needed |= {(qkv.shape[1], True, lm_cuda.PLAIN), (o.shape[1], False, lm_cuda.RESIDUAL)}
+        needed |= {(gate_up.shape[1], True, lm_cuda.SWIGLU), (down.shape[1], False, lm_cuda.RESIDUAL)}
+    if weights.project is not None:
+        needed.add((weights.project[0].shape[1], False, lm_cuda.BIAS))
+    return all(lm_cuda.has_skinny(*shape) for shape in needed)
+
+
+class FusedFrame:
+    """Runs frames of up to `max_rows` slots over fixed weights, state and pages."""
+
+    def __init__(self, weights: FrameTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, max_rows: int, plan: Plan) -> None:
+        self.weights, self.state, self.plan = weights, state, plan
+        self._keys, self._values = k_cache, v_cache
+        talker, predictor = weights.talker, weights.predictor
+        device, dtype = k_cache.device, k_cache.dtype
+        self._orders: dict[int, list[Tensor]] = {}
+        self._order: list[Tensor] = []
+        self._step = 0
+        self._skinny = dtype == torch.bfloat16 and k_cache.is_cuda and lm_cuda.available() and _skinny_shapes(weights)
+        span = 1 << weights.heads.shape[0].bit_length()
+        head_dim = k_cache.shape[-1]
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, device=device, dtype=dtype)
+
+        self._fast = self._skinny and lm_cuda.has_predictor_attention(predictor.heads, predictor.kv_heads, span, head_dim)
+        self._widths = [stack.norm.shape[0] for stack in (talker, predictor)]
+        inner = max(layer[6].shape[0] for stack in (talker, predictor) for layer in stack.layers)
+        wide = max((stack.heads + 2 * stack.kv_heads) * head_dim for stack in (talker, predictor))
+        width = max(self._widths)
+        rows = 2 * max_rows
+        self._x = [empty(rows, w) for w in self._widths]
+        self._h, self._y, self._hidden = empty(rows * width), empty(rows * width), empty(max_rows, self._widths[0])
+        self._qkv, self._mixed = empty(rows * wide), empty(rows * wide)
+        self._gate_up, self._act = empty(rows * inner), empty(rows * inner)
+        self._logits = empty(max_rows * max(weights.head.shape[0], weights.heads.shape[1]))
+        self._past = torch.zeros(
+            (2, len(predictor.layers), max_rows, predictor.kv_heads, span, predictor.rope_table.shape[1]), device=device, dtype=dtype
+        )
+        self._finite = torch.empty(max_rows, device=device, dtype=torch.int32)
+        most = max(splits for _, splits in plan.splits)
+        groups = talker.heads // talker.kv_heads
+        self._scratch = SplitScratch(max_rows * talker.kv_heads, most, groups, head_dim, device)
+
+    def run(self, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+        """One frame of the slots `rows` int64 [n] into codes int64 [n, codebooks] and flags uint8 [n]; updates the state."""
+        n = rows.shape[0]
+        self._step, self._order = 0, self._orders.setdefault(n, [])
+        talker, predictor = self.weights.talker, self.weights.predictor
+        torch.index_select(self.state.inputs, 0, rows, out=self._x[0][:n])
+        self._stack(talker, self._x[0][:n], lambda layer, qkv, out: self._attend(layer, qkv, rows, out))
+        logits = self._head(talker, self._x[0][:n], self.weights.head, self._hidden[:n])
+        x = self._x[1]
+        if self.weights.project is not None:
+            self._project(self._hidden[:n], x[:n])
+        self._draw(FIRST, 0, logits, rows, codes, flags)
+        for step in range(len(self.weights.heads)):
+            first = step == 0
+            position = 0 if first else step + 1
+
+            def attend(layer: int, qkv: Tensor, out: Tensor, position: int = position) -> None:
+                q_norm, k_norm = predictor.layers[layer][2:4]
+                keys, values = self._past[0, layer, :n], self._past[1, layer, :n]
+                attention = lm_cuda.predictor_attention if self._fast and position else predictor_attention
+                attention(
+                    qkv, q_norm, k_norm, predictor.eps, predictor.rope_table, keys, values, position, predictor.scale, out,
+                    pdl=self.plan.pdl,
+                )  # fmt: skip
+
+            self._stack(predictor, x[: 2 * n] if first else x[:n], attend, keep=n if first else 0)
+            logits = self._head(predictor, x[n : 2 * n] if first else x[:n], self.weights.heads[step])
+            self._draw(LAST if step == len(self.weights.heads) - 1 else MIDDLE, step + 1, logits, rows, codes, flags)
+
+    def _narrow(self, rows: int) -> bool:
+        return self._skinny and rows <= self.plan.skinny_rows
+
+    def _ahead(self, weight: Tensor) -> Tensor | None:
+        """The weight that comes `plan.ahead` skinny products later; the order is learnt in the first run of a row count."""
+        at, self._step = self._step, self._step + 1
+        if at == len(self._order):
+            self._order.append(weight)
+        return self._order[(at + self.plan.ahead) % len(self._order)] if self.plan.ahead else None
+
+    def _stack(self, stack: StackTensors, x: Tensor, attend, keep: int = 0) -> None:
+        """All layers in place on x [rows, width]; the last layer's output is only made for the rows from `keep` on."""
+        pending: Tensor | None = None
+        for index, layer in enumerate(stack.layers):
+            input_norm, qkv_weight, _, _, o, post_norm, gate_up, down = layer
+            rows, width = x.shape
+            qkv = self._qkv[: rows * qkv_weight.shape[0]].view(rows, -1)
+            mixed = self._mixed[: rows * o.shape[1]].view(rows, -1)
+            narrow = self._narrow(rows)
+            if narrow:
+                self._thin_normed(x, qkv_weight, qkv, input_norm, stack.eps)
+            else:
+                normed = add_norm(x, pending, input_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
+                self._product("qkv", normed, qkv_weight, qkv)
+            attend(index, qkv, mixed)
+            if keep and index == len(stack.layers) - 1:
+                x, mixed, rows = x[keep:], mixed[keep:], rows - keep
+            act = self._act[: rows * down.shape[1]].view(rows, -1)
+            if narrow:
+                self._thin(mixed, o, x, epilogue=lm_cuda.RESIDUAL, extra=x)
+                self._thin_normed(x, gate_up, act, post_norm, stack.eps, epilogue=lm_cuda.SWIGLU)
+                self._thin(act, down, x, epilogue=lm_cuda.RESIDUAL, extra=x)
+                continue
+            y = self._y[: rows * width].view(rows, width)
+            pending = self._residual("o", mixed, o, x, y)
+            normed = add_norm(x, pending, post_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
+            tiles = self.plan.tiles_for("gate_up", rows)
+            if tiles is not None:
+                product(normed, gate_up, act, tiles, SWIGLU, pdl=self.plan.pdl)
+            else:
+                both = self._gate_up[: rows * gate_up.shape[0]].view(rows, -1)
+                swiglu(torch.mm(normed, gate_up.t(), out=both), act, pdl=self.plan.pdl)
+            pending = self._residual("down", act, down, x, y)
+        self._pending = pending
+
+    def _head(self, stack: StackTensors, x: Tensor, head: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """Logits [rows, codes] of the final norm of x; `hidden` keeps the normed rows."""
+        rows, width = x.shape
+        logits = self._logits[: rows * head.shape[0]].view(rows, -1)
+        if self._pending is None and self._narrow(rows):
+            return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
+        normed = self._h[: rows * width].view(rows, width) if hidden is None else hidden
+        add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self.plan.pdl)
+        return torch.mm(normed, head.t(), out=logits)
+
+    def _project(self, hidden: Tensor, x: Tensor) -> None:
+        weight, bias = self.weights.project or (hidden, hidden)
+        if self._narrow(hidden.shape[0]):
+            self._thin(hidden, weight, x, epilogue=lm_cuda.BIAS, extra=bias)
+        else:
+            torch.addmm(bias, hidden, weight.t(), out=x)
+
+    def _thin_normed(self, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, epilogue: int = lm_cuda.PLAIN) -> None:
+        rows, width = x.shape
+        if rows < self.plan.norm_apart_rows or not lm_cuda.has_skinny(width, False, epilogue):
+            self._thin(x, weight, y, norm=norm, eps=eps, epilogue=epilogue)
+            return
+        normed = add_norm(x, None, norm, eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
+        self._thin(normed, weight, y, epilogue=epilogue)
+
+    def _thin(self, x: Tensor, weight: Tensor, y: Tensor, **options) -> Tensor:
+        plan = self.plan
+        late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
+        return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight), late=late, pdl=plan.pdl, **options)
+
+    def _product(self, name: str, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+        tiles = self.plan.tiles_for(name, x.shape[0])
+        return torch.mm(x, weight.t(), out=y) if tiles is None else product(x, weight, y, tiles, pdl=self.plan.pdl)
+
+    def _residual(self, name: str, a: Tensor, weight: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
+        """x += a @ weight.T at once (None), or the product alone, for the next norm to add."""
+        tiles = self.plan.tiles_for(name, a.shape[0])
+        if tiles is None:
+            return torch.mm(a, weight.t(), out=y)
+        product(a, weight, x, tiles, RESIDUAL, extra=x, pdl=self.plan.pdl)
+        return None
+
+    def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:
+        talker, state, plan = self.weights.talker, self.state, self.plan
+        q_norm, k_norm = talker.layers[layer][2:4]
+        decode_attention(
+            qkv, q_norm, k_norm, talker.eps, talker.rope_table, self._keys[layer], self._values[layer], state.page_table,
+            state.positions, rows, talker.scale, out, self._scratch, splits=plan.splits_for(len(rows)), warps=plan.attention_warps,
+            stages=plan.attention_stages, block=max(16, min(64, self._keys.shape[3])), pdl=plan.pdl,
+        )  # fmt: skip
+
+    def _draw(self, stage: int, codebook: int, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+        weights, state, n, vocab = self.weights, self.state, rows.shape[0], logits.shape[1]
+        settings = state.first if stage == FIRST else state.residual
+        pointers = (
+            logits, rows, codes, self._finite, flags, state.seeds, settings.top_k, state.min_new_tokens, weights.starts, state.trailing,
+            state.frames, state.positions, settings.temperature, settings.top_p, state.penalty, settings.greedy, state.seen,
+            self._hidden, weights.inputs, weights.codec_table, weights.text, self._x[1], state.inputs,
+        )  # fmt: skip
+        numbers = (
+            weights.end, weights.suppress_from, state.dead, n, vocab, codebook, codes.shape[1], self._widths[1], self._widths[0],
+            state.trailing.shape[1], int(weights.project is None),
+        )  # fmt: skip
+        compiled = self._skinny and self.plan.cuda_draw and lm_cuda.has_draw(vocab, self._widths[1], self._widths[0])
+        (lm_cuda.draw if compiled else draw)(pointers, numbers, stage, self.plan.pdl)

@@ -1,0 +1,178 @@
+# ruff: noqa: N803
+# pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+"""One launch a codebook for all rows: processors, top-k, top-p, draw, and the gather of what the drawn code feeds.
+
+The meaning is `kernels.sampler`'s: probabilities as whole multiples of 2**-30, so that sums are exact in any order, and one
+Philox word a (seed, frame, codebook). Thresholds are found by bisection over the bits of ordered integers: no sort.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.lm_triton import gdc_launch_dependents, gdc_wait, launch
+
+_GRID = tl.constexpr(float(1 << 30))
+_WHOLE = tl.constexpr(float(1 << 23))
+FIRST, MIDDLE, LAST = 0, 1, 2
+
+
+@triton.jit
+def _philox_word(seed, frame, codebook):
+    """Word 0 of Philox4x32-10 at counter (frame, codebook, 0, 0), key = seed; all int64 scalars that hold 32-bit words."""
+    mask = 0xFFFFFFFF
+    k0 = (seed & mask).to(tl.uint64)
+    k1 = ((seed >> 32) & mask).to(tl.uint64)
+    c0 = (frame & mask).to(tl.uint64)
+    c1 = codebook.to(tl.uint64)
+    c2 = c0 * 0
+    c3 = c0 * 0
+    for _ in tl.static_range(10):
+        low = c0 * 0xD2511F53
+        high = c2 * 0xCD9E8D57
+        c0 = ((high >> 32) ^ c1 ^ k0) & mask
+        c2 = ((low >> 32) ^ c3 ^ k1) & mask
+        c1 = high & mask
+        c3 = low & mask
+        k0 = (k0 + 0x9E3779B9) & mask
+        k1 = (k1 + 0xBB67AE85) & mask
+    return c0.to(tl.int64)
+
+
+@triton.jit
+def _quantized(share):
+    scaled = share * _GRID
+    near = (scaled + _WHOLE) - _WHOLE
+    return tl.where(scaled < _WHOLE, near, scaled).to(tl.int64)
+
+
+@triton.jit
+def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, HALF: tl.constexpr):
+    """Whole-number probabilities of one row's logits `value`, -inf where there is no token; HALF: the logits are bfloat16 values."""
+    scaled = tl.math.div_rn(value, tl.zeros_like(value) + temperature)
+    keyed = value if HALF else scaled
+    bits = (keyed + 0.0).to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    if HALF:
+        order = order >> 16
+    count = tl.where(top_k > 0, tl.minimum(top_k, VOCAB), VOCAB).to(tl.int32)
+    width: tl.constexpr = 15 if HALF else 31
+    nonnegative = tl.sum((order >= 0).to(tl.int32)) >= count
+    threshold = tl.where(nonnegative, 0, -(1 << width)).to(tl.int32)
+    for step in range(width):
+        candidate = threshold + (tl.full((), 1, tl.int32) << (width - 1 - step))
+        threshold = tl.where(tl.sum((order >= candidate).to(tl.int32)) >= count, candidate, threshold)
+    kept = (order >= threshold) & (at < VOCAB)
+    likely = tl.where(kept, tl.exp(scaled - tl.max(scaled)), 0.0)
+    weights = _quantized(likely / tl.sum(likely))
+    if top_p < 1.0:
+        total = tl.sum(weights)
+        limit = (1.0 - top_p.to(tl.float64)) * total.to(tl.float64)
+        below = tl.full((), -1, tl.int64)
+        for step in range(31):
+            higher = below + (tl.full((), 1, tl.int64) << (30 - step))
+            mass = tl.sum(tl.where(weights <= higher, weights, 0))
+            below = tl.where(mass.to(tl.float64) <= limit, higher, below)
+        removed = weights <= below
+        mass = tl.sum(tl.where(removed, weights, 0))
+        edge = tl.min(tl.where(removed, 1 << 40, weights))
+        tied = (weights == edge) & (at < VOCAB)
+        rank = tl.cumsum(tied.to(tl.int64), 0)
+        removed |= tied & ((mass + edge * rank).to(tl.float64) <= limit)
+        likeliest = tl.max(tl.where((weights == tl.max(weights)) & (at < VOCAB), at, -1))
+        likely = tl.where(removed & (at != likeliest), 0.0, likely)
+        weights = _quantized(likely / tl.sum(likely))
+    return weights
+
+
+@triton.jit
+def _draw_code(
+    logits, rows, codes, finite, flags,
+    seeds, frames, temperature, top_k, top_p, greedy, seen, penalty, min_new,
+    hidden, inputs, starts, x,
+    table, text, trailing, positions, state_inputs,
+    count, codebook, end, suppress_from, dead, trailing_width,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, CODEBOOKS: tl.constexpr, WIDTH: tl.constexpr, TALKER: tl.constexpr,
+    SPREAD: tl.constexpr, STAGE: tl.constexpr, HALF: tl.constexpr, COPY_HIDDEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    slot = tl.load(rows + row)
+    at = tl.arange(0, BLOCK)
+    value = tl.load(logits + row.to(tl.int64) * VOCAB + at, mask=at < VOCAB, other=0.0).to(tl.float32)
+    fine = tl.min((tl.abs(value) < float("inf")).to(tl.int32))
+    frame = tl.load(frames + slot)
+    value = tl.where(at < VOCAB, value, float("-inf"))
+    if STAGE == 0:
+        factor = tl.load(penalty + slot)
+        drawn_before = tl.load(seen + slot * VOCAB + at, mask=at < VOCAB, other=0) != 0
+        spread = tl.zeros_like(value) + factor
+        value = tl.where(drawn_before, tl.where(value > 0, tl.math.div_rn(value, spread), value * spread), value)
+        banned = (at >= suppress_from) & (at != end)
+        early = (at == end) & (frame < tl.load(min_new + slot))
+        value = tl.where(banned | early, float("-inf"), value)
+    else:
+        fine = fine & tl.load(finite + row)
+    if tl.load(greedy + slot) != 0:
+        code = tl.argmax(value, 0).to(tl.int64)
+    else:
+        weights = _weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB, HALF)
+        total = tl.cumsum(weights, 0)
+        word = _philox_word(tl.load(seeds + slot), frame, frame * 0 + codebook)
+        place = (word * tl.sum(weights)) >> 32
+        code = tl.sum((total <= place).to(tl.int64))
+    code = tl.maximum(tl.minimum(code, VOCAB - 1), 0)
+    tl.store(codes + row * CODEBOOKS + codebook, code)
+
+    if STAGE != 2:
+        tl.store(finite + row, fine)
+        wide = tl.arange(0, SPREAD)
+        inside = wide < WIDTH
+        fed = tl.load(inputs + (tl.load(starts + codebook) + code) * WIDTH + wide, mask=inside)
+        target = x + row.to(tl.int64) * WIDTH + wide
+        if STAGE == 0:
+            tl.store(target + count * WIDTH, fed, mask=inside)
+            if COPY_HIDDEN:
+                tl.store(target, tl.load(hidden + row.to(tl.int64) * WIDTH + wide, mask=inside), mask=inside)
+            tl.store(seen + slot * VOCAB + code, 1)
+        else:
+            tl.store(target, fed, mask=inside)
+    else:
+        first = tl.load(codes + row * CODEBOOKS)
+        ended = tl.where(first == end, 1, 0)
+        tl.store(flags + row, (ended + tl.where(fine != 0, 0, 2)).to(tl.uint8))
+        across = tl.arange(0, SPREAD)
+        inside = across < TALKER
+        total_embedding = tl.load(table + (tl.load(starts + codebook) + code) * TALKER + across, mask=inside, other=0.0).to(tl.float32)
+        for other in range(CODEBOOKS - 1):
+            drawn = tl.load(codes + row * CODEBOOKS + other) + tl.load(starts + other)
+            total_embedding += tl.load(table + drawn * TALKER + across, mask=inside, other=0.0).to(tl.float32)
+        word_id = tl.load(trailing + slot * trailing_width + tl.minimum(frame, trailing_width - 1))
+        summed = total_embedding.to(state_inputs.dtype.element_ty).to(tl.float32)
+        summed += tl.load(text + word_id * TALKER + across, mask=inside, other=0.0).to(tl.float32)
+        tl.store(state_inputs + slot * TALKER + across, summed.to(state_inputs.dtype.element_ty), mask=inside)
+        if slot != dead:
+            tl.store(positions + slot, tl.load(positions + slot) + 1)
+            tl.store(frames + slot, frame + 1)
+
+
+def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool = True) -> None:
+    """`kernels.lm_cuda.draw` in Triton, for any sizes and for float32; the same pointers and numbers in the same order."""
+    (
+        logits, rows, codes, finite, flags, seeds, top_k, min_new, starts, trailing, frames, positions, temperature, top_p, penalty, greedy,
+        seen, hidden, inputs, table, text, x, state_inputs,
+    ) = pointers  # fmt: skip
+    end, suppress_from, dead, count, vocab, codebook, codebooks, width, talker, trailing_width, copy_hidden = numbers
+    _draw_code[(count,)](
+        logits, rows, codes, finite, flags, seeds, frames, temperature, top_k, top_p, greedy, seen, penalty, min_new, hidden, inputs,
+        starts, x, table, text, trailing, positions, state_inputs, count, codebook, end, suppress_from, dead, trailing_width,
+        vocab, triton.next_power_of_2(vocab), codebooks, width, talker, triton.next_power_of_2(max(width, talker)), stage,
+        stage != FIRST and logits.dtype == torch.bfloat16, bool(copy_hidden), pdl, num_warps=4, **launch(pdl),
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""Registers ops under the namespace `nightjar`: one name and one schema each, a plain PyTorch twin for every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NAMESPACE = "nightjar"
+LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+#: name -> the plain PyTorch function that says what the op means.
+TWINS: dict[str, Callable[..., object]] = {}
+
+
+def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Registers the decorated twin as `torch.ops.nightjar.<name>`, with the name and types of `schema`.
+
+    The twin serves every device until a kernel is registered for one: `LIBRARY.impl(name, kernel, "CUDA")`. The decorated
+    function stays the twin itself, so that the oracle never runs a kernel by accident.
+
+        @op("swiglu(Tensor gate_up) -> Tensor")
+        def swiglu(gate_up: Tensor) -> Tensor: ...
+    """
+    name = schema.partition("(")[0]
+
+    def register(twin: Callable[P, R]) -> Callable[P, R]:
+        LIBRARY.define(schema)
+        LIBRARY.impl(name, twin, "CompositeExplicitAutograd")
+        TWINS[name] = twin
+        return twin
+
+    return register
