@@ -1,0 +1,187 @@
+"""The last stage, on its own thread: codes of finished utterances become audio in batches, those of streams chunk by chunk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S")
+Samples = NDArray[np.float32]
+Done = Callable[[Samples | NightjarError], None]
+
+
+class Decoder(Protocol[S]):
+    """A codec decoder that can go on from a state."""
+
+    def new_state(self) -> S: ...
+
+    def decode(self, codes: Sequence[Tensor], states: Sequence[S] | None = None) -> list[Tensor]:
+        """Whole utterances [frames, codebooks] -> samples [n] each; `states` are where they start, and are not changed."""
+        ...
+
+    def decode_chunk(self, states: Sequence[S], codes: Sequence[Tensor]) -> list[Tensor]:
+        """The next frames of streams; moves their states on."""
+        ...
+
+
+@dataclass(slots=True)
+class _Job(Generic[S]):
+    codes: Tensor
+    state: S | None
+    done: Done
+    #: Whether `state` belongs to a stream and moves on.
+    streamed: bool
+    #: When `state` is written, where it was last written on another stream of the device.
+    ready: torch.cuda.Event | None = None
+    since: float = field(default_factory=time.monotonic)
+
+
+class CodecStage(Generic[S]):
+    """Decodes what it is given in the order of arrival, many at once; chunks of streams go first.
+
+    `done` is called on the stage's thread with float32 samples [n], or with the error of that utterance alone.
+    On a CUDA `device` the stage has a stream of its own, beside the frames. Whole utterances wait up to `gather_seconds` for company
+    until they have `gather_frames` frames together.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder[S],
+        max_batch: int = 64,
+        device: torch.device | None = None,
+        gather_seconds: float = 0.0,
+        gather_frames: int = 4096,
+    ) -> None:
+        self._decoder = decoder
+        self._max_batch = max_batch
+        self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        self._gather_seconds = gather_seconds
+        self._gather_frames = gather_frames
+        self._jobs: deque[_Job[S]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="codec-stage", daemon=True)
+        self._thread.start()
+
+    def decode(self, codes: NDArray[np.int64], done: Done, start: S | None = None) -> None:
+        """Decodes a whole utterance [frames, codebooks], from the state `start` on when it follows a reference."""
+        self._put(_Job(torch.from_numpy(codes), start, done, False, self._written(start)))
+
+    def decode_chunk(self, codes: NDArray[np.int64], done: Done, state: S) -> None:
+        """Decodes the next frames of a stream and moves `state` on; chunks of one stream keep their order."""
+        self._put(_Job(torch.from_numpy(codes), state, done, True, self._written(state)))
+
+    def close(self) -> None:
+        """Decodes what is queued, then ends the thread. May be called more than once."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _written(self, state: S | None) -> torch.cuda.Event | None:
+        """The moment after which a state made on the caller's stream can be read on the stage's."""
+        if state is None or self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def _put(self, job: _Job[S]) -> None:
+        with self._wake:
+            closed = self._closing
+            if not closed:
+                self._jobs.append(job)
+                self._wake.notify()
+        if closed:
+            job.done(SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed before the audio was decoded."))
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._closing and (patience := self._patience()) != 0:
+                    self._wake.wait(patience)
+                if not self._jobs:
+                    return
+                batch = self._take()
+            with torch.cuda.stream(self._stream):
+                self._decode(batch)
+
+    def _patience(self) -> float | None:
+        """Seconds until the next batch should be decoded; None: there is nothing to decode."""
+        if not self._jobs:
+            return None
+        enough = len(self._jobs) >= self._max_batch or sum(len(job.codes) for job in self._jobs) >= self._gather_frames
+        if enough or not self._gather_seconds or any(job.streamed for job in self._jobs):
+            return 0
+        return max(self._gather_seconds - (time.monotonic() - self._jobs[0].since), 0)
+
+    def _take(self) -> list[_Job[S]]:
+        """The next batch: one chunk of every waiting stream, or else whole utterances."""
+        streams: dict[int, _Job[S]] = {}
+        for job in self._jobs:
+            if job.streamed:
+                streams.setdefault(id(job.state), job)
+        batch = list(streams.values()) or list(self._jobs)
+        batch = batch[: self._max_batch]
+        chosen = {id(job) for job in batch}
+        self._jobs = deque(job for job in self._jobs if id(job) not in chosen)
+        return batch
+
+    def _decode(self, batch: list[_Job[S]]) -> None:
+        try:
+            waves = self._waves(batch)
+        except Exception as error:
+            if len(batch) > 1 and not batch[0].streamed:
+                half = len(batch) // 2
+                self._decode(batch[:half])
+                self._decode(batch[half:])
+                return
+            log.exception("the codec failed")
+            failure = _failure(error)
+            for job in batch:
+                job.done(failure)
+            return
+        for job, wave in zip(batch, waves):
+            samples = wave.float().cpu().numpy()
+            finite = bool(np.isfinite(samples).all())
+            job.done(samples if finite else SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers."))
+
+    def _waves(self, batch: list[_Job[S]]) -> list[Tensor]:
+        codes = [job.codes for job in batch]
+        for job in batch:
+            if job.ready is not None:
+                torch.cuda.current_stream().wait_event(job.ready)
+        if batch[0].streamed:
+            return self._decoder.decode_chunk([_known(job.state) for job in batch], codes)
+        if all(job.state is None for job in batch):
+            return self._decoder.decode(codes)
+        fresh: Any = self._decoder.new_state()
+        return self._decoder.decode(codes, [fresh if job.state is None else job.state for job in batch])
+
+
+def _known(state: S | None) -> S:
+    assert state is not None
+    return state
+
+
+def _failure(error: Exception) -> NightjarError:
+    if isinstance(error, NightjarError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError):
+        return SynthesisError(ErrorCode.SYNTH_OOM, f"The codec ran out of device memory: {error}.", "Use a smaller engine.")
+    return SynthesisError(ErrorCode.SYNTH_ENGINE, f"The codec failed: {error}.", "See the log.")

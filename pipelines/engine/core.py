@@ -1,0 +1,261 @@
+"""The frame loop: one `step` admits, prefills, starts frames and reads those that are done. No threads, no clock."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipelines.engine.executor import FrameExecutor, PendingFrames
+from pipelines.engine.model import ENDED, NOT_FINITE, FrameSettings, PrefillRun
+from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
+from pipelines.engine.state import DrawFlags, Placement
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+
+log = logging.getLogger(__name__)
+
+Finish = Literal["eos", "length"]
+#: This share of all slots is enough to let newcomers in at once.
+_QUORUM = 16
+
+
+class Listener(Protocol):
+    """Who hears of the codes. Called by whoever calls `step`."""
+
+    def frames(self, request: GenerationRequest, codes: NDArray[np.int64]) -> None:
+        """New frames [frames, codebooks] of a request, in order."""
+        ...
+
+    def finished(self, request: GenerationRequest, codes: NDArray[np.int64], finish: Finish) -> None:
+        """All frames [frames, codebooks] of a request; `finish` is "length" when it did not end by itself."""
+        ...
+
+    def failed(self, request: GenerationRequest, error: NightjarError) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Sizes of the engine. Positions are prompt positions plus frames."""
+
+    slots: int = 32
+    pages: int = 1024
+    page_size: int = 64
+    max_context: int = 8192
+    #: Positions of one prefill chunk, and of all chunks of one turn.
+    prefill_chunk: int = 256
+    prefill_tokens: int = 2048
+    #: Frames that a request must have room for before it is let in beside others.
+    reserve_frames: int = 64
+    #: Frames a scheduling turn; more hide the host, and waste up to that many when a request ends.
+    frames_per_turn: int = 1
+    #: Turns that newcomers may wait for company while most slots are taken: one prefill of many costs little more than one of one.
+    admit_turns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    batch: list[tuple[Utterance, int]]
+    pending: PendingFrames
+
+
+def engine_failure(error: Exception) -> SynthesisError:
+    """The error for requests that a fault of the engine or the device ended."""
+    message = f"The engine failed: {type(error).__name__}: {error}."
+    return SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log; the request may be tried again.")
+
+
+class EngineCore:
+    """Merges requests into one running batch that they join and leave at any frame."""
+
+    def __init__(self, executor: FrameExecutor, options: EngineOptions, listener: Listener) -> None:
+        self.executor = executor
+        self.frames_made = 0
+        self._options = options
+        self._listener = listener
+        self._turns: deque[_Turn] = deque()
+        self._since_admission = 0
+        self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None
+        self.scheduler = Scheduler(executor.kv, executor.state.slots, options.prefill_chunk, options.prefill_tokens, options.reserve_frames)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting or self._turns)
+
+    def check(self, request: GenerationRequest) -> None:
+        """Raises `SynthesisError` (`synth.oom`) for a request that could not run even alone; may be called from any thread."""
+        if not self.scheduler.fits(request) or request.positions > self._options.max_context:
+            raise SynthesisError(
+                ErrorCode.SYNTH_OOM,
+                f"The request needs up to {request.positions} positions; the engine has room for "
+                f"{min(self.executor.kv.pages * self.executor.kv.page_size, self._options.max_context)}.",
+                "Shorten the text or the reference, lower max_seconds, or give the engine more pages.",
+            )
+
+    def add(self, request: GenerationRequest) -> None:
+        """Puts a request into the queue. Raises as `check` does."""
+        self.check(request)
+        self.scheduler.waiting.append(Utterance(request))
+
+    def abort(self, which: str | GenerationRequest) -> None:
+        """Ends a request, or all requests with this id, wherever they are; its listener hears `synth.aborted`. Unknown ids are ignored."""
+        for utterance in self.scheduler.find(which):
+            self._fail(utterance, SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
+
+    def step(self) -> None:
+        """One turn: admit, prefill, start frames, and read what is old enough."""
+        try:
+            self._admit()
+            self._prefill()
+            started = self._start_frames()
+        except torch.OutOfMemoryError as error:
+            self._shrink(error)
+            return
+        while len(self._turns) > (self.executor.lag if started else 0):
+            self._read(self._turns.popleft())
+
+    def fail_all(self, error: NightjarError) -> None:
+        """Ends every request, running or waiting, with this error."""
+        self._turns.clear()
+        for utterance in (*self.scheduler.running, *self.scheduler.waiting):
+            self._fail(utterance, error)
+
+    def _admit(self) -> None:
+        self._since_admission += 1
+        scheduler = self.scheduler
+        crowded = scheduler.running and scheduler.free_slots < self.executor.state.slots // _QUORUM
+        if crowded and self._since_admission < self._options.admit_turns:
+            return
+        if admitted := scheduler.admit():
+            self._since_admission = 0
+            placements = [self._placement(utterance) for utterance in admitted]
+            if known := [placement for placement in placements if placement is not None]:
+                self.executor.state.place(known)
+
+    def _placement(self, utterance: Utterance) -> Placement | None:
+        """What goes into the utterance's slot; None when its prompt broke, which ends it alone."""
+        request, last = utterance.request, len(utterance.request.prompt) - 1
+        try:
+            utterance.embeddings = self.executor.embed(request.prompt)
+            trailing = np.asarray(request.prompt.trailing, np.int64)
+            return Placement(utterance.slot, utterance.pages, request.seed, request.sampling, trailing, utterance.embeddings[last], last)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            log.exception("a request could not be let in")
+            self._fail(utterance, engine_failure(error))
+            return None
+
+    def _prefill(self) -> None:
+        runs: list[PrefillRun] = []
+        for utterance, count in self.scheduler.prefill():
+            embeddings = utterance.embeddings
+            if embeddings is None:
+                continue
+            start, end = utterance.prefilled, utterance.prefilled + count
+            runs.append(PrefillRun(utterance.slot, start, embeddings[start:end]))
+            utterance.prefilled = end
+            if utterance.to_prefill == 0:
+                utterance.embeddings = None
+        # Chunks of one prompt read the pages that earlier chunks wrote: they go one after the other.
+        while runs:
+            now: dict[int, PrefillRun] = {}
+            later = [run for run in runs if now.setdefault(run.slot, run) is not run]
+            self.executor.prefill(list(now.values()))
+            runs = later
+
+    def _start_frames(self) -> bool:
+        batch = self.scheduler.ready()
+        if not batch:
+            return False
+        count = min(self._options.frames_per_turn, *(one.request.max_tokens - one.started for one in batch))
+        grown, _ = self.scheduler.grow(batch, count)
+        if fresh := [(one.slot, pages, len(one.pages) - len(pages)) for one, pages in grown if one.slot >= 0]:
+            self.executor.state.write_pages(fresh)
+        batch = [one for one in batch if one.slot >= 0]
+        if not batch:
+            return False
+        settings = FrameSettings(max(one.context for one in batch) + 1, *self._draw_flags(batch))
+        pending = self.executor.frames([one.slot for one in batch], count, settings)
+        for utterance in batch:
+            utterance.started += count
+        self._turns.append(_Turn([(one, one.run) for one in batch], pending))
+        return True
+
+    def _draw_flags(self, batch: list[Utterance]) -> tuple[DrawFlags, DrawFlags]:
+        """What the samplers need for a batch; most turns have the batch of the turn before."""
+        if self._drawn is None or self._drawn[0] != batch:
+            samplings = [one.request.sampling for one in batch]
+            first = DrawFlags.of([(s.temperature, s.top_k, s.top_p) for s in samplings])
+            residual = DrawFlags.of([(s.predictor_temperature, s.predictor_top_k, s.predictor_top_p) for s in samplings])
+            self._drawn = batch, first, residual
+        return self._drawn[1:]
+
+    def _read(self, turn: _Turn) -> None:
+        result = turn.pending.result()
+        told = set(np.flatnonzero(result.flags.any(axis=0)).tolist())
+        for row, (utterance, run) in enumerate(turn.batch):
+            if utterance.run == run:
+                self._take(utterance, result.codes[:, row], result.flags[:, row] if row in told else None)
+
+    def _take(self, utterance: Utterance, codes: NDArray[np.int64], flags: NDArray[np.uint8] | None) -> None:
+        """The frames of one utterance, up to its end; `flags` is None when there are none."""
+        room = utterance.request.max_tokens - utterance.made
+        finish: Finish | None = None
+        if len(codes) >= room:
+            codes, finish = codes[: room - 1], "length"
+        if flags is not None:
+            flag = int((flags[:room] != 0).argmax())
+            if flags[flag] & NOT_FINITE:
+                self._fail_not_finite(utterance)
+                return
+            if flags[flag] & ENDED:
+                codes, finish = codes[:flag], "eos"
+        self._keep(utterance, codes)
+        if finish is not None:
+            self._finish(utterance, finish)
+
+    def _fail_not_finite(self, utterance: Utterance) -> None:
+        self.executor.kv.scrub(utterance.pages)
+        advice = "Try another seed; if it persists, check the weights or use a wider type."
+        self._fail(utterance, SynthesisError(ErrorCode.SYNTH_NAN, "The model's logits hold NaN or infinity.", advice))
+
+    def _keep(self, utterance: Utterance, codes: NDArray[np.int64]) -> None:
+        """Adds frames, and hands on those that were not before (a restart makes some again)."""
+        if not len(codes):
+            return
+        utterance.parts.append(codes)
+        utterance.made += len(codes)
+        self.frames_made += len(codes)
+        fresh = utterance.made - utterance.delivered
+        if fresh > 0:
+            utterance.delivered = utterance.made
+            self._listener.frames(utterance.request, codes[-fresh:])
+
+    def _finish(self, utterance: Utterance, finish: Finish) -> None:
+        self.scheduler.remove(utterance)
+        codes = np.concatenate(utterance.parts) if utterance.parts else np.zeros((0, 0), np.int64)
+        self._listener.finished(utterance.request, codes, finish)
+
+    def _fail(self, utterance: Utterance, error: NightjarError) -> None:
+        if utterance.slot >= 0:
+            self.scheduler.remove(utterance)
+        else:
+            self.scheduler.waiting.remove(utterance)
+        self._listener.failed(utterance.request, error)
+
+    def _shrink(self, error: torch.OutOfMemoryError) -> None:
+        """After running out of device memory: half the batch starts again later, and stays that small; one alone fails."""
+        self._turns.clear()
+        running = self.scheduler.running
+        if len(running) == 1:
+            self._fail(running[0], SynthesisError(ErrorCode.SYNTH_OOM, f"The device is out of memory: {error}.", "Use a smaller engine."))
+        keep = len(running) // 2
+        self.scheduler.max_running = max(keep, 1)
+        while running:
+            self.scheduler.oust_youngest()
+        torch.cuda.empty_cache()

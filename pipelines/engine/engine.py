@@ -1,0 +1,154 @@
+"""The engine's thread: a bounded waiting room in front of `EngineCore`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.engine.core import EngineCore, EngineOptions, Finish, engine_failure
+from pipelines.engine.executor import FrameExecutor
+from pipelines.engine.scheduler import GenerationRequest
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.request import EngineStats
+
+log = logging.getLogger(__name__)
+
+
+class Receiver(Protocol):
+    """Who waits for one request. Called on the engine's thread, so it must be quick."""
+
+    def frames(self, codes: NDArray[np.int64]) -> None:
+        """New frames [frames, codebooks], in order."""
+        ...
+
+    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
+        """All frames [frames, codebooks] of a request that came to its end or to its limit."""
+        ...
+
+    def failed(self, error: NightjarError) -> None: ...
+
+
+class Engine:
+    """Runs requests that come from any thread on one thread of its own."""
+
+    def __init__(self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64) -> None:
+        self.core = EngineCore(executor, options, self)
+        self._receivers: dict[GenerationRequest, Receiver] = {}
+        self._inbox: list[tuple[GenerationRequest, Receiver]] = []
+        self._aborts: list[str | GenerationRequest] = []
+        self._wake = threading.Condition()
+        self._room = waiting_room
+        self._waiting = 0
+        self._closing = False
+        self._done = 0
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: GenerationRequest, receiver: Receiver) -> None:
+        """Queues a request; blocks while the waiting room is full (never on the engine's own thread, which has to empty it).
+
+        Raises `SynthesisError`: `synth.oom` for a request that can never fit, `synth.aborted` once the engine is closed.
+        """
+        self.core.check(request)
+        with self._wake:
+            may_wait = threading.current_thread() is not self._thread
+            while may_wait and not self._closing and self._waiting + len(self._inbox) >= self._room:
+                self._wake.wait()
+            if self._closing:
+                raise _closed()
+            self._inbox.append((request, receiver))
+            self._wake.notify_all()
+
+    def abort(self, which: str | GenerationRequest) -> None:
+        """Ends a request, or all requests with this id; its receiver hears `synth.aborted`. Unknown ids are ignored."""
+        with self._wake:
+            self._aborts.append(which)
+            self._wake.notify_all()
+
+    def stats(self, audio_seconds: float = 0.0) -> EngineStats:
+        scheduler = self.core.scheduler
+        with self._wake:
+            waiting = self._waiting + len(self._inbox)
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=waiting,
+            requests_done=self._done,
+            frames=self.core.frames_made,
+            audio_seconds=audio_seconds,
+            kv_use=1 - scheduler.kv.free / scheduler.kv.pages,
+        )
+
+    def close(self) -> None:
+        """Ends the thread; requests in flight fail with `synth.aborted`. May be called more than once."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def frames(self, request: GenerationRequest, codes: NDArray[np.int64]) -> None:
+        receiver = self._receivers[request]
+        _tell(lambda: receiver.frames(codes))
+
+    def finished(self, request: GenerationRequest, codes: NDArray[np.int64], finish: Finish) -> None:
+        self._done += 1
+        receiver = self._receivers.pop(request)
+        _tell(lambda: receiver.finished(codes, finish))
+
+    def failed(self, request: GenerationRequest, error: NightjarError) -> None:
+        self._done += 1
+        receiver = self._receivers.pop(request)
+        _tell(lambda: receiver.failed(error))
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._aborts or self._closing or self.core.busy):
+                    self._wake.wait()
+                if self._closing:
+                    break
+                arrived, self._inbox = self._inbox, []
+                aborts, self._aborts = self._aborts, []
+                self._waiting += len(arrived)
+            self._turn(arrived, aborts)
+        self._stop()
+
+    def _turn(self, arrived: list[tuple[GenerationRequest, Receiver]], aborts: list[str | GenerationRequest]) -> None:
+        for request, receiver in arrived:
+            self._receivers[request] = receiver
+            self.core.add(request)
+        for which in aborts:
+            self.core.abort(which)
+        try:
+            self.core.step()
+        except Exception as error:
+            log.exception("a turn of the engine failed")
+            self.core.fail_all(engine_failure(error))
+        with self._wake:
+            self._waiting = len(self.core.scheduler.waiting)
+            self._wake.notify_all()
+
+    def _stop(self) -> None:
+        self.core.fail_all(_closed())
+        with self._wake:
+            left, self._inbox = self._inbox, []
+            self._wake.notify_all()
+        for _, receiver in left:
+            receiver.failed(_closed())
+
+
+def _closed() -> SynthesisError:
+    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
+
+
+def _tell(call: Callable[[], None]) -> None:
+    """A receiver that raises must not stop the engine."""
+    try:
+        call()
+    except Exception:
+        log.exception("a receiver of the engine failed")

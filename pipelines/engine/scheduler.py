@@ -1,0 +1,167 @@
+"""Which requests run, and what they do next: admission, slots, pages, prefill in chunks, and who makes way."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelines.engine.kv import PagedKV
+from pipelines.engine.model import PromptLike
+from pipelines.engine.state import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GenerationRequest:
+    """One utterance for the engine, known by its identity.
+
+    `max_tokens` counts draws of codebook 0; the last one only tells whether speech has ended.
+    """
+
+    request_id: str
+    prompt: PromptLike
+    sampling: SamplingParams
+    seed: int
+    max_tokens: int
+
+    @property
+    def positions(self) -> int:
+        """Positions of the longest context that this request can come to."""
+        return len(self.prompt) + self.max_tokens - 1
+
+
+@dataclass(eq=False, slots=True)
+class Utterance:
+    """A request on its way through the engine."""
+
+    request: GenerationRequest
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    #: The prompt, [length, hidden], until it is prefilled.
+    embeddings: Tensor | None = None
+    #: Prompt positions whose keys are written; frames that were started, and that came back, as parts [frames, codebooks].
+    prefilled: int = 0
+    started: int = 0
+    made: int = 0
+    parts: list[NDArray[np.int64]] = field(default_factory=list)
+    #: Frames already handed on, which a restart must not hand on again.
+    delivered: int = 0
+    #: Rises when the utterance leaves its slot: frames under way of an earlier run are then dropped.
+    run: int = 0
+
+    @property
+    def to_prefill(self) -> int:
+        """Prompt positions not yet prefilled; the last one is the first frame's input."""
+        return len(self.request.prompt) - 1 - self.prefilled
+
+    @property
+    def context(self) -> int:
+        """Positions after the frames that were started."""
+        return len(self.request.prompt) - 1 + self.started
+
+    def restart(self) -> None:
+        self.slot, self.pages, self.embeddings = -1, [], None
+        self.prefilled = self.started = self.made = 0
+        self.parts = []
+        self.run += 1
+
+
+class Scheduler:
+    """First come, first served; a request that ran out of pages makes the youngest one start again later.
+
+    Noise depends only on the request, so one that starts again says the same.
+    """
+
+    def __init__(self, kv: PagedKV, slots: int, prefill_chunk: int, prefill_tokens: int, reserve_frames: int) -> None:
+        self.kv = kv
+        self.waiting: deque[Utterance] = deque()
+        self.running: list[Utterance] = []
+        self.max_running = slots
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._prefill_chunk = prefill_chunk
+        self._prefill_tokens = prefill_tokens
+        self._reserve_frames = reserve_frames
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def fits(self, request: GenerationRequest) -> bool:
+        """Whether the request could run to its limit if it were alone."""
+        return self.kv.pages_for(request.positions) <= self.kv.pages
+
+    def admit(self) -> list[Utterance]:
+        """Gives slots and the pages of their prompts to waiting requests, in order, as long as there is room."""
+        admitted: list[Utterance] = []
+        while self.waiting and self._free_slots and len(self.running) < self.max_running:
+            request = self.waiting[0].request
+            wanted = self.kv.pages_for(min(request.positions, len(request.prompt) + self._reserve_frames))
+            if self.running and wanted > self.kv.free:
+                break
+            pages = self.kv.take(self.kv.pages_for(len(request.prompt)))
+            if pages is None:
+                break
+            utterance = self.waiting.popleft()
+            utterance.slot, utterance.pages = self._free_slots.pop(), pages
+            self.running.append(utterance)
+            admitted.append(utterance)
+        return admitted
+
+    def prefill(self) -> list[tuple[Utterance, int]]:
+        """Whole chunks of prompts within the turn's budget, as (utterance, positions), oldest first.
+
+        Chunks end at multiples of the chunk size of their own prompt: what is computed for a prompt does not depend on the others.
+        """
+        chunks: list[tuple[Utterance, int]] = []
+        budget = self._prefill_tokens
+        for utterance in self.running:
+            left = utterance.to_prefill
+            while left > 0 and budget > 0:
+                count = min(left, self._prefill_chunk)
+                chunks.append((utterance, count))
+                left -= count
+                budget -= count
+        return chunks
+
+    def ready(self) -> list[Utterance]:
+        """Utterances whose next frame can be started."""
+        return [one for one in self.running if one.to_prefill == 0 and one.started < one.request.max_tokens]
+
+    def grow(self, batch: list[Utterance], frames: int) -> tuple[list[tuple[Utterance, list[int]]], list[Utterance]]:
+        """Pages for `frames` more positions of each: (utterance, its new pages), and those that had to make way for them."""
+        grown: list[tuple[Utterance, list[int]]] = []
+        ousted: list[Utterance] = []
+        for utterance in batch:
+            while utterance.slot >= 0:
+                missing = self.kv.pages_for(utterance.context + frames) - len(utterance.pages)
+                pages = self.kv.take(max(missing, 0))
+                if pages is not None:
+                    if pages:
+                        utterance.pages.extend(pages)
+                        grown.append((utterance, pages))
+                    break
+                ousted.append(self.oust_youngest())
+        return grown, ousted
+
+    def oust_youngest(self) -> Utterance:
+        """Sends the request that came last back to the head of the queue, to start again."""
+        youngest = self.running[-1]
+        self.remove(youngest)
+        youngest.restart()
+        self.waiting.appendleft(youngest)
+        return youngest
+
+    def remove(self, utterance: Utterance) -> None:
+        """Takes an utterance out of its slot; its frames under way are void."""
+        self.running.remove(utterance)
+        self._free_slots.append(utterance.slot)
+        self.kv.give_back(utterance.pages)
+        utterance.slot, utterance.pages = -1, []
+        utterance.run += 1
+
+    def find(self, which: str | GenerationRequest) -> list[Utterance]:
+        """The utterances of this request, or of all requests with this id."""
+        return [one for one in (*self.running, *self.waiting) if which in (one.request, one.request.request_id)]

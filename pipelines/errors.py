@@ -1,0 +1,136 @@
+"""The one error tree of Nightjar: closed codes, a sentence for a person, and what to do next."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class ErrorCode(StrEnum):
+    """Every code that a line, an item, a shard or a command can end with. The set is closed: ledgers and scripts rely on it."""
+
+    # The line or the request is at fault: never retried.
+    INPUT_BAD_JSON = "input.bad_json"
+    INPUT_BAD_LINE = "input.bad_line"
+    INPUT_BAD_ROLE = "input.bad_role"
+    INPUT_BAD_MODALITY = "input.bad_modality"
+    INPUT_BAD_GENERATION = "input.bad_generation"
+    INPUT_DUPLICATE_ID = "input.duplicate_id"
+    INPUT_EMPTY_TEXT = "input.empty_text"
+    INPUT_UNPRONOUNCEABLE = "input.unpronounceable"
+    INPUT_TOO_LONG = "input.too_long"
+    INPUT_MULTI_TURN = "input.multi_turn"
+    INPUT_AUDIO_MISSING = "input.audio_missing"
+    INPUT_AUDIO_FORBIDDEN = "input.audio_forbidden"
+    INPUT_AUDIO_UNREADABLE = "input.audio_unreadable"
+    INPUT_REFERENCE_LENGTH = "input.reference_length"
+    INPUT_REFERENCE_SILENT = "input.reference_silent"
+    INPUT_REFERENCE_TEXT = "input.reference_text"
+    INPUT_UNKNOWN_VOICE = "input.unknown_voice"
+    INPUT_UNKNOWN_LANGUAGE = "input.unknown_language"
+    INPUT_UNSUPPORTED = "input.unsupported"
+    INPUT_NO_ITEMS = "input.no_items"
+    INPUT_UNREADABLE = "input.unreadable"
+    # The engine could not make this speech.
+    SYNTH_OOM = "synth.oom"
+    SYNTH_TIMEOUT = "synth.timeout"
+    SYNTH_NO_EOS = "synth.no_eos"
+    SYNTH_NO_AUDIO = "synth.no_audio"
+    SYNTH_NAN = "synth.nan"
+    SYNTH_SILENT = "synth.silent"
+    SYNTH_ABORTED = "synth.aborted"
+    SYNTH_ENGINE = "synth.engine"
+    # A quality gate refused every draw.
+    QA_WER = "qa.wer"
+    QA_DURATION = "qa.duration"
+    QA_CLIPPED = "qa.clipped"
+    # The store.
+    STORE_UNREACHABLE = "store.unreachable"
+    STORE_FORBIDDEN = "store.forbidden"
+    STORE_FULL = "store.full"
+    STORE_MISSING = "store.missing"
+    STORE_CONFLICT = "store.conflict"
+    STORE_BAD_KEY = "store.bad_key"
+    # The ledger and the broker.
+    LEDGER_UNREACHABLE = "ledger.unreachable"
+    LEDGER_SCHEMA = "ledger.schema"
+    LEDGER_SHARED_SQLITE = "ledger.shared_sqlite"
+    LEDGER_NOT_FOUND = "ledger.not_found"
+    LEDGER_STATE = "ledger.state"
+    BROKER_UNREACHABLE = "broker.unreachable"
+    # Workers.
+    WORKER_LOST = "worker.lost"
+    WORKER_CRASH = "worker.crash"
+    POISON_WORKER_CRASH = "poison.worker_crash"
+    # Models and configuration.
+    MODEL_UNKNOWN = "model.unknown"
+    MODEL_UNREACHABLE = "model.unreachable"
+    MODEL_BAD_CHECKPOINT = "model.bad_checkpoint"
+    MODEL_MISSING_EXTRA = "model.missing_extra"
+    CONFIG_INVALID = "config.invalid"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether the same request may succeed when tried again without a change by a person."""
+        return self in _RETRYABLE
+
+
+_RETRYABLE = frozenset(
+    {
+        ErrorCode.SYNTH_OOM,
+        ErrorCode.SYNTH_TIMEOUT,
+        ErrorCode.SYNTH_ABORTED,
+        ErrorCode.SYNTH_ENGINE,
+        ErrorCode.STORE_UNREACHABLE,
+        ErrorCode.STORE_FULL,
+        ErrorCode.STORE_FORBIDDEN,
+        ErrorCode.LEDGER_UNREACHABLE,
+        ErrorCode.BROKER_UNREACHABLE,
+        ErrorCode.WORKER_LOST,
+        ErrorCode.WORKER_CRASH,
+        ErrorCode.MODEL_UNREACHABLE,
+    }
+)
+
+
+class NightjarError(Exception):
+    """A failure with a closed `code`, one sentence that says what happened, and one that says what to do (`advice`)."""
+
+    def __init__(self, code: ErrorCode, message: str, advice: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.advice = advice
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.advice}".rstrip()
+
+    def __reduce__(self) -> tuple[type[NightjarError], tuple[ErrorCode, str, str]]:
+        return type(self), (self.code, self.message, self.advice)
+
+
+class InputError(NightjarError):
+    """A line or a request that cannot be synthesized as it is (`input.*`); never retried."""
+
+
+class SynthesisError(NightjarError):
+    """The engine could not make this speech (`synth.*`)."""
+
+
+class StoreError(NightjarError):
+    """The object store refused or could not be reached (`store.*`)."""
+
+
+class ServiceError(NightjarError):
+    """A ledger or a broker that cannot be reached or used (`ledger.*`, `broker.*`)."""
+
+
+class NotFoundError(NightjarError):
+    """What a person named does not exist (`ledger.not_found`)."""
+
+
+class ModelError(NightjarError):
+    """A model that is unknown, broken or lacks an extra (`model.*`)."""
+
+
+class ConfigError(NightjarError):
+    """A setting that cannot be used (`config.invalid`)."""

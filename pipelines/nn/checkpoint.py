@@ -1,0 +1,181 @@
+"""Strict reading of safetensors checkpoints: every tensor is accounted for, pickle is never read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from pipelines.errors import ErrorCode, ModelError
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_ADVICE = "Download the checkpoint again, or check that it belongs to this model family."
+
+
+def bad_checkpoint(message: str, advice: str = _ADVICE) -> ModelError:
+    """The error for a checkpoint that cannot be used; `message` names the tensor or the file."""
+    return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, advice)
+
+
+class Checkpoint:
+    """The tensors of one checkpoint folder, taken out one by one; `finish` refuses what nobody took.
+
+    Opens `<stem>.safetensors`, or the shards that `<stem>.safetensors.index.json` lists. Tensors are read when taken.
+
+        with Checkpoint.open(folder) as weights:
+            norm = weights.take("model.norm.weight", (1024,), torch.float32)
+            weights.ignore("*rotary_emb*")
+            weights.finish()
+    """
+
+    def __init__(self, folder: Path, files: dict[str, str]) -> None:
+        self.folder = folder
+        self._files = files
+        self._open: dict[str, Any] = {}
+        self._contexts: list[AbstractContextManager[Any]] = []
+        self._left = set(files)
+
+    @classmethod
+    def open(cls, folder: str | Path, stem: str = "model") -> Checkpoint:
+        """Lists the tensors of a folder.
+
+        Raises `ModelError` (`model.bad_checkpoint`) that names the file when one is missing, truncated or damaged, when the
+        index does not fit its shards or leads out of the folder, and when there is nothing but pickle.
+        """
+        folder = Path(folder)
+        index = folder / f"{stem}.safetensors.index.json"
+        single = folder / f"{stem}.safetensors"
+        if single.is_file():
+            with _opened(single) as handle:
+                return cls(folder, dict.fromkeys(handle.keys(), single.name))
+        if index.is_file():
+            return cls(folder, _read_index(index))
+        pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
+        if pickles:
+            raise bad_checkpoint(
+                f"{folder} holds its weights as pickle ({pickles[0]}), which is never loaded.", "Convert the weights to safetensors first."
+            )
+        raise bad_checkpoint(f"{folder} has neither {single.name} nor {index.name}.")
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self, prefix: str = "") -> list[str]:
+        """The names of all tensors that start with `prefix`, sorted, whether taken or not."""
+        return sorted(name for name in self._files if name.startswith(prefix))
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+        """Reads one tensor of exactly this shape; `dtype` None keeps the stored one.
+
+        Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when it is absent, has another shape, or is stored in a
+        type that cannot be turned into `dtype` without scales.
+        """
+        if name not in self._files:
+            raise bad_checkpoint(f"Tensor {name} is missing from {self.folder}.")
+        file = self._files[name]
+        try:
+            tensor: Tensor = self._handle(file).get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise bad_checkpoint(f"Tensor {name} cannot be read from {self.folder / file}: {error}.") from error
+        if tuple(tensor.shape) != tuple(shape):
+            raise bad_checkpoint(f"Tensor {name} has shape {list(tensor.shape)}, but the config asks for {list(shape)}.")
+        if dtype is not None and dtype.is_floating_point and not (tensor.is_floating_point() and tensor.element_size() > 1):
+            raise bad_checkpoint(f"Tensor {name} is stored as {tensor.dtype}, not as plain floating point.")
+        self._left.discard(name)
+        return tensor.to(device=device, dtype=dtype)
+
+    def take_if(
+        self,
+        wanted: bool,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor | None:
+        """`take` when the config wants this tensor, None otherwise; a tensor that is there but not wanted fails in `finish`."""
+        return self.take(name, shape, dtype, device) if wanted else None
+
+    def ignore(self, pattern: str) -> None:
+        """Marks tensors as not needed, by a shell pattern such as `*rotary_emb*`."""
+        self._left = {name for name in self._left if not fnmatchcase(name, pattern)}
+
+    def finish(self, prefix: str = "") -> None:
+        """Raises `ModelError` (`model.bad_checkpoint`) naming the tensors under `prefix` that were neither taken nor ignored."""
+        extra = sorted(name for name in self._left if name.startswith(prefix))
+        if extra:
+            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+            raise bad_checkpoint(f"{self.folder} holds tensors that the config does not account for: {shown}.")
+
+    def close(self) -> None:
+        """Closes the files; tensors already taken stay valid."""
+        for context in self._contexts:
+            context.__exit__(None, None, None)
+        self._contexts.clear()
+        self._open.clear()
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            context = _opened(self.folder / file)
+            self._open[file] = context.__enter__()
+            self._contexts.append(context)
+        return self._open[file]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object of a checkpoint. Raises `ModelError` (`model.bad_checkpoint`) naming the file when it is not one."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise bad_checkpoint(f"{path} is missing.") from error
+    except (OSError, ValueError) as error:
+        raise bad_checkpoint(f"{path} cannot be read as JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise bad_checkpoint(f"{path} does not hold a JSON object.")
+    return content
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise bad_checkpoint(f"{path} is missing.") from error
+    except (SafetensorError, OSError) as error:
+        raise bad_checkpoint(f"{path} is truncated or is not a safetensors file: {error}.") from error
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """The tensor-to-file table of an index, checked against the shards themselves."""
+    table = read_json(index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise bad_checkpoint(f"{index} has no weight_map.")
+    files: dict[str, str] = {}
+    for name, file in table.items():
+        if not isinstance(file, str) or file != Path(file).name or "\\" in file or not file.endswith(".safetensors"):
+            raise bad_checkpoint(f"{index} sends tensor {name} to {file!r}, which is not a safetensors file of the same folder.")
+        files[name] = file
+    for file in sorted(set(files.values())):
+        with _opened(index.parent / file) as handle:
+            _check_shard(index, file, handle.keys(), files)
+    return files
+
+
+def _check_shard(index: Path, file: str, stored: Iterable[str], files: dict[str, str]) -> None:
+    held = set(stored)
+    listed = {name for name, target in files.items() if target == file}
+    if listed - held:
+        raise bad_checkpoint(f"Tensor {min(listed - held)} is listed in {index} but is missing from {index.parent / file}.")
+    if held - listed:
+        raise bad_checkpoint(f"Tensor {min(held - listed)} is in {index.parent / file} but is not listed in {index}.")

@@ -1,0 +1,247 @@
+"""The 12 Hz codec decoder: codes in, waveform out; whole utterances or chunk by chunk, with equal results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, linear, pad
+
+from kernels.transfer import to_device
+from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.nn.checkpoint import Checkpoint
+from pipelines.qwen3_tts.codec_blocks import (
+    CausalConv,
+    ConvNeXt,
+    ConvStack,
+    Loader,
+    Past,
+    Repeat,
+    SlidingTransformer,
+    StateLayout,
+    TensorSource,
+)
+from pipelines.qwen3_tts.codec_config import CodecConfig, CodecDecoderConfig
+from pipelines.qwen3_tts.codec_encoder import CodecEncoder
+from pipelines.qwen3_tts.codec_fused import FusedStack
+
+PRE_CONV_KERNEL = 3
+USAGE_FLOOR = 1e-5
+PASS_FRAMES = 512
+BATCH_FRAMES = 4096
+LENGTH_STEP = 16
+
+
+@dataclass(slots=True)
+class CodecState:
+    """What the decoder remembers of one stream.
+
+    `values`: [size] flat histories of all convolutions and the last keys and values of all layers; `frames`: frames decoded so far.
+    """
+
+    values: Tensor
+    frames: int
+
+    def copy(self) -> CodecState:
+        """An independent copy, so that a voice's warm state can start many streams."""
+        return CodecState(self.values.clone(), self.frames)
+
+
+class CodecDecoder:
+    """Turns codes [frames, codebooks] into 24 kHz audio, `samples_per_frame` samples a frame, strictly causal.
+
+    On a CPU every utterance is decoded by itself, so that its samples do not depend on its neighbours, bit for bit. On a GPU
+    utterances of like length share a batch, padded on the right, which no sample inside can see. `fused` runs the convolution stack
+    on fused ops; by default it does in bfloat16 on a GPU, where they have kernels.
+    """
+
+    def __init__(
+        self,
+        config: CodecDecoderConfig,
+        source: TensorSource,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        fused: bool | None = None,
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.samples_per_frame = config.samples_per_frame
+        layout = StateLayout()
+        load = Loader(source, "decoder.", dtype, self.device)
+        self._table = _code_table(config, load.at("quantizer.").float()).to(dtype)
+        self._offsets = torch.arange(config.num_quantizers, device=self.device) * config.codebook_size
+        self._pre_conv = CausalConv(load.at("pre_conv.conv."), layout, config.codebook_dim, config.latent_dim, PRE_CONV_KERNEL)
+        self._transformer = SlidingTransformer(load.at("pre_transformer."), layout, config)
+        self._upsample = [
+            (
+                Repeat(load.at(f"upsample.{i}.0.conv."), config.latent_dim, factor),
+                ConvNeXt(load.at(f"upsample.{i}.1."), layout, config.latent_dim),
+            )
+            for i, factor in enumerate(config.upsampling_ratios)
+        ]
+        stack = ConvStack(load.at("decoder."), layout, config)
+        if fused is None:
+            fused = self.device.type == "cuda" and dtype == torch.bfloat16
+        if fused and self.device.type == "cuda":
+            import_module("kernels.codec_launch")  # gives the fused ops their kernels
+        self._stack = FusedStack(stack) if fused else stack
+        self.state_size = layout.size
+
+    def new_state(self) -> CodecState:
+        """The state before the first frame of a stream."""
+        return CodecState(torch.zeros(self.state_size, dtype=self.dtype, device=self.device), 0)
+
+    @torch.inference_mode()
+    def decode(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None = None) -> list[Tensor]:
+        """Decodes whole utterances.
+
+        codes: one [frames, codebooks] of integers each, lengths may differ. `states` (such as a cloned voice's, after its reference
+        codes) are where the utterances start; they are read, not changed. Returns float32 [frames * samples_per_frame] each, in [-1, 1].
+        Raises `SynthesisError` (`synth.engine`) on codes of another shape or outside the codebooks.
+        """
+        for item in codes:
+            self._check(item)
+        waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
+        for indices in self._batches([len(item) for item in codes]):
+            starts = None if states is None else [states[i] for i in indices]
+            if starts is not None and not any(start.frames for start in starts):
+                starts = None  # a fresh state takes the same path as none, so that the samples are the same to the last bit
+            decoded = self._decode_padded([codes[i] for i in indices], starts)
+            for i, wave in zip(indices, decoded):
+                waves[i] = wave[: len(codes[i]) * self.samples_per_frame]
+        return waves
+
+    @torch.inference_mode()
+    def decode_chunk(self, states: Sequence[CodecState], codes: Sequence[Tensor]) -> list[Tensor]:
+        """Decodes the next frames of several streams and moves their states on.
+
+        codes: one [n, codebooks] each, n may differ. Whatever the chunks, their concatenation equals `decode` up to rounding.
+        Returns float32 [n * samples_per_frame] each. Raises as `decode`.
+        """
+        for item in codes:
+            self._check(item)
+        waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
+        order = sorted(range(len(codes)), key=lambda i: len(codes[i]))
+        for frames, same in groupby(order, key=lambda i: len(codes[i])):
+            for indices in self._rows(list(same), frames):
+                past = self._past([states[i] for i in indices])
+                decoded = self._run(torch.stack([codes[i].to(self.device) for i in indices]), past)
+                for row, i in enumerate(indices):
+                    states[i].values = past.after[row].clone() if len(indices) > 1 else past.after[row]
+                    states[i].frames += frames
+                    waves[i] = decoded[row]
+        return waves
+
+    def _check(self, codes: Tensor) -> None:
+        quantizers, size = self.config.num_quantizers, self.config.codebook_size
+        if codes.dim() != 2 or codes.shape[1] != quantizers or codes.is_floating_point():
+            raise SynthesisError(
+                ErrorCode.SYNTH_ENGINE,
+                f"The codec got codes of shape {list(codes.shape)} and type {codes.dtype}, not [frames, {quantizers}] integers.",
+            )
+        # On a GPU this test would make the host wait for the device; there codes come from samplers that cannot leave the codebook.
+        if not codes.is_cuda and codes.numel() and not (int(codes.min()) >= 0 and int(codes.max()) < size):
+            raise SynthesisError(
+                ErrorCode.SYNTH_ENGINE,
+                f"The codec got codes from {int(codes.min())} to {int(codes.max())}; its codebooks hold 0 to {size - 1}.",
+            )
+
+    def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Groups utterances that are decoded together; like lengths go together."""
+        order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
+        if self.device.type == "cpu":
+            return [[i] for i in order]
+        batches: list[list[int]] = []
+        for i in order:
+            widest = _round_up(lengths[batches[-1][0]]) if batches else 0
+            if batches and _round_up(lengths[i]) * 3 > widest * 2 and (len(batches[-1]) + 1) * min(widest, PASS_FRAMES) <= BATCH_FRAMES:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+        return batches
+
+    def _rows(self, indices: list[int], frames: int) -> list[list[int]]:
+        """Splits streams with chunks of one length into batches."""
+        if not frames:
+            return []
+        rows = 1 if self.device.type == "cpu" else max(1, BATCH_FRAMES // frames)
+        return [indices[start : start + rows] for start in range(0, len(indices), rows)]
+
+    def _past(self, states: Sequence[CodecState]) -> Past:
+        positions = torch.tensor([state.frames for state in states], device=self.device)
+        return Past(torch.stack([state.values for state in states]), positions)
+
+    def _decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
+        """[B] utterances -> [B, samples of the longest one, rounded up]; memory is bounded by going through long ones in passes."""
+        longest = max(len(item) for item in codes)
+        padded = longest if self.device.type == "cpu" else _round_up(longest)
+        batch = torch.stack([pad(item, (0, 0, 0, padded - len(item))) for item in codes])
+        batch = to_device(batch, self.device) if batch.device.type == "cpu" else batch
+        if states is None and padded <= PASS_FRAMES:
+            return self._run(batch, None)
+        past = self._past(states if states is not None else [self.new_state() for _ in codes])
+        waves: list[Tensor] = []
+        for part in batch.split(PASS_FRAMES, dim=1):
+            waves.append(self._run(part, past))
+            past = Past(past.after, past.positions + part.shape[1])
+        return torch.cat(waves, dim=1)
+
+    def _run(self, codes: Tensor, past: Past | None) -> Tensor:
+        """One pass: [B, T, codebooks] -> float32 [B, T * samples_per_frame]."""
+        x = embedding(codes.long() + self._offsets, self._table).sum(dim=2)
+        x = self._transformer(self._pre_conv(x, past), past)
+        for repeat, convnext in self._upsample:
+            x = convnext(repeat(x), past)
+        return self._stack(x, past)
+
+
+def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
+    """Every code's contribution to the decoder's input: [codebooks * codebook_size, codebook_dim].
+
+    A code's vector is embedding_sum / cluster_usage; since projection is linear, projecting the table equals projecting the sums.
+    """
+    size, width, dim = config.codebook_size, config.codebook_dim // 2, config.codebook_dim
+    tables: list[Tensor] = []
+    for name, layers in (
+        ("rvq_first", config.num_semantic_quantizers),
+        ("rvq_rest", config.num_quantizers - config.num_semantic_quantizers),
+    ):
+        load(f"{name}.input_proj.weight", width, dim, 1)  # part of the file, used for encoding only
+        projection = load(f"{name}.output_proj.weight", dim, width, 1).squeeze(2)
+        for i in range(layers):
+            codebook = load.at(f"{name}.vq.layers.{i}._codebook.")
+            usage = codebook("cluster_usage", size).clamp(min=USAGE_FLOOR)
+            tables.append(linear(codebook("embedding_sum", size, width) / usage[:, None], projection))
+    return torch.cat(tables)
+
+
+def _round_up(frames: int) -> int:
+    return -(-frames // LENGTH_STEP) * LENGTH_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """Both halves of the 12 Hz codec."""
+
+    config: CodecConfig
+    decoder: CodecDecoder
+    encoder: CodecEncoder
+
+
+def load_codec(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Codec:
+    """Loads a `speech_tokenizer` folder. The decoder runs in `dtype`; the encoder always in float32, since codes are not continuous.
+
+    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or file at fault when any is missing, unknown or misshapen.
+    """
+    config = CodecConfig.load(folder)
+    with Checkpoint.open(folder) as checkpoint:
+        checkpoint.ignore("*rotary_emb*")
+        codec = Codec(config, CodecDecoder(config.decoder, checkpoint, device, dtype), CodecEncoder(config, checkpoint, device))
+        checkpoint.finish()
+    return codec

@@ -1,0 +1,67 @@
+"""What runs a loaded model on its device: sizes of the engine, the executor of its frames, the codec's stage."""
+
+from __future__ import annotations
+
+import math
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from pipelines.engine.codec_stage import CodecStage
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.executor import EagerExecutor, FrameExecutor
+from pipelines.errors import ConfigError, ErrorCode
+from pipelines.qwen3_tts.codec import CodecDecoder, CodecState
+from pipelines.qwen3_tts.model import Qwen3TTSModel
+
+_CPU_KV_BYTES = 1 << 30
+#: On a GPU: turns that a newcomer may wait while most slots are taken, and frames a turn.
+_ADMIT_TURNS = 4
+_FRAMES_PER_TURN = 2
+#: On a GPU: seconds that an utterance waits to be decoded with others, and frames and utterances that are company enough.
+_GATHER_SECONDS = 0.2
+_GATHER_FRAMES, _MOST_UTTERANCES = 8192, 128
+
+
+def engine_options(model: Qwen3TTSModel, slots: int | None, pages: int | None, page_size: int, max_context: int) -> EngineOptions:
+    """Slots, pages and context; None means the best for the device's memory."""
+    on_cpu = model.device.type == "cpu"
+    slots = slots or (32 if on_cpu else 128)
+    talker = model.config.talker
+    context = min(max_context, talker.max_positions)
+    page_bytes = 2 * talker.layers * talker.kv_width * page_size * torch.empty(0, dtype=model.dtype).element_size()
+    memory = _CPU_KV_BYTES if on_cpu else torch.cuda.mem_get_info(model.device)[0] // 2
+    enough = slots * math.ceil(context / page_size)
+    pages = pages or max(1, min(memory // page_bytes, enough))
+    if on_cpu:
+        return EngineOptions(slots=slots, pages=pages, page_size=page_size, max_context=context)
+    return EngineOptions(slots, pages, page_size, context, frames_per_turn=_FRAMES_PER_TURN, admit_turns=_ADMIT_TURNS)
+
+
+def open_executor(
+    model: Qwen3TTSModel, sizes: EngineOptions, kind: Literal["auto", "eager", "graph"] = "auto", reproducible: bool = False
+) -> FrameExecutor:
+    """The executor of a model; "auto" means graphs on a CUDA device with Triton, else eager. Graphs are captured before this returns.
+
+    Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` without them.
+    """
+    can = model.device.type == "cuda" and find_spec("triton") is not None
+    if kind == "eager" or (kind == "auto" and not can):
+        if reproducible and model.device.type != "cpu":
+            raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", "Use the graph executor.")
+        return EagerExecutor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
+    if not can:
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device and Triton.", "Use the eager executor.")
+    from pipelines.qwen3_tts.fused import graph_executor
+
+    executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible)
+    executor.warm(sizes.slots)
+    return executor
+
+
+def open_stage(decoder: CodecDecoder) -> CodecStage[CodecState]:
+    """The codec's stage: on a GPU it gathers utterances into large batches."""
+    if decoder.device.type == "cpu":
+        return CodecStage(decoder)
+    return CodecStage(decoder, _MOST_UTTERANCES, decoder.device, _GATHER_SECONDS, _GATHER_FRAMES)

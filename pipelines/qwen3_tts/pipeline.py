@@ -1,0 +1,270 @@
+"""Qwen3-TTS as a pipeline: requests in the words of a dialogue to prompts, codes to speech."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from pipelines.engine.engine import Engine
+from pipelines.engine.scheduler import GenerationRequest
+from pipelines.engine.state import SamplingParams
+from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, SynthesisError
+from pipelines.nn.checkpoint import Checkpoint
+from pipelines.qwen3_tts.card import capabilities
+from pipelines.qwen3_tts.codec import Codec, load_codec
+from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
+from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults
+from pipelines.qwen3_tts.delivery import Order, Streamer, Utterer
+from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
+from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
+from pipelines.qwen3_tts.speaker import SpeakerEncoder
+from pipelines.qwen3_tts.tokenizer import TextTokenizer
+from pipelines.qwen3_tts.voices import PreparedVoice, VoiceCabinet
+from pipelines.qwen3_tts.weights import take_weights
+from pipelines.request import AudioChunk, EngineStats, Generation, Speech, SynthesisRequest
+from pipelines.task import SpeechTask, speech_task
+
+#: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
+MOST_TOKENS = 2048
+#: Of a frame: seconds that are whole frames must not become one more.
+_ROUNDING = 1e-6
+#: Temperatures and penalties beyond these say the same, and would leave the range of float32.
+_LEAST_SETTING, _MOST_SETTING = 1e-4, 1e4
+_MOST_TOP_K = (1 << 31) - 1
+_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineOptions:
+    """How a checkpoint is opened; None means the best for the device."""
+
+    device: str | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
+    codec_dtype: Literal["float32", "bfloat16"] | None = None
+    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels; "auto": graphs on a CUDA device with Triton.
+    executor: Literal["auto", "eager", "graph"] = "auto"
+    #: Graphs only: a request's codes are the same bits alone and in any company, for some throughput.
+    reproducible: bool = False
+    #: Utterances that run at once, and that wait before `submit` blocks.
+    slots: int | None = None
+    waiting_room: int = 64
+    #: KV pages of `page_size` positions.
+    pages: int | None = None
+    page_size: int = 64
+    max_context: int = 8192
+    #: Whether the whole text stands before the first frame; None: the published default of the mode.
+    text_first: bool | None = None
+    #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of failing.
+    keep_unfinished: bool = False
+    #: CPU threads; results in float32 on CPU are the same bits in any batch with one.
+    threads: int | None = None
+
+
+def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
+    """Loads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`), `ConfigError` for an option that is unknown."""
+    known = {field.name for field in fields(PipelineOptions)}
+    if unknown := sorted(set(options) - known):
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown option {unknown[0]!r}.", f"Options are: {', '.join(sorted(known))}.")
+    return Qwen3TTSPipeline(folder, PipelineOptions(**options))
+
+
+class Qwen3TTSPipeline:
+    """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
+
+    def __init__(self, folder: Path, options: PipelineOptions) -> None:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        on_cpu = device.type == "cpu"
+        if on_cpu or options.threads:
+            torch.set_num_threads(options.threads or 1)
+        dtype = _TYPES[options.dtype or ("float32" if on_cpu else "bfloat16")]
+        self.config = Qwen3TTSConfig.from_folder(folder)
+        self.codec = load_codec(folder / "speech_tokenizer", device, _TYPES[options.codec_dtype] if options.codec_dtype else dtype)
+        _check_codec(self.config, self.codec)
+        self.tokenizer = TextTokenizer.from_folder(folder)
+        if self.tokenizer.vocabulary > self.config.text_vocab:
+            message = f"{folder}: the tokenizer has {self.tokenizer.vocabulary} ids, but text_vocab_size is {self.config.text_vocab}."
+            raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, "Download the checkpoint again, with its own tokenizer.")
+        model, speaker = _load(self.config, device, dtype, options.max_context)
+        sizes = engine_options(model, options.slots, options.pages, options.page_size, options.max_context)
+        self.name = folder.name
+        self.sample_rate = self.codec.config.output_sample_rate
+        self.capabilities = capabilities(self.config)
+        self._options = options
+        self._voices = VoiceCabinet(speaker, self.codec) if speaker else None
+        self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
+        self._receivers: dict[str, list[Utterer | Streamer]] = {}
+        self._lock = threading.Lock()
+        self._audio_seconds = 0.0
+        executor = open_executor(model, sizes, options.executor, options.reproducible)
+        self._meta = {"engine": "megakernel", "executor": executor.name, "dtype": str(dtype).removeprefix("torch.")}
+        self._stage = open_stage(self.codec.decoder)
+        self.engine = Engine(executor, sizes, options.waiting_room)
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        """Queues a request; see `Pipeline.submit`."""
+        generation, order = self._prepare(request)
+        utterer = Utterer(order, self._stage, lambda seconds: self._forget(request.request_id, utterer, seconds))
+        self._send(generation, utterer)
+        return utterer.future
+
+    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
+        """Audio from the first frame on; the first `next` queues the request, closing the iterator ends it. See `Pipeline.stream`."""
+        return self._chunks(*self._prepare(request))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; see `Pipeline.abort`."""
+        with self._lock:
+            receivers = list(self._receivers.get(request_id, ()))
+        for receiver in receivers:
+            receiver.failed(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
+        self.engine.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats(self._audio_seconds)
+
+    def close(self) -> None:
+        """Frees the engine; see `Pipeline.close`."""
+        self.engine.close()
+        self._stage.close()
+
+    def _chunks(self, generation: GenerationRequest, order: Order) -> Iterator[AudioChunk]:
+        state = order.start.copy() if order.start else self.codec.decoder.new_state()
+        streamer = Streamer(order, self._stage, state, lambda seconds: self._forget(generation.request_id, streamer, seconds))
+        self._send(generation, streamer)
+        try:
+            yield from streamer.chunks()
+        finally:
+            self.engine.abort(generation)
+
+    def _send(self, generation: GenerationRequest, receiver: Utterer | Streamer) -> None:
+        with self._lock:
+            self._receivers.setdefault(generation.request_id, []).append(receiver)
+        try:
+            self.engine.submit(generation, receiver)
+        except BaseException:
+            self._forget(generation.request_id, receiver, 0.0)
+            raise
+
+    def _forget(self, request_id: str, receiver: Utterer | Streamer, seconds: float) -> None:
+        with self._lock:
+            self._audio_seconds += seconds
+            left = [one for one in self._receivers.pop(request_id, []) if one is not receiver]
+            if left:
+                self._receivers[request_id] = left
+
+    def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, Order]:
+        """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""
+        if not 0 <= request.seed < 1 << 63:
+            raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"The seed is {request.seed}.", "Give a whole number from 0 to 2**63 - 1.")
+        task = self._task(request)
+        parts, voice = self._parts(task)
+        prompt = build_prompt(self.config, parts)
+        room = self._positions - len(prompt) + 1
+        if room < 2:
+            raise InputError(
+                ErrorCode.INPUT_TOO_LONG,
+                f"The prompt has {len(prompt)} positions; the engine holds {self._positions}.",
+                "Shorten the text or the reference, or open the model with more pages.",
+            )
+        max_tokens = min(self._token_limit(request.generation), room)
+        generation = GenerationRequest(
+            request.request_id, prompt, sampling_params(self.config.sampling, request.generation), request.seed, max_tokens
+        )
+        start = voice.codec_state if voice else None
+        order = Order(task.text, self.sample_rate, start, {**self._meta, "prompt_positions": len(prompt)}, self._options.keep_unfinished)
+        return generation, order
+
+    def _task(self, request: SynthesisRequest) -> SpeechTask:
+        return speech_task(request.messages, request.generation, self.capabilities)
+
+    def _parts(self, task: SpeechTask) -> tuple[PromptParts, PreparedVoice | None]:
+        """Ids and voice of a prompt, in the mode that the checkpoint and the task make."""
+        role, body = self.tokenizer.target(task.text)
+        instruct = self.tokenizer.instruction(task.instruct) if task.instruct and self.config.takes_instructions else []
+        text_first = self._options.text_first
+        language = task.language or "auto"
+        if self._voices is None:
+            first = True if text_first is None else text_first
+            return PromptParts(role, body, instruct, language, task.voice, text_first=first), None
+        if not isinstance(task.reference_audio, bytes):
+            raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "The reference audio was not loaded.", "Give it as bytes of the encoded file.")
+        voice = self._voices.prepare(task.reference_audio, in_context=bool(task.reference_text))
+        reference = None
+        if task.reference_text and voice.codes is not None:
+            reference = Reference(self.tokenizer.reference(task.reference_text), voice.codes)
+        first = False if text_first is None else text_first
+        return PromptParts(role, body, instruct, language, None, voice.vector, reference, first), voice
+
+    def _token_limit(self, generation: Generation) -> int:
+        """Draws of codebook 0: the frames asked for, and one that may be the end."""
+        limit = min(self.config.sampling.max_new_tokens, MOST_TOKENS)
+        if generation.max_seconds is None:
+            return limit
+        frames = generation.max_seconds * self.sample_rate / self.codec.decoder.samples_per_frame
+        return max(math.ceil(min(frames - _ROUNDING, limit - 1)), 1) + 1
+
+
+def sampling_params(defaults: SamplingDefaults, generation: Generation) -> SamplingParams:
+    """How a request is drawn: its own settings over the checkpoint's.
+
+    As in the published API they are the talker's; the predictor keeps its own, but a temperature of 0 makes both greedy.
+    """
+
+    def either(mine: float | None, default: float) -> float:
+        return default if mine is None else mine
+
+    def within(setting: float) -> float:
+        return min(max(setting, _LEAST_SETTING), _MOST_SETTING)
+
+    temperature = either(generation.temperature, defaults.temperature if defaults.do_sample else 0.0)
+    predictor = defaults.predictor_temperature if defaults.predictor_do_sample and generation.temperature != 0 else 0.0
+    return SamplingParams(
+        temperature=temperature and within(temperature),
+        top_k=min(int(either(generation.top_k, defaults.top_k)), _MOST_TOP_K),
+        top_p=either(generation.top_p, defaults.top_p),
+        repetition_penalty=within(either(generation.repetition_penalty, defaults.repetition_penalty)),
+        predictor_temperature=predictor and within(predictor),
+        predictor_top_k=defaults.predictor_top_k,
+        predictor_top_p=defaults.predictor_top_p,
+    )
+
+
+def _load(
+    config: Qwen3TTSConfig, device: torch.device, dtype: torch.dtype, max_context: int
+) -> tuple[Qwen3TTSModel, SpeakerEncoder | None]:
+    """Reads the main safetensors; every tensor must be accounted for."""
+    speaker = None
+    with Checkpoint.open(config.folder) as checkpoint:
+        weights = take_weights(checkpoint, config, dtype, device)
+        if config.clones:
+            sizes = SpeakerEncoderConfig.read(config.speaker_encoder)
+            if sizes.enc_dim != config.talker.hidden:
+                message = (
+                    f"{config.folder}: speaker_encoder_config.enc_dim is {sizes.enc_dim}, but the talker is {config.talker.hidden} wide."
+                )
+                raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, "Download the checkpoint again.")
+            speaker = SpeakerEncoder(sizes, checkpoint, device, dtype)
+        checkpoint.ignore("*rotary_emb*")
+        checkpoint.finish()
+    with torch.inference_mode():
+        return Qwen3TTSModel(config, weights, min(max_context, config.talker.max_positions)), speaker
+
+
+def _check_codec(config: Qwen3TTSConfig, codec: Codec) -> None:
+    decoder = codec.config.decoder
+    most = max(config.predictor.vocab, config.talker.vocab - CONTROL_IDS)
+    if decoder.num_quantizers != config.codebooks or decoder.codebook_size < most:
+        raise ModelError(
+            ErrorCode.MODEL_BAD_CHECKPOINT,
+            f"{config.folder}: the speech tokenizer has {decoder.num_quantizers} codebooks of {decoder.codebook_size}, "
+            f"but the talker makes {config.codebooks} of {most}.",
+            "Download the checkpoint again, with its own speech_tokenizer folder.",
+        )

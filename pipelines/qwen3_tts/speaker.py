@@ -1,0 +1,122 @@
+"""Speaker encoder of the Base checkpoints: reference audio in, one vector of the talker's width out (ECAPA-TDNN)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, pad, relu, softmax
+
+from pipelines.errors import ErrorCode, InputError
+from pipelines.qwen3_tts.codec_blocks import Loader, TensorSource
+from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
+from pipelines.qwen3_tts.mel import HOP, N_FFT, log_mel
+
+PREFIX = "speaker_encoder."
+VARIANCE_FLOOR = 1e-12
+
+
+class SpeakerEncoder:
+    """ECAPA-TDNN (Desplanques et al. 2020, arXiv 2005.07143) over log-mel frames.
+
+    Takes the tensors `speaker_encoder.*` of the main checkpoint from `source`.
+    """
+
+    def __init__(
+        self, config: SpeakerEncoderConfig, source: TensorSource, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.config = config
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.sample_rate = config.sample_rate
+        channels, kernels, dilations = config.enc_channels, config.enc_kernel_sizes, config.enc_dilations
+        load = Loader(source, PREFIX, dtype, self.device)
+        self._first = _Conv(load.at("blocks.0.conv."), config.mel_dim, channels[0], kernels[0], dilations[0])
+        self._blocks = [
+            _SeRes2Net(load.at(f"blocks.{i}."), config, channels[i], kernels[i], dilations[i]) for i in range(1, len(channels) - 1)
+        ]
+        self._mfa = _Conv(load.at("mfa.conv."), channels[-1], channels[-1], kernels[-1], dilations[-1])
+        self._attend = _Conv(load.at("asp.tdnn.conv."), 3 * channels[-1], config.enc_attention_channels)
+        self._scores = _Conv(load.at("asp.conv."), config.enc_attention_channels, channels[-1])
+        self._out = _Conv(load.at("fc."), 2 * channels[-1], config.enc_dim)
+        reach = max((kernel - 1) * dilation // 2 for kernel, dilation in zip(kernels, dilations))
+        self.least_samples = max((N_FFT - HOP) // 2, HOP * reach + HOP - 1) + 1
+
+    @torch.inference_mode()
+    def embed(self, samples: Tensor) -> Tensor:
+        """The speaker vector of mono audio at `sample_rate`: samples float32 [n] -> [enc_dim] in the encoder's dtype.
+
+        Raises `InputError` (`input.reference_length`) when the audio is shorter than the network's own reach (about 50 ms).
+        """
+        if samples.dim() != 1 or samples.numel() < self.least_samples:
+            raise InputError(
+                ErrorCode.INPUT_REFERENCE_LENGTH,
+                f"The reference audio has {samples.numel()} samples at {self.sample_rate} Hz; a speaker vector needs {self.least_samples}.",
+                "Give a recording of at least a second.",
+            )
+        return self.embed_mel(log_mel(samples, self.sample_rate, self.config.mel_dim))
+
+    @torch.inference_mode()
+    def embed_mel(self, mel: Tensor) -> Tensor:
+        """The speaker vector of log-mel frames: [T, mel_dim] -> [enc_dim]."""
+        x = relu(self._first(mel.to(self.device, self.dtype).T[None]))
+        outputs: list[Tensor] = []
+        for block in self._blocks:
+            x = block(x)
+            outputs.append(x)
+        x = relu(self._mfa(torch.cat(outputs, dim=1)))
+        return self._out(self._pool(x))[0, :, 0]
+
+    def _pool(self, x: Tensor) -> Tensor:
+        """Attentive statistics pooling: [1, C, T] -> [1, 2 * C, 1]."""
+        frames = x.shape[2]
+        uniform = x.new_full((1, 1, frames), 1.0) / frames
+        mean, deviation = _statistics(x, uniform)
+        context = torch.cat((x, mean.expand_as(x), deviation.expand_as(x)), dim=1)
+        weights = softmax(self._scores(torch.tanh(relu(self._attend(context)))), dim=2)
+        return torch.cat(_statistics(x, weights), dim=1)
+
+
+def _statistics(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    mean = (weights * x).sum(dim=2, keepdim=True)
+    variance = (weights * (x - mean).square()).sum(dim=2, keepdim=True)
+    return mean, variance.clamp(VARIANCE_FLOOR).sqrt()
+
+
+class _Conv:
+    """Convolution that keeps the length by reflecting its input at both ends: [B, Cin, T] -> [B, Cout, T]."""
+
+    def __init__(self, load: Loader, channels_in: int, channels_out: int, kernel: int = 1, dilation: int = 1) -> None:
+        self.weight = load("weight", channels_out, channels_in, kernel)
+        self.bias = load("bias", channels_out)
+        self.dilation = dilation
+        self.border = (kernel - 1) * dilation // 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        padded = pad(x, (self.border, self.border), mode="reflect") if self.border else x
+        return conv1d(padded, self.weight, self.bias, dilation=self.dilation)
+
+
+class _SeRes2Net:
+    """1x1, Res2Net over `enc_res2net_scale` channel groups, 1x1, squeeze and excitation, residual."""
+
+    def __init__(self, load: Loader, config: SpeakerEncoderConfig, channels: int, kernel: int, dilation: int) -> None:
+        self.scale = config.enc_res2net_scale
+        group = channels // self.scale
+        self.before = _Conv(load.at("tdnn1.conv."), channels, channels)
+        self.groups = [_Conv(load.at(f"res2net_block.blocks.{i}.conv."), group, group, kernel, dilation) for i in range(self.scale - 1)]
+        self.after = _Conv(load.at("tdnn2.conv."), channels, channels)
+        self.squeeze = _Conv(load.at("se_block.conv1."), channels, config.enc_se_channels)
+        self.excite = _Conv(load.at("se_block.conv2."), config.enc_se_channels, channels)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        hidden = relu(self.after(self._res2net(relu(self.before(x)))))
+        gate = torch.sigmoid(self.excite(relu(self.squeeze(hidden.mean(dim=2, keepdim=True)))))
+        return hidden * gate + x
+
+    def _res2net(self, x: Tensor) -> Tensor:
+        first, *parts = x.chunk(self.scale, dim=1)
+        outputs, previous = [first], None
+        for conv, part in zip(self.groups, parts):
+            previous = relu(conv(part if previous is None else part + previous))
+            outputs.append(previous)
+        return torch.cat(outputs, dim=1)

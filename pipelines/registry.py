@@ -1,0 +1,308 @@
+"""Which models there are, and how a name or a folder becomes a pipeline. Loads no model library until one is opened."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, Protocol, cast
+
+import msgspec
+
+from pipelines.errors import ErrorCode, ModelError
+from pipelines.request import Capabilities, Pipeline
+
+ENTRY_POINT_GROUP = "nightjar.pipelines"
+_CONFIG_BYTES = 4 << 20
+_WEIGHT_FILES = ("*.json", "*.txt", "*.jinja", "*.safetensors")
+_DESCRIPTION_FILES = ("*.json",)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """What one can know about a model without loading it."""
+
+    #: What `open_pipeline` takes: a registry name, or the absolute path of a checkpoint folder.
+    name: str
+    family: str
+    engine: Literal["cpu", "megakernel", "vllm"]
+    #: Hz of the speech it makes.
+    sample_rate: int
+    capabilities: Capabilities
+    #: What pins the weights: a package version, a hub commit, or a digest of a folder; empty while not known.
+    revision: str = ""
+    #: Seconds of speech that one character of text makes, on average; estimates of audio use it.
+    seconds_per_character: float = 0.07
+    #: Seconds of engine time that one second of speech takes on one worker; None where it was not measured.
+    realtime_factor: float | None = None
+
+
+class Provider(Protocol):
+    """What a built-in module or an entry point of the group `nightjar.pipelines` offers: a module or an object."""
+
+    def describe(self) -> ModelCard: ...
+
+    def load(self, **options: Any) -> Pipeline: ...
+
+
+class CheckpointFamily(Protocol):
+    """What the module of a checkpoint family offers."""
+
+    def describe_checkpoint(self, path: Path) -> ModelCard:
+        """Reads the configs of the folder, no weights. Raises `ModelError` (`model.bad_checkpoint`)."""
+        ...
+
+    def open_checkpoint(self, path: Path, **options: Any) -> Pipeline: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the folder of a checkpoint family is recognised, and the module that reads it (imported only then)."""
+
+    name: str
+    module: str
+    #: The extra that installs the libraries of the module.
+    extra: str
+    #: Values of `model_type` in the folder's config.json.
+    model_types: tuple[str, ...] = ()
+    #: Subfolders that mark the family where the folder has no config.json of its own.
+    subfolders: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A checkpoint on the model hub. Its card says what was published; `describe` reads the checkpoint itself."""
+
+    hub_id: str
+    family: str
+    card: ModelCard
+
+
+def _qwen3_tts(kind: str, hub_name: str, capabilities: Capabilities) -> Published:
+    name = f"qwen3-tts-{kind}"
+    return Published(f"Qwen/Qwen3-TTS-12Hz-{hub_name}", "qwen3_tts", ModelCard(name, "qwen3_tts", "megakernel", 24_000, capabilities))
+
+
+# Published values of codec_language_id and spk_id in config.json; dialects are spoken by their voices and cannot be asked for.
+_LANGUAGES = ("auto", "chinese", "english", "german", "italian", "portuguese", "spanish", "japanese", "korean", "french", "russian")
+_VOICES = ("serena", "vivian", "uncle_fu", "ryan", "aiden", "ono_anna", "sohee", "eric", "dylan")
+_BASE = Capabilities(languages=_LANGUAGES, cloning=True, needs_reference=True, streaming=True)
+_CUSTOM = Capabilities(voices=_VOICES, languages=_LANGUAGES, instruct=True, streaming=True)
+_DESIGN = Capabilities(languages=_LANGUAGES, instruct=True, streaming=True)
+
+BUILT_IN: dict[str, str] = {"hibari": "pipelines.hibari.provider"}
+FAMILIES: tuple[Family, ...] = (
+    Family("qwen3_tts", "pipelines.qwen3_tts", "gpu", model_types=("qwen3_tts",)),
+    Family("spark_tts", "pipelines.spark_tts", "vllm", subfolders=("LLM", "BiCodec")),
+)
+PUBLISHED: dict[str, Published] = {
+    published.card.name: published
+    for published in (
+        _qwen3_tts("0.6b-base", "0.6B-Base", _BASE),
+        _qwen3_tts("0.6b-customvoice", "0.6B-CustomVoice", replace(_CUSTOM, instruct=False)),
+        _qwen3_tts("1.7b-base", "1.7B-Base", _BASE),
+        _qwen3_tts("1.7b-customvoice", "1.7B-CustomVoice", _CUSTOM),
+        _qwen3_tts("1.7b-voicedesign", "1.7B-VoiceDesign", _DESIGN),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Registered:
+    card: ModelCard
+    factory: Callable[..., Pipeline]
+
+    def describe(self) -> ModelCard:
+        return self.card
+
+    def load(self, **options: Any) -> Pipeline:
+        return self.factory(**options)
+
+
+_registered: dict[str, _Registered] = {}
+
+
+def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], None]:
+    """Adds a pipeline to this process under `name`, before any other of that name. Returns a function that removes it.
+
+    `factory(**options)` is called by `open_pipeline(name, **options)`.
+    """
+    _registered[name] = _Registered(replace(card, name=name), factory)
+    return lambda: _forget(name)
+
+
+def describe(model: str) -> ModelCard:
+    """The card of a registry name or a checkpoint folder, without loading weights.
+
+    For a published checkpoint it fetches the config files, unless the hub's cache has them.
+    Raises `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or `model.unreachable`.
+    """
+    provider = _provider(model)
+    if provider is not None:
+        return replace(provider.describe(), name=model)
+    family, folder, commit = _locate(model, _DESCRIPTION_FILES)
+    with _extra_of(family):
+        card = _module(family).describe_checkpoint(folder)
+    return replace(card, name=model, revision=commit) if commit else replace(card, name=str(folder))
+
+
+def open_pipeline(model: str, **options: Any) -> Pipeline:
+    """Loads a model by registry name or checkpoint folder; `options` are those of its family.
+
+    For a published checkpoint it downloads the weights (safetensors only), unless the hub's cache has them.
+    Raises `ModelError`: `model.unknown`, `model.bad_checkpoint`, `model.missing_extra` or `model.unreachable`.
+    """
+    provider = _provider(model)
+    if provider is not None:
+        return provider.load(**options)
+    family, folder, _ = _locate(model, _WEIGHT_FILES)
+    with _extra_of(family):
+        return _module(family).open_checkpoint(folder, **options)
+
+
+def list_models() -> list[ModelCard]:
+    """The cards of all registry names, by name. Touches no network: published checkpoints show what was published."""
+    cards = {name: published.card for name, published in PUBLISHED.items()}
+    for name in (*_entry_point_names(), *BUILT_IN, *_registered):
+        provider = _provider(name)
+        if provider is not None:
+            cards[name] = replace(provider.describe(), name=name)
+    return [cards[name] for name in sorted(cards)]
+
+
+def recognise(folder: Path, families: Sequence[Family]) -> Family:
+    """The family of a checkpoint folder, by its config.json or its subfolders.
+
+    Raises `ModelError` (`model.bad_checkpoint`) that says what is missing or wrong.
+    """
+    for family in families:
+        if family.subfolders and all((folder / name).is_dir() for name in family.subfolders):
+            return family
+    model_type = _model_type(folder / "config.json")
+    for family in families:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(sorted(name for family in families for name in family.model_types))
+    raise _bad_checkpoint(folder, f"has the unknown model_type {model_type[:80]!r}", f"Supported are: {known}.")
+
+
+class _Config(msgspec.Struct):
+    model_type: str
+
+
+def _model_type(path: Path) -> str:
+    folder = path.parent
+    try:
+        # A FIFO or a device would block or never end, so only a plain file is opened.
+        if not path.is_file():
+            raise _bad_checkpoint(folder, "has no config.json", "Give the folder that was published, with all its files.")
+        with path.open("rb") as file:
+            data = file.read(_CONFIG_BYTES + 1)
+        if len(data) > _CONFIG_BYTES:
+            raise _bad_checkpoint(folder, f"has a config.json over {_CONFIG_BYTES >> 20} MiB")
+        return msgspec.json.decode(data, type=_Config).model_type
+    except OSError as error:
+        raise _bad_checkpoint(folder, f"has a config.json that cannot be read ({error.strerror})", "Check its permissions.") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad_checkpoint(folder, f"has a config.json that is not a model's ({error})") from error
+
+
+def _provider(name: str) -> Provider | None:
+    if (registered := _registered.get(name)) is not None:
+        return registered
+    if (module := BUILT_IN.get(name)) is not None:
+        return cast(Provider, importlib.import_module(module))
+    if name in PUBLISHED:
+        return None
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        try:
+            return cast(Provider, entry.load())
+        except (ImportError, AttributeError) as error:
+            raise ModelError(
+                ErrorCode.MODEL_MISSING_EXTRA,
+                f"The pipeline {name!r} is registered as {entry.value!r}, which does not load: {error}.",
+                "Install what it needs, or uninstall the package that registers it.",
+            ) from error
+    return None
+
+
+def _entry_point_names() -> set[str]:
+    return {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _folder(model: str) -> Path:
+    """The checkpoint folder that `model` names; raises `model.unknown` for anything else."""
+    looks_like_path = os.sep in model or model in (".", "..") or model.startswith("~")
+    try:
+        folder = Path(model).expanduser().resolve(strict=True)
+        if folder.is_dir():
+            return folder
+        reason = "is not a folder"
+    except (OSError, ValueError, RuntimeError):
+        reason = "does not exist or cannot be read"
+    if looks_like_path:
+        raise ModelError(ErrorCode.MODEL_UNKNOWN, f"{_short(model)} {reason}.", "Give the folder that holds the checkpoint's config.json.")
+    names = sorted({*PUBLISHED, *BUILT_IN, *_registered, *_entry_point_names()})
+    close = difflib.get_close_matches(model[:100].casefold(), names, n=1)
+    hint = f"Did you mean {close[0]!r}?" if close else "Give a checkpoint folder or one of: " + ", ".join(names) + "."
+    raise ModelError(ErrorCode.MODEL_UNKNOWN, f"There is no model {_short(model)}.", hint)
+
+
+def _locate(model: str, hub_files: Sequence[str]) -> tuple[Family, Path, str]:
+    """The family and folder of a published name or a path; the commit for a published name, else empty."""
+    if (published := PUBLISHED.get(model)) is not None:
+        family = next(family for family in FAMILIES if family.name == published.family)
+        with _extra_of(family):
+            folder = _download(published.hub_id, hub_files)
+        return family, folder, folder.name
+    folder = _folder(model)
+    return recognise(folder, FAMILIES), folder, ""
+
+
+def _module(family: Family) -> CheckpointFamily:
+    return cast(CheckpointFamily, importlib.import_module(family.module))
+
+
+@contextmanager
+def _extra_of(family: Family) -> Generator[None]:
+    """Turns the lack of a library into `model.missing_extra`."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith(("pipelines", "kernels")):
+            raise
+        raise ModelError(
+            ErrorCode.MODEL_MISSING_EXTRA,
+            f"Models of the family {family.name} need the library {error.name or error!s}.",
+            f"Install it with: pip install 'nightjar-speech[{family.extra}]'.",
+        ) from error
+
+
+def _download(hub_id: str, patterns: Sequence[str]) -> Path:
+    """The hub's snapshot folder with the files of these patterns; its name is the commit."""
+    hub: Any = importlib.import_module("huggingface_hub")
+    try:
+        return Path(hub.snapshot_download(hub_id, allow_patterns=list(patterns)))
+    except OSError as error:
+        raise ModelError(
+            ErrorCode.MODEL_UNREACHABLE,
+            f"The checkpoint {hub_id} is not in the hub's cache and could not be fetched ({type(error).__name__}).",
+            "Connect to the hub (or set HF_ENDPOINT to a mirror), or download the folder elsewhere and give its path as the model.",
+        ) from error
+
+
+def _bad_checkpoint(folder: Path, fault: str, advice: str = "Download the checkpoint again.") -> ModelError:
+    return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"The folder {_short(str(folder))} {fault}.", advice)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 200 else f"{text[:200]}...")
+
+
+def _forget(name: str) -> None:
+    _registered.pop(name, None)

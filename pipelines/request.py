@@ -1,0 +1,155 @@
+"""What goes into a pipeline and what comes out, in the model-neutral words of a dialogue. Imports no model library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Role = Literal["user", "assistant", "system"]
+Modality = Literal["text", "audio", "image", "video", "toolcall"]
+
+
+class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The optional `generation` object of a dialogue line, and the job's defaults for it. None means: the model's own default."""
+
+    voice: str | None = None
+    language: str | None = None
+    instruct: str | None = None
+    reference_text: str | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    cfg: float | None = None
+    max_seconds: float | None = None
+
+    def over(self, defaults: Generation) -> Generation:
+        """This object with every unset field taken from `defaults`."""
+        mine = {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+        return msgspec.structs.replace(defaults, **mine)
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """One `[role, modality, content]` of a dialogue.
+
+    `content` is the text, or for audio the path or key as the line gives it; in a `SynthesisRequest` audio that was
+    loaded is the bytes of the encoded file (WAV, FLAC, OGG or MP3).
+    """
+
+    role: Role
+    modality: Modality
+    content: str | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SynthesisRequest:
+    """One item to synthesize. Equal requests give equal speech, whatever else is in the running batch."""
+
+    request_id: str
+    messages: tuple[Message, ...]
+    generation: Generation = field(default_factory=Generation)
+    #: Seed of all noise of this request, 0 <= seed < 2**63.
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Speech:
+    """The result of one request."""
+
+    #: float32 [samples], mono, within [-1, 1].
+    samples: NDArray[np.float32]
+    sample_rate: int
+    #: The text that was asked for.
+    text: str = ""
+    #: Text the model itself wrote, for models with `capabilities.text_out`.
+    text_out: str | None = None
+    #: Facts worth keeping beside the audio: frames, finish reason, loudness in LUFS, engine mode.
+    meta: dict[str, str | int | float | bool] = field(default_factory=dict[str, str | int | float | bool])
+
+    @property
+    def duration_ms(self) -> int:
+        return round(len(self.samples) * 1000 / self.sample_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class AudioChunk:
+    """A piece of a stream: float32 [samples], mono."""
+
+    samples: NDArray[np.float32]
+    sample_rate: int
+    final: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a pipeline can do; lines that ask for more are refused before any engine work."""
+
+    #: Named voices; empty: the model has none to choose from.
+    voices: tuple[str, ...] = ()
+    #: Languages; empty: not selectable.
+    languages: tuple[str, ...] = ()
+    cloning: bool = False
+    #: Cloning only: a line without reference audio is refused.
+    needs_reference: bool = False
+    instruct: bool = False
+    streaming: bool = False
+    guidance: bool = False
+    #: Takes temperature, top_k, top_p and repetition_penalty.
+    sampling: bool = True
+    text_out: bool = False
+    audio_in: bool = False
+    #: Takes the whole dialogue rather than one user turn.
+    multi_turn: bool = False
+    max_text_characters: int = 5000
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A moment of an engine's life; counters rise from the start of the process."""
+
+    running: int = 0
+    waiting: int = 0
+    requests_done: int = 0
+    frames: int = 0
+    audio_seconds: float = 0.0
+    #: Share of KV cache in use, 0 to 1; 0 where an engine has none.
+    kv_use: float = 0.0
+
+
+class Pipeline(Protocol):
+    """A loaded model. All methods may be called from any thread."""
+
+    name: str
+    sample_rate: int
+    capabilities: Capabilities
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        """Queues a request and returns at once, or blocks while the waiting room is full.
+
+        Raises `InputError` for a request the model cannot serve, before any engine work. The future's exception is a
+        `NightjarError`.
+        """
+        ...
+
+    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
+        """Audio as it is made. Raises `InputError` with `input.unsupported` where the model cannot stream."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its future fails with `synth.aborted`. Unknown ids are ignored."""
+        ...
+
+    def stats(self) -> EngineStats: ...
+
+    def close(self) -> None:
+        """Frees the engine; requests in flight fail with `synth.aborted`. May be called more than once."""
+        ...

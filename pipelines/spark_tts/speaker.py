@@ -1,0 +1,208 @@
+"""The voice of a recording as global tokens: mel magnitudes, ECAPA-TDNN, a perceiver and a finite scalar quantizer (FSQ)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipelines.spark_tts.config import MelConfig, SpeakerConfig
+
+#: Sizes that the published code fixes (ECAPA_TDNN_GLOB_c512, PerceiverResampler), beside the config.
+_ECAPA, _SCALE, _BOTTLENECK, _CONTEXT = 512, 8, 128, 1536
+_HEADS, _HEAD_DIM, _DEPTH, _FEED_FORWARD = 8, 64, 2, 4
+#: lucidrains' FSQ bounds its input a thousandth wider than the levels.
+_FSQ_WIDEN = 1.001
+
+
+class MelMagnitudes:
+    """Magnitudes, not their logarithm, in Slaney's mel bands: [batch, samples] -> [batch, mels, samples // hop + 1]."""
+
+    def __init__(self, config: MelConfig, sample_rate: int, device: torch.device) -> None:
+        from transformers.audio_utils import mel_filter_bank
+
+        bank = mel_filter_bank(config.n_fft // 2 + 1, config.mels, config.fmin, config.fmax, sample_rate, norm="slaney", mel_scale="slaney")
+        self._config = config
+        self._bank = torch.from_numpy(bank).to(device, torch.float32)
+        self._window = torch.hann_window(config.win_length, device=device)
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        size = self._config
+        spectrum = torch.stft(
+            samples, size.n_fft, size.hop_length, size.win_length, self._window, center=True, pad_mode="reflect", return_complex=True
+        )
+        return (spectrum.abs().transpose(1, 2) @ self._bank).transpose(1, 2)
+
+
+class TdnnBlock(nn.Module):
+    """Convolution, ReLU, batch norm, in this order."""
+
+    def __init__(self, input: int, output: int, kernel: int, padding: int = 0) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(input, output, kernel, padding=padding)
+        self.bn = nn.BatchNorm1d(output)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(torch.relu(self.conv(x)))
+
+
+class Res2(nn.Module):
+    """Convolutions over slices of the channels, each on top of the one before; the last slice passes."""
+
+    def __init__(self, channels: int, dilation: int) -> None:
+        super().__init__()
+        width = channels // _SCALE
+        self.convs = nn.ModuleList([nn.Conv1d(width, width, 3, dilation=dilation, padding=dilation) for _ in range(_SCALE - 1)])
+        self.bns = nn.ModuleList([nn.BatchNorm1d(width) for _ in range(_SCALE - 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = list(x.chunk(_SCALE, dim=1))
+        for index, (conv, bn) in enumerate(zip(self.convs, self.bns)):
+            before = parts[index] if index == 0 else parts[index] + parts[index - 1]
+            parts[index] = bn(torch.relu(conv(before)))
+        return torch.cat(parts, dim=1)
+
+
+class SqueezeExcite(nn.Module):
+    """Channels weighted by what the whole recording says of them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.linear1 = nn.Linear(channels, _BOTTLENECK)
+        self.linear2 = nn.Linear(_BOTTLENECK, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.linear2(torch.relu(self.linear1(x.mean(dim=2)))))[:, :, None]
+
+
+class SERes2Block(nn.Module):
+    def __init__(self, dilation: int) -> None:
+        super().__init__()
+        self.se_res2block = nn.ModuleList(
+            [TdnnBlock(_ECAPA, _ECAPA, 1), Res2(_ECAPA, dilation), TdnnBlock(_ECAPA, _ECAPA, 1), SqueezeExcite(_ECAPA)]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for part in self.se_res2block:
+            y = part(y)
+        return x + y
+
+
+class Ecapa(nn.Module):
+    """ECAPA-TDNN (Desplanques et al., 2020) without its pooling: [batch, mels, steps] -> [batch, steps, 1536]."""
+
+    def __init__(self, input: int) -> None:
+        super().__init__()
+        self.layer1 = TdnnBlock(input, _ECAPA, 5, padding=2)
+        self.layer2, self.layer3, self.layer4 = (SERes2Block(dilation) for dilation in (2, 3, 4))
+        self.conv = nn.Conv1d(3 * _ECAPA, _CONTEXT, 1)
+
+    def forward(self, mel: Tensor) -> Tensor:
+        first = self.layer2(self.layer1(mel))
+        second = self.layer3(first)
+        third = self.layer4(second)
+        return torch.relu(self.conv(torch.cat((first, second, third), dim=1))).transpose(1, 2)
+
+
+class PerceiverAttention(nn.Module):
+    """The latents look at themselves and at the context."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        inner = _HEADS * _HEAD_DIM
+        self.to_q = nn.Linear(dim, inner, bias=False)
+        self.to_kv = nn.Linear(dim, 2 * inner, bias=False)
+        self.to_out = nn.Linear(inner, dim, bias=False)
+
+    def forward(self, latents: Tensor, context: Tensor) -> Tensor:
+        key, value = self.to_kv(torch.cat((latents, context), dim=1)).chunk(2, dim=-1)
+        heads = [x.unflatten(-1, (_HEADS, _HEAD_DIM)).transpose(1, 2) for x in (self.to_q(latents), key, value)]
+        return self.to_out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.ModuleList):
+    def __init__(self, dim: int) -> None:
+        inner = int(dim * _FEED_FORWARD * 2 / 3)
+        super().__init__([nn.Linear(dim, 2 * inner), nn.Identity(), nn.Linear(inner, dim)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self[0](x).chunk(2, dim=-1)
+        return self[2](value * functional.gelu(gate))
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.normalize(x, dim=-1) * math.sqrt(x.shape[-1]) * self.gamma
+
+
+class Perceiver(nn.Module):
+    """A context of any length to a fixed number of latents: [batch, steps, 1536] -> [batch, latents, dim]."""
+
+    def __init__(self, dim: int, latents: int) -> None:
+        super().__init__()
+        self.proj_context = nn.Linear(_CONTEXT, dim)
+        self.latents = nn.Parameter(torch.empty(latents, dim))
+        self.layers = nn.ModuleList([nn.ModuleList([PerceiverAttention(dim), FeedForward(dim)]) for _ in range(_DEPTH)])
+        self.norm = RmsNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.proj_context(x)
+        latents = self.latents.expand(len(x), -1, -1)
+        for attention, feed_forward in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            latents = attention(latents, context) + latents
+            latents = feed_forward(latents) + latents
+        return self.norm(latents)
+
+
+class Fsq(nn.Module):
+    """Finite scalar quantization (Mentzer et al., 2023): each of a few dimensions is rounded to one of an even number of levels."""
+
+    def __init__(self, dim: int, levels: Sequence[int]) -> None:
+        super().__init__()
+        self.project_in = nn.Linear(dim, len(levels))
+        self.project_out = nn.Linear(len(levels), dim)
+        self._levels = tuple(levels)
+
+    def indices(self, x: Tensor) -> Tensor:
+        """x: [batch, tokens, dim] -> int64 [batch, tokens]."""
+        z = self.project_in(x)
+        levels = torch.tensor(self._levels, dtype=z.dtype, device=z.device)
+        half = (levels - 1) * _FSQ_WIDEN / 2
+        digits = (torch.tanh(z + torch.atanh(0.5 / half)) * half - 0.5).round() + levels / 2
+        return (digits.long() * self._basis(z.device)).sum(-1)
+
+    def vectors(self, indices: Tensor) -> Tensor:
+        """int64 [batch, tokens] -> [batch, tokens, dim]."""
+        levels = torch.tensor(self._levels, device=indices.device)
+        digits = indices[..., None] // self._basis(indices.device) % levels
+        return self.project_out(((digits - levels // 2) / (levels // 2)).to(self.project_out.weight.dtype))
+
+    def _basis(self, device: torch.device) -> Tensor:
+        return torch.tensor([math.prod(self._levels[:index]) for index in range(len(self._levels))], device=device)
+
+
+class SpeakerEncoder(nn.Module):
+    """A recording's mel magnitudes to global tokens, and global tokens to the vector that the decoder is conditioned on."""
+
+    def __init__(self, config: SpeakerConfig) -> None:
+        super().__init__()
+        self.speaker_encoder = Ecapa(config.input)
+        self.perceiver_sampler = Perceiver(config.latent, config.tokens)
+        self.quantizer = Fsq(config.latent, config.levels)
+        self.project = nn.Linear(config.latent * config.tokens, config.output)
+
+    def tokens(self, mel: Tensor) -> Tensor:
+        """mel: [batch, mels, steps] -> int64 [batch, tokens]."""
+        return self.quantizer.indices(self.perceiver_sampler(self.speaker_encoder(mel)))
+
+    def vector(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, tokens] -> [batch, output]. The published projection takes the latent index first, then the token's."""
+        return self.project(self.quantizer.vectors(tokens).transpose(1, 2).flatten(1))

@@ -1,0 +1,223 @@
+"""The rules that turn a dialogue into one task for a speech model. Imports no model library: ingest calls it for every line."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+import msgspec
+
+from pipelines.errors import ErrorCode, InputError
+from pipelines.request import Capabilities, Generation, Message
+
+# Visible ASCII, or letters and digits of any script without the fillers that Unicode counts as letters but nobody sees.
+_VISIBLE = re.compile("[!-~]|[^\\W_\u115f\u1160\u3164\uffa0]")
+_INVISIBLE_SYMBOLS = frozenset("\u2800\u115f\u1160\u3164\uffa0")
+_INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl", "Zp", "Mn", "Me"})
+_INFINITY = float("inf")
+_SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+
+
+class SpeechTask(msgspec.Struct, frozen=True):
+    """What a model is asked to do with one dialogue, with voice and language in the spelling of its capabilities."""
+
+    #: What is spoken, without white space around it. Empty only where a `multi_turn` model is spoken to.
+    text: str
+    #: How it is spoken; None where the line says nothing or the model takes no instructions.
+    instruct: str | None = None
+    voice: str | None = None
+    language: str | None = None
+    #: The voice to clone: a path or key at ingest, the bytes of the encoded file in a request.
+    reference_audio: str | bytes | None = None
+    reference_text: str | None = None
+
+
+def speech_task(messages: Sequence[Message], generation: Generation, capabilities: Capabilities) -> SpeechTask:
+    """The task of one dialogue for a model with these capabilities.
+
+    The text of the one user turn is spoken; a user audio message in that turn is the voice to clone; system text is the
+    instruction where the model takes one, unless `generation.instruct` says otherwise; assistant messages are ground truth
+    and skipped. For a model with `multi_turn` the text is all user texts, one a line, and user audio stays in the dialogue.
+
+    Raises `InputError` with an `input.*` code for everything that the model cannot do. Nothing asked for is dropped in
+    silence, apart from system text for a model that takes no instructions.
+    """
+    check_generation(generation)
+    if capabilities.multi_turn:
+        text, system = _whole_dialogue(messages, capabilities.audio_in)
+        audio = None
+    else:
+        text, audio, system = _one_turn(messages)
+    if len(text) > capabilities.max_text_characters:
+        raise InputError(
+            ErrorCode.INPUT_TOO_LONG,
+            f"The text has {len(text)} characters; this model takes at most {capabilities.max_text_characters}.",
+            "Split it into several lines.",
+        )
+    voice, language = generation.voice, generation.language
+    instruct = generation.instruct
+    if instruct is None and capabilities.instruct:
+        instruct = system
+    _check_abilities(audio, generation, capabilities)
+    return SpeechTask(
+        text,
+        instruct or None,
+        None if voice is None else _voice(voice, capabilities.voices),
+        None if language is None else _language(language, capabilities.languages),
+        audio,
+        generation.reference_text,
+    )
+
+
+def check_generation(generation: Generation) -> None:
+    """Raises `InputError` (`input.bad_generation`) that names the first setting outside its range.
+
+    Ranges: 0 <= seed < 2**63, temperature >= 0, top_k >= 0, 0 < top_p <= 1, repetition_penalty > 0, cfg >= 0, max_seconds > 0.
+    """
+    if (seed := generation.seed) is not None and not 0 <= seed < 2**63:
+        raise _bad_setting("seed", seed, "a whole number from 0 to 2**63 - 1")
+    if (temperature := generation.temperature) is not None and not 0 <= temperature < _INFINITY:
+        raise _bad_setting("temperature", temperature, "0 or more")
+    if (top_k := generation.top_k) is not None and top_k < 0:
+        raise _bad_setting("top_k", top_k, "0 or more")
+    if (top_p := generation.top_p) is not None and not 0 < top_p <= 1:
+        raise _bad_setting("top_p", top_p, "above 0 and at most 1")
+    if (penalty := generation.repetition_penalty) is not None and not 0 < penalty < _INFINITY:
+        raise _bad_setting("repetition_penalty", penalty, "above 0")
+    if (cfg := generation.cfg) is not None and not 0 <= cfg < _INFINITY:
+        raise _bad_setting("cfg", cfg, "0 or more")
+    if (seconds := generation.max_seconds) is not None and not 0 < seconds < _INFINITY:
+        raise _bad_setting("max_seconds", seconds, "above 0")
+
+
+def is_visible(text: str) -> bool:
+    """Whether any character of `text` leaves a mark on paper; white space, control, format and filler characters do not."""
+    return _VISIBLE.search(text) is not None or any(
+        character not in _INVISIBLE_SYMBOLS and unicodedata.category(character) not in _INVISIBLE_CATEGORIES for character in text
+    )
+
+
+def _one_turn(messages: Sequence[Message]) -> tuple[str, str | bytes | None, str | None]:
+    """The user's text, reference audio and the system text of a dialogue with one user turn."""
+    text: str | None = None
+    audio: str | bytes | None = None
+    system: str | None = None
+    turn_over = False
+    for message in messages:
+        role = message.role
+        if role == "assistant":
+            turn_over = turn_over or text is not None or audio is not None
+        elif role == "system":
+            system = _system_text(system, message)
+        elif turn_over:
+            raise InputError(ErrorCode.INPUT_MULTI_TURN, "The dialogue has more than one user turn.", "Give each turn its own line.")
+        elif message.modality == "text":
+            if text is not None:
+                raise InputError(ErrorCode.INPUT_MULTI_TURN, "The dialogue has more than one user text.", "Give each text its own line.")
+            text = _text(message)
+        elif message.modality == "audio":
+            if audio is not None:
+                raise _unsupported("The user turn has more than one audio message", "Keep the one that is the reference voice.")
+            audio = message.content
+        else:
+            raise _bad_modality(message)
+    if text is None or not is_visible(text):
+        raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "The dialogue has no user text to speak.", "Give the line a user text message.")
+    return text.strip(), audio, system
+
+
+def _whole_dialogue(messages: Sequence[Message], audio_in: bool) -> tuple[str, str | None]:
+    """All user texts, one a line, and the system text; raises when the user neither writes nor speaks."""
+    texts: list[str] = []
+    system: str | None = None
+    heard = False
+    for message in messages:
+        if message.role == "system":
+            system = _system_text(system, message)
+        elif message.role == "user":
+            if message.modality == "text":
+                texts.append(_text(message).strip())
+            elif message.modality == "audio" and audio_in:
+                heard = True
+            else:
+                raise _bad_modality(message)
+    text = "\n".join(texts)
+    if not heard and not is_visible(text):
+        raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "The dialogue has no user message to answer.", "Give the line a user message.")
+    return text, system
+
+
+def _text(message: Message) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    raise InputError(ErrorCode.INPUT_BAD_LINE, f"A {message.role} text message holds bytes.", "Give its content as text.")
+
+
+def _system_text(earlier: str | None, message: Message) -> str | None:
+    if message.modality != "text":
+        raise _bad_modality(message)
+    text = _text(message)
+    if not is_visible(text):
+        return earlier
+    return text.strip() if earlier is None else f"{earlier}\n{text.strip()}"
+
+
+def _check_abilities(audio: str | bytes | None, generation: Generation, capabilities: Capabilities) -> None:
+    if audio is not None and not capabilities.cloning:
+        raise _unsupported("This model cannot clone a voice", "Remove the user's audio message, or use a model that clones.")
+    if audio is None and capabilities.needs_reference:
+        raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "This model needs a voice to clone.", "Add a user audio message to the line.")
+    if generation.reference_text is not None:
+        if not capabilities.cloning:
+            raise _unsupported("This model cannot clone a voice", "Remove `reference_text`, or use a model that clones.")
+        if audio is None:
+            raise InputError(
+                ErrorCode.INPUT_REFERENCE_TEXT, "The line has `reference_text` but no reference audio.", "Add the user audio it belongs to."
+            )
+    if generation.instruct is not None and not capabilities.instruct:
+        raise _unsupported("This model takes no instructions", "Remove `instruct`, or use a model that follows instructions.")
+    if generation.cfg is not None and not capabilities.guidance:
+        raise _unsupported("This model has no guidance", "Remove `cfg`, or use a model with guidance.")
+    if not capabilities.sampling:
+        for name in _SAMPLING:
+            if getattr(generation, name) is not None:
+                raise _unsupported("This model does not sample", f"Remove `{name}`, or use a model that samples.")
+
+
+def _voice(asked: str, voices: tuple[str, ...]) -> str:
+    if (voice := _named(asked, voices)) is not None:
+        return voice
+    advice = f"Choose one of: {', '.join(voices)}." if voices else "This model has no named voices: remove `voice`."
+    raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"Unknown voice {asked[:80]!r}.", advice)
+
+
+def _language(asked: str, languages: tuple[str, ...]) -> str:
+    if (language := _named(asked, languages)) is not None:
+        return language
+    advice = f"Choose one of: {', '.join(languages)}." if languages else "This model does not let one choose: remove `language`."
+    raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, f"Unknown language {asked[:80]!r}.", advice)
+
+
+def _named(asked: str, names: tuple[str, ...]) -> str | None:
+    """The name of the tuple that equals `asked` up to case and white space around it."""
+    if asked in names:
+        return asked
+    folded = asked.strip().casefold()
+    return next((name for name in names if name.casefold() == folded), None)
+
+
+def _unsupported(what: str, advice: str) -> InputError:
+    return InputError(ErrorCode.INPUT_UNSUPPORTED, f"{what}.", advice)
+
+
+def _bad_modality(message: Message) -> InputError:
+    return InputError(
+        ErrorCode.INPUT_BAD_MODALITY,
+        f"This model cannot use a {message.role} message of modality {message.modality!r}.",
+        "Remove the message, or use a model that takes it.",
+    )
+
+
+def _bad_setting(name: str, value: float, allowed: str) -> InputError:
+    return InputError(ErrorCode.INPUT_BAD_GENERATION, f"`{name}` is {value!r}; it must be {allowed}.", "Correct the `generation` object.")

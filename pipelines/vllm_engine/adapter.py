@@ -1,0 +1,114 @@
+"""The few places where vLLM's own interfaces are touched. Written for 0.26 and 0.32."""
+
+# vLLM is an extra: its imports are checked where it is installed.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from vllm import SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from pipelines.vllm_engine.library import on_cpu
+from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, VllmOptions
+
+__all__ = ["AsyncLLM", "codes_of", "engine_arguments", "sampling_params", "start_engine"]
+
+_CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
+_CONTEXT = 8192
+_CPU_STEP_TOKENS = 2048
+
+
+def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
+    """The arguments of `AsyncEngineArgs`."""
+    cpu = on_cpu()
+    sequences = options.max_sequences or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
+    context = options.max_context or _CONTEXT
+    arguments: dict[str, Any] = {
+        "model": str(spec.folder),
+        "hf_overrides": dict(spec.overrides),
+        "skip_tokenizer_init": True,
+        "dtype": options.dtype or ("float32" if cpu else "bfloat16"),
+        "max_num_seqs": sequences,
+        "max_model_len": context,
+        "tensor_parallel_size": options.tensor_parallel,
+        "enforce_eager": cpu if options.eager is None else options.eager,
+        # Prompts of speech share next to nothing, and tokens do not name the KV of models with further codes.
+        "enable_prefix_caching": False,
+        "enable_log_requests": False,
+        "trust_remote_code": False,
+    }
+    if cpu:
+        # Chunks of a prompt are the same arithmetic in another order: a whole prompt a step keeps sequences equal alone and together.
+        arguments["max_num_batched_tokens"] = options.step_tokens or max(_CPU_STEP_TOKENS, context)
+        arguments["disable_custom_all_reduce"] = True
+    elif options.step_tokens:
+        arguments["max_num_batched_tokens"] = options.step_tokens
+    if options.memory_share is not None:
+        arguments["gpu_memory_utilization"] = options.memory_share
+    if spec.codes_per_step > 1:
+        arguments["max_logprobs"] = spec.codes_per_step
+    return arguments | dict(spec.engine)
+
+
+def start_engine(arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
+    """Starts an engine core in a process of its own; to be called in the event loop that will serve it."""
+
+    def logger(vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
+        return _MomentLogger(moment)
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[logger])  # pyright: ignore[reportArgumentType]
+
+
+def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool) -> SamplingParams:
+    asked = request.sampling
+    return SamplingParams(
+        temperature=asked.temperature,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        repetition_penalty=asked.repetition_penalty,
+        seed=asked.seed,
+        max_tokens=asked.max_tokens,
+        stop_token_ids=list(asked.stop_ids),
+        ignore_eos=asked.ignore_end,
+        detokenize=False,
+        # The channel by which a sampler hands on further codes of a step: the ids of "likely tokens".
+        logprobs=codes_per_step - 1 if codes_per_step > 1 else None,
+        flat_logprobs=codes_per_step > 1,
+        extra_args=dict(request.extra) or None,
+        output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def codes_of(logprobs: Any, steps: int, codes_per_step: int) -> NDArray[np.int64] | None:
+    """int64 [steps, codes_per_step] from the flat log probabilities of an output; None for one code a step."""
+    if codes_per_step == 1:
+        return None
+    rows: Sequence[Sequence[int]] = [
+        logprobs.token_ids[start:end][:codes_per_step] for start, end in zip(logprobs.start_indices, logprobs.end_indices)
+    ]
+    return np.array(rows, dtype=np.int64).reshape(steps, codes_per_step)
+
+
+class _MomentLogger(StatLoggerBase):
+    """Keeps what the scheduler last said; beside vLLM's own metrics, which stay as they are."""
+
+    def __init__(self, moment: EngineMoment) -> None:  # pyright: ignore[reportMissingSuperCall]
+        self._moment = moment
+
+    def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
+        if scheduler_stats is not None:
+            self._moment.running = scheduler_stats.num_running_reqs
+            self._moment.waiting = scheduler_stats.num_waiting_reqs
+            self._moment.kv_use = scheduler_stats.kv_cache_usage
+        if iteration_stats is not None:
+            self._moment.tokens += iteration_stats.num_generation_tokens
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say."""

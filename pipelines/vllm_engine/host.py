@@ -1,0 +1,343 @@
+"""vLLM's asynchronous engine behind threads: a loop of its own, a waiting room, and a new engine core when the old one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import signal
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.request import EngineStats
+from pipelines.vllm_engine.library import check_plugin, load_vllm
+from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, Tokens, VllmOptions
+
+log = logging.getLogger(__name__)
+
+#: Engine cores that may die one after the other, with no sequence finished in between, before the host gives up.
+MOST_DEATHS = 3
+_STOP_SECONDS = 30.0
+
+
+class Receiver(Protocol):
+    """Who waits for one sequence. Called on the host's loop, so it must be quick."""
+
+    #: Whether `tokens` is wanted while the sequence grows.
+    streamed: bool
+
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        """New ids in order, with their codes [steps, codes] for models with more than one a step."""
+        ...
+
+    def finished(self, tokens: Tokens) -> None:
+        """The whole sequence."""
+        ...
+
+    def failed(self, error: NightjarError) -> None: ...
+
+
+class VllmHost:
+    """Runs sequences that come from any thread on one engine core.
+
+    When the engine core dies, its sequences fail with `synth.engine`, which is worth another try, and a new one is started
+    as soon as the old one is gone; meanwhile `submit` waits.
+    """
+
+    def __init__(self, spec: ModelSpec, options: VllmOptions | None = None) -> None:
+        """Starts the engine core. Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`)."""
+        options = options or VllmOptions()
+        load_vllm(options.cpu_kv_gib)
+        from pipelines.vllm_engine import adapter
+        from pipelines.vllm_engine.plugin import ARCHITECTURES, register
+
+        if set(spec.overrides.get("architectures", ())) & set(ARCHITECTURES):
+            check_plugin()
+            register()
+        self._adapter = adapter
+        self._arguments = adapter.engine_arguments(spec, options)
+        self._codes = spec.codes_per_step
+        self._moment = EngineMoment()
+        self._room = self._arguments["max_num_seqs"] + options.waiting_room
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        #: Under way, by the number that makes vLLM's request ids unique.
+        self._tasks: dict[int, tuple[TokenRequest, asyncio.Task[Tokens]]] = {}
+        self._taken = 0
+        self._done = 0
+        self._deaths = 0
+        self._broken: NightjarError | None = None
+        self._closing = self._stopped = False
+        self._llm: Any = None
+        self._renewal: asyncio.Task[None] | None = None
+        self._renewed = asyncio.Event()
+        #: Sequences on the engine core whose receivers have not heard of their end.
+        self._users: set[int] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run_loop, name="vllm-host", daemon=True)
+        self._thread.start()
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def max_context(self) -> int:
+        """Positions of a sequence: prompt and new tokens."""
+        return self._arguments["max_model_len"]
+
+    @property
+    def dtype(self) -> str:
+        return self._arguments["dtype"]
+
+    def submit(self, request: TokenRequest, receiver: Receiver) -> None:
+        """Queues a sequence; blocks while the waiting room is full or a new engine core starts (never on the host's own loop).
+
+        Raises `SynthesisError`: `synth.aborted` once the host is closed, `synth.engine` when it has given up on the engine.
+        """
+        with self._changed:
+            self._changed.wait_for(self._may_enter)
+            if self._closing:
+                raise _closed()
+            if self._broken is not None:
+                raise self._broken
+            self._taken += 1
+            self._loop.call_soon_threadsafe(self._enter, next(self._numbers), request, receiver)
+
+    def abort(self, request_id: str) -> None:
+        """Ends all sequences with this id; their receivers hear `synth.aborted`. Unknown ids are ignored."""
+        self._cancel(lambda request: request.request_id == request_id)
+
+    def cancel(self, request: TokenRequest) -> None:
+        """Ends this one sequence; its receiver hears `synth.aborted`. Does nothing when it is over."""
+        self._cancel(lambda one: one is request)
+
+    def stats(self, audio_seconds: float = 0.0) -> EngineStats:
+        with self._changed:
+            under_way, done = self._taken, self._done
+        running = min(self._moment.running, under_way)
+        return EngineStats(running, under_way - running, done, self._moment.tokens, audio_seconds, self._moment.kv_use)
+
+    def close(self) -> None:
+        """Ends the engine core and the loop; sequences under way fail with `synth.aborted`. May be called more than once."""
+        with self._changed:
+            first, self._closing = not self._closing, True
+            self._changed.notify_all()
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("the host cannot be closed on its own loop")
+        if first:
+            self._wait(self._stop())
+            with self._changed:
+                self._stopped = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_STOP_SECONDS)
+
+    def _run_loop(self) -> None:
+        # Ctrl-C goes to every process of a terminal's group; the engine core inherits this mask and lives until we have drained.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        self._loop.close()
+
+    def _may_enter(self) -> bool:
+        if self._closing or self._broken is not None:
+            return True
+        if threading.current_thread() is self._thread:
+            return True
+        return self._llm is not None and self._taken < self._room
+
+    def _wait(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _start(self) -> None:
+        try:
+            self._wait(self._start_engine())
+        except NightjarError:
+            raise
+        except Exception as error:
+            message = f"vLLM did not start: {type(error).__name__}: {error}."
+            raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log above; the model may need fewer max_sequences.") from error
+
+    async def _start_engine(self) -> None:
+        begin = time.monotonic()
+        llm = self._adapter.start_engine(self._arguments, self._moment)
+        log.info("vLLM's engine core started in %.1f s", time.monotonic() - begin)
+        with self._changed:
+            self._llm = llm
+            self._changed.notify_all()
+        self._renewed.set()
+
+    def _enter(self, number: int, request: TokenRequest, receiver: Receiver) -> None:
+        task = self._loop.create_task(self._sequence(number, request, receiver))
+        self._tasks[number] = request, task
+        # A task that is cancelled before its first step runs no line of its own: what must happen at the end happens here.
+        task.add_done_callback(lambda task: self._ended(task, number, receiver))
+
+    def _cancel(self, which: Callable[[TokenRequest], bool]) -> None:
+        def cancel() -> None:
+            for request, task in list(self._tasks.values()):
+                if which(request):
+                    task.cancel()
+
+        with self._changed:
+            if not self._stopped:
+                self._loop.call_soon_threadsafe(cancel)
+
+    def _ended(self, task: asyncio.Task[Tokens], number: int, receiver: Receiver) -> None:
+        """Frees the room of a sequence and tells its receiver, however it ended."""
+        outcome: Tokens | NightjarError
+        if task.cancelled():
+            outcome = _closed() if self._closing else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
+        elif (error := task.exception()) is not None:
+            outcome = _failure(error)
+        else:
+            outcome = task.result()
+        del self._tasks[number]
+        self._users.discard(number)
+        with self._changed:
+            self._taken -= 1
+            self._done += 1
+            if isinstance(outcome, Tokens):
+                self._deaths = 0
+            self._changed.notify_all()
+        _tell(receiver, outcome)
+
+    async def _sequence(self, number: int, request: TokenRequest, receiver: Receiver) -> Tokens:
+        llm = await self._living()
+        self._users.add(number)
+        try:
+            main = self._collect(llm, f"{request.request_id}#{number}", request, receiver)
+            if request.shadow is None:
+                return await main
+            return await self._paired(main, self._follow(llm, f"{request.shadow.request_id}#{number}s", request.shadow))
+        except Exception:
+            if not llm.errored:
+                raise
+            self._bury(llm)
+            message = "vLLM's engine core died."
+            raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, "The request may be tried again.") from None
+
+    async def _living(self) -> Any:
+        """The engine core, or the next one where it is dead."""
+        while self._llm is None or self._llm.errored:
+            if self._broken is not None:
+                raise self._broken
+            self._bury(self._llm)
+            await self._renewed.wait()
+        return self._llm
+
+    async def _paired(self, main: Coroutine[Any, Any, Tokens], shadow: Coroutine[Any, Any, None]) -> Tokens:
+        """The tokens of `main`; both sequences end when either fails or is cancelled, or when `main` is over."""
+        first, second = self._loop.create_task(main), self._loop.create_task(shadow)
+        try:
+            await asyncio.wait((first, second), return_when=asyncio.FIRST_COMPLETED)
+            if second.done():
+                second.result()
+            return await first
+        finally:
+            for task in (first, second):
+                task.cancel()
+            await asyncio.gather(first, second, return_exceptions=True)
+
+    async def _collect(self, llm: Any, name: str, request: TokenRequest, receiver: Receiver) -> Tokens:
+        ids: list[int] = []
+        codes: list[NDArray[np.int64]] = []
+        finish = None
+        async for output in self._generate(llm, name, request, receiver.streamed):
+            part = output.outputs[0]
+            new = list(part.token_ids)
+            finish = part.finish_reason
+            if not new:
+                continue
+            ids += new
+            new_codes = self._adapter.codes_of(part.logprobs, len(new), self._codes)
+            if new_codes is not None:
+                codes.append(new_codes)
+            if receiver.streamed:
+                receiver.tokens(new, new_codes)
+        if finish not in ("stop", "length"):
+            raise SynthesisError(
+                ErrorCode.SYNTH_ENGINE, f"The engine ended the sequence with {finish!r}.", "The request may be tried again."
+            )
+        return Tokens(ids, finish, np.concatenate(codes) if codes else None)
+
+    async def _follow(self, llm: Any, name: str, shadow: TokenRequest) -> None:
+        """A sequence whose tokens nobody waits for."""
+        async for _ in self._generate(llm, name, shadow, streamed=False):
+            continue
+
+    def _generate(self, llm: Any, name: str, request: TokenRequest, streamed: bool) -> AsyncGenerator[Any]:
+        parameters = self._adapter.sampling_params(request, self._codes, streamed)
+        return llm.generate({"prompt_token_ids": list(request.prompt_ids)}, parameters, name)
+
+    def _bury(self, llm: Any) -> None:
+        """Takes a dead engine core out of use and has a new one started, once."""
+        with self._changed:
+            if llm is None or self._llm is not llm or self._closing:
+                return
+            self._llm = None
+            self._deaths += 1
+            log.error("vLLM's engine core died (%d in a row)", self._deaths)
+        self._renewed.clear()
+        self._renewal = self._loop.create_task(self._renew(llm))
+
+    async def _renew(self, dead: Any) -> None:
+        """A new engine core, once every sequence of the old one has failed and its processes are gone."""
+        while self._users:
+            await asyncio.sleep(0.01)
+        dead.shutdown()
+        reason = f"{self._deaths} engine cores died one after the other"
+        if self._deaths < MOST_DEATHS and not self._closing:
+            try:
+                await self._start_engine()
+                return
+            except Exception as error:
+                log.exception("vLLM did not start again")
+                reason = f"it did not start again: {type(error).__name__}: {error}"
+        with self._changed:
+            self._broken = SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM is given up: {reason}.", "See the log; open the model again.")
+            self._changed.notify_all()
+        self._renewed.set()
+
+    async def _stop(self) -> None:
+        for _, task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*(task for _, task in list(self._tasks.values())), return_exceptions=True)
+        if self._llm is not None:
+            llm, self._llm = self._llm, None
+            llm.shutdown()
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+def _closed() -> SynthesisError:
+    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
+
+
+def _failure(error: BaseException) -> NightjarError:
+    if isinstance(error, NightjarError):
+        return error
+    if isinstance(error, ValueError):
+        return SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM refused the request: {error}.", "Shorten it, or open the model with more.")
+    log.error("a sequence failed", exc_info=error)
+    return SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM failed: {type(error).__name__}: {error}.", "See the log.")
+
+
+def _tell(receiver: Receiver, outcome: Tokens | NightjarError) -> None:
+    """A receiver that raises must not end the loop's work."""
+    try:
+        if isinstance(outcome, Tokens):
+            receiver.finished(outcome)
+        else:
+            receiver.failed(outcome)
+    except Exception:
+        log.exception("a receiver of the engine failed")

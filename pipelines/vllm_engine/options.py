@@ -1,0 +1,95 @@
+"""How a model is opened on vLLM, and what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOptions:
+    """What a person may choose; None means the best for the device."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    #: Share of the device's memory that vLLM may take, weights and KV cache; the rest is for the other stages.
+    memory_share: float | None = None
+    #: KV cache of the CPU build in GiB; VLLM_CPU_KVCACHE_SPACE goes before it.
+    cpu_kv_gib: int = 1
+    #: Sequences that run at once, and requests that wait behind them before `submit` blocks.
+    max_sequences: int | None = None
+    waiting_room: int = 64
+    #: Positions of a sequence: prompt and new tokens.
+    max_context: int | None = None
+    #: Tokens of one engine step.
+    step_tokens: int | None = None
+    tensor_parallel: int = 1
+    #: Without compilation and CUDA graphs.
+    eager: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What a model family needs of vLLM."""
+
+    folder: Path
+    #: Changes to the folder's config.json, such as `architectures` of our plugin.
+    overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    #: Codes of one step, the sampled token first; more than one needs a sampler that hands them on.
+    codes_per_step: int = 1
+    #: Further arguments of vLLM's engine, such as `scheduler_cls` for guidance pairs.
+    engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSampling:
+    """How tokens are drawn; temperature 0 is greedy, top_k 0 is all."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    #: Goes on past every end, to `max_tokens`.
+    ignore_end: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRequest:
+    """One sequence."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: TokenSampling
+    #: `extra_args` of vLLM: what samplers and schedulers of ours read.
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    #: A sequence that lives and dies with this one, such as the null branch of guidance; its tokens are dropped.
+    shadow: TokenRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A sequence at its end."""
+
+    ids: list[int]
+    finish: Finish
+    #: int64 [steps, codes_per_step] for models with more than one code a step.
+    codes: NDArray[np.int64] | None = None
+
+
+@dataclass(slots=True)
+class EngineMoment:
+    """What the engine last said of itself."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_use: float = 0.0
+    tokens: int = 0

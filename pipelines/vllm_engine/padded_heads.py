@@ -1,0 +1,50 @@
+"""Qwen2 with attention heads that are padded to a width that the CPU's attention kernels know.
+
+Zeros in the padded part of queries, keys, values and of the output projection change nothing. Rotary embedding turns pairs
+(i, i + width / 2), so the real halves go to the start of the padded halves, and theta is raised so that pair i keeps its
+angle: theta'^(-2i / padded) = theta^(-2i / width). The attention divides by the square root of the padded width, so queries
+are scaled by the square root of padded / width.
+"""
+
+# vLLM is an extra: its imports are checked where it is installed.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.llama import LlamaForCausalLM
+
+from pipelines.vllm_engine.padding import STORED_WIDTH
+
+
+class PaddedQwen2ForCausalLM(LlamaForCausalLM):
+    """Llama's layers do what Qwen2's do, and take a `head_dim` and `qkv_bias` of their own."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        config: Any = self.config
+        width, padded = getattr(config, STORED_WIDTH), config.head_dim
+        return super().load_weights((name, pad(name, tensor, width, padded)) for name, tensor in weights)
+
+
+def pad(name: str, tensor: Tensor, width: int, padded: int) -> Tensor:
+    """A stored tensor as the padded model wants it; tensors outside attention come back as they are."""
+    if ".self_attn." not in name:
+        return tensor
+    if ".o_proj." in name:
+        return _spread(tensor.T, width, padded, halves=1).T.contiguous()
+    if ".v_proj." in name:
+        return _spread(tensor, width, padded, halves=1)
+    spread = _spread(tensor, width, padded, halves=2)
+    return spread * math.sqrt(padded / width) if ".q_proj." in name else spread
+
+
+def _spread(tensor: Tensor, width: int, padded: int, halves: int) -> Tensor:
+    """[heads * width, ...] -> [heads * padded, ...] in float32, zeros behind each half (or whole) of a head."""
+    heads = tensor.shape[0] // width
+    wide = tensor.new_zeros((heads, halves, padded // halves, *tensor.shape[1:]), dtype=torch.float32)
+    wide[:, :, : width // halves] = tensor.view(heads, halves, width // halves, *tensor.shape[1:]).float()
+    return wide.reshape(heads * padded, *tensor.shape[1:])

@@ -1,0 +1,36 @@
+"""Which models need padded heads, and the config that asks for them. Imports no model code of vLLM's."""
+
+# vLLM is an extra: its imports are checked where it is installed.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from typing import Any
+
+from pipelines.vllm_engine.library import on_cpu
+
+#: Key of the config that keeps the width of the stored heads.
+STORED_WIDTH = "nightjar_stored_head_dim"
+
+
+def qwen2_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
+    """Changes to the config of a Qwen2 whose heads the CPU's attention kernels do not know; none where they do.
+
+    Call it after `load_vllm`. See `pipelines.vllm_engine.padded_heads` for the arithmetic.
+    """
+    if not on_cpu():
+        return {}
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    widths = sorted(CPUAttentionBackend.get_supported_head_sizes())
+    wide = next((width for width in widths if width >= head_dim), head_dim)
+    if wide == head_dim:
+        return {}
+    theta = rope_theta ** (wide / head_dim)
+    return {
+        "architectures": ["NightjarPaddedQwen2ForCausalLM"],
+        "head_dim": wide,
+        "qkv_bias": True,
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        STORED_WIDTH: head_dim,
+    }
