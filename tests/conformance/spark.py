@@ -1,0 +1,284 @@
+"""SparkTTS against a golden folder: audio in, tokens, prompts, the LM by a plain loop and on vLLM, audio out, alone and together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pipelines.spark_tts.bicodec import load_bicodec
+from pipelines.spark_tts.config import LLM, WAV2VEC2, SparkConfig
+from pipelines.spark_tts.features import LAYERS, SemanticFeatures
+from pipelines.spark_tts.prompt import clone_prompt, creation_prompt
+from pipelines.spark_tts.reference import Reference, ReferenceEncoder, normalize_volume, reference_clip
+from pipelines.spark_tts.vocabulary import Vocabulary
+from tests.spark_checkpoint import whole
+from tests.spark_oracle import OracleLm, Trace
+
+#: Largest differences in float32: what the golden folder's README suggests for sets of its size, unless it gives its own.
+LIMITS = {"audio": 2e-6, "features": 1e-4, "hidden": 1e-4, "logits": 5e-4, "mel": 2e-5, "state": 1e-4, "wav": 2e-5, "resampled": 1e-5}
+PROBABILITY_LIMIT = 1e-5
+
+Case = tuple[str, Callable[[], None]]
+Item = dict[str, Any]
+
+
+def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator[Case]:
+    """Every case of a golden folder as (name, check); a check raises AssertionError with the measured difference."""
+    if dtype != "float32":
+        raise ValueError("the golden data of SparkTTS is in float32")
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    golden = Golden(folder, torch.device(device))
+    for case in golden.cases.values():
+        yield f"{case['kind']} {case['name']}", lambda case=case: CHECKS[case["kind"]](golden, case)
+    if not golden.voices:
+        print("left out: the voices of recordings, whose ECAPA the folder lacks")
+    if find_spec("vllm") is None:
+        print("left out: the cases on vLLM, which is not installed")
+        return
+    from tests.conformance import spark_vllm
+
+    yield from spark_vllm.cases(golden)
+
+
+class Golden:
+    """A golden folder, with what its checkpoint loads to."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        content = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
+        self.folder = folder
+        self.device = device
+        self.limits = LIMITS | content.get("tolerances", {})
+        self.checkpoint = whole(folder / "checkpoint")
+        #: Whether the voices of recordings are the golden ones.
+        self.voices = self.checkpoint == folder / "checkpoint"
+        self.cases: dict[str, Item] = {case["name"]: case for case in content["cases"] if self._has(case)}
+        self.arrays = cache(self._arrays)
+        self.reference = cache(self._reference)
+        self.trace = cache(self._trace)
+
+    @cached_property
+    def config(self) -> SparkConfig:
+        return SparkConfig.from_folder(self.checkpoint)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        sizes = self.config.bicodec
+        return Vocabulary.from_folder(self.checkpoint / LLM, sizes.codebook_size, sizes.global_codes)
+
+    @cached_property
+    def encoder(self) -> ReferenceEncoder:
+        return ReferenceEncoder(self.config, self.codecs[0], SemanticFeatures(self.checkpoint / WAV2VEC2, self.device))
+
+    @cached_property
+    def codecs(self) -> Any:
+        return load_bicodec(self.config, self.device)
+
+    @cached_property
+    def oracle(self) -> OracleLm:
+        return OracleLm(self.checkpoint / LLM)
+
+    def wav(self, name: str) -> bytes:
+        return (self.folder / "wavs" / name).read_bytes()
+
+    def near(self, what: str, got: Any, want: NDArray[Any], limit: str | float) -> None:
+        got = got.float().cpu().numpy() if isinstance(got, torch.Tensor) else np.asarray(got)
+        assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
+        most = self.limits[limit] if isinstance(limit, str) else limit
+        difference = float(np.abs(got.astype(np.float64) - want).max()) if want.size else 0.0
+        assert difference <= most, f"{what}: largest difference {difference:.2e}, limit {most:.0e}"
+
+    def prompt(self, case: Item) -> list[int]:
+        """The prompt of a case from its text and its recording or its labels."""
+        if "gender" in case:
+            return creation_prompt(self.vocabulary, case["text"], f"{case['gender']}/{case['pitch']}/{case['speed']}")
+        reference = self.reference(case["wav"])
+        return clone_prompt(self.vocabulary, case["text"], reference.voice, case.get("ref_text"), reference.semantic)
+
+    def _arrays(self, file: str) -> dict[str, NDArray[Any]]:
+        with np.load(self.folder / file, allow_pickle=False) as data:
+            return dict(data)
+
+    def _has(self, case: Item) -> bool:
+        """Whether the folder has the files of a case; the repository's copy leaves some out."""
+        files = [case.get("file"), case.get("ids_file"), case.get("audio_file"), f"wavs/{case['wav']}" if "wav" in case else None]
+        return all((self.folder / file).is_file() for file in files if file)
+
+    def _reference(self, wav: str) -> Reference:
+        """The tokens of a recording, the voice from the golden data where the checkpoint has no golden ECAPA."""
+        reference = self.encoder.prepare(self.wav(wav), with_semantic=True)
+        if self.voices:
+            return reference
+        file = next(case["file"] for case in self.cases.values() if case["kind"] == "audio_tokens" and case.get("wav") == wav)
+        return Reference(tuple(self.arrays(file)["global_ids"].tolist()), reference.semantic)
+
+    def _trace(self, name: str) -> Trace:
+        case = self.cases[name]
+        return self.oracle.greedy(self.arrays(case["file"])["input_ids"].tolist(), case["max_new_tokens"])
+
+
+def same(what: str, got: Any, want: NDArray[Any]) -> None:
+    """Raises AssertionError that names the first position where two lists of ids differ."""
+    ids, wanted = list(map(int, got)), want.tolist()
+    for index, (one, other) in enumerate(zip(ids, wanted)):
+        assert one == other, f"{what}: {one} at {index}, expected {other}"
+    assert len(ids) == len(wanted), f"{what}: {len(ids)} ids, expected {len(wanted)}"
+
+
+def _tokenize(golden: Golden, case: Item) -> None:
+    for index, text in enumerate(case["texts"]):
+        same(text, golden.vocabulary.encode(text), golden.arrays(case["file"])[f"ids_{index}"])
+
+
+def _volume(golden: Golden, case: Item) -> None:
+    arrays = golden.arrays(case["file"])
+    for index in range(len(arrays) // 2):
+        golden.near(f"example {index}", normalize_volume(arrays[f"in_{index}"]), arrays[f"out_{index}"], 1e-12)
+
+
+def _audio_prep(golden: Golden, case: Item) -> None:
+    arrays, rate = golden.arrays(case["file"]), golden.config.sample_rate
+    if "resampled" in arrays:
+        from pipelines.audio import decode
+
+        golden.near("resampled", decode(golden.wav(case["wav"]), rate, channel=0, quality="VHQ")[0], arrays["resampled"], "resampled")
+        golden.near("audio", normalize_volume(arrays["resampled"]), arrays["audio"], "audio")
+    samples = golden.encoder.read(golden.wav(case["wav"]))
+    golden.near("audio", samples, arrays["audio"], "resampled" if "resampled" in arrays else "audio")
+    clip = reference_clip(arrays["audio"], golden.config.clip_samples)
+    same("lengths", [len(samples), len(samples), len(clip)], arrays["lengths"])
+    if "ref_clip" in arrays:
+        golden.near("ref_clip", clip, arrays["ref_clip"], 0.0)
+
+
+def _audio_tokens(golden: Golden, case: Item) -> None:
+    arrays = golden.arrays(case["file"])
+    if "audio_file" in case:
+        reference = golden.encoder.encode([golden.arrays(case["audio_file"])["audio"]])[0]
+    else:
+        reference = golden.reference(case["wav"])
+    same("semantic ids", reference.semantic, arrays["semantic_ids"])
+    if golden.voices:
+        same("global ids", reference.voice, arrays["global_ids"])
+    if case.get("intermediates"):
+        _intermediates(golden, case, arrays)
+
+
+def _intermediates(golden: Golden, case: Item, arrays: dict[str, NDArray[Any]]) -> None:
+    samples = golden.encoder.read(golden.wav(case["wav"]))
+    features = golden.encoder._features
+    golden.near("input_values", features.values(samples), arrays["input_values"], "state")
+    states = features.states(torch.from_numpy(arrays["input_values"])[None])
+    for layer in LAYERS:
+        golden.near(f"hidden_{layer}", states[layer][0], arrays[f"hidden_{layer}"], "features")
+    golden.near("features", features(torch.from_numpy(arrays["input_values"])[None])[0], arrays["features"], "features")
+    tokenizer = golden.codecs[0]
+    with torch.inference_mode():
+        encoded = tokenizer.encoder(torch.from_numpy(arrays["features"])[None].to(golden.device))[0]
+        golden.near("encoder_out", encoded.T, arrays["encoder_out"], "state")
+        clip = torch.from_numpy(reference_clip(samples, golden.config.clip_samples))[None].to(golden.device)
+        mel = tokenizer.mel(clip)
+        golden.near("mel", mel[0], arrays["mel"], "mel")
+        if not golden.voices:
+            return
+        speaker = tokenizer.speaker
+        latents = speaker.perceiver_sampler(speaker.speaker_encoder(mel))
+        golden.near("perceiver_out", latents[0], arrays["perceiver_out"], "state")
+        golden.near("fsq_project_in", speaker.quantizer.project_in(latents)[0], arrays["fsq_project_in"], "state")
+
+
+def _prompt(golden: Golden, case: Item) -> None:
+    arrays = golden.arrays(case["file"])
+    same("input ids", golden.prompt(case), arrays["input_ids"])
+    same("ids of the prompt's string", golden.vocabulary.encode(case["prompt"]), arrays["input_ids"])
+    if "wav" in case:
+        same("global ids", golden.reference(case["wav"]).voice, arrays["global_ids"])
+
+
+def _greedy(golden: Golden, case: Item) -> None:
+    """The plain loop over transformers, then its tokens as audio."""
+    arrays, trace = golden.arrays(case["file"]), golden.trace(case["name"])
+    same("input ids", golden.prompt(case), arrays["input_ids"])
+    same("output ids", trace.ids, arrays["output_ids"])
+    golden.near("hidden", trace.hidden, arrays["hidden"], "hidden")
+    golden.near("logits", trace.logits[arrays["logits_steps"]], arrays["logits"], "logits")
+    _heard(golden, case, trace.ids)
+
+
+def _heard(golden: Golden, case: Item, ids: list[int]) -> None:
+    arrays, codes = golden.arrays(case["file"]), golden.vocabulary.parse(ids)
+    same("semantic ids", codes.semantic, arrays["semantic_ids"])
+    voice = codes.voice if "gender" in case else golden.reference(case["wav"]).voice
+    same("global ids", voice, arrays["global_ids"])
+    wave = golden.codecs[1].decode([torch.tensor(codes.semantic)], [torch.tensor(voice)])[0]
+    golden.near("wav", wave, arrays["wav"].reshape(-1), "wav")
+
+
+def _parse(golden: Golden, case: Item) -> None:
+    for index, text in enumerate(case["texts"]):
+        codes = golden.vocabulary.parse(golden.vocabulary.encode(text))
+        same(f"semantic ids of {text}", codes.semantic, golden.arrays(case["file"])[f"semantic_{index}"])
+        same(f"global ids of {text}", codes.voice, golden.arrays(case["file"])[f"global_{index}"])
+
+
+def _tokens_of(golden: Golden, case: Item) -> tuple[torch.Tensor, torch.Tensor]:
+    arrays = golden.arrays(case.get("ids_file") or case["file"])
+    return tuple(torch.from_numpy(arrays[name].reshape(-1).astype(np.int64)) for name in ("semantic_ids", "global_ids"))
+
+
+def _detokenize(golden: Golden, case: Item) -> None:
+    arrays, codec = golden.arrays(case["file"]), golden.codecs[1]
+    semantic, voice = _tokens_of(golden, case)
+    with torch.inference_mode():
+        vector = codec.vector(voice[None].to(golden.device))
+        golden.near("d_vector", vector[0], arrays["d_vector"], "state")
+        if case["intermediates"]:
+            z_q = codec.quantizer.vectors(semantic[None].to(golden.device))
+            golden.near("z_q", z_q[0], arrays["z_q"], "state")
+            golden.near("prenet_out", codec.prenet(z_q, vector)[0], arrays["prenet_out"], "state")
+    golden.near("wav", codec.decode([semantic], [voice])[0], arrays["wav"].reshape(-1), "wav")
+
+
+def _batch(golden: Golden, case: Item) -> None:
+    """BiCodec on rows of different lengths at once; the LM's batches are the cases on vLLM."""
+    members = [golden.cases[name] for name in case["members"]]
+    tokens = [_tokens_of(golden, member) for member in members]
+    waves = golden.codecs[1].decode([semantic for semantic, _ in tokens], [voice for _, voice in tokens])
+    for member, wave in zip(members, waves):
+        golden.near(f"wav of {member['name']}", wave, golden.arrays(member["file"])["wav"].reshape(-1), "wav")
+
+
+def _sampling(golden: Golden, case: Item) -> None:
+    """The probabilities that our settings mean, by transformers' own warpers."""
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = torch.from_numpy(golden.arrays(case["logits_file"])["logits"][case["row"]])[None]
+    for index, (temperature, top_k, top_p) in enumerate(case["settings"]):
+        chain = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(int(top_k)), TopPLogitsWarper(top_p)])
+        probabilities = chain(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(-1)[0]
+        golden.near(f"settings {index}", probabilities, golden.arrays(case["file"])[f"probs_{index}"], PROBABILITY_LIMIT)
+
+
+CHECKS: dict[str, Callable[[Golden, Item], None]] = {
+    "tokenize": _tokenize,
+    "volume_unit": _volume,
+    "audio_prep": _audio_prep,
+    "audio_tokens": _audio_tokens,
+    "prompt_clone": _prompt,
+    "prompt_control": _prompt,
+    "greedy": _greedy,
+    "greedy_control": _greedy,
+    "parse_ids": _parse,
+    "detokenize": _detokenize,
+    "batch": _batch,
+    "sampling_distribution": _sampling,
+}

@@ -1,0 +1,83 @@
+"""Fixtures: real services on free ports, and an environment without the settings of whoever runs the tests."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.services import S3, MotoS3, Postgres, SeaweedFS, Valkey
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+for name in [name for name in os.environ if name.startswith("SPEECH_")]:
+    del os.environ[name]
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Valkey]:
+    server = Valkey(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def valkey_url(valkey: Valkey) -> str:
+    """A broker that is empty at the start of the test."""
+    import redis
+
+    redis.Redis.from_url(valkey.url).flushall()
+    return valkey.url
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    # Not in pytest's own folder: that is closed to the user that PostgreSQL runs as when the tests run as root.
+    with tempfile.TemporaryDirectory(prefix="nightjar-postgres-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        server = Postgres(Path(folder))
+        server.start()
+        yield server
+        server.stop()
+
+
+@pytest.fixture
+def postgres_url(postgres: Postgres) -> str:
+    """The URL of a new, empty database."""
+    return postgres.create_database(f"test_{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoS3]:
+    server = MotoS3(tmp_path_factory.mktemp("moto"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    server = SeaweedFS(tmp_path_factory.mktemp("seaweedfs"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["moto", "seaweedfs"])
+def s3(request: pytest.FixtureRequest) -> S3:
+    """Every S3 server in turn."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def bucket(s3: S3) -> str:
+    return s3.create_bucket(f"test-{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture
+def golden() -> Path:
+    return Path(__file__).parent / "golden"

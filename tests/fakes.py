@@ -1,0 +1,293 @@
+"""Stand-ins with a knob for every kind of bad luck: a sine engine, a clock that is turned by hand, a store in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import io
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.store.base import ObjectInfo, PutResult
+from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError
+from pipelines.request import AudioChunk, Capabilities, EngineStats, Speech, SynthesisRequest
+
+SAMPLE_RATE = 16000
+
+#: `[[word]]` or `[[word:value]]` anywhere in a text asks the fake engine for bad luck.
+MARKER = re.compile(r"\[\[(\w+)(?::([^\]]*))?\]\]")
+
+
+def spoken_text(request: SynthesisRequest) -> str:
+    """The user's text of a request."""
+    return " ".join(m.content for m in request.messages if m.role == "user" and m.modality == "text" and isinstance(m.content, str))
+
+
+def sine(text: str, seed: int) -> NDArray[np.float32]:
+    """The one right answer of the fake engine, float32 [samples]: pitch from the seed, length from the text."""
+    samples = SAMPLE_RATE // 20 + SAMPLE_RATE // 100 * min(len(text), 500)
+    pitch_hz = 200.0 + seed % 400
+    return (0.3 * np.sin(2 * np.pi * pitch_hz / SAMPLE_RATE * np.arange(samples))).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Markers:
+    """What a text asks for; see `FakePipeline`."""
+
+    words: Mapping[str, str]
+
+    @classmethod
+    def of(cls, text: str) -> Markers:
+        return cls({m[1]: m[2] or "" for m in MARKER.finditer(text)} if "[[" in text else {})
+
+
+class FakePipeline:
+    """A deterministic sine engine.
+
+    Every request takes `seconds` of engine time plus `seconds_per_character` of its text, and `slots` requests run at
+    once; with both zero a request is answered inside `submit`. `waiting_room` bounds what may wait for a slot.
+    Markers in a text: `[[slow:S]]` S seconds more; `[[hang]]` never ends, not even by abort; `[[crash]]` kills the
+    process; `[[crash_once:PATH]]` kills it unless PATH exists, and makes it; `[[fail:CODE]]` fails;
+    `[[fail_once:CODE]]` fails the first time in this process; `[[refuse:CODE]]` is refused by `submit`;
+    `[[nan]]`, `[[empty]]`, `[[silent]]` give such audio; `[[says:TEXT]]` writes a text beside its audio.
+    """
+
+    sample_rate = SAMPLE_RATE
+
+    def __init__(
+        self,
+        name: str = "fake",
+        *,
+        seconds: float = 0.0,
+        seconds_per_character: float = 0.0,
+        slots: int = 8,
+        waiting_room: int = 64,
+        on_crash: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.capabilities = Capabilities(voices=("sine",), cloning=True, instruct=True)
+        self.seconds = seconds
+        self.seconds_per_character = seconds_per_character
+        self.slots = slots
+        self.waiting_room = waiting_room
+        self.submitted: list[str] = []
+        self.aborted: list[str] = []
+        self.closes = 0
+        self._crash = on_crash or (lambda: os.kill(os.getpid(), signal.SIGKILL))
+        self._changed = threading.Condition()
+        self._waiting: dict[str, tuple[SynthesisRequest, Future[Speech]]] = {}
+        self._running: dict[str, tuple[SynthesisRequest, Future[Speech]]] = {}
+        self._ends: list[tuple[float, int, str]] = []
+        self._order = itertools.count()
+        self._failed_once: set[str] = set()
+        self._done = 0
+        self._thread: threading.Thread | None = None
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        if self.closes:
+            raise SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine is closed.")
+        self.submitted.append(request.request_id)
+        text = spoken_text(request)
+        words = Markers.of(text).words
+        if "refuse" in words:
+            raise InputError(ErrorCode(words["refuse"]), "The fake engine refuses this text.")
+        future: Future[Speech] = Future()
+        if self._seconds(text, words) == 0:
+            self._finish(request, future)
+            return future
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._waiting) < self.waiting_room or self.closes)
+            self._waiting[request.request_id] = (request, future)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="fake-engine", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return future
+
+    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
+        yield AudioChunk(sine(spoken_text(request), request.seed), SAMPLE_RATE, final=True)
+
+    def abort(self, request_id: str) -> None:
+        with self._changed:
+            self.aborted.append(request_id)
+            entry = self._waiting.pop(request_id, None) or self._running.get(request_id)
+            if entry is None or "hang" in Markers.of(spoken_text(entry[0])).words:
+                return
+            self._running.pop(request_id, None)
+            self._changed.notify_all()
+        entry[1].set_exception(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=len(self._running), waiting=len(self._waiting), requests_done=self._done)
+
+    def close(self) -> None:
+        with self._changed:
+            self.closes += 1
+            left = [*self._waiting.values(), *self._running.values()]
+            self._waiting.clear()
+            self._running.clear()
+            self._changed.notify_all()
+        for _, future in left:
+            future.set_exception(SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine is closed."))
+
+    def _seconds(self, text: str, words: Mapping[str, str]) -> float:
+        if "hang" in words:
+            return float("inf")
+        return self.seconds + self.seconds_per_character * len(text) + float(words.get("slow", 0))
+
+    def _run(self) -> None:
+        while not self.closes:
+            with self._changed:
+                while self._waiting and len(self._running) < self.slots:
+                    request_id = next(iter(self._waiting))
+                    self._running[request_id] = self._waiting.pop(request_id)
+                    text = spoken_text(self._running[request_id][0])
+                    end = time.monotonic() + self._seconds(text, Markers.of(text).words)
+                    heapq.heappush(self._ends, (end, next(self._order), request_id))
+                    self._changed.notify_all()
+                wait_seconds = self._ends[0][0] - time.monotonic() if self._ends else 1.0
+                if wait_seconds > 0:
+                    self._changed.wait(min(wait_seconds, 1.0))
+                    continue
+                entry = self._running.pop(heapq.heappop(self._ends)[2], None)
+            if entry is not None:
+                self._finish(*entry)
+
+    def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
+        text = spoken_text(request)
+        words = Markers.of(text).words
+        if words:
+            self._crash_if_asked(words)
+            code = words.get("fail") or ("" if text in self._failed_once else words.get("fail_once"))
+            if code:
+                self._failed_once.add(text)
+                future.set_exception(SynthesisError(ErrorCode(code), "The fake engine was asked to fail."))
+                return
+        self._done += 1
+        future.set_result(Speech(_spoil(sine(text, request.seed), words), SAMPLE_RATE, text, words.get("says")))
+
+    def _crash_if_asked(self, words: Mapping[str, str]) -> None:
+        if "crash" in words:
+            self._crash()
+        path = words.get("crash_once")
+        if path and not os.path.exists(path):
+            open(path, "w").close()
+            self._crash()
+
+
+def _spoil(samples: NDArray[np.float32], words: Mapping[str, str]) -> NDArray[np.float32]:
+    if "nan" in words:
+        samples[len(samples) // 2] = np.nan
+    if "silent" in words:
+        samples *= 1e-6
+    return samples[:0] if "empty" in words else samples
+
+
+class InstantPipeline(FakePipeline):
+    """Costs nothing: the same short speech for every request, to measure the path around an engine."""
+
+    def __init__(self, name: str = "instant") -> None:
+        super().__init__(name)
+        self._speech = Speech(sine("instant", 7), SAMPLE_RATE, text="instant")
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        future: Future[Speech] = Future()
+        future.set_result(self._speech)
+        return future
+
+
+class FakeClock:
+    """A monotonic clock that moves when told to; `sleep` moves it and yields to other threads."""
+
+    def __init__(self, now: float = 1000.0) -> None:
+        self._now = now
+        self._lock = threading.Lock()
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self.advance(seconds)
+        time.sleep(0.001)
+
+    def advance(self, seconds: float) -> None:
+        with self._lock:
+            self._now += seconds
+
+
+class MemoryStore:
+    """An `ObjectStore` in memory. `fail_next` errors are raised by the next calls of `put` or `get`, one each."""
+
+    def __init__(self, url: str = "memory://") -> None:
+        self.url = url
+        self.objects: dict[str, tuple[bytes, Mapping[str, str]]] = {}
+        self.fail_next: list[StoreError] = []
+        self.puts = 0
+        self._lock = threading.Lock()
+
+    def put(
+        self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
+    ) -> PutResult:
+        self._maybe_fail()
+        with self._lock:
+            self.puts += 1
+            created = key not in self.objects
+            if created:
+                self.objects[key] = (bytes(data), dict(metadata or {}))
+        return PutResult(self._info(key), created)
+
+    def put_file(
+        self, key: str, path: Path, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
+    ) -> PutResult:
+        return self.put(key, path.read_bytes(), content_type=content_type, metadata=metadata)
+
+    def get(self, key: str) -> bytes:
+        self._maybe_fail()
+        return self._object(key)[0]
+
+    def open(self, key: str) -> BinaryIO:
+        return io.BytesIO(self.get(key))
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return self._info(key) if key in self.objects else None
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        for key in sorted(self.objects):
+            if key.startswith(prefix):
+                yield self._info(key)
+
+    def delete(self, key: str) -> None:
+        self.objects.pop(key, None)
+
+    def uri(self, key: str) -> str:
+        return self.url + key
+
+    def check(self) -> None:
+        self._maybe_fail()
+
+    def _object(self, key: str) -> tuple[bytes, Mapping[str, str]]:
+        if key not in self.objects:
+            raise StoreError(ErrorCode.STORE_MISSING, f"No object under {key}.")
+        return self.objects[key]
+
+    def _info(self, key: str) -> ObjectInfo:
+        data, metadata = self._object(key)
+        return ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest(), metadata)
+
+    def _maybe_fail(self) -> None:
+        with self._lock:
+            error = self.fail_next.pop(0) if self.fail_next else None
+        if error is not None:
+            raise error

@@ -1,0 +1,216 @@
+"""A production in small: Valkey, PostgreSQL, SeaweedFS and worker processes with a fake engine, all of which may be killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from jobs.ingest import submit
+from jobs.ledger import Ledger, schema
+from jobs.ledger.records import ItemState, JobSpec, JobState, JobStatus
+from jobs.seeds import item_seed
+from jobs.settings import load_settings
+from jobs.store import open_store
+from pipelines.audio import encode
+from pipelines.errors import NightjarError
+from tests.fake_worker import register
+from tests.fakes import SAMPLE_RATE, sine
+from tests.services import Postgres, SeaweedFS, Valkey
+
+REPOSITORY = Path(__file__).parents[2]
+
+#: Short enough that a killed worker's shards are taken over within seconds.
+TIMING = {
+    "SPEECH_WORKER__LEASE_SECONDS": "6",
+    "SPEECH_WORKER__HEARTBEAT_SECONDS": "1.5",
+    "SPEECH_WORKER__SHARDS_IN_FLIGHT": "2",
+    "SPEECH_WORKER__DRAIN_SECONDS": "20",
+    "SPEECH_DISPATCH__INTERVAL_SECONDS": "0.5",
+    "SPEECH_DISPATCH__RECONCILE_SECONDS": "1",
+    "SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS": "6",
+    "SPEECH_SHARD__MAX_ITEMS": "64",
+}
+
+
+#: A request takes as long as a real engine's short sentence on a busy GPU.
+ENGINE = {"seconds": 0.05, "slots": 16}
+
+
+class Cluster:
+    """Starts everything; `end` stops everything. Workers come back by themselves after `kill_worker`."""
+
+    def __init__(self, folder: Path, postgres: Postgres, *, workers: int = 2) -> None:
+        self.folder = folder
+        self.postgres = postgres
+        self.valkey = Valkey(folder / "valkey")
+        self.seaweedfs = SeaweedFS(folder / "seaweedfs")
+        for service in (self.valkey, self.seaweedfs):
+            service.start()
+        self.database_url = postgres.create_database(f"faults_{uuid.uuid4().hex[:12]}")
+        self.bucket = self.seaweedfs.create_bucket(f"faults-{uuid.uuid4().hex[:12]}")
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.environment().items():
+                patch.setenv(name, value)
+            self.settings = load_settings()
+        self.store = open_store(f"s3://{self.bucket}", self.settings.s3)
+        self.ledger = Ledger.open(self.database_url)
+        self.ledger.migrate()
+        self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        for number in range(workers):
+            self.start_worker(number)
+
+    def environment(self) -> dict[str, str]:
+        """The settings that every process of this cluster gets."""
+        return {
+            **os.environ,
+            "SPEECH_DATABASE_URL": self.database_url,
+            "SPEECH_BROKER_URL": self.valkey.url,
+            "SPEECH_STORE_URL": f"s3://{self.bucket}",
+            "SPEECH_LOG_FORMAT": "json",
+            "NIGHTJAR_FAKE": json.dumps(ENGINE),
+            **self.seaweedfs.environment(),
+            **TIMING,
+        }
+
+    def start_worker(self, number: int, **environment: str) -> None:
+        log = (self.folder / f"worker-{number}.log").open("ab")
+        command = [sys.executable, "-m", "tests.fake_worker", "run"]
+        variables = {**self.environment(), **environment}
+        self.workers[number] = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=log, stderr=log, start_new_session=True)
+        log.close()
+
+    def signal_worker(self, number: int, sent: signal.Signals) -> None:
+        os.killpg(self.workers[number].pid, sent)
+
+    def kill_worker(self, number: int) -> None:
+        """SIGKILL, then a new process in its place, as a supervisor would start it."""
+        process = self.workers[number]
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        self.start_worker(number)
+
+    def submit(self, texts: dict[str, str]) -> str:
+        """Submits one dialogue a text for the fake engine; the job id."""
+        path = self.folder / f"{uuid.uuid4().hex}.jsonl"
+        lines = (json.dumps({"example_id": name, "messages": [["user", "text", text]]}) for name, text in texts.items())
+        path.write_text("\n".join(lines) + "\n")
+        register()
+        return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model="fake")).job.id
+
+    def status(self, job: str) -> JobStatus | None:
+        """The job's status, or None while the database is down."""
+        try:
+            return self.ledger.status(job)
+        except NightjarError:
+            return None
+
+    def wait_for_done(self, job: str, items: int, *, seconds: float = 60) -> None:
+        """Waits until that many items are done."""
+        deadline = time.monotonic() + seconds
+        while (status := self.status(job)) is None or status.items.done < items:
+            assert time.monotonic() < deadline, status
+            time.sleep(0.05)
+
+    def attempts(self, job: str) -> Counter[str]:
+        """How the leases of a job ended: outcome -> count."""
+        query = (
+            sa.select(schema.attempts.c.outcome, sa.func.count()).where(schema.attempts.c.job_id == job).group_by(schema.attempts.c.outcome)
+        )
+        engine = sa.create_engine(self.database_url.replace("postgresql://", "postgresql+psycopg://"))
+        with engine.connect() as connection:
+            counts = Counter(dict(connection.execute(query).tuples().all()))
+        engine.dispose()
+        return counts
+
+    def wait(self, job: str, *, seconds: float) -> JobStatus:
+        """Waits for a final state; fails with the workers' last words."""
+        deadline = time.monotonic() + seconds
+        status = None
+        while time.monotonic() < deadline:
+            status = self.status(job) or status
+            if status is not None and status.job.state.final:
+                return status
+            time.sleep(0.2)
+        tails = "\n".join(path.read_text(errors="replace")[-3000:] for path in sorted(self.folder.glob("worker-*.log")))
+        raise AssertionError(f"Job {job} did not end in {seconds} s: {status}\n{tails}")
+
+    def end(self) -> None:
+        for process in self.workers.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self.ledger.close()
+        for service in (self.valkey, self.seaweedfs):
+            service.stop()
+
+
+class Chaos(threading.Thread):
+    """Kills parts of a cluster at moments drawn from a seed, until told to stop."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        super().__init__(name=f"chaos-{seed}")
+        self.cluster = cluster
+        self.random = random.Random(seed)
+        self.kills: Counter[str] = Counter()
+        self.error: BaseException | None = None
+        self._halt = threading.Event()
+
+    def run(self) -> None:
+        try:
+            while not self._halt.wait(self.random.uniform(0.5, 3.0)):
+                victim = self.random.choice(["worker", "worker", "broker", "database", "store"])
+                self._kill(victim)
+                self.kills[victim] += 1
+        except BaseException as error:  # noqa: BLE001 - re-raised by `halt` in the test's own thread
+            self.error = error
+
+    def _kill(self, victim: str) -> None:
+        if victim == "worker":
+            self.cluster.kill_worker(self.random.choice(sorted(self.cluster.workers)))
+            return
+        service = {"broker": self.cluster.valkey, "database": self.cluster.postgres, "store": self.cluster.seaweedfs}[victim]
+        service.kill()
+        time.sleep(self.random.uniform(0.0, 1.5))
+        service.start()
+
+    def halt(self) -> None:
+        self._halt.set()
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+
+def assert_exactly_once(cluster: Cluster, job: str, texts: dict[str, str]) -> None:
+    """Every item once: one done row, one artifact row, one object with the right bytes; counters exact; nothing more."""
+    status = cluster.ledger.status(job)
+    assert status.job.state == JobState.COMPLETED
+    assert (status.items.total, status.items.done, status.items.failed, status.items.skipped) == (len(texts), len(texts), 0, 0)
+    rows = list(cluster.ledger.items(job))
+    assert [row.index for row in rows] == list(range(len(texts)))
+    assert {row.example_id for row in rows} == set(texts)
+    assert {row.state for row in rows} == {ItemState.DONE}
+    artifacts = {row.artifact.key: (row, row.artifact) for row in rows if row.artifact is not None}
+    assert len(artifacts) == len(texts)
+    assert {info.key for info in cluster.store.list(f"jobs/{job}/audio/")} == set(artifacts)
+    for key, (row, artifact) in artifacts.items():
+        seed = item_seed(status.job.spec.seed, row.example_id, message_index=1)  # the speech follows the one user message
+        expected = encode(sine(texts[row.example_id], seed), SAMPLE_RATE, "wav")
+        assert cluster.store.get(key) == expected, key
+        assert artifact.sha256 == hashlib.sha256(expected).hexdigest()
+        assert artifact.bytes == len(expected)
+    assert status.audio_ms == sum(artifact.duration_ms for _, artifact in artifacts.values())
+    assert status.bytes_out == sum(artifact.bytes for _, artifact in artifacts.values())

@@ -1,0 +1,164 @@
+"""The codec's Triton kernels against their twins: on a GPU, or small, with TRITON_INTERPRET=1, on a CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from kernels import codec_launch, codec_ops
+from kernels.codec_launch import Shape, Tile, split
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"),
+]
+#: With a GPU the published widths at useful lengths; the interpreter takes seconds for a tile.
+STEPS = 75 if INTERPRETED else 1000
+UNIT_WIDTHS = (48, 96) if INTERPRETED else (48, 96, 192)
+CONV_SHAPES = (
+    ((64, 48, 7, 9), (64, 64, 1, 1), (96, 144, 2, 1))
+    if INTERPRETED
+    else ((1024, 1536, 7, 1), (768, 768, 7, 9), (384, 384, 1, 1), (384, 768, 2, 1))
+)
+TMA = (False, True) if INTERPRETED or (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9) else (False,)
+
+
+def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed + 7 * sum(shape)))).to(DEVICE)
+
+
+def snakes(channels: int, seed: int) -> tuple[Tensor, Tensor]:
+    return codec_ops.snake_parameters(rand(channels, seed=seed, scale=0.3), rand(channels, seed=seed + 1, scale=0.3))
+
+
+def compare(
+    run: Callable[[list[Tensor], Tensor, Tensor], None],
+    twin: Callable[[list[Tensor], Tensor, Tensor], None],
+    inputs: list[Tensor],
+    out: Tensor,
+) -> None:
+    """The kernel's error against float32 may be half as large again as the twin's in bfloat16."""
+    exact, rounded, measured = ([torch.full_like(out, math.nan, dtype=d) for _ in range(2)] for d in (torch.float32, out.dtype, out.dtype))
+    twin([value.float() for value in inputs], *exact)
+    twin(inputs, *rounded)
+    run(inputs, *measured)
+    for wanted, low, got in zip(exact, rounded, measured):
+        assert torch.isfinite(got).all()
+        yardstick = float((low.float() - wanted).square().mean().sqrt())
+        error = float((got.float() - wanted).square().mean().sqrt())
+        # The interpreter cuts bfloat16 off where the hardware rounds.
+        assert error <= (3.0 if INTERPRETED else 1.5) * yardstick, f"rms error {error:.2e}, the twin's own {yardstick:.2e}"
+
+
+@pytest.mark.parametrize("tma", TMA)
+@pytest.mark.parametrize("history", [False, True])
+@pytest.mark.parametrize(("channels", "columns", "taps", "dilation"), CONV_SHAPES)
+def test_conv(channels: int, columns: int, taps: int, dilation: int, history: bool, tma: bool) -> None:
+    lead = (taps - 1) * dilation + 3 if history else 0
+    a, weight = rand(2, lead + STEPS, channels).bfloat16(), (rand(taps * channels, columns) / math.sqrt(taps * channels)).bfloat16()
+    bias, after, residual = rand(columns, seed=1), snakes(columns, 2), rand(2, STEPS, columns, seed=4).bfloat16()
+    tile = Tile(64, 64, 32, 2, 4, tma)
+
+    def run(inputs: list[Tensor], raw: Tensor, active: Tensor) -> None:
+        codec_launch.conv(inputs[0], lead, inputs[1], bias, taps, dilation, inputs[2], raw, active, 0, *after, tile)
+
+    def twin(inputs: list[Tensor], raw: Tensor, active: Tensor) -> None:
+        codec_ops.codec_active_conv(inputs[0], lead, inputs[1], bias, taps, dilation, inputs[2], raw, active, 0, *after)
+
+    compare(run, twin, [a, weight, residual], residual)
+
+
+@pytest.mark.parametrize("tma", TMA)
+@pytest.mark.parametrize("history", [False, True])
+@pytest.mark.parametrize("dilation", [1, 9])
+@pytest.mark.parametrize("channels", UNIT_WIDTHS)
+def test_unit(channels: int, dilation: int, history: bool, tma: bool) -> None:
+    taps = 7
+    lead = (taps - 1) * dilation if history else 0
+    inner, after = snakes(channels, 1), snakes(channels, 3)
+    x, a = rand(2, STEPS, channels).bfloat16(), rand(2, lead + STEPS, channels, seed=5).bfloat16()
+    weights = [
+        (rand(taps * channels, channels) / math.sqrt(taps * channels)).bfloat16(),
+        (rand(channels, channels) / math.sqrt(channels)).bfloat16(),
+    ]
+    bias1, bias2 = rand(channels, seed=7), rand(channels, seed=8)
+    tile = Tile(64, 0, 64 if channels % 64 == 0 else 32, 2, 4, tma)
+
+    def arguments(inputs: list[Tensor], raw: Tensor, active: Tensor) -> tuple[object, ...]:
+        return inputs[0], lead, inputs[1], inputs[2], bias1, *inner, inputs[3], bias2, dilation, raw, active, 0, *after
+
+    compare(
+        lambda inputs, raw, active: codec_launch.unit(*arguments(inputs, raw, active), tile),  # type: ignore[arg-type]
+        lambda inputs, raw, active: codec_ops.codec_active_unit(*arguments(inputs, raw, active)),  # type: ignore[arg-type]
+        [a, x, *weights],
+        x,
+    )
+
+
+def test_the_result_starts_after_its_history_and_touches_nothing_else() -> None:
+    a, weight, bias = rand(2, 70, 64).bfloat16(), (rand(64, 64) / 8).bfloat16(), rand(64)
+    after = snakes(64, 1)
+    active = torch.full((2, 5 + 70, 64), 7.0, dtype=torch.bfloat16, device=DEVICE)
+    codec_launch.conv(a, 0, weight, bias, 1, 1, None, None, active, 5 * 64, *after, Tile(64, 64, 32, 2, 4, False))
+    wanted = torch.empty_like(active)
+    codec_ops.codec_active_conv(a, 0, weight, bias, 1, 1, None, None, wanted, 5 * 64, *after)
+    assert (active[:, :5] == 7.0).all()
+    torch.testing.assert_close(active[:, 5:], wanted[:, 5:], atol=0.05, rtol=0.02)
+
+
+def test_head_and_snake() -> None:
+    a, weight, bias = rand(2, STEPS, 96).bfloat16(), (rand(7, 96) / 20).bfloat16(), rand(1, scale=0.1)
+    torch.testing.assert_close(
+        codec_launch.head(a, 0, weight, bias), codec_ops.codec_head(a.float(), 0, weight.float(), bias), atol=1e-4, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        codec_launch.head(a, 6, weight, bias), codec_ops.codec_head(a.float(), 6, weight.float(), bias), atol=1e-4, rtol=1e-4
+    )
+    frequency, gain = snakes(96, 1)
+    torch.testing.assert_close(
+        codec_launch.snake(a.float(), frequency, gain), codec_ops.snake_beta(a.float(), frequency, gain), atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes in the interpreter; the tiles are chosen for GPUs")
+@pytest.mark.parametrize("steps", [4, 100, 700])
+@pytest.mark.parametrize("shape", list(codec_launch.TILES), ids=lambda shape: f"{shape.kind}-{shape.channels}-{shape.columns}-{shape.taps}")
+def test_chosen_tiles(shape: Shape, steps: int) -> None:
+    """Each tile in force, as cut for short and long inputs: ptxas has miscompiled one for its shape alone."""
+    tile = codec_launch.tile_for(shape, steps, tma=TMA[-1])
+    assert tile is not None
+    after, inner, bias = snakes(shape.columns, 2), snakes(shape.columns, 4), rand(shape.columns, seed=1)
+    a, residual = rand(2, steps, shape.channels).bfloat16(), rand(2, steps, shape.columns, seed=4).bfloat16()
+    deep = shape.taps * shape.channels
+    weights = [(rand(rows, shape.columns) / math.sqrt(rows)).bfloat16() for rows in (deep, shape.columns)]
+
+    def arguments(inputs: list[Tensor], raw: Tensor, active: Tensor) -> tuple[object, ...]:
+        if shape.kind == "unit":
+            return inputs[0], 0, inputs[1], inputs[2], bias, *inner, inputs[3], bias, 3, raw, active, 0, *after
+        return inputs[0], 0, inputs[2], bias, shape.taps, 3, inputs[1], raw, active, 0, *after
+
+    kernel, oracle = (
+        (codec_launch.unit, codec_ops.codec_active_unit) if shape.kind == "unit" else (codec_launch.conv, codec_ops.codec_active_conv)
+    )
+    compare(
+        lambda inputs, raw, active: kernel(*arguments(inputs, raw, active), tile),  # type: ignore[arg-type]
+        lambda inputs, raw, active: oracle(*arguments(inputs, raw, active)),  # type: ignore[arg-type]
+        [a, residual, *weights],
+        residual,
+    )
+
+
+def test_split() -> None:
+    assert [split(channels) for channels in (48, 96, 192)] == [(32, 16), (64, 32), (128, 64)]
+    for channels in (24, 64, 112):
+        with pytest.raises(ValueError, match="powers of two"):
+            split(channels)

@@ -1,0 +1,425 @@
+"""The `jobs` command as a process: exit codes, streams, JSON, and what careless or hostile use gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from jobs.ledger import Ledger
+from jobs.ledger.glance import REVISION, glance
+from jobs.ledger.schema import SCHEMA_REVISION
+from tests.services import MotoS3
+
+JOBS = [sys.executable, "-m", "jobs"]
+LINE = '{"example_id": "%s", "messages": [["user", "text", "%s"]]}\n'
+CLOSED_PORT = 9
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in.jsonl").write_text(LINE % ("a", "Good morning.") + LINE % ("b", "Good night.") + "broken\n")
+    return tmp_path
+
+
+def call(folder: Path, *arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
+    clean["XDG_STATE_HOME"] = str(folder / "state")
+    done = subprocess.run(
+        [*JOBS, *arguments], cwd=folder, env=clean | environment, capture_output=True, text=True, input=stdin, timeout=120, check=False
+    )
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def error_code(done: subprocess.CompletedProcess[str]) -> str:
+    view = json.loads(done.stderr.splitlines()[-1])
+    assert view["schema"] == "nightjar.error/1"
+    assert view["error"]["message"]
+    return view["error"]["code"]
+
+
+@pytest.fixture
+def submitted(folder: Path, valkey_url: str) -> tuple[Path, str, str]:
+    """A folder with a submitted job that no worker runs: (folder, broker, job)."""
+    done = call(folder, "submit", "in.jsonl", "-q", "--name", "first", SPEECH_BROKER_URL=valkey_url)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return folder, valkey_url, done.stdout.strip()
+
+
+def test_submit_prints_the_bare_id_and_is_idempotent(submitted: tuple[Path, str, str]) -> None:
+    folder, broker, job = submitted
+    assert len(job) == 26
+    again = call(folder, "submit", "in.jsonl", "--json", SPEECH_BROKER_URL=broker)
+    view = json.loads(again.stdout)
+    assert (view["schema"], view["job"], view["created"]) == ("nightjar.submit/1", job, False)
+    other = call(folder, "submit", "in.jsonl", "-q", "--seed", "7", SPEECH_BROKER_URL=broker)
+    assert other.stdout.strip() != job
+    keyed = call(folder, "submit", "in.jsonl", "-q", "--idempotency-key", "k", SPEECH_BROKER_URL=broker)
+    assert keyed.stdout.strip() not in {job, other.stdout.strip()}
+
+
+def test_submit_reads_standard_input(folder: Path, valkey_url: str) -> None:
+    done = call(folder, "submit", "-", "--json", stdin=LINE % ("x", "Hello."), SPEECH_BROKER_URL=valkey_url)
+    assert json.loads(done.stdout)["items"] == 1
+
+
+def test_views_of_a_job(submitted: tuple[Path, str, str]) -> None:
+    folder, _, job = submitted
+    status = json.loads(call(folder, "status", job[:10], "--json").stdout)
+    assert (status["schema"], status["job"], status["state"]) == ("nightjar.status/1", job, "ready")
+    assert status["items"] == {"total": 2, "done": 0, "failed": 0, "skipped": 0, "pending": 2}
+    assert {"audio_seconds", "items_per_second", "eta_seconds", "rejected_lines", "real_time_factor", "engine_seconds"} <= set(status)
+    assert status["errors"] == {"input.bad_json": 1}
+    assert "cost" not in status
+    priced = json.loads(call(folder, "status", job, "--json", SPEECH_PRICE_PER_GPU_HOUR="2.5").stdout)
+    assert priced["cost"] == 0
+    items = [json.loads(line) for line in call(folder, "items", job, "--json").stdout.splitlines()]
+    assert [(item["example_id"], item["index"], item["state"], item["key"]) for item in items] == [
+        ("a", 0, "pending", None),
+        ("b", 1, "pending", None),
+    ]
+    assert {"error_code", "sha256", "duration_ms", "seed"} <= set(items[0])
+    (listed,) = call(folder, "list", "--json").stdout.splitlines()
+    assert json.loads(listed)["name"] == "first"
+    assert call(folder, "list", "--state", "completed").stdout == ""
+    (error,) = [json.loads(line) for line in call(folder, "errors", job, "--json").stdout.splitlines()]
+    assert (error["line"], error["code"]) == (3, "input.bad_json")
+    (count,) = [json.loads(line) for line in call(folder, "errors", job, "--by", "code", "--json").stdout.splitlines()]
+    assert count["count"] == 1
+
+
+def test_pause_resume_wait_cancel(submitted: tuple[Path, str, str]) -> None:
+    folder, _, job = submitted
+    assert json.loads(call(folder, "pause", job, "--json").stdout)["state"] == "paused"
+    timeout = call(folder, "wait", job, "--timeout", "0.2", "--json")
+    assert (timeout.returncode, json.loads(timeout.stdout)["state"]) == (7, "paused")
+    assert "resume" in call(folder, "resume", "--help").stdout
+    assert json.loads(call(folder, "resume", job, "--json").stdout)["state"] == "ready"
+    assert json.loads(call(folder, "cancel", job, "--json").stdout)["state"] == "cancelled"
+    assert call(folder, "wait", job).returncode == 6
+    assert call(folder, "watch", job, "-q").returncode == 6
+    refused = call(folder, "pause", job, "--json")
+    assert (refused.returncode, error_code(refused)) == (1, "ledger.state")
+    assert json.loads(call(folder, "status", job, "--json").stdout)["items"]["skipped"] == 2
+
+
+def test_priority_of_a_waiting_job(submitted: tuple[Path, str, str]) -> None:
+    folder, _, job = submitted
+    assert json.loads(call(folder, "priority", job, "7", "--json").stdout) == {"schema": "nightjar.priority/1", "job": job, "priority": 7}
+    with closing(Ledger.open(f"sqlite:///{folder}/out/.nightjar/ledger.sqlite")) as ledger:
+        assert ledger.job(job).priority == 7
+    assert call(folder, "priority", job, "-7").stdout == f"{job} has priority -7.\n"
+    assert call(folder, "priority", job, "1000").returncode == 2
+
+
+def test_what_is_said_counts_in_english_and_leads_on(submitted: tuple[Path, str, str]) -> None:
+    folder, broker, job = submitted
+    again = call(folder, "submit", "in.jsonl", SPEECH_BROKER_URL=broker)
+    assert f"2 items, 1 line refused. Follow it with: jobs watch {job}" in again.stderr
+    call(folder, "pause", job)
+    shown = call(folder, "status", job).stdout
+    assert "input   1 line refused" in shown
+    assert "unknown to go" not in shown
+    call(folder, "cancel", job)
+    cancelled = call(folder, "submit", "in.jsonl", SPEECH_BROKER_URL=broker)
+    assert "--idempotency-key" in cancelled.stderr
+    assert "1 voice, 1 language\n" in call(folder, "models").stdout
+
+
+def test_a_job_that_is_not_there(submitted: tuple[Path, str, str]) -> None:
+    folder = submitted[0]
+    for words in (["status"], ["items"], ["errors"], ["retry"], ["cancel"], ["wait"], ["export"]):
+        for job in ("zzz", "../../x", "'; DROP TABLE jobs; --", "%", "_", "\x01", "é" * 500):
+            done = call(folder, *words, job, "--json")
+            assert (done.returncode, error_code(done)) == (3, "ledger.not_found"), (words, job)
+    assert call(folder, "status", "").returncode == 2
+    other = call(folder, "submit", "in.jsonl", "-q", "--seed", "1", SPEECH_BROKER_URL=submitted[1]).stdout.strip()
+    common = next(other[:length] for length in range(26, 0, -1) if submitted[2].startswith(other[:length]))
+    ambiguous = call(folder, "status", common, "--json")
+    assert (ambiguous.returncode, error_code(ambiguous)) == (3, "ledger.not_found")
+
+
+def test_a_dry_run_refuses_what_the_submit_would(folder: Path) -> None:
+    done = call(folder, "submit", "in.jsonl", "--dry-run", "--on-error", "abort", "--json")
+    assert (done.returncode, error_code(done)) == (4, "input.bad_json")
+    assert json.loads(done.stdout)["items"] == 2
+    assert "Line 3" in done.stderr
+
+
+def test_an_error_on_a_terminal_has_colour_unless_no_color(folder: Path) -> None:
+    for value, coloured in (("", True), ("1", False)):
+        environment = os.environ | {"NO_COLOR": value, "TERM": "xterm", "XDG_STATE_HOME": str(folder / "state")}
+        reader, terminal = os.openpty()
+        subprocess.run([*JOBS, "status", "x"], cwd=folder, env=environment, stderr=terminal, timeout=60, check=False)
+        os.close(terminal)
+        said = os.read(reader, 10_000).decode()
+        os.close(reader)
+        assert "ledger.not_found" in said
+        assert ("\x1b[" in said) == coloured
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("missing.jsonl", "input.unreadable"),
+        ("folder", "input.unreadable"),
+        ("/dev/zero", "input.unreadable"),
+        ("damaged.jsonl.gz", "input.unreadable"),
+        ("damaged.jsonl.zst", "input.unreadable"),
+        ("empty.jsonl", "input.no_items"),
+        ("binary.jsonl", "input.no_items"),
+        ("blank.jsonl", "input.no_items"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_input_that_is_none(folder: Path, valkey_url: str, command: str, name: str, code: str) -> None:
+    (folder / "folder").mkdir()
+    (folder / "damaged.jsonl.gz").write_bytes(b"\x1f\x8b\x08garbage")
+    (folder / "damaged.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfdgarbage")
+    (folder / "empty.jsonl").touch()
+    (folder / "binary.jsonl").write_bytes(bytes(range(256)) * 40)
+    (folder / "blank.jsonl").write_text("\n\n  \n")
+    environment = {} if command == "run" else {"SPEECH_BROKER_URL": valkey_url}
+    done = call(folder, command, name, "--json", **environment)
+    assert (done.returncode, error_code(done)) == (4, code), done.stderr
+    if name in {"missing.jsonl", "folder", "/dev/zero"}:
+        assert not (folder / "out").exists()
+    if name in {"empty.jsonl", "blank.jsonl"}:
+        assert "has no lines" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        (["--model", "hibary"], "model.unknown"),
+        (["--model", "../.."], "model.bad_checkpoint"),
+        (["--voice", "nobody"], "input.unknown_voice"),
+        (["--language", "klingon"], "input.unknown_language"),
+    ],
+)
+def test_a_spec_that_cannot_be_writes_nothing(folder: Path, options: list[str], code: str) -> None:
+    done = call(folder, "run", "in.jsonl", "--json", *options)
+    assert (done.returncode, error_code(done)) == (4, code), done.stderr
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run"],
+        ["run", "in.jsonl", "--format", "mp3"],
+        ["run", "in.jsonl", "--seed", "-1"],
+        ["submit", "in.jsonl", "--label", "x"],
+        ["submit", "in.jsonl", "--idempotency-key", " "],
+        ["statsu"],
+        ["items", "x", "--state", "odd"],
+        ["retry", "x", "--code", "odd"],
+        ["--nope"],
+    ],
+)
+def test_wrong_usage_is_2(folder: Path, words: list[str]) -> None:
+    done = call(folder, *words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert not (folder / "out").exists()
+
+
+def test_services_that_are_away_are_5_and_nothing_is_written(folder: Path, valkey_url: str) -> None:
+    away = f"127.0.0.1:{CLOSED_PORT}"
+    cases = {
+        "broker.unreachable": {"SPEECH_BROKER_URL": f"redis://:hunter2@{away}/0"},
+        "ledger.unreachable": {"SPEECH_DATABASE_URL": f"postgresql://me:hunter2@{away}/x", "SPEECH_BROKER_URL": valkey_url},
+        "store.unreachable": {
+            "SPEECH_STORE_URL": "s3://bucket/x",
+            "SPEECH_S3__ENDPOINT_URL": f"http://{away}",
+            "SPEECH_S3__ACCESS_KEY_ID": "me",
+            "SPEECH_S3__SECRET_ACCESS_KEY": "hunter2",
+            "SPEECH_BROKER_URL": valkey_url,
+        },
+    }
+    for code, environment in cases.items():
+        done = call(folder, "submit", "in.jsonl", "--json", **environment)
+        assert (done.returncode, error_code(done)) == (5, code), done.stderr
+        assert "hunter2" not in done.stderr + done.stdout
+        assert call(folder, "list", "--json").stdout == ""
+
+
+def test_a_folder_that_cannot_be_written(folder: Path) -> None:
+    (folder / "file").write_text("x")
+    for home in ("file", "file/below", "/proc/nightjar"):
+        done = call(folder, "run", "in.jsonl", "--out", home, "--json")
+        assert done.returncode == 5, done.stderr
+        assert error_code(done) in {"store.forbidden", "ledger.unreachable"}
+    assert (folder / "file").read_text() == "x"
+
+
+def test_a_ledger_that_is_none(folder: Path) -> None:
+    state = folder / "out/.nightjar"
+    state.mkdir(parents=True)
+    (state / "ledger.sqlite").write_bytes(b"this is no database" * 100)
+    for words in (["list"], ["status", "x"], ["run", "in.jsonl"]):
+        done = call(folder, *words, "--json")
+        assert (done.returncode, error_code(done)) == (5, "ledger.unreachable"), words
+    (state / "ledger.sqlite").write_bytes(b"")
+    done = call(folder, "status", "x", "--json")
+    assert (done.returncode, error_code(done)) == (5, "ledger.schema")
+
+
+def test_wrong_settings_are_one_sentence(folder: Path) -> None:
+    for variable in ("SPEECH_WORKER__THREADS", "SPEECH_NONSENSE", "SPEECH_STORE_URL"):
+        value = "gopher://x" if variable == "SPEECH_STORE_URL" else "x"
+        done = call(folder, "submit", "in.jsonl", "--json", **{variable: value})
+        assert (done.returncode, error_code(done)) == (4, "config.invalid")
+
+
+def test_a_reader_that_leaves_is_no_error(submitted: tuple[Path, str, str]) -> None:
+    folder, _, job = submitted
+    with (folder / "many.jsonl").open("w") as file:
+        file.writelines(LINE % (f"n{number}", "Hello.") for number in range(20_000))
+    job = call(folder, "submit", "many.jsonl", "-q", SPEECH_BROKER_URL=submitted[1]).stdout.strip()
+    for options in ("", "--json"):
+        command = f"{sys.executable} -m jobs items {job} {options} | head -n 2; exit ${{PIPESTATUS[0]}}"
+        done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        assert len(done.stdout.splitlines()) == 2
+        assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_closed_streams_are_no_bug(folder: Path) -> None:
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        command = f"{sys.executable} -m jobs models {closed}"
+        done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+    full = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m jobs models > /dev/full"], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert full.returncode == 1
+    assert "No space left" in full.stderr
+
+
+def test_dry_run_writes_nothing(folder: Path) -> None:
+    done = call(folder, "submit", "in.jsonl", "--dry-run", "--json")
+    view = json.loads(done.stdout)
+    assert (view["schema"], view["items"], view["rejected"]) == ("nightjar.estimate/1", 2, {"input.bad_json": 1})
+    assert view["audio_seconds"] > 0
+    assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("example", sorted((Path(__file__).parents[2] / "examples").glob("*.jsonl")), ids=lambda path: path.name)
+def test_no_line_of_an_example_is_refused(folder: Path, example: Path) -> None:
+    view = json.loads(call(folder, "submit", str(example), "--dry-run", "--json").stdout)
+    assert view["rejected"] == {}
+    assert view["items"] == len(example.read_text().splitlines())
+
+
+def test_config_shows_origins_and_hides_secrets(folder: Path) -> None:
+    (folder / "nightjar.toml").write_text("[worker]\nthreads = 3\n")
+    secrets = {"SPEECH_DATABASE_URL": "postgresql://me:hunter2@h/db", "SPEECH_S3__SECRET_ACCESS_KEY": "hunter2"}
+    for options in ([], ["--json"]):
+        done = call(folder, "config", "show", *options, **secrets)
+        assert done.returncode == 0
+        assert "hunter2" not in done.stdout
+    settings = json.loads(done.stdout)["settings"]
+    assert settings["worker.threads"] == {"value": 3, "origin": "nightjar.toml"}
+    assert settings["database_url"]["origin"] == "environment"
+    assert call(folder, "config", "list", SPEECH_NONSENSE="x").returncode == 0
+
+
+def test_doctor(folder: Path, valkey_url: str) -> None:
+    good = call(folder, "doctor", "--json", SPEECH_BROKER_URL=valkey_url)
+    findings = {view["check"]: view for view in map(json.loads, good.stdout.splitlines())}
+    assert good.returncode == 0, good.stdout
+    assert {"python", "settings", "ledger", "broker", "store", "disk", "models", "audio"} <= set(findings)
+    assert not (folder / "out").exists()
+    bad = call(folder, "doctor", SPEECH_BROKER_URL=f"redis://127.0.0.1:{CLOSED_PORT}/0")
+    assert bad.returncode == 1
+    assert "fail  broker" in bad.stdout
+
+
+def test_models(folder: Path) -> None:
+    assert "hibari" in call(folder, "models").stdout
+    view = json.loads(call(folder, "models", "hibari", "--json").stdout)
+    assert (view["schema"], view["sample_rate"]) == ("nightjar.model/1", 24000)
+
+
+def test_completion_knows_job_ids(submitted: tuple[Path, str, str]) -> None:
+    folder, _, job = submitted
+    assert "_JOBS_COMPLETE" in call(folder, "completion", "bash").stdout
+    done = call(folder, _JOBS_COMPLETE="bash_complete", COMP_WORDS=f"jobs status {job[:3]}", COMP_CWORD="2")
+    assert job in done.stdout
+
+
+def test_status_is_fast_and_pays_for_nothing_else(submitted: tuple[Path, str, str]) -> None:
+    folder, _, job = submitted
+    code = "import sys; from jobs.cli import main; main(); sys.stderr.write(' '.join(sys.modules))"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "status", job], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    for heavy in ("torch", "celery", "kombu", "boto3", "pandas", "numpy", "sqlalchemy", "alembic", "rich"):
+        assert heavy not in done.stderr.split(), heavy
+    # Processor time, so that a busy machine does not fail it.
+    taken: list[float] = []
+    for _ in range(10):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        call(folder, "status", job)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(taken) < 0.3
+
+
+def test_a_glance_is_what_the_ledger_says(submitted: tuple[Path, str, str]) -> None:
+    folder, _, job = submitted
+    assert REVISION == SCHEMA_REVISION
+    url = f"sqlite:///{folder}/out/.nightjar/ledger.sqlite"
+    ledger = Ledger.open(url)
+    seen = glance(url, job[:8].upper())
+    assert seen is not None
+    status, errors = seen
+    expected = ledger.status(job)
+    assert (status.job, status.items, status.shards, status.bytes_out) == (
+        expected.job,
+        expected.items,
+        expected.shards,
+        expected.bytes_out,
+    )
+    assert errors == ledger.error_counts(job)
+    assert abs(status.now - expected.now) < 5
+    for other in ("", "zz", "%", job + "0"):
+        assert glance(url, other) is None
+    assert glance(f"sqlite:///{folder}/missing.sqlite", job) is None
+    ledger.close()
+
+
+def test_postgresql_and_s3(folder: Path, valkey_url: str, postgres_url: str, moto: MotoS3) -> None:
+    bucket = moto.create_bucket(f"cli-{os.getpid()}-{time.time_ns()}")
+    environment = {
+        **moto.environment(),
+        "SPEECH_DATABASE_URL": postgres_url,
+        "SPEECH_BROKER_URL": valkey_url,
+        "SPEECH_STORE_URL": f"s3://{bucket}/x",
+    }
+    unready = call(folder, "submit", "in.jsonl", "--json", **environment)
+    assert (unready.returncode, error_code(unready)) == (5, "ledger.schema")
+    assert call(folder, "db", "upgrade", **environment).returncode == 0
+    assert call(folder, "db", "current", **environment).stdout.startswith(SCHEMA_REVISION)
+    job = call(folder, "submit", "in.jsonl", "-q", **environment).stdout.strip()
+    seen = glance(postgres_url, job[:10])
+    assert seen is not None
+    ledger = Ledger.open(postgres_url)
+    expected = ledger.status(job)
+    assert (seen[0].job, seen[0].items, seen[0].shards) == (expected.job, expected.items, expected.shards)
+    assert seen[1] == ledger.error_counts(job)
+    ledger.close()
+    assert json.loads(call(folder, "status", job, "--json", **environment).stdout)["items"]["pending"] == 2
+    assert not (folder / "out").exists()
+    doctor = call(folder, "doctor", **environment)
+    assert doctor.returncode == 0, doctor.stdout

@@ -1,0 +1,156 @@
+"""Exports of a job in a real ledger: order, content, audio places, failures left out, files complete or absent."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import soundfile
+
+from jobs.export import export
+from jobs.export.manifest import put_manifest
+from jobs.manifest import read_manifest
+from jobs.store import FolderStore, open_store
+from pipelines.errors import ConfigError, ErrorCode, NotFoundError, StoreError
+from tests.export_kit import Finished, finished_job
+from tests.integration.test_s3_store import Access
+from tests.services import MotoS3
+
+LINES = [
+    {"example_id": "plain", "messages": [["user", "text", " one "]]},
+    {
+        "example_id": "ground truth",
+        "messages": [["user", "text", "two"], ["assistant", "audio", "gt/2.wav"], ["assistant", "text", "zwei"]],
+        "speaker": {"id": 123456789012345678901234567890, "gain": 1.50},
+    },
+    {"example_id": "fails", "messages": [["user", "text", "three"]]},
+    {"example_id": "../../x\nü", "messages": [["system", "text", "s"], ["user", "text", "four"]], "generation": {"seed": 7}},
+]
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Iterator[Finished]:
+    made = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES)
+    yield made
+    made.ledger.close()
+
+
+def exported(finished: Finished, format: str, **options: Any) -> list[dict[str, object]]:
+    to = finished.folder / "exports" / "out.jsonl"
+    report = export(finished.ledger, finished.store, finished.job_id, format, str(to), **options)
+    assert (report.format, report.to, report.items, report.left_out) == (format, str(to), 3, 1)
+    assert [path.name for path in to.parent.iterdir()] == ["out.jsonl"]
+    return [json.loads(line) for line in to.read_text().splitlines()]
+
+
+def test_espnet(finished: Finished) -> None:
+    first, second, third = exported(finished, "espnet")
+    paths = [finished.store.uri(key) for key in finished.audio]
+    assert first == {**LINES[0], "messages": [["user", "text", " one "], ["assistant", "audio", paths[0]]]}
+    assert second == {
+        **LINES[1],
+        "messages": [["user", "text", "two"], ["assistant", "audio", paths[1]], ["assistant", "text", "zwei"]],
+    }
+    assert third == {**LINES[3], "messages": [["system", "text", "s"], ["user", "text", "four"], ["assistant", "audio", paths[2]]]}
+    for path in paths:
+        assert soundfile.info(path).samplerate == 24_000
+
+
+def test_manifest(finished: Finished) -> None:
+    lines = exported(finished, "manifest")
+    job = finished.ledger.job(finished.job_id)
+    for line, (key, data) in zip(lines, finished.audio.items(), strict=True):
+        index = line["index"]
+        assert isinstance(index, int)
+        assert line == {
+            "example_id": LINES[index]["example_id"],
+            "index": index,
+            "key": key,
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "bytes": len(data),
+            "sample_rate": 24_000,
+            "samples": 24_000 + index,
+            "duration": round(1 + index / 24_000, 6),
+            "seed": index + 2**62,
+            "spec_sha": job.spec_sha,
+            "text": ("one", "two", "", "four")[index],
+        }
+
+
+def test_the_manifest_in_the_store_has_the_same_bytes(finished: Finished) -> None:
+    exported(finished, "manifest")
+    info = put_manifest(finished.ledger, finished.store, finished.job_id)
+    assert info.key == f"jobs/{finished.job_id}/manifest.jsonl"
+    assert finished.store.get(info.key) == (finished.folder / "exports" / "out.jsonl").read_bytes()
+    assert [entry.index for entry in read_manifest(finished.store, info.key)] == [0, 1, 3]
+
+
+def test_bytes_are_the_same_each_time(finished: Finished) -> None:
+    for name in ("espnet", "manifest"):
+        contents: set[bytes] = set()
+        for _ in range(2):
+            exported(finished, name)
+            contents.add((finished.folder / "exports" / "out.jsonl").read_bytes())
+        assert len(contents) == 1
+
+
+def test_standard_output(finished: Finished, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    exported(finished, "espnet")
+    report = export(finished.ledger, finished.store, finished.job_id, "espnet", "-")
+    assert (report.to, report.items) == ("-", 3)
+    assert capfdbinary.readouterr().out == (finished.folder / "exports" / "out.jsonl").read_bytes()
+
+
+def test_an_audio_root_is_filled_from_a_bucket(tmp_path: Path, moto: MotoS3) -> None:
+    bucket = moto.create_bucket(f"export-{tmp_path.name.replace('_', '-')[-20:]}")
+    finished = finished_job(tmp_path, open_store(f"s3://{bucket}/p", Access(moto.endpoint, moto.secret_key)), LINES)
+    plain = exported(finished, "espnet")
+    root = tmp_path / "local"
+    for _ in range(2):
+        local = exported(finished, "espnet", audio_root=root)
+        for line, remote, (key, data) in zip(local, plain, finished.audio.items(), strict=True):
+            (where,) = [content for _, modality, content in line["messages"] if modality == "audio"]  # type: ignore[union-attr]
+            assert where == str(root / key)
+            assert Path(where).read_bytes() == data
+            assert f"s3://{bucket}/p/{key}" in str(remote["messages"])
+    assert sum(path.is_file() for path in root.rglob("*")) == 3
+    finished.ledger.close()
+
+
+def test_audio_that_is_not_what_was_made_is_noticed(finished: Finished) -> None:
+    key = next(iter(finished.audio))
+    finished.store.delete(key)
+    finished.store.put(key, b"something else")
+    to = finished.folder / "out.jsonl"
+    with pytest.raises(StoreError) as caught:
+        export(finished.ledger, finished.store, finished.job_id, "espnet", str(to), finished.folder / "local")
+    assert caught.value.code is ErrorCode.STORE_CONFLICT
+    assert not to.exists()
+    assert not [path for path in (finished.folder / "local").rglob("*") if path.is_file() and key in str(path)]
+
+
+def test_what_stops_an_export(finished: Finished) -> None:
+    with pytest.raises(ConfigError):
+        export(finished.ledger, finished.store, finished.job_id, "mp3", "-")
+    with pytest.raises(NotFoundError):
+        export(finished.ledger, finished.store, "none", "espnet", "-")
+    (finished.folder / "file").touch()
+    for to in (finished.folder, finished.folder / "file" / "below"):
+        with pytest.raises(ConfigError):
+            export(finished.ledger, finished.store, finished.job_id, "espnet", str(to))
+
+
+def test_a_file_that_was_there_stays_when_an_export_fails(finished: Finished) -> None:
+    to = finished.folder / "keep" / "out.jsonl"
+    to.parent.mkdir()
+    to.write_text("before")
+    for key, _ in finished.ledger.shard_inputs(finished.job_id).values():
+        finished.store.delete(key)
+    with pytest.raises(StoreError):
+        export(finished.ledger, finished.store, finished.job_id, "espnet", str(to))
+    assert to.read_text() == "before"
+    assert [path.name for path in to.parent.iterdir()] == ["out.jsonl"]

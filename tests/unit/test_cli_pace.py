@@ -1,0 +1,61 @@
+"""The progress that `jobs run`, `submit` and `watch` show."""
+
+from __future__ import annotations
+
+import pytest
+
+from jobs.cli import follow
+from jobs.cli.follow import PACE_SECONDS, Pace, Progress
+from jobs.ingest import IngestProgress
+from jobs.ledger.records import ItemCounts, Job, JobSpec, JobState, JobStatus
+
+DAY = 86_400.0
+
+
+def status(now: float, done: int, *, state: JobState = JobState.RUNNING, failed: int = 0) -> JobStatus:
+    """A job of 1000 items that was begun at 0; each item done has 2 s of audio."""
+    ended = now if state.final else None
+    job = Job("j", "", state, "", JobSpec(model="m"), "", "in", "", "out", "", 0, 1, 3, None, None, {}, 1000, 4, 0, 1000, 0.0, 0.0, ended)
+    counts = ItemCounts(1000, done, failed, 0)
+    return JobStatus(job, counts, {}, done * 2000, 0, 0, now)
+
+
+def test_a_pause_of_a_day_does_not_slow_the_pace() -> None:
+    pace = Pace()
+    assert pace.facts(status(DAY, 500)) == ""
+    assert pace.facts(status(DAY + 10, 600)) == ", 10.00 items/s, 20.0 x real time, 40 s to go"
+
+
+def test_the_pace_is_that_of_the_last_minute() -> None:
+    pace = Pace()
+    for second in range(0, 61, 10):
+        pace.facts(status(DAY + second, second // 10))
+    for second in range(70, 120, 10):
+        pace.facts(status(DAY + second, 6 + (second - 60) * 2))
+    assert pace.facts(status(DAY + 2 * PACE_SECONDS, 126, failed=4)) == ", 4 failed, 2.07 items/s, 4.0 x real time, 7 min 1 s to go"
+
+
+def test_nothing_is_promised_of_a_job_that_stands_still() -> None:
+    pace = Pace()
+    pace.facts(status(DAY, 500))
+    assert pace.facts(status(DAY + 30, 500)) == ""
+    paused = pace.facts(status(DAY + 40, 520, state=JobState.PAUSED))
+    assert "items/s" in paused
+    assert "to go" not in paused
+
+
+def test_the_end_tells_of_the_whole_job() -> None:
+    pace = Pace()
+    pace.facts(status(90.0, 990))
+    assert pace.facts(status(100.0, 1000, state=JobState.COMPLETED)) == ", 10.00 items/s, 20.0 x real time"
+
+
+@pytest.mark.parametrize(("first_line_seconds", "said"), [(0.0, "reading: 10 lines, 16 % of the input\n"), (60.0, "")])
+def test_only_a_long_ingest_tells_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, first_line_seconds: float, said: str
+) -> None:
+    monkeypatch.setattr(follow, "FIRST_LINE_SECONDS", first_line_seconds)
+    with Progress(quiet=False) as progress:
+        for lines in (10, 20, 30):
+            progress.reading(IngestProgress(lines, lines, 0, lines * 5, 300))
+    assert capsys.readouterr().err == said

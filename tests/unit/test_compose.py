@@ -1,0 +1,100 @@
+"""docker-compose.yml and Dockerfile, as far as they can be tested without Docker: every command starts, every variable is a setting."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs.settings import load_settings
+
+ROOT = Path(__file__).parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OURS = [name for name, service in SERVICES.items() if "build" in service]
+SECRETS = {"POSTGRES_PASSWORD": "p", "S3_SECRET_KEY": "s", "FLOWER_AUTH": "me:secret"}
+
+
+def filled(text: str) -> str:
+    """The text with its variables replaced as compose does."""
+    return re.sub(r"\$\{(\w+)[^}]*\}", lambda match: SECRETS[match[1]], text)
+
+
+def test_every_part_is_there() -> None:
+    assert set(SERVICES) == {"redis", "postgres", "s3", "migrate", "worker-cpu", "worker-gpu", "beat", "flower", "jobs"}
+    assert SERVICES["worker-cpu"]["profiles"] == ["cpu"]
+    assert SERVICES["worker-gpu"]["profiles"] == ["gpu"]
+    assert SERVICES["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_command_of_a_service_exists_and_starts(name: str) -> None:
+    command = SERVICES[name]["command"]
+    started = subprocess.run([sys.executable, "-m", "jobs", *command, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    assert started.returncode == 0, started.stderr
+    assert "Usage:" in started.stdout
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_variable_is_a_setting(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for variable, value in SERVICES[name]["environment"].items():
+        assert variable.startswith("SPEECH_")
+        monkeypatch.setenv(variable, filled(str(value)))
+    config = tmp_path / "nightjar.toml"
+    config.write_text(filled(COMPOSE["configs"]["schedules"]["content"]))
+    monkeypatch.setenv("SPEECH_CONFIG", str(config))
+    settings = load_settings()
+    assert settings.ledger_url == "postgresql://nightjar:p@postgres:5432/nightjar"
+    assert settings.store_url == "s3://speech/datasets"
+
+
+def test_addresses_name_services_and_the_bucket_is_made() -> None:
+    environment = SERVICES["worker-cpu"]["environment"]
+    hosts = re.findall(r"(?:@|//)([a-z0-9]+):\d+", filled(" ".join(str(value) for value in environment.values())))
+    assert set(hosts) == {"postgres", "redis", "s3"}
+    assert "-bucket=speech" in SERVICES["s3"]["command"]
+    assert "-s3.port=8333" in SERVICES["s3"]["command"]
+
+
+def test_a_worker_may_drain_before_it_is_killed() -> None:
+    drain = int(SERVICES["worker-cpu"]["environment"]["SPEECH_WORKER__DRAIN_SECONDS"])
+    assert int(SERVICES["worker-cpu"]["stop_grace_period"].removesuffix("s")) > drain
+
+
+def test_every_dependency_and_config_is_defined() -> None:
+    for service in SERVICES.values():
+        assert set(service.get("depends_on", {})) <= set(SERVICES)
+        assert {config["source"] for config in service.get("configs", [])} <= set(COMPOSE["configs"])
+
+
+def test_no_secret_is_written_down() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    for line in text.splitlines():
+        if re.search(r"PASSWORD|SECRET|AUTH", line) and ":" in line and not line.strip().startswith("#"):
+            assert "${" in line, line
+
+
+def test_the_example_configuration_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SPEECH_CONFIG", str(ROOT / "examples/nightjar.toml"))
+    assert set(load_settings().schedules) == {"news", "dialogues"}
+
+
+def test_the_image_copies_every_package_and_runs_as_nobody_special() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    for package in packages:
+        name = package.removesuffix("*")
+        assert f"COPY {name} {name}" in lines
+        assert (ROOT / name).is_dir()
+    assert "USER nightjar" in lines
+    for line in lines:
+        if line.startswith("COPY") and "--from" not in line:
+            assert all((ROOT / source).exists() for source in line.split()[1:-1])

@@ -1,0 +1,101 @@
+"""Lines of an input file: what is accepted, and the code of everything that is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.dialogue import MAX_EXAMPLE_ID_CHARACTERS, clean, parse_dialogue, speech_position, spoken_text
+from pipelines.errors import ErrorCode, InputError
+from pipelines.request import Generation, Message
+
+
+def line(example_id: object = "a", messages: object = None, **rest: object) -> bytes:
+    return json.dumps({"example_id": example_id, "messages": [["user", "text", "hi"]] if messages is None else messages, **rest}).encode()
+
+
+def test_a_whole_line() -> None:
+    parsed = parse_dialogue(line("utt 1", [["system", "text", "calm"], ["user", "audio", "x.wav"]], generation={"voice": "v", "cfg": 2}))
+    assert parsed.example_id == "utt 1"
+    assert parsed.typed_messages() == (Message("system", "text", "calm"), Message("user", "audio", "x.wav"))
+    assert parsed.generation == Generation(voice="v", cfg=2.0)
+
+
+@pytest.mark.parametrize(
+    "example_id",
+    ["../../x", "x" * MAX_EXAMPLE_ID_CHARACTERS, "日本語", "two\nlines", "'; DROP TABLE items; --", "$(rm -rf /)", " ", "\x7f"],
+)
+def test_an_example_id_is_data(example_id: str) -> None:
+    assert parse_dialogue(line(example_id)).example_id == example_id
+
+
+BAD = [
+    (b"{", ErrorCode.INPUT_BAD_JSON),
+    (b"hello", ErrorCode.INPUT_BAD_JSON),
+    (line() + b" x", ErrorCode.INPUT_BAD_JSON),
+    (line() + line(), ErrorCode.INPUT_BAD_JSON),
+    (b'{"example_id":"\xff","messages":[["user","text","hi"]]}', ErrorCode.INPUT_BAD_JSON),
+    (b'{"example_id":"a","messages":[["user","text","hi"]],"other":"\xff"}', ErrorCode.INPUT_BAD_JSON),
+    (b'{"example_id":"\\ud800","messages":[["user","text","hi"]]}', ErrorCode.INPUT_BAD_JSON),
+    (b'{"example_id":"a","messages":[["user","text","\\udc00"]]}', ErrorCode.INPUT_BAD_JSON),
+    (b'{"example_id":"a","messages":[],"deep":' + b"[" * 100_000, ErrorCode.INPUT_BAD_JSON),
+    (b'{"example_id":"a","messages":NaN}', ErrorCode.INPUT_BAD_JSON),
+    (b"[]", ErrorCode.INPUT_BAD_LINE),
+    (b"null", ErrorCode.INPUT_BAD_LINE),
+    (b"{}", ErrorCode.INPUT_BAD_LINE),
+    (b'{"example_id":"a"}', ErrorCode.INPUT_BAD_LINE),
+    (line(5), ErrorCode.INPUT_BAD_LINE),
+    (line(""), ErrorCode.INPUT_BAD_LINE),
+    (line("a\0b"), ErrorCode.INPUT_BAD_LINE),
+    (line("x" * (MAX_EXAMPLE_ID_CHARACTERS + 1)), ErrorCode.INPUT_BAD_LINE),
+    (line("日" * 700), ErrorCode.INPUT_BAD_LINE),
+    (line("a", []), ErrorCode.INPUT_BAD_LINE),
+    (line("a", {}), ErrorCode.INPUT_BAD_LINE),
+    (line("a", [["user", "text"]]), ErrorCode.INPUT_BAD_LINE),
+    (line("a", [["user", "text", "hi", 1]]), ErrorCode.INPUT_BAD_LINE),
+    (line("a", [["user", "text", 5]]), ErrorCode.INPUT_BAD_LINE),
+    (line("a", [[None, "text", "hi"]]), ErrorCode.INPUT_BAD_LINE),
+    (line("a", [["robot", "text", "hi"]]), ErrorCode.INPUT_BAD_ROLE),
+    (line("a", [["User", "text", "hi"]]), ErrorCode.INPUT_BAD_ROLE),
+    (line("a", [["user", "smell", "hi"]]), ErrorCode.INPUT_BAD_MODALITY),
+    (line(generation={"sed": 1}), ErrorCode.INPUT_BAD_GENERATION),
+    (line(generation={"seed": "1"}), ErrorCode.INPUT_BAD_GENERATION),
+    (line(generation={"top_k": 1.5}), ErrorCode.INPUT_BAD_GENERATION),
+    (line(generation={"temperature": True}), ErrorCode.INPUT_BAD_GENERATION),
+    (line(generation=[]), ErrorCode.INPUT_BAD_GENERATION),
+    (b'{"example_id":"a","messages":[["user","text","hi"]],"generation":{"cfg":1e999}}', ErrorCode.INPUT_BAD_GENERATION),
+]
+
+
+@pytest.mark.parametrize(("raw", "code"), BAD)
+def test_a_bad_line_has_a_code(raw: bytes, code: ErrorCode) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_dialogue(raw)
+    assert caught.value.code is code
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 600
+    assert caught.value.advice
+
+
+@given(st.binary(max_size=200) | st.text(max_size=100).map(lambda text: json.dumps([text]).encode()))
+def test_any_bytes_end_in_a_dialogue_or_an_input_error(raw: bytes) -> None:
+    with pytest.raises(InputError):
+        parse_dialogue(raw)
+
+
+def test_the_place_of_the_speech() -> None:
+    assert speech_position([("user", "text")]) == 1
+    assert speech_position([("user", "text"), ("assistant", "text"), ("assistant", "audio"), ("assistant", "audio")]) == 2
+
+
+def test_the_spoken_text() -> None:
+    messages = [Message("system", "text", "s"), Message("user", "text", " a "), Message("user", "audio", "x"), Message("user", "text", "b")]
+    assert spoken_text(messages) == "a\nb"
+
+
+def test_clean_text_is_fit_for_a_terminal() -> None:
+    assert clean("a\x1b[31m\0\n\u202e") == "a\\x1b[31m\\x00\\n\\u202e"
+    assert len(clean("x" * 10_000)) < 600

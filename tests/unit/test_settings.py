@@ -1,0 +1,159 @@
+"""Settings: which source wins, what is refused, and that secrets stay secret."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from jobs.settings import Settings, load_settings
+from pipelines.errors import ConfigError, ErrorCode
+
+
+@pytest.fixture(autouse=True)
+def _in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_defaults_live_in_the_home(tmp_path: Path) -> None:
+    settings = load_settings()
+    assert settings.ledger_url == f"sqlite:///{tmp_path}/out/.nightjar/ledger.sqlite"
+    assert settings.effective_store_url == str(tmp_path / "out")
+    assert settings.effective_broker_url == "redis://127.0.0.1:6379/0"
+    assert settings.origin("home") == "default"
+
+
+def test_command_line_over_environment_over_dotenv_over_file_over_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nightjar.toml").write_text('home = "file"\nstore_url = "file"\nlog_level = "error"\n[worker]\nthreads = 1\n')
+    (tmp_path / ".env").write_text("SPEECH_HOME=dotenv\nSPEECH_STORE_URL=dotenv\nOTHER=1\n")
+    monkeypatch.setenv("SPEECH_HOME", "environment")
+    settings = load_settings(home=None)
+    assert (settings.home, settings.store_url, settings.log_level) == (Path("environment"), "dotenv", "error")
+    assert [settings.origin(key) for key in ("home", "store_url", "worker.threads", "worker.commit_items")] == [
+        "environment",
+        ".env",
+        "nightjar.toml",
+        "default",
+    ]
+    settings = load_settings(home="line", worker={"commit_items": 7})
+    assert (str(settings.home), settings.origin("home")) == ("line", "command line")
+    assert (settings.worker.threads, settings.worker.commit_items) == (1, 7)
+
+
+def test_file_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "night.toml").write_text('[schedules.news]\ninput = "in/%Y.jsonl"\nhour = 3\n')
+    monkeypatch.setenv("SPEECH_CONFIG", "night.toml")
+    settings = load_settings()
+    assert settings.schedules["news"].hour == 3
+    assert settings.schedules["news"].model == "hibari"
+    assert settings.origin("schedules.news.hour") == "night.toml"
+
+
+def test_nested_variables_and_json_groups_merge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECH_WORKER", '{"threads": 3}')
+    monkeypatch.setenv("SPEECH_WORKER__COMMIT_ITEMS", "9")
+    monkeypatch.setenv("SPEECH_SCHEDULES__NEWS__INPUT", "x.jsonl")
+    settings = load_settings()
+    assert (settings.worker.threads, settings.worker.commit_items) == (3, 9)
+    assert settings.schedules["news"].input == "x.jsonl"
+
+
+def test_audio_roots_are_split_like_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECH_AUDIO_ROOTS", "/a:/b")
+    assert load_settings().audio_roots == (Path("/a"), Path("/b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "key"),
+    [
+        ("SPEECH_WORKER__THREADS", "many", "worker.threads"),
+        ("SPEECH_WORKER__LEASE_SECONDS", "-1", "worker.lease_seconds"),
+        ("SPEECH_LOG_LEVEL", "loud", "log_level"),
+        ("SPEECH_FLOWER__PORT", "70000", "flower.port"),
+        ("SPEECH_WORKR__THREADS", "1", "workr"),
+        ("SPEECH_WORKER__X__Y", "1", "worker.x"),
+        ("SPEECH_NONSENSE", "1", "nonsense"),
+        ("SPEECH_SCHEDULES__NEWS__HOUR", "3", "schedules.news.input"),
+    ],
+)
+def test_wrong_values_and_unknown_keys_name_key_and_origin(name: str, value: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert key in caught.value.message
+    assert "environment" in caught.value.message or key.endswith(".input")
+    assert caught.value.advice
+
+
+@pytest.mark.parametrize("content", ["home = ", "\x00", "nonsense = 1", "worker = 1", "home = ['x']"])
+def test_bad_files_are_one_sentence(content: str, tmp_path: Path) -> None:
+    (tmp_path / "nightjar.toml").write_text(content)
+    with pytest.raises(ConfigError, match=r"nightjar\.toml"):
+        load_settings()
+
+
+def test_a_named_file_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECH_CONFIG", "missing.toml")
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_settings()
+
+
+def test_a_secret_never_shows_in_repr_or_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECH_DATABASE_URL", "postgresql://u:hunter2@h/db")
+    monkeypatch.setenv("SPEECH_S3__SECRET_ACCESS_KEY", "hunter2")
+    monkeypatch.setenv("SPEECH_FLOWER__BASIC_AUTH", "me:hunter2")
+    settings = load_settings()
+    assert "hunter2" not in repr(settings)
+    assert "hunter2" in settings.ledger_url
+    monkeypatch.setenv("SPEECH_DATABASE_URL", '{"hunter2": "hunter2"}')
+    with pytest.raises(ConfigError) as caught:
+        load_settings()
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "url"),
+    [
+        ("database_url", "postgresql://u:hunt@er2@h/db"),
+        ("database_url", "postgresql://u:hunt/er2@h/db"),
+        ("database_url", "postgresql://u:hunt#er2@h:5432/db"),
+        ("broker_url", "redis://:hunt/er2@h:6379/0"),
+        ("broker_url", "redis://:12/hunter2@h:6379/0"),
+        ("broker_url", "redis://:hunt?er2@h:6379/0"),
+        ("broker_url", "sentinel://:ok@h:1/0;sentinel://:hunt/er2@h:2/0"),
+    ],
+)
+def test_an_address_whose_password_cuts_it_in_two_is_refused_unseen(key: str, url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(**{key: url})
+    assert key in caught.value.message
+    assert "percent" in caught.value.message
+    assert "hunt" not in str(caught.value)
+    assert "er2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "url"),
+    [
+        ("database_url", "postgresql://u:p%40s%2Fs@h:5432/db?application_name=a@b"),
+        ("database_url", "postgresql://u@h/db"),
+        ("database_url", "postgresql:///db?host=/run/x@y"),
+        ("database_url", "sqlite:////home/a@b/c:d.sqlite"),
+        ("broker_url", "redis://:p@ss@h:6379/0"),
+        ("broker_url", "redis://[::1]:6379/0"),
+        ("broker_url", "redis+socket:///run/a@b:c?virtual_host=0"),
+        ("broker_url", "sentinel://:pw@h1:26379/0;sentinel://:pw@h2:26379/0"),
+        ("broker_url", "amqp://u:p@h:5672//"),
+    ],
+)
+def test_addresses_that_their_libraries_read_are_taken(key: str, url: str) -> None:
+    settings = load_settings(**{key: url})
+    assert getattr(settings, key).get_secret_value() == url
+
+
+def test_settings_are_frozen() -> None:
+    settings = Settings(home=Path("x"))
+    with pytest.raises(ValidationError):
+        settings.home = Path("y")  # pyright: ignore[reportAttributeAccessIssue]
