@@ -1,0 +1,298 @@
+"""Checks of the frame's kernels on a GPU against their twins in float64 or float32; every one raises when it fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.lm_shapes import SMALL, TINY, Maker, Shape, clone_state
+from kernels import lm_cuda
+from kernels.attention import paged_decode_attention
+from kernels.layers import qk_norm_rope_append, rms_norm, rope
+from kernels.lm_frame import FrameTensors, FusedFrame, Plan, StackTensors
+from kernels.lm_gemm import RESIDUAL, SWIGLU, Tiles, product
+from kernels.lm_triton import SplitScratch, decode_attention, predictor_attention
+from kernels.lm_twin import twin_frame
+from kernels.philox import frame_noise
+from kernels.sampler import process_first, sample
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    """Relative L2 error; NaN anywhere gives NaN."""
+    return float((found.double() - truth.double()).norm() / truth.double().norm())
+
+
+def demand(name: str, value: float, bound: float) -> dict[str, float | str]:
+    """A line of the report; raises unless value <= bound (NaN never passes)."""
+    if not value <= bound:
+        raise AssertionError(f"{name}: {value:.3g} is not within {bound:.3g}")
+    return {"check": name, "error": value, "bound": bound}
+
+
+def layer_product(x: Tensor, weight: Tensor, norm: Tensor | None, extra: Tensor | None, epilogue: int, dtype: torch.dtype) -> Tensor:
+    """The twin of `skinny` with every step in `dtype`."""
+    x, weight = x.to(dtype), weight.to(dtype)
+    if norm is not None:
+        x = (
+            rms_norm(x, norm.to(dtype), 1e-6)
+            if dtype != torch.float64
+            else norm.double() * x * torch.rsqrt(x.square().mean(-1, True) + 1e-6)
+        )
+    y = functional.linear(x, weight)
+    if epilogue == lm_cuda.SWIGLU:
+        gate, up = y.chunk(2, -1)
+        return functional.silu(gate) * up
+    return y if extra is None else y + extra.to(dtype)
+
+
+SKINNY = [
+    (1024, 4096, False, lm_cuda.PLAIN), (1024, 3072, False, lm_cuda.SWIGLU),
+    (1024, 4096, True, lm_cuda.PLAIN), (1024, 2048, True, lm_cuda.PLAIN), (1024, 3072, True, lm_cuda.PLAIN),
+    (1024, 3072, True, lm_cuda.SWIGLU), (2048, 1024, False, lm_cuda.RESIDUAL), (3072, 1024, False, lm_cuda.RESIDUAL),
+    (2048, 4096, True, lm_cuda.PLAIN), (2048, 6144, True, lm_cuda.SWIGLU), (2048, 2048, False, lm_cuda.RESIDUAL),
+    (6144, 2048, False, lm_cuda.RESIDUAL), (2048, 1024, False, lm_cuda.BIAS), (2048, 3072, True, lm_cuda.PLAIN),
+]  # fmt: skip
+
+
+def check_skinny(maker: Maker) -> list[dict[str, float | str]]:
+    report = []
+    for inner, n, normed, epilogue in SKINNY:
+        for rows in (1, 7, 16, 23, 32, 61):
+            x, weight = maker.normal(rows, inner), maker.matrix(2 * n if epilogue == lm_cuda.SWIGLU else n, inner)
+            norm = maker.normal(inner, std=0.1, mean=1.0) if normed else None
+            extra = {lm_cuda.RESIDUAL: maker.normal(rows, n), lm_cuda.BIAS: maker.normal(n)}.get(epilogue)
+            y = torch.full((rows, n), float("nan"), device=x.device, dtype=x.dtype)
+            kept = torch.full_like(x, float("nan")) if normed else None
+            lm_cuda.skinny(x, weight, y, norm=norm, eps=1e-6, epilogue=epilogue, extra=extra, normed=kept, pdl=False)
+            truth = layer_product(x, weight, norm, extra, epilogue, torch.float64)
+            plain = error(layer_product(x, weight, norm, extra, epilogue, x.dtype), truth)
+            report.append(demand(f"skinny {inner}x{n} epilogue {epilogue} rows {rows}", error(y, truth), 2 * plain))
+            if kept is not None and norm is not None:
+                report.append(demand("kept norm", error(kept, rms_norm(x, norm, 1e-6)), 1e-3))  # a few roundings may fall to the other side
+            for start in (0, rows - 1) if rows <= 8 else (0, rows - 9):  # a row's bits do not depend on its neighbours
+                part = slice(start, start + (1 if rows <= 8 else 9))
+                again = torch.full_like(y[part], float("nan"))
+                added = extra[part] if epilogue == lm_cuda.RESIDUAL and extra is not None else extra
+                lm_cuda.skinny(x[part], weight, again, norm=norm, eps=1e-6, epilogue=epilogue, extra=added, pdl=False)
+                report.append(demand("the same bits in fewer rows", float((again != y[part]).sum()), 0))
+        # One-hot rows prove the packing: output n is input column place[n] exactly.
+        place = maker.integers(0, inner, 2 * n if epilogue == lm_cuda.SWIGLU else n)
+        planted = functional.one_hot(place, inner).to(torch.bfloat16)
+        x, extra = maker.normal(16, inner), torch.zeros(16, n, device="cuda", dtype=torch.bfloat16)
+        y = torch.empty(16, n, device="cuda", dtype=torch.bfloat16)
+        lm_cuda.skinny(
+            x, planted, y, norm=norm, eps=1e-6, epilogue=epilogue, extra=extra if epilogue == lm_cuda.RESIDUAL else extra[0], pdl=False
+        )
+        wanted = layer_product(x, planted, norm, None, epilogue, torch.bfloat16)
+        report.append(demand(f"planted {inner}x{n} epilogue {epilogue}", error(y, wanted), 5e-3 if epilogue == lm_cuda.SWIGLU else 1e-3))
+    return report
+
+
+def check_products(maker: Maker) -> list[dict[str, float | str]]:
+    report = []
+    for rows in (64, 100, 256):
+        for tiles in (Tiles(64, 64, 64), Tiles(128, 64, 64), Tiles(64, 32, 128)):
+            x, weight, extra = maker.normal(rows, 1024), maker.matrix(6144, 1024), maker.normal(rows, 3072)
+            y = torch.full_like(extra, float("nan"))
+            product(x, weight, y, tiles, SWIGLU)
+            truth = layer_product(x, weight, None, None, lm_cuda.SWIGLU, torch.float64)
+            plain = error(layer_product(x, weight, None, None, lm_cuda.SWIGLU, x.dtype), truth)
+            report.append(demand(f"product swiglu {tiles} rows {rows}", error(y, truth), 2 * plain))
+            y = extra.clone()
+            product(x, weight[:3072], y, tiles, RESIDUAL, extra=y)
+            truth = layer_product(x, weight[:3072], None, extra, lm_cuda.RESIDUAL, torch.float64)
+            plain = error(layer_product(x, weight[:3072], None, extra, lm_cuda.RESIDUAL, x.dtype), truth)
+            report.append(demand(f"product residual {tiles} rows {rows}", error(y, truth), 2 * plain))
+    return report
+
+
+def check_attention(maker: Maker) -> list[dict[str, float | str]]:
+    report = []
+    shape = Shape(layers=1)
+    talker = maker.stack(1024, 3072, 1, shape, 4096)
+    contexts = torch.tensor([0, 1, 63, 64, 65, 127, 300, 1500], device="cuda")
+    rows = len(contexts)
+    state = maker.state(shape, rows, 400, 64, contexts)
+    q_norm, k_norm = talker.layers[0][2:4]
+    slots = torch.arange(rows, device="cuda").flip(0)
+    qkv = maker.normal(rows, 4096, std=2.0)
+    for splits in (1, 2, 3, 8):
+        for warps in (2, 4):
+            k, v = maker.caches(shape, 400, 64)
+            k2, v2 = k.clone(), v.clone()
+            out = torch.full((rows, 2048), float("nan"), device="cuda", dtype=torch.bfloat16)
+            scratch = SplitScratch(rows * 8, splits, 2, 128, k.device)
+            for _ in range(2):  # twice: the counters must be back at zero, and the append must be repeatable
+                decode_attention(
+                    qkv, q_norm, k_norm, 1e-6, talker.rope_table, k[0], v[0], state.page_table, state.positions, slots, 128**-0.5, out,
+                    scratch, splits, 64, warps,
+                )  # fmt: skip
+            positions, table = state.positions[slots], state.page_table[slots]
+            pages = table.gather(1, (positions // 64)[:, None])[:, 0]
+            q = qk_norm_rope_append(qkv, q_norm, k_norm, 1e-6, talker.rope_table, positions, k2[0], v2[0], pages, positions % 64)
+            args = (table, positions + 1, int(positions.max()) + 1, 128**-0.5)
+            truth = paged_decode_attention(q.double(), k2[0].double(), v2[0].double(), *args)
+            plain = error(paged_decode_attention(q, k2[0], v2[0], *args), truth)
+            report.append(demand(f"attention splits {splits}", error(out, truth), max(2 * plain, 4e-3)))
+            report.append(demand("keys appended", error(k, k2), 1e-3))
+            report.append(demand("values appended", error(v, v2), 0))
+    n = 9
+    past = torch.full((2, n, 8, 16, 128), float("nan"), device="cuda", dtype=torch.bfloat16)
+    past.nan_to_num_(0)
+    full: list[tuple[Tensor, Tensor]] = []
+    for position in (0, *range(2, 16)):
+        qkv = maker.normal(2 * n if position == 0 else n, 4096, std=2.0)
+        out = torch.full((len(qkv), 2048), float("nan"), device="cuda", dtype=torch.bfloat16)
+        kernel = lm_cuda.predictor_attention if position % 2 == 0 and position else predictor_attention
+        kernel(qkv, q_norm, k_norm, 1e-6, talker.rope_table, past[0], past[1], position, 128**-0.5, out)
+        parts = [(0, qkv[:n], out[:n]), (1, qkv[n:], out[n:])] if position == 0 else [(position, qkv, out)]
+        for at, part, made in parts:
+            angles = talker.rope_table[at : at + 1].expand(n, -1)
+            q, k, v = part.view(n, 32, 128).split((16, 8, 8), 1)
+            full.append((rope(rms_norm(k, k_norm, 1e-6), angles), v))
+            q = rope(rms_norm(q, q_norm, 1e-6), angles)
+            keys, values = (torch.stack([pair[i] for pair in full], 2).double() for i in (0, 1))
+            truth = functional.scaled_dot_product_attention(q.double()[:, :, None], keys, values, scale=128**-0.5, enable_gqa=True)
+            report.append(demand(f"predictor attention at {at}", error(made, truth.flatten(1)), 4e-3))
+    return report
+
+
+def widened(weights: FrameTensors) -> FrameTensors:
+    """The same weights in float32."""
+
+    def stack(s: StackTensors) -> StackTensors:
+        layers = [[t.float() for t in layer] for layer in s.layers]
+        return dataclasses.replace(s, layers=layers, norm=s.norm.float(), rope_table=s.rope_table.float())
+
+    single = {name: getattr(weights, name).float() for name in ("head", "heads", "inputs", "codec_table", "text")}
+    project = None if weights.project is None else (weights.project[0].float(), weights.project[1].float())
+    return dataclasses.replace(weights, talker=stack(weights.talker), predictor=stack(weights.predictor), project=project, **single)
+
+
+def check_frame(maker: Maker, shape: Shape, batch: int, plan: Plan, name: str, exact: bool = False) -> list[dict[str, float | str]]:
+    """Two frames: codes teacher-force the twins, whose bf16 error against float32 bounds the fused frame's."""
+    weights = maker.frame(shape)
+    contexts = maker.integers(0, 200, batch)
+    state = maker.state(shape, batch, batch * 20 + 1, 16, contexts, top_p=True)
+    k, v = maker.caches(shape, batch * 20 + 1, 16)
+    twin, wide = clone_state(state), dataclasses.replace(clone_state(state), inputs=state.inputs.float().clone())
+    k2, v2, k3, v3 = k.clone(), v.clone(), k.float().clone(), v.float().clone()
+    rows = torch.cat((torch.randperm(batch, device="cuda"), torch.tensor([batch], device="cuda")))
+    live = rows != batch
+    runner = FusedFrame(weights, state, k, v, batch + 1, plan)
+    wide_weights = widened(weights)
+    report = []
+    for frame in range(2):
+        codes = torch.full((batch + 1, shape.codebooks), -1, device="cuda")
+        flags = torch.full((batch + 1,), 9, device="cuda", dtype=torch.uint8)
+        runner.run(rows, codes, flags)
+        drawn, twin_flags, _, twin_logits = twin_frame(weights, twin, k2, v2, rows, None if exact else codes)
+        *_, truth = twin_frame(wide_weights, wide, k3, v3, rows, codes)
+        logits = runner._logits[: (batch + 1) * shape.codes].view(batch + 1, -1)
+        plain = error(twin_logits[-1][live], truth[-1][live])
+        if exact:
+            report.append(demand(f"frame {name}: codes differ", float((codes[live] != drawn[live]).sum()), 0))
+            report.append(demand(f"frame {name}: flags differ", float((flags != twin_flags).sum()), 0))
+        report.append(demand(f"frame {name} logits", error(logits[live], truth[-1][live]), 1e-4 if exact else 2 * plain))
+        report.append(demand(f"frame {name} next inputs", error(state.inputs[:batch], twin.inputs[:batch]), 2e-3))
+        report.append(demand(f"frame {name} positions", float((state.positions != twin.positions).sum()), 0))
+        report.append(demand(f"frame {name} frames", float((state.frames != twin.frames).sum()), 0))
+        report.append(demand(f"frame {name} seen", float((state.seen[:batch] != twin.seen[:batch]).sum()), 0))
+        if not exact:
+            share = float((codes[live] == drawn[live]).float().mean())
+            print(
+                f"frame {name} {frame}: error {error(logits[live], truth[-1][live]):.4f}, twin's {plain:.4f}, same draws {share:.3f}",
+                flush=True,
+            )
+            twin.inputs.copy_(state.inputs), wide.inputs.copy_(state.inputs.float())
+    return report
+
+
+def check_draw(maker: Maker) -> list[dict[str, float | str]]:
+    """The draw of the last codebook from the logits that the kernel saw, against the twin's; rows differ in every setting."""
+    report = []
+    for vocab_stage in ("first", "last"):
+        for cuda_draw in (False, True):
+            shape = dataclasses.replace(SMALL, layers=1, predictor_layers=1, codebooks=4 if vocab_stage == "last" else 2)
+            weights, batch = maker.frame(shape), 256
+            contexts = maker.integers(0, 20, batch)
+            state = maker.state(shape, batch, batch * 8, 16, contexts)
+            for settings in (state.first, state.residual):
+                settings.top_k.copy_(maker.integers(0, 70, batch + 1))
+                settings.top_p.copy_(torch.rand(batch + 1, device="cuda") * 1.4)
+                settings.temperature.copy_(torch.rand(batch + 1, device="cuda") + 0.3)
+                settings.greedy.copy_((torch.rand(batch + 1, device="cuda") < 0.1).to(torch.uint8))
+            k, v = maker.caches(shape, batch * 8, 16)
+            rows = torch.arange(batch, device="cuda")
+            before = clone_state(state)
+            codes = torch.zeros(batch, shape.codebooks, dtype=torch.int64, device="cuda")
+            flags = torch.zeros(batch, dtype=torch.uint8, device="cuda")
+            runner = FusedFrame(weights, state, k, v, batch, Plan(skinny_rows=0, cuda_draw=cuda_draw))
+            runner.run(rows, codes, flags)
+            last = shape.codebooks - 1
+            logits = runner._logits[: batch * shape.codes].view(batch, -1).float()
+            noise = frame_noise(before.seeds[rows], before.frames[rows], shape.codebooks)
+            draw = before.residual
+            wanted = sample(
+                logits, noise[:, last], draw.temperature[rows], draw.top_k[rows], draw.top_p[rows], draw.greedy[rows] != 0, shape.codes,
+                True, False,
+            )  # fmt: skip
+            report.append(demand(f"draws that differ, cuda {cuda_draw}", float((codes[:, last] != wanted).float().mean()), 0.004))
+            hidden = runner._hidden[:batch]
+            first = functional.linear(hidden, weights.head).float()
+            processed = process_first(
+                first, before.seen[rows] != 0, before.penalty[rows], before.frames[rows] < before.min_new_tokens[rows], weights.end,
+                weights.suppress_from,
+            )  # fmt: skip
+            draw = before.first
+            wanted = sample(
+                processed, noise[:, 0], draw.temperature[rows], draw.top_k[rows], draw.top_p[rows], draw.greedy[rows] != 0, shape.vocab,
+                True, False,
+            )  # fmt: skip
+            report.append(demand(f"first draws that differ, cuda {cuda_draw}", float((codes[:, 0] != wanted).float().mean()), 0.004))
+            summed = weights.codec_table[codes + weights.starts].float().sum(1).to(torch.bfloat16)
+            text = before.trailing[rows, before.frames[rows].clamp(max=before.trailing.shape[1] - 1)]
+            report.append(demand("next inputs", error(state.inputs[rows], summed + weights.text[text]), 1e-3))
+    return report
+
+
+def check_all(keep_going: bool = False) -> list[dict[str, float | str]]:
+    """All checks. The first failure is raised, or with `keep_going` printed."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    maker = Maker("cuda", torch.bfloat16, seed=1)
+    wide = Maker("cuda", torch.float32, seed=2)
+    few = dataclasses.replace(SMALL, layers=4)
+    large = dataclasses.replace(SMALL, layers=3, hidden=2048, inter=6144)
+    groups: dict[str, Callable[[], list[dict[str, float | str]]]] = {
+        "skinny": lambda: check_skinny(maker),
+        "draw": lambda: check_draw(maker),
+        "attention": lambda: check_attention(maker),
+        "products": lambda: check_products(maker),
+        "float32 tiny": lambda: check_frame(wide, TINY, 5, Plan(), "float32 tiny", exact=True),
+        "float32 splits": lambda: check_frame(wide, TINY, 5, Plan(splits=((99, 3),)), "float32 tiny, splits", exact=True),
+        "0.6b, 6 rows": lambda: check_frame(maker, few, 6, Plan(skinny_rows=64), "0.6b skinny"),
+        "0.6b, norms apart": lambda: check_frame(maker, few, 29, Plan(skinny_rows=64, norm_apart_rows=1), "0.6b norms apart"),
+        "0.6b, 29 rows": lambda: check_frame(maker, few, 29, Plan(skinny_rows=64), "0.6b skinny"),
+        "0.6b wide": lambda: check_frame(maker, few, 29, Plan(skinny_rows=0), "0.6b wide"),
+        "1.7b": lambda: check_frame(maker, large, 6, Plan(skinny_rows=64), "1.7b skinny"),
+    }
+    report: list[dict[str, float | str]] = []
+    with torch.inference_mode():
+        for name, group in groups.items():
+            began = time.monotonic()
+            try:
+                lines = group()
+            except Exception as failure:
+                if not keep_going:
+                    raise
+                print(f"CHECK {name} FAILED: {type(failure).__name__}: {str(failure)[-600:]}", flush=True)
+                continue
+            worst = max(float(line["error"]) / max(float(line["bound"]), 1e-30) for line in lines)
+            print(f"check {name}: {len(lines)} passed, worst at {worst:.2f} of its bound, {time.monotonic() - began:.0f} s", flush=True)
+            report += lines
+    return report

@@ -1,0 +1,109 @@
+"""Full-size Qwen3-TTS models with random weights, made in place: the shapes of the published checkpoints, and no speech."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelines.qwen3_tts.config import Qwen3TTSConfig
+from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.weights import ModelWeights, take_weights
+
+_STACK = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "num_code_groups": 16,
+    "hidden_act": "silu",
+}
+_WIDTHS = {"0b6": (1024, 3072), "1b7": (2048, 6144), "tiny": (64, 64)}
+_CODEC_IDS = {"pad": 2148, "bos": 2149, "think": 2154, "nothink": 2155, "think_bos": 2156, "think_eos": 2157}
+
+
+def published_config(size: str) -> dict[str, Any]:
+    """The keys of config.json that inference reads, of the CustomVoice checkpoint of this size ("0b6" or "1b7").
+
+    "tiny" has the layout and vocabularies of the published ones and next to no width, to try a benchmark on a CPU.
+    """
+    hidden, intermediate = _WIDTHS[size]
+    tiny = size == "tiny"
+    predictor = {
+        **_STACK,
+        "hidden_size": hidden if tiny else 1024,
+        "intermediate_size": 3072 // (48 if tiny else 1),
+        "num_hidden_layers": 1 if tiny else 5,
+        "vocab_size": 2048,
+        "max_position_embeddings": 65536,
+    }
+    talker = {
+        **_STACK,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": 1 if tiny else 28,
+        "vocab_size": 3072,
+        "max_position_embeddings": 32768,
+        "text_vocab_size": 151936,
+        "text_hidden_size": 16 if tiny else 2048,
+        "codec_eos_token_id": 2150,
+        **{f"codec_{name}_id": value for name, value in _CODEC_IDS.items()},
+        "codec_language_id": {"english": 2050},
+        "spk_id": {"ryan": 3061},
+        "spk_is_dialect": {"ryan": False},
+        "code_predictor_config": predictor,
+    }
+    return {
+        "model_type": "qwen3_tts",
+        "tokenizer_type": "qwen3_tts_tokenizer_12hz",
+        "tts_model_size": size,
+        "tts_model_type": "custom_voice",
+        "im_start_token_id": 151644,
+        "im_end_token_id": 151645,
+        "assistant_token_id": 77091,
+        "tts_pad_token_id": 151671,
+        "tts_bos_token_id": 151672,
+        "tts_eos_token_id": 151673,
+        "talker_config": talker,
+    }
+
+
+class RandomTensors:
+    """Weights drawn on the device: norms around 1, matrices scaled to keep the variance."""
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+        noise = torch.randn(tuple(shape), generator=self._generator, device=self._generator.device)
+        made = 1 + 0.1 * noise if "norm" in name else noise * shape[-1] ** -0.5
+        # Rounded to bfloat16 as published, so that models of both types hold the same values.
+        return made.to(torch.bfloat16).to(device=device, dtype=dtype)
+
+
+@torch.inference_mode()
+def random_model(size: str, device: torch.device, dtype: torch.dtype, max_context: int = 4096, ends: bool = False) -> Qwen3TTSModel:
+    """A model of this size on the device; with `ends`, one that draws the end wherever `min_new_tokens` lets it."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(published_config(size)), encoding="utf-8")
+        config = Qwen3TTSConfig.from_folder(folder)
+    weights = take_weights(RandomTensors(device), config, dtype, device)
+    if ends:
+        _end_when_allowed(weights, config.ids.eos)
+    return Qwen3TTSModel(config, weights, max_context)
+
+
+def _end_when_allowed(weights: ModelWeights, end: int) -> None:
+    """Channel 0 of the residual stream holds a constant that every code adds to and no layer changes; only the end's logit reads it."""
+    weights.codec_table[:-1, 0] = 0.1
+    for layer in weights.talker.stack.layers:
+        layer.o[0] = 0
+        layer.down[0] = 0
+    weights.talker.head[end] = 0
+    weights.talker.head[end, 0] = 200
