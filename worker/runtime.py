@@ -27,6 +27,7 @@ from pipelines.registry import describe, open_pipeline
 from pipelines.request import Pipeline
 from worker.clock import Clock, SystemClock
 from worker.housekeeping import Housekeeping
+from worker.isolation import Isolation
 from worker.job_end import put_manifest_if_over
 from worker.leases import LeaseBook
 from worker.metrics import Metrics
@@ -102,6 +103,7 @@ class Runtime:
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.open(settings.ledger_url, settings.dispatch.backoff_seconds)
         self._storer = Storer(self.metrics.waited_for)
+        self._isolation = Isolation()
         self.runner = ShardRunner(
             self.ledger,
             self.store_for,
@@ -139,11 +141,11 @@ class Runtime:
             refusal = self._refusal(ticket)
             if refusal is not None:
                 return refusal
-            lease = self._asking(lambda: self.ledger.claim(ticket, self.worker.id, self.settings.worker.lease_seconds))
-            if lease is None:
+            on_trial = self._asking(lambda: self.ledger.on_trial(ticket))
+            with self._isolation.place(bool(on_trial), lambda: self.draining) as placed:
+                ran = placed and self._run(ticket)
+            if not ran:
                 return Handling.REFUSED if self.draining else Handling.DROPPED
-            with bound_contextvars(epoch=lease.epoch):
-                self.runner.run(lease)
             self.housekeeping.nudge()
             self._end_job(ticket.job_id)
             return Handling.RAN
@@ -192,6 +194,15 @@ class Runtime:
         if worker.waiting_room is not None:
             options["waiting_room"] = worker.waiting_room
         return self._open_model(model, **options)
+
+    def _run(self, ticket: Ticket) -> bool:
+        """Claims a shard and runs it to its end; False: there is nothing to claim."""
+        lease = self._asking(lambda: self.ledger.claim(ticket, self.worker.id, self.settings.worker.lease_seconds))
+        if lease is None:
+            return False
+        with bound_contextvars(epoch=lease.epoch):
+            self.runner.run(lease)
+        return True
 
     def _refusal(self, ticket: Ticket) -> Handling | None:
         """Why this worker does not run the shard, if so. A pinned worker leaves other models to others, after a short rest."""

@@ -22,7 +22,7 @@ from jobs.ledger.endings import (
 from jobs.ledger.records import ItemState, JobState, Lease, ShardState, Ticket
 from jobs.ledger.rows import items_of, lock_job, open_items, read_job
 from jobs.ledger.schema import db_now, item_is, state_is
-from jobs.ledger.states import DISPATCHED, OUTAGES, WORKING, AttemptOutcome
+from jobs.ledger.states import DISPATCHED, OUTAGES, WORKING, AttemptOutcome, last_attempt
 from pipelines.errors import ErrorCode
 
 _CURRENT = sa.and_(
@@ -53,6 +53,9 @@ _TAKE = (
     )
     .returning(*schema.shards.c)
 )
+_ON_TRIAL = sa.select(schema.shards.c.attempts, schema.jobs.c.max_attempts).where(
+    _CURRENT, schema.shards.c.epoch > 0, schema.jobs.c.id == schema.shards.c.job_id
+)
 _BEGIN_ATTEMPT = sa.insert(schema.attempts).values(started_at=db_now())
 _OPEN_ITEMS = (
     sa.select(schema.items.c.idx, schema.items.c.example_id, schema.items.c.attempts)
@@ -64,6 +67,13 @@ _OPEN_ITEMS = (
     )
     .order_by(schema.items.c.idx)
 )
+
+
+def on_trial(connection: sa.Connection, ticket: Ticket) -> bool:
+    """Whether the next crash of this shard halves it or ends its item, so that nothing else may share its worker's fate."""
+    of = {"of_job": ticket.job_id, "of_shard": ticket.shard_no, "of_epoch": ticket.epoch}
+    row = connection.execute(_ON_TRIAL, of).one_or_none()
+    return row is not None and last_attempt(row.attempts, row.max_attempts)
 
 
 def claim(connection: sa.Connection, ticket: Ticket, worker_id: str, lease_seconds: float) -> Lease | None:

@@ -134,6 +134,10 @@ class Ledger:
     def retire_worker(self, worker_id: str) -> None:
         self._database.write(workers.retire_worker, worker_id)
 
+    def on_trial(self, ticket: Ticket) -> bool:
+        """Whether a shard should be run with no other beside it: its next crash decides over its items."""
+        return self._database.read(leases.on_trial, ticket)
+
     def claim(self, ticket: Ticket, worker_id: str, lease_seconds: float) -> Lease | None:
         """The lease on a queued shard; None: the message is old, a duplicate, or its job does not run, so drop it."""
         return self._database.write(leases.claim, ticket, worker_id, lease_seconds)

@@ -82,6 +82,11 @@ def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: b
     return AfterCrash(Verdict.BISECT, attempts)
 
 
+def last_attempt(attempts: int, max_attempts: int) -> bool:
+    """Whether a crash of the attempt after `attempts` others is judged, rather than tried again."""
+    return attempts + 1 >= max_attempts
+
+
 def attempts_after_bisection(open_items: int, max_attempts: int) -> int:
     """Attempts that a half starts with: a half of several items splits at its next crash; a single item gets all its attempts alone."""
     return 0 if open_items == 1 else max_attempts - 1

@@ -341,6 +341,20 @@ class TestReconcile:
         assert status.job.total_shards == sum(status.shards.values()) == 4
         assert status.items.total == 8
 
+    def test_a_shard_is_on_trial_before_a_crash_that_would_be_judged(self, ledger: Ledger) -> None:
+        submit(ledger, (4,))
+        trials = []
+        for _ in range(4):
+            wake(ledger)
+            for ticket in ledger.take_ready(10):
+                trials.append((ticket.epoch, ledger.on_trial(ticket)))
+                lease = ledger.claim(ticket, "w1", LEASE_SECONDS)
+                assert lease is not None
+                assert not ledger.on_trial(ticket)
+                expire(ledger, lease)
+            ledger.reconcile()
+        assert trials == [(0, False), (1, False), (2, True), (3, True), (3, True)]
+
     def test_progress_keeps_a_shard_whole(self, ledger: Ledger) -> None:
         job = submit(ledger, (6,), max_attempts=2)
         for index in range(5):

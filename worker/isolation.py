@@ -1,0 +1,53 @@
+"""Who may share a worker: a shard whose next crash decides over its items runs with no other beside it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+POLL_SECONDS = 0.2
+
+
+class Isolation:
+    """Lets shards run side by side, or one of them alone. Who waits to be alone goes before those who come later. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running = 0
+        self._occupied = False
+        self._waiting = 0
+
+    @contextmanager
+    def place(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool, None, None]:
+        """Waits for a place and holds it inside the block; yields False, without one, once `give_up` says so."""
+        if not self._enter(alone, give_up):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._occupied = False
+                self._changed.notify_all()
+
+    def _enter(self, alone: bool, give_up: Callable[[], bool]) -> bool:
+        with self._changed:
+            self._waiting += alone
+            try:
+                while not self._free(alone):
+                    if give_up():
+                        return False
+                    self._changed.wait(POLL_SECONDS)
+            finally:
+                self._waiting -= alone
+                self._changed.notify_all()
+            self._running += 1
+            self._occupied = alone
+            return True
+
+    def _free(self, alone: bool) -> bool:
+        if alone:
+            return self._running == 0
+        return not self._occupied and self._waiting == 0
