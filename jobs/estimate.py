@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from jobs.ledger.records import JobSpec, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, duplicate
+from jobs.openai_batch import InputFormat, line_form
 from jobs.references import ReferenceReader
 from jobs.source import open_source
 from jobs.spec import frozen_spec
@@ -49,7 +50,7 @@ class Estimate:
     engine_seconds: float | None
 
 
-def dry_run(settings: Settings, store: ObjectStore, source: str, spec: JobSpec) -> Estimate:
+def dry_run(settings: Settings, store: ObjectStore, source: str, spec: JobSpec, input_format: InputFormat = "dialogues") -> Estimate:
     """Checks an input and estimates its job; writes nothing to ledger or store.
 
     Raises `InputError` for an input that cannot be read or settings that the model refuses, `ModelError`, `StoreError`.
@@ -61,7 +62,8 @@ def dry_run(settings: Settings, store: ObjectStore, source: str, spec: JobSpec) 
     items = milliseconds = 0
     with open_source(source, settings.s3) as opened, _SeenIds() as seen:
         reader = ReferenceReader(opened.folder, settings.audio_roots, store)
-        checker = LineChecker(card, spec.generation, lambda content: reader.read(content).sha256)
+        form = line_form(input_format, card, spec.format)
+        checker = LineChecker(card, spec.generation, lambda content: reader.read(content).sha256, form)
         for batch in opened.batches(BATCH_LINES, BATCH_BYTES):
             good, bad = checker.check(batch)
             good, repeated = seen.add(good)

@@ -16,6 +16,7 @@ from jobs.estimate import Estimate, dry_run
 from jobs.ledger import DuplicateExamples
 from jobs.ledger.records import Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, duplicate
+from jobs.openai_batch import InputFormat, line_form
 from jobs.payload import CONTENT_TYPE, compress, encode_line
 from jobs.references import ReferenceReader, ReferenceShelf
 from jobs.source import Source, open_source
@@ -32,6 +33,8 @@ __all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "dry_r
 
 BATCH_LINES = 10_000
 BATCH_BYTES = 16 << 20
+#: Label of a job whose input is not written as dialogues.
+INPUT_FORMAT = "input_format"
 #: Objects written at once to a store that a network lies before.
 _S3_WRITERS = 16
 
@@ -50,6 +53,8 @@ class SubmitOptions:
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     #: What a bad line does: it is left out and listed by `jobs errors`, or the whole submit is undone.
     on_error: Literal["skip", "abort"] = "skip"
+    #: How the input writes its lines.
+    input_format: InputFormat = "dialogues"
     #: The same key is the same job; None: made from input, spec and store.
     idempotency_key: str | None = None
 
@@ -102,14 +107,15 @@ def submit(
     sha = spec_sha(spec)
     LineChecker(card, spec.generation, str)
     with open_source(source, settings.s3) as opened:
-        key = options.idempotency_key or _idempotency_key(opened.sha256, sha, store.url)
+        key = options.idempotency_key or _idempotency_key(opened.sha256, sha, store.url, options.input_format)
         store.check()
         job = ledger.begin_job(_new_job(opened, spec, sha, key, store.url, options))
-        _refuse_another(job, opened.sha256, sha, key)
+        _refuse_another(job, opened.sha256, sha, key, options.input_format)
         if job.state is not JobState.INGESTING:
             return SubmitResult(job, created=False, resumed=False, items=job.total_items, rejected=job.rejected_lines)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store)
-        checker = LineChecker(card, spec.generation, ReferenceShelf(reader, store, job.id).key)
+        form = line_form(options.input_format, card, spec.format)
+        checker = LineChecker(card, spec.generation, ReferenceShelf(reader, store, job.id).key, form)
         size = ShardSize.of(card, settings.shard.target_seconds, settings.shard.max_items)
         try:
             _Ingest(ledger, store, job, opened, checker, size, options.on_error == "abort", progress).run()
@@ -216,9 +222,9 @@ class _Ingest:
         return NewShard(shard_no, items, info.key, sha256, sum([line.estimated_ms for line in lines]))
 
 
-def _refuse_another(job: Job, input_sha256: str, sha: str, key: str) -> None:
+def _refuse_another(job: Job, input_sha256: str, sha: str, key: str, input_format: str) -> None:
     """A key that a person chose names one input and one spec; two files must never mix in one job."""
-    if (job.input_sha256, job.spec_sha) != (input_sha256, sha):
+    if (job.input_sha256, job.spec_sha, job.labels.get(INPUT_FORMAT, "dialogues")) != (input_sha256, sha, input_format):
         raise ServiceError(
             ErrorCode.LEDGER_STATE,
             f"The idempotency key {key!r} belongs to job {job.id}, which was made from another input or spec.",
@@ -242,8 +248,11 @@ def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
         store.delete(info.key)
 
 
-def _idempotency_key(input_sha256: str, sha: str, store_url: str) -> str:
-    return hashlib.sha256(msgspec.json.encode([input_sha256, sha, store_url])).hexdigest()
+def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: str) -> str:
+    parts = [input_sha256, sha, store_url]
+    if input_format != "dialogues":
+        parts.append(input_format)
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
 def _new_job(source: Source, spec: JobSpec, sha: str, key: str, store_url: str, options: SubmitOptions) -> NewJob:
@@ -261,5 +270,5 @@ def _new_job(source: Source, spec: JobSpec, sha: str, key: str, store_url: str, 
         max_attempts=options.max_attempts,
         max_in_flight=options.max_in_flight,
         error_budget=options.error_budget,
-        labels=options.labels,
+        labels=options.labels if options.input_format == "dialogues" else {**options.labels, INPUT_FORMAT: options.input_format},
     )

@@ -8,6 +8,7 @@ import msgspec
 
 from jobs.dialogue import Dialogue, clean, parse_dialogue
 from jobs.ledger.records import RejectedLine
+from jobs.openai_batch import LineForm
 from jobs.source import MAX_LINE_BYTES, LineBatch
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
@@ -36,8 +37,9 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
 class LineChecker:
     """Checks lines against one model and the defaults of one job."""
 
-    def __init__(self, card: ModelCard, defaults: Generation, reference_key: Callable[[str], str]) -> None:
-        """`reference_key` turns the audio content of a line into a key of the store, or raises `InputError`.
+    def __init__(self, card: ModelCard, defaults: Generation, reference_key: Callable[[str], str], form: LineForm | None = None) -> None:
+        """`reference_key` turns the audio content of a line into a key of the store, or raises `InputError`. `form`: how the
+        lines are written, where they are no dialogues.
 
         Raises `InputError` when the defaults ask for what the model cannot do.
         """
@@ -45,6 +47,7 @@ class LineChecker:
         self._max_characters = card.capabilities.max_text_characters
         self._defaults = defaults
         self._reference_key = reference_key
+        self._form = form
         self._ms_per_character = card.seconds_per_character * 1000
         try:
             speech_task([Message("user", "text", "a")], defaults, card.capabilities)
@@ -67,6 +70,8 @@ class LineChecker:
             try:
                 if line is None:
                     raise _overlong()
+                if self._form is not None:
+                    line = self._form.dialogue(line)
                 dialogue = parse_dialogue(line)
                 example_id = dialogue.example_id
                 if example_id in seen:
@@ -74,6 +79,8 @@ class LineChecker:
                 if (characters := self._plain_characters(dialogue)) is None:
                     characters, references = self._accept(dialogue)
             except InputError as error:
+                if example_id is None and line is not None and self._form is not None:
+                    example_id = self._form.example_id(line)
                 rejected.append(RejectedLine(line_no, error.code, clean(str(error)), example_id))
                 continue
             seen.add(example_id)

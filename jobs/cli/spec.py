@@ -17,6 +17,8 @@ from pipelines.request import Generation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_ENCODINGS = ("wav", "flac")
+_INPUT_FORMATS = ("openai-batch",)
 _GENERATION: tuple[tuple[str, Any, str], ...] = (
     ("voice", str, "Voice of lines that name none."),
     ("language", str, "Language of lines that name none."),
@@ -44,18 +46,23 @@ def spec_options(function: F) -> F:
     """Adds the options of a spec, handed over as keyword arguments that `take_spec` takes."""
     for name, kind, text in reversed(_GENERATION):
         function = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)(function)
-    function = click.option("--format", "format_", type=click.Choice(["wav", "flac"]), default="wav", show_default=True, help="Encoding.")(
-        function
-    )
+    text = "Encoding of the audio (wav or flac; wav is the default), or how INPUT is written (openai-batch); may be given for each."
+    choice = click.Choice([*_ENCODINGS, *_INPUT_FORMATS])
+    function = click.option("--format", "formats", multiple=True, type=choice, help=text)(function)
     function = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the job.")(function)
     text = "Pipeline, by name or checkpoint folder."
     return click.option("--model", default="hibari", show_default=True, help=text)(function)
 
 
 def take_spec(given: dict[str, Any]) -> SpecOptions:
-    """Takes the options of a spec out of a command's keyword arguments."""
+    """Takes the options of a spec out of a command's keyword arguments, and leaves the `input_format` there for the submit."""
+    formats = given.pop("formats")
+    encodings = [name for name in formats if name in _ENCODINGS]
+    if len(set(encodings)) > 1:
+        raise click.UsageError("--format names two encodings; a job has one.")
+    given["input_format"] = next((name for name in formats if name in _INPUT_FORMATS), "dialogues")
     generation = Generation(**{name: given.pop(name) for name, _, _ in _GENERATION})
-    return SpecOptions(given.pop("model"), given.pop("seed"), given.pop("format_"), generation)
+    return SpecOptions(given.pop("model"), given.pop("seed"), encodings[0] if encodings else _ENCODINGS[0], generation)
 
 
 def resolve_spec(options: SpecOptions) -> JobSpec:

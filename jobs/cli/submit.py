@@ -13,6 +13,7 @@ from jobs.cli.follow import Progress
 from jobs.cli.output import Output, bytes_text, counted, printable, seconds_text
 from jobs.cli.spec import check_source, owner, resolve_spec, spec_options, take_spec
 from jobs.ledger.records import Job, JobSpec, JobState
+from jobs.openai_batch import InputFormat
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, InputError
 
@@ -71,7 +72,7 @@ def submit(source: str, dry_run: bool, home: str | None, as_json: bool, quiet: b
     spec = resolve_spec(take_spec(given))
     check_source(source)
     if dry_run:
-        return _dry_run(settings, source, spec, output, abort=given["on_error"] == "abort")
+        return _dry_run(settings, source, spec, output, given["input_format"], abort=given["on_error"] == "abort")
     options = submit_options(given)
 
     from jobs import broker
@@ -136,12 +137,12 @@ def no_items(job: Job) -> InputError:
     return InputError(ErrorCode.INPUT_NO_ITEMS, "The input has no lines.", "Give a file with one dialogue a line.")
 
 
-def _dry_run(settings: Settings, source: str, spec: JobSpec, output: Output, *, abort: bool) -> int:
+def _dry_run(settings: Settings, source: str, spec: JobSpec, output: Output, input_format: InputFormat, *, abort: bool) -> int:
     from jobs.ingest import dry_run
     from jobs.store import open_store
 
     store = open_store(settings.effective_store_url, settings.s3)
-    estimate = dry_run(settings, store, source, spec)
+    estimate = dry_run(settings, store, source, spec, input_format)
     rate, seconds = settings.price_per_gpu_hour, estimate.engine_seconds
     price = None if rate is None or seconds is None else seconds / 3600 * rate
     if output.as_json:

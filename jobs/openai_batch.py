@@ -1,0 +1,146 @@
+"""Lines of an OpenAI batch for `/v1/audio/speech` as dialogues, so that a file written for that service becomes a job.
+
+    {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
+     "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}
+
+Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech. What a line asks for and
+this job cannot do is an error of the line, so that nobody gets speech other than the one asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from jobs.dialogue import MAX_EXAMPLE_ID_BYTES, MAX_EXAMPLE_ID_CHARACTERS, clean
+from pipelines.errors import ErrorCode, InputError
+from pipelines.registry import ModelCard
+from pipelines.request import Generation
+
+URL = "/v1/audio/speech"
+_SHAPE = (
+    "A line of a batch is one JSON object with `custom_id` (text), `method` (POST), "
+    f"`url` ({URL}) and `body` (an object with `model`, `input` and `voice`)."
+)
+
+
+InputFormat = Literal["dialogues", "openai-batch"]
+
+
+class LineForm(Protocol):
+    """How an input writes dialogues."""
+
+    def dialogue(self, line: bytes) -> bytes:
+        """The dialogue of a line, as one line of JSON. Raises `InputError`."""
+        ...
+
+    def example_id(self, line: bytes) -> str | None:
+        """The id of a line that was refused, where it has one that can be kept."""
+        ...
+
+
+class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: str
+    input: str
+    voice: str | None = None
+    response_format: str | None = None
+    speed: float | None = None
+    instructions: str | None = None
+    stream_format: str | None = None
+
+
+class _Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    custom_id: str
+    method: str
+    url: str
+    body: _Body
+
+
+class _Dialogue(msgspec.Struct, frozen=True):
+    example_id: str
+    messages: tuple[tuple[str, str, str], ...]
+    generation: Generation | msgspec.UnsetType = msgspec.UNSET
+
+
+class _CustomId(msgspec.Struct, frozen=True):
+    custom_id: str
+
+
+_decode = msgspec.json.Decoder(_Request).decode
+_decode_id = msgspec.json.Decoder(_CustomId).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def line_form(format: InputFormat, card: ModelCard, encoding: str) -> LineForm | None:
+    """How the lines of an input are read for a job of this model and audio encoding; None: they are dialogues."""
+    return OpenAiBatchForm(card, encoding) if format == "openai-batch" else None
+
+
+class OpenAiBatchForm:
+    """Lines of a batch for one job: its model, and the encoding of its audio."""
+
+    def __init__(self, card: ModelCard, encoding: str) -> None:
+        #: A checkpoint folder may be named by its last part.
+        self._models = (card.name, card.name.rpartition("/")[2])
+        self._encoding = encoding
+
+    def dialogue(self, line: bytes) -> bytes:
+        """The dialogue: `custom_id` is its `example_id`, `input` the user's text, `voice` and `instructions` its generation.
+
+        Raises `InputError`: `input.bad_json`, `input.bad_line`, and `input.unsupported` for what cannot be honoured.
+        """
+        request = _read(line)
+        body = request.body
+        if request.method != "POST" or request.url != URL:
+            asked = clean(f"{request.method} {request.url}", 100)
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {asked!r}.", f"Only POST {URL} is made here.")
+        self._check(body)
+        # An empty voice or instruction asks for nothing.
+        generation = Generation(voice=body.voice or None, instruct=body.instructions or None)
+        wanted = generation if generation != Generation() else msgspec.UNSET
+        return _encode(_Dialogue(request.custom_id, (("user", "text", body.input),), wanted))
+
+    def example_id(self, line: bytes) -> str | None:
+        """The `custom_id` of a line, however wrong the rest of it is."""
+        try:
+            custom_id = _decode_id(line).custom_id
+            size = len(custom_id.encode())
+        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            return None
+        fits = 0 < len(custom_id) <= MAX_EXAMPLE_ID_CHARACTERS and size <= MAX_EXAMPLE_ID_BYTES and "\0" not in custom_id
+        return custom_id if fits else None
+
+    def _check(self, body: _Body) -> None:
+        if body.model not in self._models:
+            raise _unsupported(
+                "model", body.model, f"This job's model is {self._models[0]}; submit with another --model, or change the line."
+            )
+        if body.response_format is not None and body.response_format != self._encoding:
+            advice = f"This job's audio is {self._encoding}; `--format flac` makes FLAC, and a job has one of the two."
+            raise _unsupported("response_format", body.response_format, advice)
+        if body.speed is not None and body.speed != 1:
+            raise _unsupported("speed", f"{body.speed:g}", "Speech is made at its natural pace, 1; leave `speed` out.")
+        if body.stream_format not in (None, "audio"):
+            raise _unsupported("stream_format", body.stream_format or "", "A batch makes whole files; leave `stream_format` out.")
+
+
+def _read(line: bytes) -> _Request:
+    try:
+        request = _decode(line)
+        if not line.isascii():
+            line.decode()
+    except msgspec.ValidationError as error:
+        what, _, path = clean(str(error)).partition(" - at `$")
+        where = f" in {path[1:-1]}" if path[1:-1] else ""
+        if "unknown field" in what:
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"{what}{where}.", "It would have no effect; take it out of the line.") from None
+        raise InputError(ErrorCode.INPUT_BAD_LINE, f"{what}{where}.", _SHAPE) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
+        raise InputError(ErrorCode.INPUT_BAD_JSON, f"The line is not JSON: {clean(reason)}.", "Write one JSON object a line.") from None
+    return request
+
+
+def _unsupported(key: str, value: str, advice: str) -> InputError:
+    return InputError(ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {key} {clean(value, 100)!r}.", advice)
