@@ -190,7 +190,7 @@ def _s3_object(address: str, s3: S3Settings | None) -> BinaryIO:
     except StoreError as error:
         if error.code is ErrorCode.STORE_UNREACHABLE:
             raise
-        raise _unreadable(address, f"cannot be read: {error.message}", error.advice) from error
+        raise _unreadable(address, f"cannot be read: {error.message.rstrip('.')}", error.advice) from error
 
 
 @contextmanager

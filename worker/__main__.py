@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from jobs.cli.output import exit_code, fail
+from jobs.cli.output import Output, exit_code, fail
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from pipelines.errors import NightjarError
@@ -57,14 +57,18 @@ def beat() -> None:
 @click.option("--night", help="The night to run, YYYY-MM-DD; default: the last one.")
 @click.option("--catch-up", type=click.IntRange(0, 366), default=0, help="Also run that many earlier nights that did not run.")
 @click.option("--schedule", "names", multiple=True, help="Only this schedule; may be given more than once.")
-def nightly(night: str | None, catch_up: int, names: tuple[str, ...]) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
+def nightly(night: str | None, catch_up: int, names: tuple[str, ...], as_json: bool) -> None:
     """Submits the night's file of every schedule; a night that ran is not run again."""
     from worker.nightly import run_nights
 
     settings = _settings()
     report = run_nights(settings, night, catch_up, names)
-    for line in report.lines:
-        click.echo(line)
+    for one in report.nights:
+        if as_json:
+            Output(as_json=True).data(one.view)
+        else:
+            click.echo(str(one))
     sys.exit(FAILED if report.failed else 0)
 
 
@@ -92,7 +96,7 @@ def main() -> None:
     try:
         cli(prog_name="python -m worker")
     except NightjarError as error:
-        fail(error, as_json=False)
+        fail(error, as_json="--json" in sys.argv)
         sys.exit(exit_code(error))
 
 

@@ -49,16 +49,24 @@ class Night:
         tail = self.job_id or self.reason
         return f"{self.schedule} {self.night.isoformat()} {self.end.value}{f' {tail}' if tail else ''}"
 
+    @property
+    def view(self) -> dict[str, str | None]:
+        """`nightjar.night/1`."""
+        return {
+            "schema": "nightjar.night/1",
+            "schedule": self.schedule,
+            "night": self.night.isoformat(),
+            "end": self.end.value,
+            "job": self.job_id or None,
+            "reason": self.reason or None,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class NightlyReport:
     """All nights of a run."""
 
     nights: Sequence[Night]
-
-    @property
-    def lines(self) -> list[str]:
-        return [str(night) for night in self.nights]
 
     @property
     def failed(self) -> bool:

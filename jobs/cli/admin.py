@@ -24,14 +24,19 @@ def db() -> None:
 
 @db.command()
 @home_option
-def upgrade(home: str | None) -> None:
+@_json_option
+def upgrade(home: str | None, as_json: bool) -> None:
     """Make the ledger's tables, or bring them to this version."""
     from jobs.ledger import Ledger
+    from jobs.ledger.schema import SCHEMA_REVISION
 
     settings = load_settings(home=home)
     with closing(Ledger.open(settings.ledger_url)) as ledger:
         ledger.migrate()
-        click.echo(f"The ledger {redact(ledger.url)} has the tables of this version.")
+        if as_json:
+            Output(as_json=True).data(_ledger_view(ledger.url, SCHEMA_REVISION))
+        else:
+            click.echo(f"The ledger {redact(ledger.url)} has the tables of this version.")
 
 
 @db.command()
@@ -46,9 +51,13 @@ def current(home: str | None, as_json: bool) -> None:
     with closing(Ledger.open(settings.ledger_url)) as ledger:
         ledger.check_schema()
         if as_json:
-            Output(as_json=True).data({"schema": "nightjar.ledger/1", "url": redact(ledger.url), "revision": SCHEMA_REVISION})
+            Output(as_json=True).data(_ledger_view(ledger.url, SCHEMA_REVISION))
         else:
             click.echo(f"{SCHEMA_REVISION}  {redact(ledger.url)}")
+
+
+def _ledger_view(url: str, revision: str) -> dict[str, str]:
+    return {"schema": "nightjar.ledger/1", "url": redact(url), "revision": revision}
 
 
 @click.group()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from jobs.cli.context import PRIORITY, common_options, found_job, job_argument
-from jobs.cli.output import Output, counted
+from jobs.cli.output import Output, counted, printable
 from jobs.cli.show import code_choice
 from jobs.ledger.records import Job, JobState
-from pipelines.errors import ErrorCode
+from jobs.settings import Settings
+from pipelines.errors import ErrorCode, NightjarError
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
 
 
 @click.command()
@@ -53,13 +57,27 @@ def resume(job: str, home: str | None, as_json: bool, quiet: bool) -> None:
 @common_options
 def cancel(job: str, home: str | None, as_json: bool, quiet: bool) -> None:
     """End JOB: its open items are skipped, what is done stays."""
-
-    def end(ledger: Any, job_id: str) -> None:
-        ledger.cancel(job_id)
-        if ledger.job(job_id).state is JobState.CANCELLING:
+    output = Output(as_json=as_json, quiet=quiet)
+    with found_job(job, home) as (settings, ledger, found):
+        ledger.cancel(found.id)
+        if ledger.job(found.id).state is JobState.CANCELLING:
             ledger.reconcile()
+        ended = ledger.job(found.id)
+        _tell(output, ended)
+        if ended.state.final:
+            _put_manifest(settings, ledger, ended, output)
 
-    _change(job, home, Output(as_json=as_json, quiet=quiet), end)
+
+def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
+    """Lists what the job has, as a worker does that ends one. The job is cancelled also where its store is away."""
+    from jobs.export.manifest import put_manifest
+    from jobs.store import open_store
+
+    try:
+        if ledger.status(job.id).items.done:
+            put_manifest(ledger, open_store(job.store_url, settings.s3), job.id)
+    except NightjarError as error:
+        output.note(f"Its manifest was not written: {printable(str(error))} An export writes the same lines.")
 
 
 # A level below zero is no option.

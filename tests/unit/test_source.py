@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.source import MAX_LINE_BYTES, LineBatch, open_source, split_lines
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, StoreError
 
 TEXT = b"one\ntwo\n\nfour\r\nfive"
 LINES = [b"one", b"two", b"", b"four\r", b"five"]
@@ -157,3 +157,13 @@ def test_a_line_of_half_a_gigabyte_in_an_archive_needs_little_memory(tmp_path: P
     limit = 400 << 20
     child = subprocess.run([sys.executable, "-c", BOMBED, str(path), str(limit)], capture_output=True, text=True, check=False)
     assert (child.stdout.strip(), child.stderr) == ("True", "")
+
+
+def test_a_sentence_of_the_store_ends_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreError(ErrorCode.STORE_FORBIDDEN, "No S3 credentials are set for the bucket b.", "Set them.")
+
+    monkeypatch.setattr("jobs.source.open_s3_object", refuse)
+    with pytest.raises(InputError) as caught, open_source("s3://b/in.jsonl"):
+        pass
+    assert str(caught.value) == "The input 's3://b/in.jsonl' cannot be read: No S3 credentials are set for the bucket b. Set them."

@@ -70,7 +70,7 @@ def test_a_missing_file_is_reported_and_caught_up_later(tmp_path: Path, settings
     report = run_nights(settings, "2026-11-20", 0)
     assert [one.end for one in report.nights] == [NightEnd.MISSING]
     assert report.failed
-    assert "in-2026-11-20.jsonl" in report.lines[0]
+    assert "in-2026-11-20.jsonl" in str(report.nights[0])
     write_night(tmp_path, "2026-11-20")
     write_night(tmp_path, "2026-11-22")
     assert ends(settings, "2026-11-22", 2) == [NightEnd.SUBMITTED, NightEnd.MISSING, NightEnd.SUBMITTED]
