@@ -43,6 +43,12 @@ class ErrorCode(StrEnum):
     QA_WER = "qa.wer"
     QA_DURATION = "qa.duration"
     QA_CLIPPED = "qa.clipped"
+    QA_SILENCE = "qa.silence"
+    QA_LOUDNESS = "qa.loudness"
+    QA_MOS = "qa.mos"
+    QA_SPEAKER = "qa.speaker"
+    QA_SCORE = "qa.score"
+    QA_METER = "qa.meter"
     # The store.
     STORE_UNREACHABLE = "store.unreachable"
     STORE_FORBIDDEN = "store.forbidden"
@@ -80,6 +86,7 @@ _RETRYABLE = frozenset(
         ErrorCode.SYNTH_TIMEOUT,
         ErrorCode.SYNTH_ABORTED,
         ErrorCode.SYNTH_ENGINE,
+        ErrorCode.QA_METER,
         ErrorCode.STORE_UNREACHABLE,
         ErrorCode.STORE_FULL,
         ErrorCode.STORE_FORBIDDEN,

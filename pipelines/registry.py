@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, cast
 import msgspec
 
 from pipelines.errors import ErrorCode, ModelError
+from pipelines.pace import Pace
 from pipelines.request import Capabilities, Pipeline
 
 ENTRY_POINT_GROUP = "nightjar.pipelines"
@@ -40,6 +41,8 @@ class ModelCard:
     seconds_per_character: float = 0.07
     #: Seconds of engine time that one second of speech takes on one worker; None where it was not measured.
     realtime_factor: float | None = None
+    #: How long its speech is, learned from much of it (`jobs calibrate`); None where nobody has.
+    pace: Pace | None = None
 
 
 class Provider(Protocol):

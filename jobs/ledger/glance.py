@@ -19,7 +19,7 @@ from jobs.ledger.states import OUTAGES
 from pipelines.errors import ErrorCode
 
 #: The schema these statements are for.
-REVISION = "0001"
+REVISION = "0002"
 CONNECT_SECONDS = 5
 BUSY_SECONDS = 30
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from jobs.ledger import dispatch, ingest, leases, migrate, people, reconcile, schedules, views, workers
+from jobs.ledger import dispatch, draws, ingest, leases, migrate, people, reconcile, schedules, views, workers
 from jobs.ledger.bulk import DuplicateRowsError
 from jobs.ledger.engine import Database
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.outcomes import commit as commit_outcomes
 from jobs.ledger.records import (
     CommitResult,
+    DrawRow,
     ItemRow,
     ItemState,
     Job,
@@ -280,6 +281,17 @@ class Ledger:
         while page := self._database.read(views.artifacts_page, job_id, kind, after, views.PAGE_ROWS):
             yield from page
             after = page[-1][0]
+
+    def draws(self, job_id: str) -> Iterator[DrawRow]:
+        """What the quality checks said of every draw, in order of index and draw; a page in memory at a time."""
+        page, after = [], -1
+        while page := self._database.read(draws.draws_page, job_id, after, views.PAGE_ROWS):
+            yield from page
+            after = page[-1].index
+
+    def drawn_before(self, job_id: str, first: int, last: int) -> dict[int, int]:
+        """Index -> number of draws of the items from `first` to `last` that have some: after `jobs retry` they go on from there."""
+        return self._database.read(draws.drawn_before, job_id, first, last)
 
     def shard_inputs(self, job_id: str) -> dict[int, tuple[str, str]]:
         """Key and SHA-256 of the input object of each shard; the two halves of a bisected shard share one."""

@@ -10,8 +10,9 @@ import sqlalchemy as sa
 
 from jobs.ledger import schema
 from jobs.ledger.bulk import add_missing
+from jobs.ledger.draws import add_draws
 from jobs.ledger.endings import record_errors
-from jobs.ledger.records import CommitResult, Done, Failed, ItemState, Outcome, ShardState, Ticket
+from jobs.ledger.records import QUARANTINE, Artifact, CommitResult, Done, Failed, ItemState, Outcome, ShardState, Ticket
 from jobs.ledger.rows import clean
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, item_is, state_is
 from jobs.ledger.states import WORKING, after_failure
@@ -81,10 +82,20 @@ def _open_items(connection: sa.Connection, shard: sa.RowMapping, indexes: list[i
 def _commit_done(connection: sa.Connection, shard: sa.RowMapping, done: list[Done]) -> int:
     if not done:
         return 0
+    if again := [outcome.index for outcome in done if outcome.draws and outcome.draws[0].draw]:
+        _leave_quarantine(connection, shard, again)
+    _add_artifacts(connection, shard, [artifact for outcome in done for artifact in outcome.artifacts])
+    add_draws(connection, shard["job_no"], [(outcome.index, draw) for outcome in done for draw in outcome.draws])
+    ended = _pending(shard, [outcome.index for outcome in done])
+    change = f"state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL"
+    return connection.exec_driver_sql(f"UPDATE items SET {change} WHERE {ended}").rowcount  # noqa: S608 - numbers of ours
+
+
+def _add_artifacts(connection: sa.Connection, shard: sa.RowMapping, artifacts: list[Artifact]) -> None:
     rows: list[tuple[Any, ...]] = [
         (
             shard["job_no"],
-            outcome.index,
+            artifact.index,
             artifact.kind,
             artifact.key,
             artifact.sha256,
@@ -97,13 +108,16 @@ def _commit_done(connection: sa.Connection, shard: sa.RowMapping, done: list[Don
             shard["worker_id"],
             msgspec.json.encode(artifact.meta).decode() if artifact.meta else "{}",
         )
-        for outcome in done
-        for artifact in outcome.artifacts
+        for artifact in artifacts
     ]
     add_missing(connection, schema.artifacts, _ARTIFACT_COLUMNS, rows)
-    ended = _pending(shard, [outcome.index for outcome in done])
-    change = f"state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL"
-    return connection.exec_driver_sql(f"UPDATE items SET {change} WHERE {ended}").rowcount  # noqa: S608 - numbers of ours
+
+
+def _leave_quarantine(connection: sa.Connection, shard: sa.RowMapping, indexes: list[int]) -> None:
+    """Forgets what earlier draws of these items left in quarantine; the sweep removes the objects."""
+    artifacts = schema.artifacts.c
+    of_items = (artifacts.job_no == shard["job_no"], artifacts.idx.in_(indexes), artifacts.kind == QUARANTINE)
+    connection.execute(sa.delete(schema.artifacts).where(*of_items))
 
 
 def _pending(shard: sa.RowMapping, indexes: Iterable[int]) -> str:
@@ -117,6 +131,7 @@ def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list
     told = _told_before(connection, shard, [outcome.index for outcome in failed])
     ended = waiting = 0
     errors = []
+    refused: list[Failed] = []
     for outcome in failed:
         tries = attempts[outcome.index] + (outcome.index not in told)
         state = after_failure(tries, shard["max_attempts"], outcome.code)
@@ -133,7 +148,13 @@ def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list
             waiting += changed
         else:
             ended += changed
+            if outcome.draws:
+                refused.append(outcome)
     record_errors(connection, shard, errors)
+    if refused:
+        _leave_quarantine(connection, shard, [outcome.index for outcome in refused])
+        _add_artifacts(connection, shard, [artifact for outcome in refused for artifact in outcome.artifacts])
+        add_draws(connection, shard["job_no"], [(outcome.index, draw) for outcome in refused for draw in outcome.draws])
     return ended, waiting
 
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from jobs.quality import Quality
 from pipelines.errors import ErrorCode
 from pipelines.request import Generation
 
@@ -59,6 +60,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     #: `wav` or `flac`.
     format: str = "wav"
+    #: Checks of the speech; None: only that it is audio.
+    quality: Quality | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +169,15 @@ class Lease:
         return Ticket(self.job.id, self.shard_no, self.epoch)
 
 
+#: Kind of the artifact that holds the audio of an item whose checks no draw passed; no export knows it.
+QUARANTINE = "quarantine"
+
+
 class Artifact(msgspec.Struct, frozen=True):
     """An object of an item, as it stands in the store."""
 
     index: int
-    #: `audio` or `text`.
+    #: `audio`, `text`, or `quarantine` for the audio of an item that no draw of passed its checks.
     kind: str
     key: str
     sha256: str
@@ -182,6 +189,42 @@ class Artifact(msgspec.Struct, frozen=True):
     meta: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
 
 
+class Score(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What one check or meter said of a draw. As JSON: `[value]`, `[value, passed]` or `[value, passed, detail]`."""
+
+    #: None: could not be measured.
+    value: float | None
+    #: None: nothing depends on it.
+    passed: bool | None = None
+    #: Who measured it, or what it found (what an ASR meter heard).
+    detail: str = ""
+
+
+class Draw(msgspec.Struct, frozen=True):
+    """One synthesis of an item and what the checks said of it."""
+
+    #: 0 is the first.
+    draw: int
+    seed: int
+    #: Why it was refused; None: it passed.
+    code: ErrorCode | None
+    #: Whether its audio is the item's.
+    kept: bool
+    #: 0 where the engine made no audio.
+    duration_ms: int
+    #: By name: `duration` (length over the expected one), `clipped` and `silence` (shares), `pause` (seconds), `loudness`
+    #: (LUFS, or dBFS where the detail says rms), `ended` (1 or 0), `wer`, `cer`, `distillmos`, `dnsmos`, `similarity`, and
+    #: those of other packages' meters.
+    scores: Mapping[str, Score]
+
+
+class DrawRow(msgspec.Struct, frozen=True):
+    """A draw with the index of its item."""
+
+    index: int
+    draw: Draw
+
+
 class Done(msgspec.Struct, frozen=True):
     """An item that was made and stored."""
 
@@ -189,6 +232,8 @@ class Done(msgspec.Struct, frozen=True):
     artifacts: tuple[Artifact, ...]
     #: Engine time, for cost; 0 where the engine cannot tell.
     engine_ms: int = 0
+    #: All its draws, where they were checked.
+    draws: tuple[Draw, ...] = ()
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -197,6 +242,10 @@ class Failed(msgspec.Struct, frozen=True):
     index: int
     code: ErrorCode
     message: str
+    #: All its draws, where they were checked.
+    draws: tuple[Draw, ...] = ()
+    #: The audio of its best draw, in quarantine.
+    artifacts: tuple[Artifact, ...] = ()
 
 
 Outcome = Done | Failed

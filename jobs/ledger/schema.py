@@ -17,7 +17,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from jobs.ledger.records import ItemState, JobState, ShardState
 
 #: The newest migration; a database at another revision is refused.
-SCHEMA_REVISION = "0001"
+SCHEMA_REVISION = "0002"
 
 #: `items.state` as it is stored.
 ITEM_STATE_NUMBERS = {
@@ -206,6 +206,23 @@ artifacts = sa.Table(
     sa.Column("epoch", sa.BigInteger, nullable=False),
     sa.Column("worker_id", sa.Text),
     sa.Column("meta", sa.JSON, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+# What the checks said of each draw of an item that ended.
+draws = sa.Table(
+    "draws",
+    metadata,
+    sa.Column("job_no", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("idx", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("draw", sa.SmallInteger, primary_key=True, autoincrement=False),
+    sa.Column("seed", sa.BigInteger, nullable=False),
+    # NULL: it passed.
+    sa.Column("code", sa.Text),
+    sa.Column("kept", sa.Boolean, nullable=False),
+    sa.Column("duration_ms", sa.BigInteger, nullable=False),
+    # Name -> [value, passed, detail]; see `records.Score`.
+    sa.Column("scores", sa.JSON, nullable=False),
     sqlite_with_rowid=False,
 )
 

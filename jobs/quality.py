@@ -1,0 +1,184 @@
+"""The `quality` part of a job's spec: which checks its speech has to pass, what they allow, and what a failure leads to.
+
+Everything that decides is frozen in the spec at submit, so an item's verdict does not depend on its shard, on the order of
+the others or on a retry: bounds that were learned come from a calibration, never from the run itself.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from pipelines.errors import ConfigError, ErrorCode
+from pipelines.pace import Pace
+
+MAX_DRAWS = 20
+
+#: What a failed score ends an item with; scores of other packages' meters have `qa.score`.
+SCORE_CODES: dict[str, ErrorCode] = {
+    "ended": ErrorCode.SYNTH_NO_EOS,
+    "duration": ErrorCode.QA_DURATION,
+    "clipped": ErrorCode.QA_CLIPPED,
+    "silence": ErrorCode.QA_SILENCE,
+    "pause": ErrorCode.QA_SILENCE,
+    "loudness": ErrorCode.QA_LOUDNESS,
+    "wer": ErrorCode.QA_WER,
+    "cer": ErrorCode.QA_WER,
+    "distillmos": ErrorCode.QA_MOS,
+    "dnsmos": ErrorCode.QA_MOS,
+    "similarity": ErrorCode.QA_SPEAKER,
+}
+
+Option = str | int | float | bool
+
+
+class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a score may be; None: anything on that side."""
+
+    low: float | None = None
+    high: float | None = None
+
+    def allows(self, value: float) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+    def excess(self, value: float) -> float:
+        """How far a value is outside, as a share of the limit it breaks; 0 inside."""
+        if self.low is not None and value < self.low:
+            return (self.low - value) / max(abs(self.low), 1e-3)
+        if self.high is not None and value > self.high:
+            return (value - self.high) / max(abs(self.high), 1e-3)
+        return 0.0
+
+
+class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Checks of a job's speech; part of its frozen spec."""
+
+    #: Most draws of an item, the first one included.
+    draws: int = 3
+    #: What becomes of an item none of whose draws passed: its best draw goes to quarantine and it fails, or is kept.
+    on_fail: Literal["quarantine", "keep"] = "quarantine"
+    #: Cuts silence off both ends, down to `trim_keep_ms`, before anything is measured.
+    trim: bool = False
+    trim_keep_ms: int = 100
+    #: Who tells speech from silence; `silero` is the energy VAD where its library is missing, and the score says so.
+    vad: Literal["energy", "silero"] = "energy"
+    bounds: dict[str, Bound] = {}
+    #: Learned lengths; the first that fits an item's voice and language counts. Without one, length is no gate.
+    paces: tuple[Pace, ...] = ()
+    #: Meters to run, by name, with their options.
+    meters: dict[str, dict[str, Option]] = {}
+
+
+_CHEAP = {
+    "ended": Bound(low=1.0),
+    "clipped": Bound(high=0.001),
+    "silence": Bound(high=0.75),
+    "pause": Bound(high=3.0),
+    "loudness": Bound(low=-55.0, high=-5.0),
+}
+PRESETS: dict[str, Quality | None] = {
+    "off": None,
+    "basic": Quality(bounds=_CHEAP),
+    "strict": Quality(
+        vad="silero",
+        bounds={
+            **_CHEAP,
+            "silence": Bound(high=0.6),
+            "pause": Bound(high=2.0),
+            "loudness": Bound(low=-40.0, high=-10.0),
+            "wer": Bound(high=0.5),
+            "cer": Bound(high=0.3),
+            "distillmos": Bound(low=2.5),
+        },
+        meters={"asr": {}, "distillmos": {}},
+    ),
+}
+DEFAULT = "basic"
+
+
+def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str] = ()) -> Quality | None:
+    """The checks of a preset, changed by a TOML file and then by `KEY=VALUE` with dotted keys (`bounds.wer.high=0.2`).
+
+    A whole bound or meter is taken out with `false` in its place. Raises `ConfigError` (`config.invalid`).
+    """
+    base = PRESETS[preset]
+    if base is None:
+        if config is not None or overrides:
+            raise _invalid("Quality checks are off, and they are configured too.", "Choose `--qa basic` or `--qa strict`.")
+        return None
+    tree = cast("dict[str, Any]", msgspec.to_builtins(base))
+    if config is not None:
+        _merge(tree, _read(config))
+    for override in overrides:
+        _merge(tree, _override(override))
+    try:
+        quality = msgspec.convert(tree, Quality)
+    except msgspec.ValidationError as error:
+        raise _invalid(f"The quality checks cannot be used: {error}.", "See docs/quality.md for the keys.") from None
+    return checked(quality)
+
+
+def checked(quality: Quality) -> Quality:
+    """The same checks; raises `ConfigError` for values that make no sense."""
+    if not 1 <= quality.draws <= MAX_DRAWS:
+        raise _invalid(f"`draws` is {quality.draws}.", f"Use 1 to {MAX_DRAWS}.")
+    if quality.trim_keep_ms < 0:
+        raise _invalid(f"`trim_keep_ms` is {quality.trim_keep_ms}.", "Use 0 or more.")
+    for name, bound in quality.bounds.items():
+        if bound.low is not None and bound.high is not None and bound.low > bound.high:
+            raise _invalid(f"The bound of `{name}` is empty: {bound.low} to {bound.high}.", "Let `low` be at most `high`.")
+    for pace in quality.paces:
+        if not (0 <= pace.low <= pace.high and pace.seconds_per_unit >= 0 and pace.base_seconds >= 0 and pace.slack_seconds >= 0):
+            raise _invalid("A pace has a negative number, or its `low` is above its `high`.", "Make it with `jobs calibrate`.")
+    return quality
+
+
+def code_of(score: str) -> ErrorCode:
+    """What an item ends with whose score of this name no draw passed."""
+    return SCORE_CODES.get(score, ErrorCode.QA_SCORE)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise _invalid(f"The quality config {path} cannot be read: {error.strerror}.", "Give a TOML file.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise _invalid(f"The quality config {path} is not TOML: {error}.", "Correct it.") from None
+
+
+def _override(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise _invalid(f"The quality setting {text[:80]!r} is not KEY=VALUE.", "As in bounds.wer.high=0.2.")
+    try:
+        leaf = json.loads(value)
+    except ValueError:
+        leaf = value
+    for name in reversed(names):
+        leaf = {name: leaf}
+    return cast("dict[str, Any]", leaf)
+
+
+def _merge(into: dict[str, Any], values: Mapping[str, Any], depth: int = 0) -> None:
+    for key, value in values.items():
+        old = into.get(key)
+        if isinstance(value, Mapping):
+            child: dict[str, Any] = cast("dict[str, Any]", old) if isinstance(old, dict) else {}
+            into[key] = child
+            _merge(child, cast("Mapping[str, Any]", value), depth + 1)
+        elif value is False and depth == 1:
+            into.pop(key, None)
+        else:
+            into[key] = value
+
+
+def _invalid(message: str, advice: str) -> ConfigError:
+    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
