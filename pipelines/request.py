@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Role = Literal["user", "assistant", "system"]
 Modality = Literal["text", "audio", "image", "video", "toolcall"]
+EngineState = Literal["ready", "starting", "broken"]
 
 
 class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -123,6 +124,8 @@ class EngineStats:
     audio_seconds: float = 0.0
     #: Share of KV cache in use, 0 to 1; 0 where an engine has none.
     kv_use: float = 0.0
+    #: `starting`: requests wait until the engine is there (again); `broken`: it is given up, and the pipeline must be opened anew.
+    state: EngineState = "ready"
 
 
 class Pipeline(Protocol):

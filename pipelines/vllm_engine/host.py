@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import EngineStats
+from pipelines.request import EngineState, EngineStats
 from pipelines.vllm_engine.library import check_plugin, load_vllm
 from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, Tokens, VllmOptions
 
@@ -51,7 +51,10 @@ class VllmHost:
     """
 
     def __init__(self, spec: ModelSpec, options: VllmOptions | None = None) -> None:
-        """Starts the engine core. Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`)."""
+        """Starts the engine core.
+
+        Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`), `ConfigError` for options that the model cannot run with.
+        """
         options = options or VllmOptions()
         load_vllm(options.cpu_kv_gib)
         from pipelines.vllm_engine import adapter
@@ -62,6 +65,8 @@ class VllmHost:
             register()
         self._adapter = adapter
         self._arguments = adapter.engine_arguments(spec, options)
+        if spec.v2_runner:
+            adapter.check_runner(self._arguments)
         self._codes = spec.codes_per_step
         self._moment = EngineMoment()
         self._room = self._arguments["max_num_seqs"] + options.waiting_room
@@ -123,7 +128,7 @@ class VllmHost:
         with self._changed:
             under_way, done = self._taken, self._done
         running = min(self._moment.running, under_way)
-        return EngineStats(running, under_way - running, done, self._moment.tokens, audio_seconds, self._moment.kv_use)
+        return EngineStats(running, under_way - running, done, self._moment.tokens, audio_seconds, self._moment.kv_use, self._state())
 
     def close(self) -> None:
         """Ends the engine core and the loop; sequences under way fail with `synth.aborted`. May be called more than once."""
@@ -138,6 +143,16 @@ class VllmHost:
                 self._stopped = True
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_SECONDS)
+
+    def _state(self) -> EngineState:
+        """A core that died while it had nothing to do is replaced here, before a request finds it dead."""
+        with self._changed:
+            llm = self._llm
+            if llm is not None and llm.errored and not self._stopped:
+                self._loop.call_soon_threadsafe(self._bury, llm)
+            if self._broken is not None:
+                return "broken"
+            return "starting" if llm is None or llm.errored else "ready"
 
     def _run_loop(self) -> None:
         # Ctrl-C goes to every process of a terminal's group; the engine core inherits this mask and lives until we have drained.
@@ -275,7 +290,10 @@ class VllmHost:
 
     def _generate(self, llm: Any, name: str, request: TokenRequest, streamed: bool) -> AsyncGenerator[Any]:
         parameters = self._adapter.sampling_params(request, self._codes, streamed)
-        return llm.generate({"prompt_token_ids": list(request.prompt_ids)}, parameters, name)
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        return llm.generate(prompt, parameters, name)
 
     def _bury(self, llm: Any) -> None:
         """Takes a dead engine core out of use and has a new one started, once."""

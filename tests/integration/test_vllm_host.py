@@ -176,11 +176,13 @@ def test_a_dead_core_fails_its_sequences_and_a_new_one_serves(host: VllmHost) ->
 def test_a_core_that_died_in_its_sleep_fails_nobody(host: VllmHost) -> None:
     dead = kill_core(os.getpid())
     deadline = time.monotonic() + 20
-    while not host._llm.errored:
+    while host.stats().state == "ready":
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert host.stats().state == "starting"
+    assert wait_for_core(os.getpid(), 60, other_than=dead) != dead, "asking for the state is enough to replace it"
     assert len(ask(host, sequence("next", prompt(9), 5)).future.result(120).ids) == 5
-    assert wait_for_core(os.getpid(), 1) != dead
+    assert host.stats().state == "ready"
 
 
 def test_closing_ends_what_is_under_way(host: VllmHost) -> None:
