@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from jobs.ledger.records import ItemRow, Job, JobState, JobStatus, RejectedLine
+from jobs.ledger.records import ItemRow, Job, JobState, JobStatus, RejectedLine, ShardState
 from pipelines.errors import ErrorCode
 
+#: Fewer ended shards say nothing of how shards differ.
+FEWEST_SHARDS = 3
 #: States that go on without a person.
 _MOVING = frozenset({JobState.READY, JobState.RUNNING})
 
@@ -41,9 +44,40 @@ def eta_seconds(status: JobStatus) -> float | None:
     return status.items.pending / rate if rate > 0 and status.job.state in _MOVING else None
 
 
+def eta_error_seconds(status: JobStatus) -> float | None:
+    """Half the width of the ETA's 95 % prediction interval; None where too few shards have ended to tell.
+
+    With n shards ended, k to go, and mean m and standard deviation s of an item's engine time over the ended ones, the ETA's
+    relative error is t * s / m * sqrt(1 / k + 1 / n), t from Student's distribution for n - 1 degrees of freedom (the prediction
+    interval of a mean: Hahn, 1969). It covers that shards differ, not that workers come or go.
+    """
+    eta, spread = eta_seconds(status), status.spread
+    if status.job.state.final or eta is None or spread.shards < FEWEST_SHARDS or spread.item_ms <= 0:
+        return None
+    to_go = sum(status.shards.get(state, 0) for state in (ShardState.READY, ShardState.QUEUED, ShardState.LEASED))
+    mean = spread.item_ms / spread.shards
+    variance = max(0.0, (spread.item_ms_squared - spread.shards * mean * mean) / (spread.shards - 1))
+    relative = math.sqrt(variance) / mean * math.sqrt(1 / max(1, to_go) + 1 / spread.shards)
+    return eta * _student(spread.shards - 1) * relative
+
+
+def _student(freedom: int) -> float:
+    """The 97.5 % quantile of Student's t, by its expansion in 1 / freedom (Abramowitz and Stegun 26.7.5)."""
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+
+
 def cost(status: JobStatus, price_per_gpu_hour: float | None) -> float | None:
-    """Engine time at the price of an engine hour, in the price's currency."""
+    """Engine time so far at the price of a GPU hour, in the price's currency."""
     return None if price_per_gpu_hour is None else status.engine_ms / 3_600_000 * price_per_gpu_hour
+
+
+def cost_at_end(status: JobStatus, price_per_gpu_hour: float | None) -> float | None:
+    """What the job will have cost, where open items cost as those that ended; None while nobody can know."""
+    spent, ended = cost(status, price_per_gpu_hour), status.items.done + status.items.failed
+    if spent is None or not ended:
+        return None
+    return spent * (ended + status.items.pending) / ended
 
 
 def real_time_factor(status: JobStatus) -> float | None:
@@ -68,11 +102,14 @@ def status_view(
         "shards": {state.value: count for state, count in status.shards.items()},
         "rejected_lines": job.rejected_lines,
         "audio_seconds": round(status.audio_ms / 1000, 3),
+        "audio_hours": round(status.audio_ms / 3_600_000, 6),
         "engine_seconds": round(status.engine_ms / 1000, 3),
+        "gpu_seconds": round(status.engine_ms / 1000, 3),
         "elapsed_seconds": round(elapsed_seconds(status), 3),
         "items_per_second": round(items_per_second(status), 3),
         "real_time_factor": _rounded(real_time_factor(status)),
         "eta_seconds": _rounded(eta_seconds(status)),
+        "eta_error_seconds": _rounded(eta_error_seconds(status)),
         "bytes": status.bytes_out,
         "model": job.spec.model,
         "store": job.store_url,
@@ -81,7 +118,9 @@ def status_view(
         "finished_at": utc(job.finished_at),
     }
     if price_per_gpu_hour is not None:
+        view["price_per_gpu_hour"] = price_per_gpu_hour
         view["cost"] = _rounded(cost(status, price_per_gpu_hour))
+        view["cost_at_end"] = _rounded(cost_at_end(status, price_per_gpu_hour))
     if errors is not None:
         view["errors"] = {code.value: count for code, count in errors.items()}
     return view

@@ -37,6 +37,12 @@ def home_option(function: F) -> F:
     return option(function)
 
 
+def price_option(function: F) -> F:
+    """`--price` as `price`; None: the setting's."""
+    text = "Price of a GPU hour. [default: the setting price_per_gpu_hour]"
+    return click.option("--price", type=click.FloatRange(min=0), metavar="PRICE", help=text)(function)
+
+
 class JobId(click.ParamType):
     """A job's id or a prefix that no other job has."""
 

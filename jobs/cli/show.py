@@ -7,7 +7,7 @@ from itertools import islice
 
 import click
 
-from jobs.cli.context import common_options, found_job, job_argument, reading_ledger
+from jobs.cli.context import common_options, found_job, job_argument, price_option, reading_ledger
 from jobs.cli.output import Output, bytes_text, counted, printable, seconds_text
 from jobs.homes import settings_for_job
 from jobs.ledger.glance import glance
@@ -15,7 +15,9 @@ from jobs.ledger.records import ItemState, JobState, JobStatus
 from jobs.settings import Settings, load_settings
 from jobs.status import (
     cost,
+    cost_at_end,
     elapsed_seconds,
+    eta_error_seconds,
     eta_seconds,
     item_error_view,
     item_view,
@@ -32,16 +34,18 @@ code_choice = click.Choice([code.value for code in ErrorCode])
 
 @click.command()
 @job_argument
+@price_option
 @common_options
-def status(job: str, home: str | None, as_json: bool, quiet: bool) -> None:
-    """Show how far JOB (an id or a prefix of one) is."""
+def status(job: str, price: float | None, home: str | None, as_json: bool, quiet: bool) -> None:
+    """Show how far JOB (an id or a prefix of one) is, how fast, and what it costs."""
     output = Output(as_json=as_json, quiet=quiet)
     settings = settings_for_job(job, home)
+    price = settings.price_per_gpu_hour if price is None else price
     state, errors = _status_and_errors(settings, job)
     if as_json:
-        output.data(status_view(state, settings.price_per_gpu_hour, errors))
+        output.data(status_view(state, price, errors))
         return
-    for line in status_lines(state, settings.price_per_gpu_hour):
+    for line in status_lines(state, price):
         output.line(line)
     for code, count in errors.items():
         output.line(f"  {count} x {code.value}")
@@ -70,16 +74,25 @@ def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None) -> l
     if job.rejected_lines:
         lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")
     factor = real_time_factor(state)
-    speed = f" ({factor:.1f} x real time)" if factor else ""
-    lines.append(f"audio   {seconds_text(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}")
+    speed = f", {factor:.1f} x real time" if factor else ""
+    lines.append(f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}")
     pace = f"time    {seconds_text(elapsed_seconds(state))}, {items_per_second(state):.2f} items/s"
     if not job.state.final and (eta := eta_seconds(state)) is not None:
-        pace += f", {seconds_text(eta)} to go"
+        error = eta_error_seconds(state)
+        pace += f", {seconds_text(eta)} to go{'' if error is None else f' (± {seconds_text(error)})'}"
     lines.append(pace)
+    lines.append(f"gpu     {_hours(state.engine_ms / 1000)} of engine time")
     price = cost(state, price_per_gpu_hour)
     if price is not None:
-        lines.append(f"cost    {price:.2f} for {seconds_text(state.engine_ms / 1000)} of engine time")
+        at_end = None if state.job.state.final else cost_at_end(state, price_per_gpu_hour)
+        ahead = "" if at_end is None else f", about {at_end:.2f} at the end"
+        lines.append(f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} a GPU hour")
     return lines
+
+
+def _hours(seconds: float) -> str:
+    """`41 s`, and with the hours from ten minutes on: `20 min 5 s (0.33 h)`."""
+    return seconds_text(seconds) + (f" ({seconds / 3600:.2f} h)" if seconds >= 600 else "")
 
 
 @click.command("list")

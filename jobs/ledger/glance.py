@@ -14,7 +14,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from jobs.ledger.records import ItemCounts, Job, JobSpec, JobState, JobStatus, Outage, ShardState
+from jobs.ledger.records import ItemCounts, Job, JobSpec, JobState, JobStatus, Outage, ShardSpread, ShardState
 from jobs.ledger.states import OUTAGES
 from pipelines.errors import ErrorCode
 
@@ -26,7 +26,9 @@ BUSY_SECONDS = 30
 _SUMS = ("n_items", "n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out")
 _JOB_FIELDS = tuple(Job.__dataclass_fields__)
 _JOB = f"SELECT {', '.join(_JOB_FIELDS)} FROM jobs WHERE id >= :low AND id < :high ORDER BY id LIMIT 2"  # noqa: S608 - names of ours
-_SHARDS = f"SELECT state, count(*), {', '.join(f'sum({name})' for name in _SUMS)} FROM shards WHERE job_id = :job GROUP BY state"  # noqa: S608
+_ITEM_MS = "1.0 * engine_ms / NULLIF(n_done, 0)"
+_SPREAD = f"count(NULLIF(n_done, 0)), sum({_ITEM_MS}), sum({_ITEM_MS} * {_ITEM_MS})"
+_SHARDS = f"SELECT state, count(*), {_SPREAD}, {', '.join(f'sum({name})' for name in _SUMS)} FROM shards WHERE job_id = :job GROUP BY state"  # noqa: S608
 _ERRORS = """
 SELECT error_code, count(*) FROM items WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state IN (2, 3) GROUP BY error_code
 UNION ALL SELECT code, count(*) FROM rejected_lines WHERE job_id = :job GROUP BY code
@@ -96,8 +98,11 @@ def _read(execute: Any, engine: str, wanted: str) -> tuple[JobStatus, dict[Error
     (now,) = execute(_NOW[engine]).fetchone()
     shards: dict[ShardState, int] = {}
     sums = dict.fromkeys(_SUMS, 0)
-    for state, count, *values in execute(_SHARDS, {"job": job.id}):
+    spread = ShardSpread()
+    for state, count, made, item_ms, item_ms_squared, *values in execute(_SHARDS, {"job": job.id}):
         shards[ShardState(state)] = count
+        if state == ShardState.DONE:
+            spread = ShardSpread(made, float(item_ms or 0), float(item_ms_squared or 0))
         for name, value in zip(_SUMS, values):
             sums[name] += int(value)
     counts = ItemCounts(*(sums[name] for name in _SUMS[:4]))
@@ -107,7 +112,8 @@ def _read(execute: Any, engine: str, wanted: str) -> tuple[JobStatus, dict[Error
             errors[ErrorCode(code)] = errors.get(ErrorCode(code), 0) + count
     errors = dict(sorted(errors.items(), key=lambda pair: (-pair[1], pair[0])))
     outage = None if job.state.final else _outage(execute(_OUTAGE, {"job": job.id}).fetchone())
-    return JobStatus(job, counts, shards, sums["audio_ms"], sums["engine_ms"], sums["bytes_out"], float(now), outage), errors
+    times = sums["audio_ms"], sums["engine_ms"], sums["bytes_out"]
+    return JobStatus(job, counts, shards, *times, float(now), outage, spread), errors
 
 
 def _outage(row: tuple[Any, ...] | None) -> Outage | None:

@@ -282,6 +282,17 @@ class Outage:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardSpread:
+    """How much the shards that ended differ in engine time: what an ETA's error is made of."""
+
+    #: Shards that ended and made speech.
+    shards: int = 0
+    #: Sum over them of the engine time of one item, in milliseconds, and the sum of its squares.
+    item_ms: float = 0.0
+    item_ms_squared: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class JobStatus:
     """A job with its sums, all from shard counters."""
 
@@ -295,6 +306,7 @@ class JobStatus:
     now: float
     #: Why open shards wait, if they do.
     outage: Outage | None = None
+    spread: ShardSpread = ShardSpread()
 
 
 class ItemRow(msgspec.Struct, frozen=True):

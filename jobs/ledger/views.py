@@ -9,7 +9,19 @@ from typing import Any, cast
 import sqlalchemy as sa
 
 from jobs.ledger import schema
-from jobs.ledger.records import ItemCounts, ItemRow, ItemState, Job, JobState, JobStatus, MadeAudio, Outage, RejectedLine, ShardState
+from jobs.ledger.records import (
+    ItemCounts,
+    ItemRow,
+    ItemState,
+    Job,
+    JobState,
+    JobStatus,
+    MadeAudio,
+    Outage,
+    RejectedLine,
+    ShardSpread,
+    ShardState,
+)
 from jobs.ledger.rows import item_from, job_from, number_of, read_job
 from jobs.ledger.schema import db_now, item_is
 from jobs.ledger.states import BROKEN_ITEMS, OUTAGES
@@ -17,6 +29,9 @@ from pipelines.errors import ErrorCode, NotFoundError
 
 PAGE_ROWS = 1000
 _SUMS = ("n_items", "n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out")
+
+#: Engine time of one item of a shard, see `records.ShardSpread`.
+_ITEM_MS = sa.cast(schema.shards.c.engine_ms, sa.Double) / sa.func.nullif(schema.shards.c.n_done, 0)
 
 _SHARD_AUDIO = (
     sa.select(
@@ -110,16 +125,25 @@ def _statuses(connection: sa.Connection, found: Sequence[Job]) -> list[JobStatus
     columns = schema.shards.c
     query = (
         sa.select(
-            columns.job_id, columns.state, sa.func.count().label("shards"), *(sa.func.sum(columns[name]).label(name) for name in _SUMS)
+            columns.job_id,
+            columns.state,
+            sa.func.count().label("shards"),
+            sa.func.count(sa.func.nullif(columns.n_done, 0)).label("made"),
+            sa.func.sum(_ITEM_MS).label("item_ms"),
+            sa.func.sum(_ITEM_MS * _ITEM_MS).label("item_ms_squared"),
+            *(sa.func.sum(columns[name]).label(name) for name in _SUMS),
         )
         .where(columns.job_id.in_([job.id for job in found]))
         .group_by(columns.job_id, columns.state)
     )
     at = now(connection)
     shards: dict[str, dict[ShardState, int]] = {job.id: {} for job in found}
+    spreads: dict[str, ShardSpread] = {}
     sums: dict[str, dict[str, int]] = {job.id: dict.fromkeys(_SUMS, 0) for job in found}
     for row in connection.execute(query).mappings():
         shards[row["job_id"]][ShardState(row["state"])] = row["shards"]
+        if row["state"] == ShardState.DONE:
+            spreads[row["job_id"]] = ShardSpread(row["made"], float(row["item_ms"] or 0), float(row["item_ms_squared"] or 0))
         for name in _SUMS:
             sums[row["job_id"]][name] += int(row[name])
     return [
@@ -131,6 +155,7 @@ def _statuses(connection: sa.Connection, found: Sequence[Job]) -> list[JobStatus
             engine_ms=sums[job.id]["engine_ms"],
             bytes_out=sums[job.id]["bytes_out"],
             now=at,
+            spread=spreads.get(job.id, ShardSpread()),
         )
         for job in found
     ]
