@@ -37,7 +37,7 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder, CodecState
-from pipelines.qwen3_tts.delivery import Order, Utterer
+from pipelines.qwen3_tts.delivery import FrameOrder, FrameUtterer
 from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
@@ -101,7 +101,7 @@ class Counter:
         self._tally.wrong += error.code is not ErrorCode.SYNTH_ABORTED
 
 
-def uttered(tally: Tally, wanted: int, stage: CodecStage[CodecState]) -> Utterer:
+def uttered(tally: Tally, wanted: int, stage: CodecStage[CodecState]) -> FrameUtterer:
     """The receiver of the real pipeline, whose speech is counted."""
 
     def heard(future: Any) -> None:
@@ -115,7 +115,7 @@ def uttered(tally: Tally, wanted: int, stage: CodecStage[CodecState]) -> Utterer
         tally.samples += len(speech.samples)
         tally.wrong += speech.meta["frames"] != wanted or speech.meta["finish"] != "eos"
 
-    utterer = Utterer(Order("", SAMPLE_RATE, None, {}, keep_unfinished=True), stage, lambda _seconds: None)
+    utterer = FrameUtterer(FrameOrder("", SAMPLE_RATE, {}, keep_unfinished=True), stage, lambda _seconds: None)
     utterer.future.add_done_callback(heard)
     return utterer
 

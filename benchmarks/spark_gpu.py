@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from benchmarks import spark_random
+from pipelines.nn.options import TokenModelOptions
 from pipelines.request import Generation, Message, SynthesisRequest
-from pipelines.spark_tts.pipeline import SparkOptions, SparkPipeline, vllm_options
+from pipelines.spark_tts.pipeline import SparkPipeline, vllm_options
 from pipelines.spark_tts.stage import BiCodecDecoder, Voice
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
@@ -241,7 +242,7 @@ def main() -> None:
     if "tokenizer" in parts:
         rows += tokenizer_part(encoder)
     if {"lm", "speech"} & set(parts):
-        chosen = SparkOptions(memory_share=options.memory_share, slots=max(requests), max_context=2048)
+        chosen = TokenModelOptions(memory_share=options.memory_share, slots=max(requests), max_context=2048)
         begin = time.perf_counter()
         host = VllmHost(ModelSpec(folder, engine={"load_format": "dummy"}), vllm_options(chosen, settings))
         print(f"vLLM {vllm} started in {time.perf_counter() - begin:.0f} s", flush=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -16,7 +18,12 @@ _VISIBLE = re.compile("[!-~]|[^\\W_\u115f\u1160\u3164\uffa0]")
 _INVISIBLE_SYMBOLS = frozenset("\u2800\u115f\u1160\u3164\uffa0")
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl", "Zp", "Mn", "Me"})
 _INFINITY = float("inf")
+_MOST_SEED = 2**63 - 1
+#: Of a frame: seconds that are whole frames must not become one more.
+_ROUNDING = 1e-6
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+
+T = TypeVar("T")
 
 
 class SpeechTask(msgspec.Struct, frozen=True):
@@ -31,6 +38,13 @@ class SpeechTask(msgspec.Struct, frozen=True):
     #: The voice to clone: a path or key at ingest, the bytes of the encoded file in a request.
     reference_audio: str | bytes | None = None
     reference_text: str | None = None
+
+    @property
+    def recording(self) -> bytes:
+        """The encoded file of the voice to clone. Raises `InputError` (`input.audio_missing`) where it was not loaded."""
+        if isinstance(self.reference_audio, bytes):
+            return self.reference_audio
+        raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "The reference audio was not loaded.", "Give it as bytes of the encoded file.")
 
 
 def speech_task(messages: Sequence[Message], generation: Generation, capabilities: Capabilities) -> SpeechTask:
@@ -89,6 +103,36 @@ def check_generation(generation: Generation) -> None:
         raise _bad_setting("cfg", cfg, "0 or more")
     if (seconds := generation.max_seconds) is not None and not 0 < seconds < _INFINITY:
         raise _bad_setting("max_seconds", seconds, "above 0")
+
+
+def check_seed(seed: int) -> None:
+    """Raises `InputError` (`input.bad_generation`) for the seed of a request that is outside 0 <= seed < 2**63."""
+    if not 0 <= seed <= _MOST_SEED:
+        raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"The seed is {seed}.", "Give a whole number from 0 to 2**63 - 1.")
+
+
+def check_room(positions: int, held: int, room: int, setting: str) -> None:
+    """Raises `InputError` (`input.too_long`) for a prompt that leaves no room for speech and its end.
+
+    `positions` are those of the prompt, `held` those of the engine, `room` the tokens that fit behind the prompt; `setting`
+    is what gives the engine more.
+    """
+    if room < 2:
+        raise InputError(
+            ErrorCode.INPUT_TOO_LONG,
+            f"The prompt has {positions} positions; the engine holds {held}.",
+            f"Shorten the text or the reference, or open the model with {setting}.",
+        )
+
+
+def frames_within(seconds: float, frames_per_second: float, most: int) -> int:
+    """Frames of speech of at most `seconds`, rounded up: 1 to `most`, however long it is."""
+    return max(math.ceil(min(seconds * frames_per_second - _ROUNDING, most)), 1)
+
+
+def either(asked: T | None, default: T) -> T:
+    """What a request asks for, or else the model's own."""
+    return default if asked is None else asked
 
 
 def is_visible(text: str) -> bool:

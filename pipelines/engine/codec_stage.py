@@ -77,6 +77,10 @@ class CodecStage(Generic[S]):
         self._thread = threading.Thread(target=self._run, name="codec-stage", daemon=True)
         self._thread.start()
 
+    def new_state(self) -> S:
+        """Where a stream starts that follows nothing."""
+        return self._decoder.new_state()
+
     def decode(self, codes: NDArray[np.int64], done: Done, start: S | None = None) -> None:
         """Decodes a whole utterance [frames, codebooks], from the state `start` on when it follows a reference."""
         self._put(_Job(torch.from_numpy(codes), start, done, False, self._written(start)))

@@ -64,11 +64,13 @@ class Engine:
             self._inbox.append((request, receiver))
             self._wake.notify_all()
 
-    def abort(self, which: str | GenerationRequest) -> None:
-        """Ends a request, or all requests with this id; its receiver hears `synth.aborted`. Unknown ids are ignored."""
-        with self._wake:
-            self._aborts.append(which)
-            self._wake.notify_all()
+    def abort(self, request_id: str) -> None:
+        """Ends all requests with this id; their receivers hear `synth.aborted`. Unknown ids are ignored."""
+        self._end(request_id)
+
+    def cancel(self, request: GenerationRequest) -> None:
+        """Ends this one request; its receiver hears `synth.aborted`. Does nothing when it is over."""
+        self._end(request)
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
         scheduler = self.core.scheduler
@@ -104,6 +106,11 @@ class Engine:
         self._done += 1
         receiver = self._receivers.pop(request)
         _tell(lambda: receiver.failed(error))
+
+    def _end(self, which: str | GenerationRequest) -> None:
+        with self._wake:
+            self._aborts.append(which)
+            self._wake.notify_all()
 
     def _run(self) -> None:
         while True:

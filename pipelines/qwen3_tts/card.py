@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 from pipelines.errors import ErrorCode, ModelError
+from pipelines.nn.keys import revision
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
 #: Average of English read speech, for estimates.
 SECONDS_PER_CHARACTER = 0.067
-_PROBES = 16
-_PROBE_BYTES = 1 << 16
 
 
 def describe(folder: Path) -> ModelCard:
@@ -26,7 +24,7 @@ def describe(folder: Path) -> ModelCard:
         engine="megakernel",
         sample_rate=_sample_rate(folder / "speech_tokenizer" / "config.json"),
         capabilities=capabilities(config),
-        revision=revision(folder),
+        revision=revision(folder, (".json", ".safetensors")),
         seconds_per_character=SECONDS_PER_CHARACTER,
     )
 
@@ -41,19 +39,6 @@ def capabilities(config: Qwen3TTSConfig) -> Capabilities:
         instruct=config.takes_instructions,
         streaming=True,
     )
-
-
-def revision(folder: Path) -> str:
-    """A digest that tells checkpoints apart: configs and sizes whole, weights by samples (they have gigabytes)."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".json", ".safetensors") and path.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder)} {size}\n".encode())
-        with path.open("rb") as file:
-            for probe in range(_PROBES):
-                file.seek(probe * size // _PROBES)
-                digest.update(file.read(_PROBE_BYTES))
-    return digest.hexdigest()[:16]
 
 
 def _sample_rate(path: Path) -> int:

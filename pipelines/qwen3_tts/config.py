@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from pipelines.errors import ErrorCode, ModelError
+from pipelines.nn.keys import Keys
 
 CheckpointType = Literal["base", "custom_voice", "voice_design"]
 _TYPES = ("base", "custom_voice", "voice_design")
 _TOKENIZER = "qwen3_tts_tokenizer_12hz"
+_ADVICE = "Check that the folder holds an unchanged Qwen3-TTS 12 Hz checkpoint."
 #: The last ids of the talker's vocabulary are control, language and speaker ids, never sampled except for the end.
 CONTROL_IDS = 1024
 
@@ -123,7 +123,7 @@ class Qwen3TTSConfig:
     def from_folder(cls, folder: str | Path) -> Qwen3TTSConfig:
         """Reads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key at fault."""
         folder = Path(folder)
-        top = _Keys(folder / "config.json")
+        top = Keys.read(folder / "config.json", _ADVICE)
         if (model_type := top.text("model_type")) != "qwen3_tts":
             raise top.error("model_type", f"is {model_type!r}, not 'qwen3_tts'")
         if (tokenizer := top.text("tokenizer_type")) != _TOKENIZER:
@@ -153,7 +153,7 @@ class Qwen3TTSConfig:
         return config
 
 
-def _stack(keys: _Keys) -> StackConfig:
+def _stack(keys: Keys) -> StackConfig:
     for key in ("attention_bias", "use_sliding_window"):
         if keys.get(key, False):
             raise keys.error(key, "is set, which is not supported")
@@ -180,7 +180,7 @@ def _stack(keys: _Keys) -> StackConfig:
     )
 
 
-def _special_ids(top: _Keys, talker: _Keys) -> SpecialIds:
+def _special_ids(top: Keys, talker: Keys) -> SpecialIds:
     return SpecialIds(
         tts_pad=top.whole("tts_pad_token_id"),
         tts_bos=top.whole("tts_bos_token_id"),
@@ -201,7 +201,7 @@ def _special_ids(top: _Keys, talker: _Keys) -> SpecialIds:
 def _sampling(path: Path) -> SamplingDefaults:
     if not path.is_file():
         return SamplingDefaults()
-    keys, base = _Keys(path), SamplingDefaults()
+    keys, base = Keys.read(path, _ADVICE), SamplingDefaults()
 
     def number(key: str, default: float) -> float:
         value = default if keys.get(key, None) is None else keys.number(key)
@@ -229,7 +229,7 @@ def _sampling(path: Path) -> SamplingDefaults:
     )
 
 
-def _check(config: Qwen3TTSConfig, talker: _Keys, predictor: _Keys) -> None:
+def _check(config: Qwen3TTSConfig, talker: Keys, predictor: Keys) -> None:
     """The relations between keys that the arithmetic relies on."""
     if config.codebooks < 2 or predictor.whole("num_code_groups") != config.codebooks:
         raise predictor.error("num_code_groups", f"does not fit the talker's {config.codebooks}")
@@ -253,76 +253,3 @@ def _check(config: Qwen3TTSConfig, talker: _Keys, predictor: _Keys) -> None:
     for name, dialect in config.dialects.items():
         if dialect not in config.languages:
             raise talker.error("spk_is_dialect", f"gives {name!r} the dialect {dialect!r}, which has no language id")
-
-
-class _Keys:
-    """The keys of one section of a JSON file, read with errors that name file and key."""
-
-    def __init__(self, path: Path, values: Mapping[str, Any] | None = None, prefix: str = "") -> None:
-        self._path = path
-        self._prefix = prefix
-        self._values = _read(path) if values is None else values
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._values
-
-    def get(self, key: str, default: Any) -> Any:
-        return self._values.get(key, default)
-
-    def section(self, key: str) -> _Keys:
-        return _Keys(self._path, self.table(key), f"{self._prefix}{key}.")
-
-    def table(self, key: str) -> dict[str, Any]:
-        value = self._typed(key, dict, "an object")
-        return cast("dict[str, Any]", value)
-
-    def ids(self, key: str) -> dict[str, int]:
-        table = self.table(key)
-        if not all(type(value) is int for value in table.values()):
-            raise self.error(key, "must map names to whole numbers")
-        return {name.lower(): value for name, value in table.items()}
-
-    def whole(self, key: str) -> int:
-        value = self._typed(key, int, "a whole number")
-        if value < 0:
-            raise self.error(key, "must not be negative")
-        return int(value)
-
-    def size(self, key: str) -> int:
-        if (value := self.whole(key)) < 1:
-            raise self.error(key, "must be at least 1")
-        return value
-
-    def number(self, key: str) -> float:
-        return float(self._typed(key, (int, float), "a number"))
-
-    def text(self, key: str) -> str:
-        return str(self._typed(key, str, "text"))
-
-    def error(self, key: str, what: str) -> ModelError:
-        return ModelError(
-            ErrorCode.MODEL_BAD_CHECKPOINT,
-            f"{self._path}: {self._prefix}{key} {what}.",
-            "Check that the folder holds an unchanged Qwen3-TTS 12 Hz checkpoint.",
-        )
-
-    def _typed(self, key: str, types: type | tuple[type, ...], words: str) -> Any:
-        if key not in self._values:
-            raise self.error(key, "is missing")
-        value = self._values[key]
-        if not isinstance(value, types) or isinstance(value, bool):
-            raise self.error(key, f"must be {words}")
-        return value
-
-
-def _read(path: Path) -> dict[str, Any]:
-    advice = "Check that the folder holds an unchanged Qwen3-TTS 12 Hz checkpoint."
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{path} is missing.", advice) from error
-    except (OSError, ValueError) as error:
-        raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{path} cannot be read as JSON: {error}.", advice) from error
-    if not isinstance(values, dict):
-        raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{path} does not hold a JSON object.", advice)
-    return values

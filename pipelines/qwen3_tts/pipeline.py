@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from pipelines.delivery.pipeline import SpeechPipeline
 from pipelines.engine.engine import Engine
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, SynthesisError
+from pipelines.errors import ErrorCode, ModelError
 from pipelines.nn.checkpoint import Checkpoint
+from pipelines.nn.options import open_device, precision, read_options, type_name
 from pipelines.qwen3_tts.card import capabilities
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults
-from pipelines.qwen3_tts.delivery import Order, Streamer, Utterer
+from pipelines.qwen3_tts.delivery import FrameOrder, FrameStreamer, FrameUtterer
 from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
@@ -29,17 +27,14 @@ from pipelines.qwen3_tts.speaker import SpeakerEncoder
 from pipelines.qwen3_tts.tokenizer import TextTokenizer
 from pipelines.qwen3_tts.voices import PreparedVoice, VoiceCabinet
 from pipelines.qwen3_tts.weights import take_weights
-from pipelines.request import AudioChunk, EngineStats, Generation, Speech, SynthesisRequest
-from pipelines.task import SpeechTask, speech_task
+from pipelines.request import Generation, SynthesisRequest
+from pipelines.task import SpeechTask, check_room, check_seed, either, frames_within, speech_task
 
 #: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
 MOST_TOKENS = 2048
-#: Of a frame: seconds that are whole frames must not become one more.
-_ROUNDING = 1e-6
 #: Temperatures and penalties beyond these say the same, and would leave the range of float32.
 _LEAST_SETTING, _MOST_SETTING = 1e-4, 1e4
 _MOST_TOP_K = (1 << 31) - 1
-_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,23 +65,17 @@ class PipelineOptions:
 
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     """Loads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`), `ConfigError` for an option that is unknown."""
-    known = {field.name for field in fields(PipelineOptions)}
-    if unknown := sorted(set(options) - known):
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown option {unknown[0]!r}.", f"Options are: {', '.join(sorted(known))}.")
-    return Qwen3TTSPipeline(folder, PipelineOptions(**options))
+    return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
 
 
-class Qwen3TTSPipeline:
+class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameOrder]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
 
     def __init__(self, folder: Path, options: PipelineOptions) -> None:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        on_cpu = device.type == "cpu"
-        if on_cpu or options.threads:
-            torch.set_num_threads(options.threads or 1)
-        dtype = _TYPES[options.dtype or ("float32" if on_cpu else "bfloat16")]
+        device = open_device(options.device, options.threads)
+        dtype = precision(options.dtype, device)
         self.config = Qwen3TTSConfig.from_folder(folder)
-        self.codec = load_codec(folder / "speech_tokenizer", device, _TYPES[options.codec_dtype] if options.codec_dtype else dtype)
+        self.codec = load_codec(folder / "speech_tokenizer", device, precision(options.codec_dtype or options.dtype, device))
         _check_codec(self.config, self.codec)
         self.tokenizer = TextTokenizer.from_folder(folder)
         if self.tokenizer.vocabulary > self.config.text_vocab:
@@ -100,86 +89,27 @@ class Qwen3TTSPipeline:
         self._options = options
         self._voices = VoiceCabinet(speaker, self.codec) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
-        self._receivers: dict[str, list[Utterer | Streamer]] = {}
-        self._lock = threading.Lock()
-        self._audio_seconds = 0.0
         executor = open_executor(model, sizes, options.executor, options.reproducible)
-        self._meta = {"engine": "megakernel", "executor": executor.name, "dtype": str(dtype).removeprefix("torch.")}
-        self._stage = open_stage(self.codec.decoder)
+        self._meta = {"engine": "megakernel", "executor": executor.name, "dtype": type_name(dtype)}
+        stage = open_stage(self.codec.decoder)
         self.engine = Engine(executor, sizes, options.waiting_room)
+        super().__init__(self.engine, stage, FrameUtterer, FrameStreamer)
 
-    def submit(self, request: SynthesisRequest) -> Future[Speech]:
-        """Queues a request; see `Pipeline.submit`."""
-        generation, order = self._prepare(request)
-        utterer = Utterer(order, self._stage, lambda seconds: self._forget(request.request_id, utterer, seconds))
-        self._send(generation, utterer)
-        return utterer.future
-
-    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-        """Audio from the first frame on; the first `next` queues the request, closing the iterator ends it. See `Pipeline.stream`."""
-        return self._chunks(*self._prepare(request))
-
-    def abort(self, request_id: str) -> None:
-        """Ends a request; see `Pipeline.abort`."""
-        with self._lock:
-            receivers = list(self._receivers.get(request_id, ()))
-        for receiver in receivers:
-            receiver.failed(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
-        self.engine.abort(request_id)
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats(self._audio_seconds)
-
-    def close(self) -> None:
-        """Frees the engine; see `Pipeline.close`."""
-        self.engine.close()
-        self._stage.close()
-
-    def _chunks(self, generation: GenerationRequest, order: Order) -> Iterator[AudioChunk]:
-        state = order.start.copy() if order.start else self.codec.decoder.new_state()
-        streamer = Streamer(order, self._stage, state, lambda seconds: self._forget(generation.request_id, streamer, seconds))
-        self._send(generation, streamer)
-        try:
-            yield from streamer.chunks()
-        finally:
-            self.engine.abort(generation)
-
-    def _send(self, generation: GenerationRequest, receiver: Utterer | Streamer) -> None:
-        with self._lock:
-            self._receivers.setdefault(generation.request_id, []).append(receiver)
-        try:
-            self.engine.submit(generation, receiver)
-        except BaseException:
-            self._forget(generation.request_id, receiver, 0.0)
-            raise
-
-    def _forget(self, request_id: str, receiver: Utterer | Streamer, seconds: float) -> None:
-        with self._lock:
-            self._audio_seconds += seconds
-            left = [one for one in self._receivers.pop(request_id, []) if one is not receiver]
-            if left:
-                self._receivers[request_id] = left
-
-    def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, Order]:
+    def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameOrder]:
         """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""
-        if not 0 <= request.seed < 1 << 63:
-            raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"The seed is {request.seed}.", "Give a whole number from 0 to 2**63 - 1.")
+        check_seed(request.seed)
         task = self._task(request)
         parts, voice = self._parts(task)
         prompt = build_prompt(self.config, parts)
         room = self._positions - len(prompt) + 1
-        if room < 2:
-            raise InputError(
-                ErrorCode.INPUT_TOO_LONG,
-                f"The prompt has {len(prompt)} positions; the engine holds {self._positions}.",
-                "Shorten the text or the reference, or open the model with more pages.",
-            )
+        check_room(len(prompt), self._positions, room, "more pages")
         max_tokens = min(self._token_limit(request.generation), room)
         generation = GenerationRequest(
             request.request_id, prompt, sampling_params(self.config.sampling, request.generation), request.seed, max_tokens
         )
         start = voice.codec_state if voice else None
-        order = Order(task.text, self.sample_rate, start, {**self._meta, "prompt_positions": len(prompt)}, self._options.keep_unfinished)
+        meta = {**self._meta, "prompt_positions": len(prompt)}
+        order = FrameOrder(task.text, self.sample_rate, meta, self._options.keep_unfinished, start)
         return generation, order
 
     def _task(self, request: SynthesisRequest) -> SpeechTask:
@@ -194,9 +124,7 @@ class Qwen3TTSPipeline:
         if self._voices is None:
             first = True if text_first is None else text_first
             return PromptParts(role, body, instruct, language, task.voice, text_first=first), None
-        if not isinstance(task.reference_audio, bytes):
-            raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "The reference audio was not loaded.", "Give it as bytes of the encoded file.")
-        voice = self._voices.prepare(task.reference_audio, in_context=bool(task.reference_text))
+        voice = self._voices.prepare(task.recording, in_context=bool(task.reference_text))
         reference = None
         if task.reference_text and voice.codes is not None:
             reference = Reference(self.tokenizer.reference(task.reference_text), voice.codes)
@@ -208,8 +136,7 @@ class Qwen3TTSPipeline:
         limit = min(self.config.sampling.max_new_tokens, MOST_TOKENS)
         if generation.max_seconds is None:
             return limit
-        frames = generation.max_seconds * self.sample_rate / self.codec.decoder.samples_per_frame
-        return max(math.ceil(min(frames - _ROUNDING, limit - 1)), 1) + 1
+        return frames_within(generation.max_seconds, self.sample_rate / self.codec.decoder.samples_per_frame, limit - 1) + 1
 
 
 def sampling_params(defaults: SamplingDefaults, generation: Generation) -> SamplingParams:
@@ -217,9 +144,6 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
 
     As in the published API they are the talker's; the predictor keeps its own, but a temperature of 0 makes both greedy.
     """
-
-    def either(mine: float | None, default: float) -> float:
-        return default if mine is None else mine
 
     def within(setting: float) -> float:
         return min(max(setting, _LEAST_SETTING), _MOST_SETTING)

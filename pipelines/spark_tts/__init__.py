@@ -20,7 +20,7 @@ def describe_checkpoint(path: str | Path) -> ModelCard:
 
 
 def open_checkpoint(path: str | Path, **options: Any) -> Pipeline:
-    """Loads a checkpoint folder; `options` are the fields of `pipelines.spark_tts.pipeline.SparkOptions`.
+    """Loads a checkpoint folder; `options` are the fields of `pipelines.nn.options.TokenModelOptions`.
 
     Raises `ModelError`: `model.bad_checkpoint` that names the tensor or file at fault, `model.missing_extra` where vLLM is
     not installed; `ConfigError` for an unknown option.

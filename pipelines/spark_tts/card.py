@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
+from pipelines.nn.keys import revision
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 from pipelines.spark_tts.config import SparkConfig
@@ -21,8 +21,6 @@ CAPABILITIES = Capabilities(
     cloning=True,
     streaming=True,
 )
-_PROBES = 16
-_PROBE_BYTES = 1 << 16
 _SUFFIXES = (".json", ".yaml", ".safetensors", ".bin")
 
 
@@ -35,19 +33,6 @@ def describe(folder: Path) -> ModelCard:
         engine="vllm",
         sample_rate=config.sample_rate,
         capabilities=CAPABILITIES,
-        revision=_revision(folder),
+        revision=revision(folder, _SUFFIXES),
         seconds_per_character=SECONDS_PER_CHARACTER,
     )
-
-
-def _revision(folder: Path) -> str:
-    """A digest that tells checkpoints apart: configs and sizes whole, weights by samples (they have gigabytes)."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in _SUFFIXES and path.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.relative_to(folder)} {size}\n".encode())
-        with path.open("rb") as file:
-            for probe in range(_PROBES):
-                file.seek(probe * size // _PROBES)
-                digest.update(file.read(_PROBE_BYTES))
-    return digest.hexdigest()[:16]

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
-import yaml
-
-from pipelines.errors import ErrorCode, ModelError
+from pipelines.nn.keys import Keys
 
 LLM, BICODEC, WAV2VEC2 = "LLM", "BiCodec", "wav2vec2-large-xlsr-53"
 _ADVICE = "Check that the folder holds an unchanged SparkTTS checkpoint."
@@ -140,16 +136,18 @@ class SparkConfig:
     def from_folder(cls, folder: str | Path) -> SparkConfig:
         """Reads the configs. Raises `ModelError` (`model.bad_checkpoint`) that names the file and the key at fault."""
         folder = Path(folder)
-        top = _Keys.read(folder / "config.yaml")
-        bicodec = _bicodec(_Keys.read(folder / BICODEC / "config.yaml").section("audio_tokenizer"))
+        top = Keys.read(folder / "config.yaml", _ADVICE)
+        bicodec = _bicodec(Keys.read(folder / BICODEC / "config.yaml", _ADVICE).section("audio_tokenizer"))
         rate, hop = top.whole("sample_rate"), top.whole("latent_hop_length")
         if hop != bicodec.samples_per_token:
             raise top.error("latent_hop_length", f"is {hop}, but BiCodec makes {bicodec.samples_per_token} samples a token")
         clip = int(rate * top.number("ref_segment_duration")) // hop * hop
-        return cls(folder, rate, clip, bool(top.get("volume_normalize", False)), bicodec, _lm(_Keys.read(folder / LLM / "config.json")))
+        return cls(
+            folder, rate, clip, bool(top.get("volume_normalize", False)), bicodec, _lm(Keys.read(folder / LLM / "config.json", _ADVICE))
+        )
 
 
-def _bicodec(keys: _Keys) -> BiCodecConfig:
+def _bicodec(keys: Keys) -> BiCodecConfig:
     mel, decoder, quantizer, speaker = (keys.section(name) for name in ("mel_params", "decoder", "quantizer", "speaker_encoder"))
     top = mel.get("mel_fmax", None)
     rate = mel.whole("sample_rate")
@@ -189,7 +187,7 @@ def _bicodec(keys: _Keys) -> BiCodecConfig:
     return config
 
 
-def _vocos(keys: _Keys) -> VocosConfig:
+def _vocos(keys: Keys) -> VocosConfig:
     ratios = keys.wholes("sample_ratios")
     if any(ratio != 1 for ratio in ratios):
         raise keys.error("sample_ratios", f"are {list(ratios)}; only ratios of 1 are supported")
@@ -198,7 +196,7 @@ def _vocos(keys: _Keys) -> VocosConfig:
     return VocosConfig(*sizes, samplings=len(ratios))
 
 
-def _lm(keys: _Keys) -> LmConfig:
+def _lm(keys: Keys) -> LmConfig:
     if (kind := keys.get("model_type", None)) != "qwen2":
         raise keys.error("model_type", f"is {kind!r}, not 'qwen2'")
     if keys.get("use_sliding_window", False):
@@ -219,61 +217,3 @@ def _lm(keys: _Keys) -> LmConfig:
         tied=bool(keys.get("tie_word_embeddings", False)),
         eos=keys.whole("eos_token_id"),
     )
-
-
-class _Keys:
-    """The keys of one section of a configuration file, read with errors that name file and key."""
-
-    def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
-        self._path = path
-        self._values = values
-        self._prefix = prefix
-
-    @classmethod
-    def read(cls, path: Path) -> _Keys:
-        try:
-            text = path.read_text(encoding="utf-8")
-            values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        except FileNotFoundError as error:
-            raise _bad(f"{path} is missing.") from error
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise _bad(f"{path} cannot be read: {error}.") from error
-        if not isinstance(values, dict):
-            raise _bad(f"{path} does not hold a table of keys.")
-        return cls(path, cast("dict[str, Any]", values))
-
-    def get(self, key: str, default: Any) -> Any:
-        return self._values.get(key, default)
-
-    def section(self, key: str) -> _Keys:
-        return _Keys(self._path, cast("dict[str, Any]", self._typed(key, dict, "a table of keys")), f"{self._prefix}{key}.")
-
-    def whole(self, key: str) -> int:
-        value = self._typed(key, int, "a whole number")
-        if value < 0:
-            raise self.error(key, "must not be negative")
-        return int(value)
-
-    def wholes(self, key: str) -> tuple[int, ...]:
-        values = self._typed(key, list, "a list of whole numbers")
-        if not values or not all(type(value) is int and value > 0 for value in values):
-            raise self.error(key, "must be a list of whole numbers above 0")
-        return tuple(values)
-
-    def number(self, key: str) -> float:
-        return float(self._typed(key, (int, float), "a number"))
-
-    def error(self, key: str, what: str) -> ModelError:
-        return _bad(f"{self._path}: {self._prefix}{key} {what}.")
-
-    def _typed(self, key: str, types: type | tuple[type, ...], words: str) -> Any:
-        if key not in self._values:
-            raise self.error(key, "is missing")
-        value = self._values[key]
-        if not isinstance(value, types) or isinstance(value, bool):
-            raise self.error(key, f"must be {words}")
-        return value
-
-
-def _bad(message: str) -> ModelError:
-    return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, _ADVICE)

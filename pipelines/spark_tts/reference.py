@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,15 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.errors import ErrorCode, InputError, SynthesisError
+from pipelines.nn.recordings import RecordingCache, read_recording
 from pipelines.spark_tts.bicodec import Tokenizer
 from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.features import SemanticFeatures
 
-LEAST_SECONDS = 0.5
-MOST_SECONDS = 60.0
-#: Root mean square below which a recording holds no voice (-60 dBFS).
-SILENCE = 1e-3
 #: Of the published volume normalisation (utils/audio.py, `audio_volume_normalize`).
 _QUIET_PEAK, _PEAK_FLOOR, _HEARD, _LEAST_HEARD, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.01, 10, 0.2, (0.1, 10.0)
 
@@ -42,9 +35,7 @@ class ReferenceEncoder:
         self._config = config
         self._tokenizer = tokenizer
         self._features = features
-        self._capacity = capacity
-        self._kept: OrderedDict[tuple[str, bool], Reference] = OrderedDict()
-        self._lock = threading.Lock()
+        self._kept: RecordingCache[Reference] = RecordingCache(capacity)
 
     def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
         """The tokens of an encoded audio file, of any rate and channel count; semantic tokens only where they are needed.
@@ -52,28 +43,11 @@ class ReferenceEncoder:
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) when the device has no room for it.
         """
-        key = hashlib.sha256(recording).hexdigest(), with_semantic
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-            samples = self.read(recording)
-            try:
-                reference = self.encode([samples], with_semantic)[0]
-            except torch.OutOfMemoryError as error:
-                message = f"The device ran out of memory over the reference audio: {error}."
-                raise SynthesisError(ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine.") from error
-            self._kept[key] = reference
-            if len(self._kept) > self._capacity:
-                self._kept.popitem(last=False)
-            return reference
+        return self._kept.get(recording, with_semantic, lambda: self.encode([self.read(recording)], with_semantic)[0])
 
     def read(self, recording: bytes) -> NDArray[np.float32]:
         """Samples [n] at the model's rate: the first channel, resampled at very high quality, at the published volume."""
-        from pipelines.audio import decode  # only where there is audio to read
-
-        samples, rate = decode(recording, self._config.sample_rate, channel=0, quality="VHQ")
-        _check(samples, rate)
+        samples = read_recording(recording, self._config.sample_rate, channel=0, quality="VHQ")
         return normalize_volume(samples).astype(np.float32) if self._config.volume_normalize else samples
 
     def encode(self, recordings: Sequence[NDArray[np.float32]], with_semantic: bool = True) -> list[Reference]:
@@ -105,15 +79,3 @@ def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:
 def reference_clip(samples: NDArray[np.float32], length: int) -> NDArray[np.float32]:
     """The first `length` samples; what is shorter is repeated."""
     return np.tile(samples, -(-length // len(samples)))[:length]
-
-
-def _check(samples: NDArray[np.float32], rate: int) -> None:
-    seconds = len(samples) / rate
-    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        raise InputError(
-            ErrorCode.INPUT_REFERENCE_LENGTH,
-            f"The reference audio is {seconds:.2f} s long; it must have {LEAST_SECONDS:g} to {MOST_SECONDS:g} s.",
-            "Three to fifteen seconds of clear speech work best.",
-        )
-    if float(np.sqrt(np.mean(np.square(samples, dtype=np.float64)))) < SILENCE:
-        raise InputError(ErrorCode.INPUT_REFERENCE_SILENT, "The reference audio is silent.", "Give a recording with a clear voice.")

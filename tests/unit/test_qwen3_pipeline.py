@@ -215,9 +215,9 @@ def test_voices_are_prepared_once(base: Qwen3TTSPipeline) -> None:
     first = cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=True)
     assert cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=True) is first
     assert cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=False) is not first
-    cabinet._capacity, keep = 1, cabinet._capacity
+    cabinet._kept.capacity, keep = 1, cabinet._kept.capacity
     cabinet.prepare(reference("ref_c_16k_stereo.wav"), in_context=False)
-    cabinet._capacity = keep
+    cabinet._kept.capacity = keep
     assert cabinet.prepare(reference("ref_b_24k_mono.wav"), in_context=True) is not None
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pipelines.delivery.tokens import token_sampling
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import Generation
 from pipelines.spark_tts.config import LLM, SamplingDefaults, SparkConfig
-from pipelines.spark_tts.delivery import Order
-from pipelines.spark_tts.pipeline import token_sampling
+from pipelines.spark_tts.delivery import SparkOrder
 from pipelines.spark_tts.prompt import clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import normalize_volume, reference_clip
 from pipelines.spark_tts.vocabulary import Vocabulary
@@ -51,11 +51,11 @@ def test_what_only_looks_like_a_control_token_is_spoken(vocabulary: Vocabulary) 
     assert vocabulary.spoken("a <|unknown|> b < | c")
 
 
-def order(vocabulary: Vocabulary, voice: tuple[int, ...] | None, keep_unfinished: bool = False) -> Order:
-    return Order("text", 16_000, vocabulary, voice, len(VOICE), {}, keep_unfinished)
+def order(vocabulary: Vocabulary, voice: tuple[int, ...] | None, keep_unfinished: bool = False) -> SparkOrder:
+    return SparkOrder("text", 16_000, {}, keep_unfinished, vocabulary, voice, len(VOICE))
 
 
-def code_of(order: Order, ids: list[int], finish: Finish = "stop") -> ErrorCode:
+def code_of(order: SparkOrder, ids: list[int], finish: Finish = "stop") -> ErrorCode:
     with pytest.raises(SynthesisError) as caught:
         order.codes(Tokens(ids, finish))
     return caught.value.code
