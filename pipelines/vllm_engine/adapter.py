@@ -4,6 +4,7 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,14 +16,16 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from pipelines.errors import ConfigError, ErrorCode
 from pipelines.vllm_engine.library import on_cpu
 from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, VllmOptions
 
-__all__ = ["AsyncLLM", "codes_of", "engine_arguments", "sampling_params", "start_engine"]
+__all__ = ["AsyncLLM", "check_runner", "codes_of", "engine_arguments", "sampling_params", "start_engine"]
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
 _CONTEXT = 8192
 _CPU_STEP_TOKENS = 2048
+_SHARDED_SAMPLING = "enable_batch_sharded_sampling"
 
 
 def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
@@ -54,7 +57,25 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         arguments["gpu_memory_utilization"] = options.memory_share
     if spec.codes_per_step > 1:
         arguments["max_logprobs"] = spec.codes_per_step
+    if spec.v2_runner:
+        if not cpu:
+            # vLLM 0.26 takes it for some architectures only when it is asked to.
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+        if _SHARDED_SAMPLING in AsyncEngineArgs.__dataclass_fields__:
+            arguments[_SHARDED_SAMPLING] = False
     return arguments | dict(spec.engine)
+
+
+def check_runner(arguments: dict[str, Any]) -> None:
+    """Raises `ConfigError` (`config.invalid`) where frames cannot be drawn, which an engine core could only say in its log."""
+    from pipelines.vllm_engine.refusals import refuse
+
+    try:
+        refuse(AsyncEngineArgs(**arguments).create_engine_config())
+    except ValueError as error:
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"vLLM cannot run this model: {error}.", "Change the options it was opened with."
+        ) from error
 
 
 def start_engine(arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
@@ -68,6 +89,7 @@ def start_engine(arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
 
 def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool) -> SamplingParams:
     asked = request.sampling
+    with_codes = codes_per_step > 1 and request.codes
     return SamplingParams(
         temperature=asked.temperature,
         top_k=asked.top_k,
@@ -79,16 +101,16 @@ def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool) 
         ignore_eos=asked.ignore_end,
         detokenize=False,
         # The channel by which a sampler hands on further codes of a step: the ids of "likely tokens".
-        logprobs=codes_per_step - 1 if codes_per_step > 1 else None,
-        flat_logprobs=codes_per_step > 1,
+        logprobs=codes_per_step - 1 if with_codes else None,
+        flat_logprobs=with_codes,
         extra_args=dict(request.extra) or None,
         output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
     )
 
 
 def codes_of(logprobs: Any, steps: int, codes_per_step: int) -> NDArray[np.int64] | None:
-    """int64 [steps, codes_per_step] from the flat log probabilities of an output; None for one code a step."""
-    if codes_per_step == 1:
+    """int64 [steps, codes_per_step] from the flat log probabilities of an output; None where none were asked for."""
+    if codes_per_step == 1 or logprobs is None:
         return None
     rows: Sequence[Sequence[int]] = [
         logprobs.token_ids[start:end][:codes_per_step] for start, end in zip(logprobs.start_indices, logprobs.end_indices)

@@ -53,7 +53,8 @@ class VllmHost:
     def __init__(self, spec: ModelSpec, options: VllmOptions | None = None) -> None:
         """Starts the engine core.
 
-        Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`), `ConfigError` for options that the model cannot run with.
+        Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`), `ConfigError` for options that the model
+        cannot run with.
         """
         options = options or VllmOptions()
         load_vllm(options.cpu_kv_gib)

@@ -43,6 +43,8 @@ class ModelSpec:
     overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
     #: Codes of one step, the sampled token first; more than one needs a sampler that hands them on.
     codes_per_step: int = 1
+    #: Whether the model draws frames (`pipelines.vllm_engine.frames`), which only vLLM's V2 model runner can host.
+    v2_runner: bool = False
     #: Further arguments of vLLM's engine, such as `scheduler_cls` for guidance pairs.
     engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -71,6 +73,10 @@ class TokenRequest:
     sampling: TokenSampling
     #: `extra_args` of vLLM: what samplers and schedulers of ours read.
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    #: Whether the codes of its steps are wanted, where a step has more than one.
+    codes: bool = True
+    #: What beside the ids its KV depends on: only prompts of equal salts share a prefix.
+    cache_salt: str | None = None
     #: A sequence that lives and dies with this one, such as the null branch of guidance; its tokens are dropped.
     shadow: TokenRequest | None = None
 

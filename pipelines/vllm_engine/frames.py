@@ -1,0 +1,216 @@
+"""Models with several codes a step, on vLLM's V2 runner: a frame of codes beside every token.
+
+A model mixes `FrameModel` in before its vLLM class and names a subclass of `FrameState`, which says how frames are embedded and
+drawn. Its sequences run with `ModelSpec(codes_per_step=1 + width, v2_runner=True)`; a step's codes come back in `Tokens.codes`.
+"""
+
+# vLLM is an extra: its imports are checked where it is installed.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from kernels.philox import frame_noise
+from kernels.transfer import to_device
+from pipelines.vllm_engine.refusals import refuse
+
+#: Codes of removed requests that are kept, as a multiple of the slots: more than can be preempted and not yet resumed.
+_KEPT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that got a slot, for the first time or again after a preemption."""
+
+    slot: int
+    request_id: str
+    prompt_ids: list[int]
+    #: `TokenRequest.extra`.
+    extra: Mapping[str, Any]
+    #: vLLM's `SamplingParams`.
+    sampling: Any
+
+
+@dataclass(frozen=True, slots=True)
+class FrameStep:
+    """The rows of one step that have logits, one a request in the order of the batch; `_host` are the same on the host."""
+
+    #: int64 [n].
+    slots: Tensor
+    slots_host: NDArray[np.int64]
+    #: Where the drawn token goes in its sequence, int64 [n].
+    positions: Tensor
+    positions_host: NDArray[np.int64]
+    #: False where the prompt goes on in a later step: what is drawn there is dropped. bool [n].
+    whole: Tensor
+    whole_host: NDArray[np.bool_]
+
+
+class FrameModel:
+    """Mixed in before a vLLM model: keeps the hidden states that the logits came from, for the codes beside the token.
+
+    `width` is the number of codes beside the token; `state_class` the subclass of `FrameState`.
+    """
+
+    width: int
+    state_class: type[FrameState]
+
+    def get_model_state_cls(self) -> type[FrameState]:
+        return self.state_class
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        #: [rows, hidden] of the step that is being drawn.
+        self.drawn_from = hidden_states
+        return super().compute_logits(hidden_states)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class FrameState(DefaultModelState):
+    """What the engine's process knows of the running requests, a row a slot.
+
+    A subclass gives `embed` and `draw`, and `admit` where it has columns of its own. An exception in them ends the engine core.
+    """
+
+    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
+        """Raises ValueError for what frames cannot be drawn under: speculative decoding, pipeline parallelism, rows split over ranks."""
+        refuse(vllm_config)
+        super().__init__(vllm_config, model, encoder_cache, device)
+        slots, width = self.max_num_reqs, model.width
+        #: int16 [slots, positions, width]: the codes that belong to the token at each position; 0 where there are none.
+        self.codes = torch.zeros(slots, self.max_model_len + 1, width, dtype=torch.int16, device=device)
+        #: int64 [slots]: key of the request's noise, and the position that its noise counts from.
+        self.seeds = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.origins = torch.zeros(slots, dtype=torch.int64, device=device)
+        # CUDA graphs read their input here.
+        self._embeds = torch.zeros(self.max_num_tokens, self.inputs_embeds_size, dtype=self.dtype, device=device)
+        self._slots: dict[str, int] = {}
+        self._starts = np.zeros(slots, dtype=np.int64)
+        self._ends = np.zeros(slots, dtype=np.int64)
+        self._kept: OrderedDict[str, Tensor] = OrderedDict()
+
+    def admit(self, request: Admitted) -> None:
+        """A request enters its slot. Codes of its prompt may be written to `self.codes[slot, :len(prompt_ids)]`, which is zero."""
+
+    def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Input embeddings [tokens, hidden] of tokens with their codes. ids, slots, positions: [tokens]; codes: int16 [tokens, width]."""
+        raise NotImplementedError
+
+    def draw(self, logits: Tensor, hidden: Tensor, step: FrameStep) -> tuple[Tensor, Tensor]:
+        """The token int64 [n] and its codes [n, width] of every row. logits: [n, vocab]; hidden: [n, hidden]."""
+        raise NotImplementedError
+
+    def noise(self, step: FrameStep, streams: int) -> Tensor:
+        """Random words int64 [n, streams] in [0, 2**32): of the request's seed, its place in its own output, and the stream alone."""
+        return frame_noise(self.seeds[step.slots], step.positions - self.origins[step.slots], streams)
+
+    def add_request(self, req_index: int, new_req_data: Any) -> None:
+        """See vLLM's `ModelState`."""
+        super().add_request(req_index, new_req_data)
+        prompt = list(new_req_data.prompt_token_ids)
+        sampling = new_req_data.sampling_params
+        extra = sampling.extra_args or {}
+        self._slots[new_req_data.req_id] = req_index
+        self._starts[req_index] = self._ends[req_index] = len(prompt)
+        self.seeds[req_index] = sampling.seed or 0
+        self.origins[req_index] = extra.get("noise_origin", len(prompt))
+        self.codes[req_index, : len(prompt)] = 0
+        self.admit(Admitted(req_index, new_req_data.req_id, prompt, extra, sampling))
+        written = len(new_req_data.prefill_token_ids or prompt) - len(prompt)
+        if written:
+            self._restore(req_index, new_req_data.req_id, len(prompt), written)
+
+    def remove_request(self, req_id: str) -> None:
+        """See vLLM's `ModelState`. It does not say why: the codes are kept, for a preempted request comes back for them."""
+        super().remove_request(req_id)
+        slot = self._slots.pop(req_id, None)
+        if slot is None:
+            return
+        self._kept[req_id] = self.codes[slot, self._starts[slot] : self._ends[slot]].clone()
+        self._kept.move_to_end(req_id)
+        if len(self._kept) > _KEPT * self.max_num_reqs:
+            self._kept.popitem(last=False)
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """See vLLM's `ModelState`."""
+        return FrameSampler(sampler, self), None
+
+    def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        """See vLLM's `ModelState`."""
+        inputs = dict(super().prepare_inputs(input_batch, req_states))
+        tokens, rows = input_batch.num_tokens, input_batch.num_reqs
+        starts = input_batch.query_start_loc[: rows + 1]
+        lengths = (starts[1:] - starts[:-1]).long()
+        slots = torch.repeat_interleave(input_batch.idx_mapping[:rows].long(), lengths, output_size=tokens)
+        positions = input_batch.positions[:tokens].long()
+        self._embeds[:tokens] = self.embed(input_batch.input_ids[:tokens].long(), self.codes[slots, positions], slots, positions)
+        inputs["inputs_embeds"] = self._embeds[: input_batch.num_tokens_after_padding]
+        return inputs
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        """See vLLM's `ModelState`."""
+        return dict(super().prepare_dummy_inputs(num_reqs, num_tokens)) | {"inputs_embeds": self._embeds[:num_tokens]}
+
+    def step(self, batch: Any) -> FrameStep:
+        """The rows of vLLM's `InputBatch`."""
+        rows = batch.num_reqs
+        slots = np.asarray(batch.idx_mapping_np[:rows], dtype=np.int64)
+        # Exact here: only speculative decoding makes it a bound.
+        positions = batch.seq_lens_cpu_upper_bound[:rows].numpy().astype(np.int64)
+        whole = positions >= batch.prefill_len_np[:rows]
+        self._ends[slots[whole]] = positions[whole] + 1
+        return FrameStep(
+            batch.idx_mapping[:rows].long(),
+            slots,
+            batch.seq_lens[:rows].long(),
+            positions,
+            to_device(torch.from_numpy(whole), self.device),
+            whole,
+        )
+
+    def write(self, step: FrameStep, codes: Tensor) -> None:
+        """Puts the codes [n, width] of whole rows beside the tokens that were drawn with them."""
+        old = self.codes[step.slots, step.positions]
+        self.codes[step.slots, step.positions] = torch.where(step.whole[:, None], codes.to(torch.int16), old)
+
+    def _restore(self, slot: int, request_id: str, start: int, written: int) -> None:
+        kept = self._kept.pop(request_id, None)
+        if kept is None or len(kept) < written:
+            raise RuntimeError(f"the codes of the preempted request {request_id} are gone")
+        self.codes[slot, start : start + written] = kept[:written]
+        self._ends[slot] = start + written
+
+
+class FrameSampler:
+    """In the place of vLLM's sampler: the state draws token and codes. What else the runner asks of a sampler, the base answers."""
+
+    def __init__(self, base: Any, state: FrameState) -> None:
+        self._base = base
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    def __call__(self, logits: Tensor, input_batch: Any) -> SamplerOutput:
+        step = self._state.step(input_batch)
+        model: Any = self._state.model
+        tokens, codes = self._state.draw(logits, model.drawn_from, step)
+        self._state.write(step, codes)
+        ids = torch.cat((tokens[:, None], codes), 1).to(torch.int32)
+        return SamplerOutput(
+            sampled_token_ids=tokens[:, None],
+            # The channel of the codes: the ids of "likely tokens", the sampled one first.
+            logprobs_tensors=LogprobsTensors(ids, torch.zeros(ids.shape, device=ids.device), torch.ones_like(tokens)),
+            num_nans=None,
+            num_sampled=step.whole.to(torch.int32),
+            num_rejected=torch.zeros_like(step.whole, dtype=torch.int32),
+        )
