@@ -1,7 +1,7 @@
 """`python -m benchmarks.exports [--items N]`: how fast each format is written, in how much memory, beside a bare copy of the audio.
 
 Every export runs in a process of its own. The bare copy reads the same audio files one after the other and writes them into
-one file, with the same `fsync` at its end.
+one file, with the same `fsync` at its end; it is measured anew beside each format, so that both meet the same load of the machine.
 """
 
 from __future__ import annotations
@@ -115,15 +115,20 @@ def measure(folder: Path, items: int, seconds: float) -> list[Figure]:
     small, _ = make_job(folder / "small", max(items // 10, 1), seconds)
     large, audio_bytes = make_job(folder / "large", items, seconds)
     bare_copy(folder / "large")
-    limit = audio_bytes / 1e6 / bare_copy(folder / "large")
     figures: list[Figure] = []
+    loads: list[float] = []
     for name in (*LINE_FORMATS, *FOLDER_FORMATS):
+        loads.append(os.getloadavg()[0])
         _, small_mb = once(folder / "small", small, name)
         took, large_mb = once(folder / "large", large, name)
         if name in FOLDER_FORMATS and FOLDER_FORMATS[name].audio == "inside":
+            limit = audio_bytes / 1e6 / bare_copy(folder / "large")
             figures.append(Figure(f"{name}, {items:,} items", audio_bytes / 1e6 / took, "MB/s", "", limit, "bare copy of the audio"))
         figures.append(Figure(f"{name}, {items:,} items", items / took, "items/s"))
         figures.append(Figure(f"{name}, memory", large_mb, "MB RSS", f"{small_mb:.0f} at a tenth of the items"))
+    cores = os.cpu_count()
+    about = f"{min(loads):.1f} to {max(loads):.1f} on {cores} cores; 1.0 is this benchmark alone"
+    figures.append(Figure("load of the machine while measured", sum(loads) / len(loads), "processes", about))
     return figures
 
 
