@@ -1,0 +1,1 @@
+"""Fish Speech S2: cloned voices, described deliveries and dialogues, a dual AR on vLLM and a causal 44.1 kHz codec."""

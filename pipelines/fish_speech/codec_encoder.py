@@ -1,0 +1,123 @@
+"""The codec's encoding half: recordings to codes. Always in float32, since codes are not continuous."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, normalize, pad
+
+from pipelines.fish_speech.codec_blocks import (
+    RESIDUAL_DILATIONS,
+    CausalConv,
+    ConvNeXt,
+    Loader,
+    ResidualUnit,
+    Snake,
+    StateLayout,
+    WindowTransformer,
+)
+from pipelines.fish_speech.config import CodecConfig, CodecStackConfig
+from pipelines.fish_speech.weights import TensorSource
+
+STEM_KERNEL, HEAD_KERNEL = 7, 3
+
+
+class EncoderBlock:
+    """Three residual units, a strided convolution, and in the last block a transformer: [B, T, Cin] -> [B, T / rate, 2 * Cin]."""
+
+    def __init__(self, load: Loader, layout: StateLayout, channels: int, rate: int, stack: CodecStackConfig | None) -> None:
+        self.units = [ResidualUnit(load.at(f"block.{i}."), layout, channels, dilation) for i, dilation in enumerate(RESIDUAL_DILATIONS)]
+        self.snake = Snake(load.at("block.3."), channels)
+        self.conv = CausalConv(load.at("block.4.conv."), layout, channels, 2 * channels, 2 * rate, rate)
+        self.transformer = None if stack is None else WindowTransformer(load.at("block.5."), layout, stack)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x, None)
+        x = self.conv(self.snake(x), None)
+        return x if self.transformer is None else self.transformer(x, None)
+
+
+class Codebook:
+    """A factorized codebook: vectors are compared in few dimensions, by direction (Yu et al., 2022)."""
+
+    def __init__(self, load: Loader, config: CodecConfig, codes: int) -> None:
+        self.into = load.at("in_proj.").normed(config.codebook_dim, config.latent, 1).squeeze(2)
+        self.into_bias = load("in_proj.bias", config.codebook_dim)
+        self.out = load.at("out_proj.").normed(config.latent, config.codebook_dim, 1).squeeze(2)
+        self.out_bias = load("out_proj.bias", config.latent)
+        self.codes = load("codebook.weight", codes, config.codebook_dim)
+        self.directions = normalize(self.codes, dim=-1)
+
+    def choose(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """z: [B, T, latent] -> codes int64 [B, T], and what they stand for [B, T, latent]."""
+        inner = normalize(linear(z, self.into, self.into_bias), dim=-1)
+        squares = inner.square().sum(-1, keepdim=True) + self.directions.square().sum(-1)
+        codes = (squares - 2 * inner @ self.directions.T).argmin(-1)
+        return codes, linear(self.codes[codes], self.out, self.out_bias)
+
+    def table(self) -> Tensor:
+        """What every code stands for: [codes, latent]."""
+        return linear(self.codes, self.out, self.out_bias)
+
+
+class CodecEncoder:
+    """Recordings to codes, a frame of `samples_per_frame` samples at a time."""
+
+    def __init__(self, config: CodecConfig, source: TensorSource, codebooks: Sequence[Codebook], device: torch.device) -> None:
+        load, layout = Loader(source, "", torch.float32, device), StateLayout()
+        self.config = config
+        self.device = device
+        self._codebooks = codebooks
+        encoder, width = load.at("encoder."), config.encoder_dim
+        self._stem = CausalConv(encoder.at("block.0.conv."), layout, 1, width, STEM_KERNEL)
+        self._blocks = [
+            EncoderBlock(encoder.at(f"block.{i + 1}."), layout, width << i, rate, stack)
+            for i, (rate, stack) in enumerate(zip(config.encoder_rates, config.encoder_stacks))
+        ]
+        last = len(self._blocks) + 1
+        self._snake = Snake(encoder.at(f"block.{last}."), config.latent)
+        self._head = CausalConv(encoder.at(f"block.{last + 1}.conv."), layout, config.latent, config.latent, HEAD_KERNEL)
+        self._down = [
+            (
+                CausalConv(load.at(f"quantizer.downsample.{i}.0.conv."), layout, config.latent, config.latent, factor, factor),
+                ConvNeXt(load.at(f"quantizer.downsample.{i}.1."), layout, config.latent),
+            )
+            for i, factor in enumerate(config.downsample)
+        ]
+        self._pre = WindowTransformer(load.at("quantizer.pre_module."), layout, config.pre)
+
+    @torch.inference_mode()
+    def encode(self, samples: Tensor) -> Tensor:
+        """float32 [samples] at the codec's rate -> int64 [frames, codebooks]; the last frame is filled up with silence."""
+        return self.quantize(self.latents(self.features(samples)))[0]
+
+    def features(self, samples: Tensor) -> Tensor:
+        """float32 [samples] -> what the quantizer takes, [1, steps, latent]."""
+        size = self.config.samples_per_frame
+        x = pad(samples.to(self.device, torch.float32), (0, -len(samples) % size))[None, :, None]
+        x = self._stem(x, None)
+        for block in self._blocks:
+            x = block(x)
+        return self._head(self._snake(x), None)
+
+    def downsampled(self, x: Tensor) -> Tensor:
+        """[B, steps, latent] -> [B, frames, latent]."""
+        for conv, block in self._down:
+            x = block(conv(x, None), None)
+        return x
+
+    def latents(self, x: Tensor) -> Tensor:
+        """[B, steps, latent] -> what the codes are chosen by, [B, frames, latent]."""
+        return self._pre(self.downsampled(x), None)
+
+    def quantize(self, z: Tensor) -> Tensor:
+        """[B, frames, latent] -> int64 [B, frames, codebooks], each codebook choosing for what the ones before it left."""
+        codes: list[Tensor] = []
+        for codebook in self._codebooks:
+            chosen, found = codebook.choose(z)
+            codes.append(chosen)
+            z = z - found
+        return torch.stack(codes, dim=-1)

@@ -1,0 +1,143 @@
+"""The fast AR: from one state of the slow AR and the semantic code to the residual codes of a frame, all rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
+
+from pipelines.fish_speech.config import FishConfig, StackConfig
+from pipelines.fish_speech.weights import FAST, PROJECTIONS, TensorSource, halves, rotary_table
+
+#: Chooses code i of every row: (i, logits [n, codes]) -> int64 [n].
+Choose = Callable[[int, Tensor], Tensor]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm: float32 statistics, cast back, then the weight. x: [n, dim]."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[n, 2 * width] -> [n, width]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate) * up
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotates half-split heads in float32. x: [n, heads, head_dim]; cosine, sine: [head_dim / 2], one position for all rows."""
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1).to(x.dtype)
+
+
+class FastLayer(nn.Module):
+    """One layer; `qkv` and `gate_up` are the published matrices one below the other, q and k in half-split order."""
+
+    def __init__(self, config: StackConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim, inner = config.dim, config.intermediate
+        self.norm1, self.norm2 = nn.Parameter(torch.empty(dim)), nn.Parameter(torch.empty(dim))
+        self.qkv = nn.Parameter(torch.empty(config.q_width + 2 * config.kv_width, dim))
+        self.out = nn.Parameter(torch.empty(dim, config.q_width))
+        self.gate_up = nn.Parameter(torch.empty(2 * inner, dim))
+        self.down = nn.Parameter(torch.empty(dim, inner))
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, position: int) -> Tensor:
+        """x: [n, dim]; keys, values: [n, kv_heads, positions, head_dim], filled up to `position` and written there."""
+        config = self.config
+        packed = linear(rms_norm(x, self.norm1, config.eps), self.qkv).unflatten(-1, (-1, config.head_dim))
+        query, key, value = packed.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
+        keys[:, :, position] = rotate(key, *rotation)
+        values[:, :, position] = value
+        seen = slice(0, position + 1)
+        query = rotate(query, *rotation)[:, :, None]
+        attended = scaled_dot_product_attention(query, keys[:, :, seen], values[:, :, seen], enable_gqa=config.heads != config.kv_heads)
+        x = x + linear(attended.flatten(1), self.out)
+        return x + linear(swiglu(linear(rms_norm(x, self.norm2, config.eps), self.gate_up)), self.down)
+
+
+class FastAr(nn.Module):
+    """The stack with its own keys and values, which live for one frame: position 0 is the state, position i code i - 1."""
+
+    def __init__(self, config: FishConfig) -> None:
+        super().__init__()
+        stack = config.fast
+        self.config = stack
+        self.codebooks = config.codebooks
+        self.project = self.project_bias = None
+        if stack.dim != config.slow.dim:
+            self.project = nn.Parameter(torch.empty(stack.dim, config.slow.dim))
+            self.project_bias = nn.Parameter(torch.empty(stack.dim))
+        self.embeddings = nn.Parameter(torch.empty(stack.vocab, stack.dim))
+        self.layers = nn.ModuleList([FastLayer(stack) for _ in range(stack.layers)])
+        self.norm = nn.Parameter(torch.empty(stack.dim))
+        self.output = nn.Parameter(torch.empty(stack.vocab, stack.dim))
+        cosine, sine = rotary_table(config.codebooks, stack.head_dim, stack.rope_base)
+        # Not of the state dictionary: rounded values in float32, whatever type the weights have.
+        self._tables = (cosine, sine)
+        self._caches: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def forward(self, hidden: Tensor, first: Tensor, choose: Choose) -> Tensor:
+        """hidden: [n, slow dim], behind the final norm; first: int64 [n], code 0. Returns int64 [n, codebooks]."""
+        rows, device = len(hidden), hidden.device
+        cosine, sine = self._tables = tuple(table.to(device) for table in self._tables)
+        keys, values = self._cache(rows, hidden.dtype, device)
+        x = hidden if self.project is None else linear(hidden, self.project, self.project_bias)
+        codes = [first]
+        for position in range(self.codebooks):
+            if position:
+                x = embedding(codes[-1], self.embeddings)
+            for index, layer in enumerate(self.layers):
+                x = layer(x, (cosine[position], sine[position]), keys[index], values[index], position)
+            # What follows the state alone would be code 0 again, which the slow AR has chosen already.
+            if position:
+                codes.append(choose(position, linear(rms_norm(x, self.norm, self.config.eps), self.output)))
+        return torch.stack(codes, dim=-1)
+
+    def _cache(self, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Keys and values, [layers, n, kv_heads, positions, head_dim] each: allocated once a size, since a frame overwrites them whole."""
+        if rows not in self._caches:
+            config = self.config
+            shape = (config.layers, rows, config.kv_heads, self.codebooks, config.head_dim)
+            self._caches[rows] = (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+        return self._caches[rows]
+
+
+def fast_tensors(config: FishConfig, source: TensorSource) -> dict[str, Tensor]:
+    """The state dictionary of a `FastAr`, from a checkpoint's tensors. Raises as the source does."""
+    stack = config.fast
+
+    def take(name: str, *shape: int) -> Tensor:
+        return source.take(f"{FAST}{name}", shape)
+
+    tensors = {
+        "embeddings": take("embeddings.weight", stack.vocab, stack.dim),
+        "norm": take("norm.weight", stack.dim),
+        "output": take("output.weight", stack.vocab, stack.dim),
+    }
+    if stack.dim != config.slow.dim:
+        place = next((name for name in PROJECTIONS if f"{FAST}{name}.weight" in source), PROJECTIONS[0])
+        tensors |= {"project": take(f"{place}.weight", stack.dim, config.slow.dim), "project_bias": take(f"{place}.bias", stack.dim)}
+    for index in range(stack.layers):
+        at = f"layers.{index}."
+        query, key, value = _query_key_value(stack, take, source, at)
+        tensors |= {
+            f"{at}qkv": torch.cat([halves(query, stack.head_dim), halves(key, stack.head_dim), value]),
+            f"{at}out": take(f"{at}attention.wo.weight", stack.dim, stack.q_width),
+            f"{at}norm1": take(f"{at}attention_norm.weight", stack.dim),
+            f"{at}norm2": take(f"{at}ffn_norm.weight", stack.dim),
+            f"{at}gate_up": torch.cat([take(f"{at}feed_forward.{name}.weight", stack.intermediate, stack.dim) for name in ("w1", "w3")]),
+            f"{at}down": take(f"{at}feed_forward.w2.weight", stack.dim, stack.intermediate),
+        }
+    return tensors
+
+
+def _query_key_value(stack: StackConfig, take: Callable[..., Tensor], source: TensorSource, at: str) -> tuple[Tensor, ...]:
+    widths = (stack.q_width, stack.kv_width, stack.kv_width)
+    if f"{FAST}{at}attention.wq.weight" in source:
+        return tuple(take(f"{at}attention.w{letter}.weight", width, stack.dim) for letter, width in zip("qkv", widths))
+    return take(f"{at}attention.wqkv.weight", sum(widths), stack.dim).split(widths)

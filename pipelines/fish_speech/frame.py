@@ -1,0 +1,140 @@
+"""One step behind the slow AR: states and logits to tokens and codes, all rows at once, on CUDA in one graph a bucket."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelines.fish_speech.config import FishConfig
+from pipelines.fish_speech.fast_ar import FastAr
+from pipelines.fish_speech.sampling import (
+    RETRY_TEMPERATURE,
+    RETRY_TOP_P,
+    WINDOW,
+    Ranked,
+    Settings,
+    draw,
+    probabilities,
+    ranked,
+    repetition_aware,
+    uniform_noise,
+)
+
+#: Candidates that are looked at while no row asks for more; the published top_k is 30.
+RANKS = 64
+#: Batch sizes that CUDA graphs are captured for.
+BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+_WARM_UPS = 2
+
+#: Uniform numbers of one draw: (stream, order of the candidates [n, ranks]) -> float32 [n, ranks]. Streams 0 and 1 are the two
+#: draws of the token, stream 1 + i is that of code i.
+Noise = Callable[[int, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a step needs to know of its rows.
+
+    hidden: [n, dim], behind the final norm; logits: [n, semantic tokens + 1], the end last; window: int64 [n, WINDOW], ids that were
+    drawn a moment ago, 0 where there are none; temperature, top_p: float32 [n]; top_k, seeds, frames: int64 [n].
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    window: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    seeds: Tensor
+    frames: Tensor
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.hidden, self.logits, self.window, self.temperature, self.top_p, self.top_k, self.seeds, self.frames)
+
+
+class FrameMaker:
+    """Draws the token, and runs the fast AR for the codes."""
+
+    def __init__(self, config: FishConfig, fast: FastAr, device: torch.device) -> None:
+        self.fast = fast
+        self.codebooks = config.codebooks
+        self._semantic = config.semantic
+        self._size = config.fast.vocab
+        self._ids = torch.tensor([*config.semantic, config.end], device=device)
+
+    def __call__(self, rows: Rows, ranks: int = RANKS, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [n], as ids of the vocabulary, and codes int64 [n, codebooks]; `ranks`: 0 for all. Noise is that of the seeds."""
+        if noise is None:
+            widest = ranks or max(rows.logits.shape[1], self._size)
+            uniform = uniform_noise(rows.seeds, rows.frames, self.codebooks + 1, widest)
+            noise = lambda stream, order: uniform[:, stream, : order.shape[1]]  # noqa: E731
+        settings = Settings(rows.temperature, rows.top_p, rows.top_k)
+        found = ranked(rows.logits, ranks)
+        token = self._ids[_drawn(found, settings, noise, 0)]
+        again = Settings(torch.full_like(rows.temperature, RETRY_TEMPERATURE), torch.full_like(rows.top_p, RETRY_TOP_P), settings.top_k)
+        token = repetition_aware(token, self._ids[_drawn(found, again, noise, 1)], rows.window, self._semantic)
+        first = (token - self._semantic.start).clamp(0, self._size - 1)
+        codes = self.fast(rows.hidden, first, lambda i, logits: _drawn(ranked(logits, ranks), settings, noise, 1 + i))
+        return token, codes
+
+
+def _drawn(candidates: Ranked, settings: Settings, noise: Noise, stream: int) -> Tensor:
+    chances = probabilities(candidates, settings.temperature, settings.top_p, settings.top_k)
+    return draw(candidates, chances, noise(stream, candidates.order))
+
+
+class FrameGraphs:
+    """A `FrameMaker` whose usual steps are CUDA graphs; anywhere else it just runs.
+
+    A step of n rows is that of the next larger bucket, its other rows left as they were; what needs more candidates than `RANKS` runs
+    without a graph.
+    """
+
+    def __init__(self, maker: FrameMaker, most_rows: int) -> None:
+        self._maker = maker
+        self._buckets = [bucket for bucket in BUCKETS if bucket < most_rows] + [most_rows]
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows, tuple[Tensor, Tensor]]] = {}
+        self._pool: Any = None
+
+    def capture(self, like: Rows) -> None:
+        """Captures every bucket ahead of time; `like`: any rows of the right types on the device. Does nothing off CUDA."""
+        if like.hidden.is_cuda:
+            for bucket in reversed(self._buckets):
+                self._graph(bucket, like)
+
+    def __call__(self, rows: Rows, wide: bool) -> tuple[Tensor, Tensor]:
+        """Tokens [n] and codes [n, codebooks]; `wide`: a row asks for more candidates than `RANKS`. They are valid until the next call."""
+        count = len(rows.hidden)
+        if wide or not rows.hidden.is_cuda or count > self._buckets[-1]:
+            return self._maker(rows, 0 if wide else RANKS)
+        bucket = self._buckets[bisect.bisect_left(self._buckets, count)]
+        graph, inputs, (tokens, codes) = self._graph(bucket, rows)
+        for place, value in zip(inputs.tensors(), rows.tensors()):
+            place[:count].copy_(value)
+        graph.replay()
+        return tokens[:count], codes[:count]
+
+    def _graph(self, bucket: int, like: Rows) -> tuple[torch.cuda.CUDAGraph, Rows, tuple[Tensor, Tensor]]:
+        if bucket not in self._graphs:
+            inputs = Rows(*(value.new_ones((bucket, *value.shape[1:])) for value in like.tensors()))
+            # Compilation and workspaces must be done with before a capture, on a stream of their own.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UPS):
+                    self._maker(inputs)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                made = self._maker(inputs)
+            self._pool = self._pool or graph.pool()
+            self._graphs[bucket] = graph, inputs, made
+        return self._graphs[bucket]
+
+
+__all__ = ["RANKS", "WINDOW", "FrameGraphs", "FrameMaker", "Noise", "Rows"]
