@@ -123,6 +123,17 @@ class SynthesisError(NightjarError):
     """The engine could not make this speech (`synth.*`)."""
 
 
+class NoAudioError(SynthesisError):
+    """The model wrote text but no audio (`synth.no_audio`); `text_out` is that text."""
+
+    def __init__(self, message: str, advice: str, text_out: str) -> None:
+        super().__init__(ErrorCode.SYNTH_NO_AUDIO, message, advice)
+        self.text_out = text_out
+
+    def __reduce__(self) -> tuple[type[NightjarError], tuple[str, str, str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self), (self.message, self.advice, self.text_out)
+
+
 class StoreError(NightjarError):
     """The object store refused or could not be reached (`store.*`)."""
 

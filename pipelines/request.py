@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Role = Literal["user", "assistant", "system"]
 Modality = Literal["text", "audio", "image", "video", "toolcall"]
+Mode = Literal["text_only", "text_audio"]
 EngineState = Literal["ready", "starting", "broken"]
 
 
@@ -32,6 +33,14 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     repetition_penalty: float | None = None
     cfg: float | None = None
     max_seconds: float | None = None
+    #: What the model writes: text alone, or text and then audio.
+    mode: Mode | None = None
+    #: Of the text and of the audio, where a model writes both; each goes before `temperature` and `top_k`.
+    text_temperature: float | None = None
+    audio_temperature: float | None = None
+    audio_top_k: int | None = None
+    #: Steps of the engine: text tokens and frames together.
+    max_tokens: int | None = None
 
     def over(self, defaults: Generation) -> Generation:
         """This object with every unset field taken from `defaults`."""
@@ -64,7 +73,7 @@ class SynthesisRequest:
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """The result of one request."""
+    """The result of one request. It has no samples where only text was asked for."""
 
     #: float32 [samples], mono, within [-1, 1].
     samples: NDArray[np.float32]
@@ -88,6 +97,10 @@ class AudioChunk:
     samples: NDArray[np.float32]
     sample_rate: int
     final: bool = False
+    #: A piece of the text that the model writes, for models with `capabilities.text_out`.
+    text: str = ""
+    #: The whole result, with the final piece of such a model.
+    speech: Speech | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +121,8 @@ class Capabilities:
     sampling: bool = True
     text_out: bool = False
     audio_in: bool = False
+    #: What it can be asked to write, its default first; empty: not selectable.
+    modes: tuple[Mode, ...] = ()
     #: Takes the whole dialogue rather than one user turn.
     multi_turn: bool = False
     max_text_characters: int = 5000

@@ -22,6 +22,8 @@ _MOST_SEED = 2**63 - 1
 #: Of a frame: seconds that are whole frames must not become one more.
 _ROUNDING = 1e-6
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
+#: Settings of models that write text and audio.
+_TWO_FOLD = ("text_temperature", "audio_temperature", "audio_top_k", "max_tokens")
 
 T = TypeVar("T")
 
@@ -87,14 +89,18 @@ def speech_task(messages: Sequence[Message], generation: Generation, capabilitie
 def check_generation(generation: Generation) -> None:
     """Raises `InputError` (`input.bad_generation`) that names the first setting outside its range.
 
-    Ranges: 0 <= seed < 2**63, temperature >= 0, top_k >= 0, 0 < top_p <= 1, repetition_penalty > 0, cfg >= 0, max_seconds > 0.
+    Ranges: 0 <= seed < 2**63, temperature >= 0, top_k >= 0, 0 < top_p <= 1, repetition_penalty > 0, cfg >= 0, max_seconds > 0,
+    text_temperature and audio_temperature >= 0, audio_top_k >= 0, max_tokens > 0.
     """
     if (seed := generation.seed) is not None and not 0 <= seed < 2**63:
         raise _bad_setting("seed", seed, "a whole number from 0 to 2**63 - 1")
     if (temperature := generation.temperature) is not None and not 0 <= temperature < _INFINITY:
         raise _bad_setting("temperature", temperature, "0 or more")
-    if (top_k := generation.top_k) is not None and top_k < 0:
-        raise _bad_setting("top_k", top_k, "0 or more")
+    for name in ("top_k", "text_temperature", "audio_temperature", "audio_top_k"):
+        if (value := getattr(generation, name)) is not None and not 0 <= value < _INFINITY:
+            raise _bad_setting(name, value, "0 or more")
+    if (tokens := generation.max_tokens) is not None and tokens < 1:
+        raise _bad_setting("max_tokens", tokens, "1 or more")
     if (top_p := generation.top_p) is not None and not 0 < top_p <= 1:
         raise _bad_setting("top_p", top_p, "above 0 and at most 1")
     if (penalty := generation.repetition_penalty) is not None and not 0 < penalty < _INFINITY:
@@ -223,6 +229,12 @@ def _check_abilities(audio: str | bytes | None, generation: Generation, capabili
         raise _unsupported("This model takes no instructions", "Remove `instruct`, or use a model that follows instructions.")
     if generation.cfg is not None and not capabilities.guidance:
         raise _unsupported("This model has no guidance", "Remove `cfg`, or use a model with guidance.")
+    if generation.mode is not None and generation.mode not in capabilities.modes:
+        raise _unsupported(f"This model has no mode {generation.mode!r}", "Remove `mode`, or use a model that has it.")
+    if not capabilities.text_out:
+        for name in _TWO_FOLD:
+            if getattr(generation, name) is not None:
+                raise _unsupported("This model does not write text", f"Remove `{name}`, or use a model that writes text and audio.")
     if not capabilities.sampling:
         for name in _SAMPLING:
             if getattr(generation, name) is not None:

@@ -7,13 +7,13 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
 from jobs.ledger.records import JobSpec
 from pipelines.errors import ErrorCode, InputError
-from pipelines.request import Generation
+from pipelines.request import Generation, Mode
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,6 +29,11 @@ _GENERATION: tuple[tuple[str, Any, str], ...] = (
     ("repetition_penalty", click.FloatRange(min=0, min_open=True), "Penalty of repeated codes."),
     ("cfg", click.FloatRange(min=0), "Scale of the guidance."),
     ("max_seconds", click.FloatRange(min=0, min_open=True), "Longest audio of an item."),
+    ("mode", click.Choice(get_args(Mode)), "What a model that can do both writes: text, or text and then audio."),
+    ("text_temperature", click.FloatRange(min=0), "Sampling temperature of such a model's text."),
+    ("audio_temperature", click.FloatRange(min=0), "Sampling temperature of its audio."),
+    ("audio_top_k", click.IntRange(min=0), "Sample its audio among the likeliest codes."),
+    ("max_tokens", click.IntRange(min=1), "Most steps of such a model: text tokens and frames together."),
 )
 
 
