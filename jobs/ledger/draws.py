@@ -43,7 +43,7 @@ def draws_page(connection: sa.Connection, job_id: str, after: int, limit: int) -
     indexes = sa.select(columns.idx).where(of_job, columns.idx > after).distinct().order_by(columns.idx).limit(limit)
     last = sa.select(sa.func.max(indexes.subquery().c.idx)).scalar_subquery()
     query = sa.select(schema.draws).where(of_job, columns.idx > after, columns.idx <= last).order_by(columns.idx, columns.draw)
-    return [_row(row) for row in connection.execute(query).mappings()]
+    return [draw_from(row) for row in connection.execute(query).mappings()]
 
 
 def drawn_before(connection: sa.Connection, job_id: str, first: int, last: int) -> dict[int, int]:
@@ -57,7 +57,8 @@ def drawn_before(connection: sa.Connection, job_id: str, first: int, last: int) 
     return dict(connection.execute(query).tuples().all())
 
 
-def _row(row: sa.RowMapping) -> DrawRow:
+def draw_from(row: sa.RowMapping) -> DrawRow:
+    """A row of `draws` as a record."""
     code = None if row["code"] is None else ErrorCode(row["code"])
     scores = msgspec.convert(row["scores"], dict[str, Score])
     return DrawRow(row["idx"], Draw(row["draw"], row["seed"], code, bool(row["kept"]), row["duration_ms"], scores))

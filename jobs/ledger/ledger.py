@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from jobs.ledger import dispatch, draws, ingest, leases, migrate, people, reconcile, schedules, views, workers
+from jobs.ledger import dispatch, draws, ingest, leases, migrate, people, reconcile, samples, schedules, views, workers
 from jobs.ledger.bulk import DuplicateRowsError
 from jobs.ledger.engine import Database
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.outcomes import commit as commit_outcomes
 from jobs.ledger.records import (
+    Artifact,
     CommitResult,
     DrawRow,
     ItemRow,
@@ -30,6 +31,7 @@ from jobs.ledger.records import (
     WorkerRow,
 )
 from jobs.ledger.rows import read_job
+from jobs.ledger.samples import Attempt
 from pipelines.errors import ErrorCode, ServiceError
 
 
@@ -292,6 +294,22 @@ class Ledger:
     def drawn_before(self, job_id: str, first: int, last: int) -> dict[int, int]:
         """Index -> number of draws of the items from `first` to `last` that have some: after `jobs retry` they go on from there."""
         return self._database.read(draws.drawn_before, job_id, first, last)
+
+    def attempts(self, job_id: str) -> Iterator[Attempt]:
+        """Every lease of the job's shards, in the order of the shards; a page in memory at a time."""
+        page: list[Attempt] = []
+        after = (-1, -1)
+        while page := self._database.read(samples.attempts_page, job_id, after, views.PAGE_ROWS):
+            yield from page
+            after = (page[-1].shard_no, page[-1].epoch)
+
+    def draws_of(self, job_id: str, indexes: Collection[int]) -> list[DrawRow]:
+        """The draws of a few items, in order of index and draw."""
+        return self._database.read(samples.draws_of, job_id, indexes)
+
+    def artifacts_of(self, job_id: str, kind: str, indexes: Collection[int]) -> dict[int, Artifact]:
+        """Index -> artifact of one kind, of those of a few items that have one."""
+        return self._database.read(samples.artifacts_of, job_id, kind, indexes)
 
     def shard_inputs(self, job_id: str) -> dict[int, tuple[str, str]]:
         """Key and SHA-256 of the input object of each shard; the two halves of a bisected shard share one."""
