@@ -1,292 +1,239 @@
 """Qwen3-TTS end to end on full-size random weights: prompt ids in, float32 samples on the host out, through the real engine.
 
-    NIGHTJAR_COMMIT=... python -m benchmarks.qwen3_tts_gpu --sizes 0b6 1b7 --slots 128 512 --json benchmarks/results/qwen3_tts_h200.json
+    NIGHTJAR_COMMIT=... python -m benchmarks.qwen3_tts_gpu --sizes 0b6 1b7 --slots 128 512 --json qwen3_tts.json
     python -m benchmarks.qwen3_tts_gpu --device cpu --tiny
 
 A closed loop keeps every slot taken with utterances of 3 to 15 seconds. Each has its length from the start, but the engine does not
-know it: the weights draw the end at the first frame that `min_new_tokens` allows. Measured: the whole, the language model without the
-codec, and the codec alone. The comparison with the reference implementation is not part of this yet.
+know it: the weights draw the end at the first frame that `min_new_tokens` allows. Measured, once twice as many utterances are out as
+there are slots: the whole, the language model without the codec, and the codec alone; each row has its share of the roofline floor.
+What is quoted is sustained: the smaller of what the language model made and what was heard. `--sweep` adds the whole at more numbers of
+slots, `--reproducible` the whole in reproducible mode, `--reference` the rows of `benchmarks.qwen3_tts_reference`.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import gc
 import json
-import math
 import os
 import platform
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from benchmarks.codec_random import PUBLISHED, RandomWeights
+from benchmarks.qwen3_tts_load import FRAMES_PER_SECOND, MOST_TOKENS, ClosedLoop, Load, Pool, memory, requests
 from benchmarks.qwen3_tts_shapes import random_model
-from benchmarks.watched import GpuUse, Watched
-from pipelines.engine.codec_stage import CodecStage
-from pipelines.engine.core import EngineOptions, Finish
-from pipelines.engine.engine import Engine
-from pipelines.engine.scheduler import GenerationRequest
-from pipelines.engine.state import SamplingParams
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.qwen3_tts.codec import CodecDecoder, CodecState
-from pipelines.qwen3_tts.delivery import FrameOrder, FrameUtterer
-from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
+from benchmarks.roofline import device_named, floor_ms, mean_context
+from benchmarks.watched import Watched
+from pipelines.qwen3_tts.codec import CodecDecoder
+from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
+from pipelines.qwen3_tts.execution import engine_options, open_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
-from pipelines.request import Speech
 
-FRAMES_PER_SECOND = 12.5
-SAMPLE_RATE = 24_000
 PAGE_SIZE = 64
-#: Text tokens of a second of speech.
-TOKENS_PER_SECOND = 3.3
-MOST_TOKENS = 2048
+MAX_CONTEXT = 4096
+#: Seconds at most until a loop has settled, compilation of kernels included.
+SETTLE_SECONDS = 60.0
+#: The published decoder with next to no width, to try this on a CPU.
+TINY_CODEC = replace(PUBLISHED, latent_dim=32, codebook_dim=16, hidden_size=32, intermediate_size=32, head_dim=16, num_attention_heads=2,
+                     num_key_value_heads=2, num_hidden_layers=1, decoder_dim=48)  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What is asked for: seconds of the shortest and the longest utterance, and seconds that are measured."""
-
-    shortest: float
-    longest: float
-    seconds: float
+def open_decoder(shape: CodecDecoderConfig, device: torch.device, dtype: torch.dtype) -> CodecDecoder:
+    """A decoder with random weights."""
+    with torch.inference_mode():
+        return CodecDecoder(shape, RandomWeights(str(device)), device, dtype)
 
 
-@dataclass(slots=True)
-class Tally:
-    """What came out so far; one thread writes, another reads."""
-
-    utterances: int = 0
-    frames: int = 0
-    samples: int = 0
-    wrong: int = 0
-
-
-def requests(model: Qwen3TTSModel, load: Load, count: int) -> list[tuple[GenerationRequest, int]]:
-    """Requests with the frames each will have; texts as long as the speech suggests."""
-    draw = np.random.default_rng(0)
-    made: list[tuple[GenerationRequest, int]] = []
-    for index in range(count):
-        seconds = float(draw.uniform(load.shortest, load.longest))
-        frames = max(round(seconds * FRAMES_PER_SECOND), 3)
-        body = draw.integers(0, 150_000, max(round(seconds * TOKENS_PER_SECOND), 1)).tolist()
-        prompt = build_prompt(model.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan"))
-        made.append((GenerationRequest(str(index), prompt, SamplingParams(min_new_tokens=frames), index, MOST_TOKENS), frames))
-    return made
-
-
-class Counter:
-    """A receiver that only counts: the language model without the codec."""
-
-    def __init__(self, tally: Tally, wanted: int) -> None:
-        self._tally, self._wanted = tally, wanted
-
-    def frames(self, codes: NDArray[np.int64]) -> None:
-        """Counted at the end."""
-
-    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        self._tally.utterances += 1
-        self._tally.frames += len(codes)
-        self._tally.wrong += finish != "eos" or len(codes) != self._wanted
-
-    def failed(self, error: NightjarError) -> None:
-        self._tally.wrong += error.code is not ErrorCode.SYNTH_ABORTED
-
-
-def uttered(tally: Tally, wanted: int, stage: CodecStage[CodecState]) -> FrameUtterer:
-    """The receiver of the real pipeline, whose speech is counted."""
-
-    def heard(future: Any) -> None:
-        if future.exception() is not None:
-            error = future.exception()
-            tally.wrong += not (isinstance(error, SynthesisError) and error.code is ErrorCode.SYNTH_ABORTED)
-            return
-        speech: Speech = future.result()
-        tally.utterances += 1
-        tally.frames += int(speech.meta["frames"])
-        tally.samples += len(speech.samples)
-        tally.wrong += speech.meta["frames"] != wanted or speech.meta["finish"] != "eos"
-
-    utterer = FrameUtterer(FrameOrder("", SAMPLE_RATE, {}, keep_unfinished=True), stage, lambda _seconds: None)
-    utterer.future.add_done_callback(heard)
-    return utterer
-
-
-def closed_loop(
-    executor: Watched, options: EngineOptions, pool: Sequence[tuple[GenerationRequest, int]], decoder: CodecDecoder | None, load: Load
-) -> dict[str, Any]:
-    """Keeps the engine full, and measures once every first utterance is out; without a decoder it ends at the codes."""
-    tally, stage = Tally(), None if decoder is None else open_stage(decoder)
-    engine, stop = Engine(executor, options, waiting_room=64), threading.Event()
-
-    def feed() -> None:
-        for number, (request, frames) in enumerate(itertools.cycle(pool)):
-            if stop.is_set():
-                return
-            receiver = Counter(tally, frames) if stage is None else uttered(tally, frames, stage)
-            try:
-                engine.submit(replace(request, request_id=str(number), seed=number), receiver)
-            except SynthesisError:  # closed
-                return
-
-    feeder = threading.Thread(target=feed, name="feeder")
-    feeder.start()
-    while tally.utterances < options.slots and tally.wrong == 0:
-        time.sleep(0.05)
-    before, use, began, cpu = replace(tally), GpuUse(executor.device), time.perf_counter(), time.process_time()
-    executor.start()
-    made = engine.core.frames_made
-    time.sleep(load.seconds)
-    seconds, cpu, made, after = time.perf_counter() - began, time.process_time() - cpu, engine.core.frames_made - made, replace(tally)
-    watched = executor.stop()
-    busy = use.stop()
-    stop.set()
-    engine.close()
-    if stage is not None:
-        stage.close()
-    feeder.join()
-    audio = (after.samples - before.samples) / SAMPLE_RATE if stage else (after.frames - before.frames) / FRAMES_PER_SECOND
-    return {
-        "audio_s_per_s": audio / seconds,
-        # What was heard may hold a backlog of the codec from before: sustained is the smaller of the two.
-        "audio_made_s_per_s": made / FRAMES_PER_SECOND / seconds,
-        "frames_per_s": made / seconds,
-        "ms_per_frame": 1000 * seconds * options.slots / made,
-        "utterances": after.utterances - before.utterances,
-        "wrong_lengths": after.wrong,
-        "process_cpu_share": cpu / seconds,
-        "gpu_busy_nvml": busy,
-        **watched,
-    }
-
-
-def codec_alone(decoder: CodecDecoder, pool: Sequence[tuple[GenerationRequest, int]], load: Load, batch: int) -> dict[str, Any]:
-    """Whole utterances from codes on the host to samples on the host, in batches as the stage makes them."""
+def codec_alone(decoder: CodecDecoder, pool: Pool, seconds: float, frames_at_once: int) -> dict[str, Any]:
+    """Whole utterances from codes on the host to samples on the host, gathered as the stage does; and how much of it was padding."""
     draw = torch.Generator().manual_seed(0)
-    codes = [torch.randint(0, decoder.config.codebook_size, (frames, 16), generator=draw) for _, frames in pool[: 4 * batch]]
-    parts = [codes[start : start + batch] for start in range(0, len(codes), batch)]
-    frames, began = 0, time.perf_counter()
-    for round_ in range(1 << 30):
+    codes = [torch.randint(0, decoder.config.codebook_size, (frames, 16), generator=draw) for _, frames in pool]
+    parts: list[list[torch.Tensor]] = [[]]
+    for one in codes:
+        if sum(map(len, parts[-1])) >= frames_at_once:
+            parts.append([])
+        parts[-1].append(one)
+    frames, began = 0, 0.0
+    while began == 0.0 or time.perf_counter() - began < seconds:
         for part in parts:
             for wave in decoder.decode(part):
                 wave.cpu()
-            frames += sum(len(one) for one in part)
-            if round_ and time.perf_counter() - began > load.seconds / 2:
+            frames += sum(map(len, part))
+            if began and time.perf_counter() - began >= seconds:
                 break
-        if round_ == 0:
+        if began == 0.0:
             frames, began = 0, time.perf_counter()  # the first round builds kernels
-        elif time.perf_counter() - began > load.seconds / 2:
-            break
-    seconds = time.perf_counter() - began
-    return {"us_per_frame": 1e6 * seconds / frames, "frames_per_s": frames / seconds, "audio_s_per_s": frames / seconds / FRAMES_PER_SECOND}
+    took = time.perf_counter() - began
+    rate = frames / took
+    return {
+        "us_per_frame": 1e6 / rate,
+        "ms_per_frame": 1000 / rate,
+        "frames_per_s": rate,
+        "audio_s_per_s": rate / FRAMES_PER_SECOND,
+        "seconds": took,
+    }
 
 
-def memory(device: torch.device) -> dict[str, float]:
-    if device.type != "cuda":
-        return {}
-    found = {"peak_gib": torch.cuda.max_memory_allocated(device) / 2**30, "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30}
-    torch.cuda.reset_peak_memory_stats(device)
-    return found
+class Bench:
+    """One model and one decoder on one device, and the rows that they give."""
+
+    def __init__(self, size: str, device: torch.device, decoder: CodecDecoder, load: Load) -> None:
+        self.size, self.device, self.decoder, self.load = size, device, decoder, load
+        self.limits = device_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.model: Qwen3TTSModel = random_model(size, device, dtype, MAX_CONTEXT, ends=True)
+
+    def rows(
+        self, slots: int, parts: Sequence[str], windows: int, profile: bool = False, reproducible: bool = False
+    ) -> list[dict[str, Any]]:
+        """The parts "all" (with the codec) and "lm" (without it) with so many slots."""
+        clean(self.device)
+        options = engine_options(self.model, slots, slots * -(-self.load.positions // PAGE_SIZE), PAGE_SIZE, MAX_CONTEXT)
+        began = time.perf_counter()
+        on_cpu = self.device.type == "cpu"
+        executor = Watched(open_executor(self.model, options, reproducible=reproducible and not on_cpu))
+        opened = time.perf_counter() - began
+        most = min(MOST_TOKENS, options.pages * PAGE_SIZE - 64)
+        pool = requests(self.model, self.load, max(4 * slots, 64), most)
+        context = mean_context((len(request.prompt), frames) for request, frames in pool)
+        found: list[dict[str, Any]] = []
+        for part in parts:
+            loop = ClosedLoop(executor, options, pool, self.decoder if part == "all" else None)
+            try:
+                settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
+                row = {"size": self.size, "part": part, "slots": slots, "frames_per_turn": options.frames_per_turn, "settled": settled}
+                row |= {"reproducible": reproducible, "open_s": opened, "context": context}
+                row |= loop.measure(self.load.seconds, windows) | memory(self.device)
+                row["floor_ms"] = floor_ms(part, self.size, slots, context, self.limits)
+                row["floor_share"] = share(row)
+                if profile:
+                    row["host_profile"] = executor.profile(min(2.0, self.load.seconds))
+            finally:
+                loop.close()
+            found.append(row)
+            tell(row)
+        return found
 
 
-def measure(model: Qwen3TTSModel, decoder: CodecDecoder, slots: int, turns: Sequence[int], load: Load, most: int) -> list[dict[str, Any]]:
-    """The rows of one model with so many slots: the whole for each number of frames a turn, and the language model alone."""
-    longest = round(load.longest * (FRAMES_PER_SECOND + TOKENS_PER_SECOND)) + 32
-    options = engine_options(model, slots, slots * -(-longest // PAGE_SIZE), PAGE_SIZE, most)
-    began = time.perf_counter()
-    executor = Watched(open_executor(model, options))
-    opened = time.perf_counter() - began
-    if load.seconds == 0:
-        return [{"part": "open", "slots": slots, "open_s": opened}]
-    pool = requests(model, replace(load), 4 * slots)
-    pool = [(replace(request, max_tokens=min(MOST_TOKENS, options.pages * PAGE_SIZE - 64)), frames) for request, frames in pool]
-    rows: list[dict[str, Any]] = []
-    for frames in turns:
-        for part, codec in (("all", decoder), ("lm", None)):
-            if part == "lm" and frames != turns[0]:
-                continue
-            found = closed_loop(executor, replace(options, frames_per_turn=frames), pool, codec, load)
-            rows.append({"part": part, "slots": slots, "frames_per_turn": frames, "open_s": opened, **found, **memory(model.device)})
-            tell(rows[-1])
-    return rows
+def share(row: dict[str, Any]) -> float | None:
+    """The floor's part of the time that a frame took."""
+    return row["floor_ms"] / row["ms_per_frame"] if row.get("floor_ms") and row.get("ms_per_frame") else None
+
+
+def clean(device: torch.device) -> None:
+    """Gives back the memory of what was measured before."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def tell(row: dict[str, Any]) -> None:
-    print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}), flush=True)
+    flat = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items() if key not in ("host_profile",)}
+    print(json.dumps(flat), flush=True)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The short table."""
-    lines = [
-        f"{'size':5}{'part':6}{'slots':>6}{'turn':>5}{'audio-s/s':>11}{'frames/s':>10}{'ms/frame':>10}{'GPU idle':>10}{'peak GiB':>10}"
-    ]
+    """The short table; a row without a figure leaves its place empty."""
+
+    def cell(value: float | None, width: int, form: str) -> str:
+        return f"{'' if value is None else format(value, form):>{width}}"
+
+    titles = f"{'audio-s/s':>11}{'frames/s':>10}{'ms/frame':>10}{'floor ms':>10}{'of floor':>9}{'spread':>8}{'GPU GiB':>9}"
+    lines = [f"{'size':5}{'part':14}{'slots':>6}{titles}"]
     for row in rows:
-        idle, audio = row.get("gpu_busy_nvml"), min(row["audio_s_per_s"], row.get("audio_made_s_per_s", math.inf))
+        if "audio_s_per_s" not in row:
+            continue
+        part = row["part"] + (" same bits" if row.get("reproducible") else "")
         lines.append(
-            f"{row.get('size', ''):5}{row['part']:6}{row.get('slots', 0):6}{row.get('frames_per_turn', 0):5}{audio:11.0f}"
-            f"{row['frames_per_s']:10.0f}{row.get('ms_per_frame', row.get('us_per_frame', 0) / 1000):10.3f}"
-            f"{'' if idle is None else f'{1 - idle:.1%}':>10}{row.get('peak_gib', 0):7.1f}"
+            f"{row.get('size', ''):5}{part:14}{row.get('slots') or '':>6}{row['audio_s_per_s']:11,.0f}{row['frames_per_s']:10,.0f}"
+            f"{cell(row.get('ms_per_frame'), 10, '.3f')}{cell(row.get('floor_ms'), 10, '.3f')}{cell(row.get('floor_share'), 9, '.0%')}"
+            f"{cell(row.get('spread'), 8, '.1%')}{cell(row.get('peak_gib'), 9, '.1f')}"
         )
     return "\n".join(lines)
+
+
+def headlines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What the rows say together: against the reference at its best batch, and what reproducible mode costs."""
+    lines: list[str] = []
+    for size in dict.fromkeys(row.get("size") for row in rows if row.get("size")):
+        ours = [row for row in rows if row.get("size") == size and row["part"] == "all" and "audio_s_per_s" in row]
+        theirs = [row for row in rows if row.get("size") == size and row["part"] == "reference" and "audio_s_per_s" in row]
+        free = {row["slots"]: row["audio_s_per_s"] for row in ours if not row["reproducible"]}
+        if free and theirs:
+            best, other = max(free.values()), max(row["audio_s_per_s"] for row in theirs)
+            lines.append(f"{size}: {best:,.0f} audio-s/s, the reference at its best batch {other:,.0f}: {best / other:.1f} times")
+        for row in ours:
+            if row["reproducible"] and row["slots"] in free:
+                lines.append(f"{size}, {row['slots']} slots: reproducible mode keeps {row['audio_s_per_s'] / free[row['slots']]:.0%}")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--sizes", nargs="*", default=["0b6", "1b7"])
-    parser.add_argument("--slots", nargs="+", type=int, default=[128, 512])
-    parser.add_argument("--turns", nargs="+", type=int, default=[1], help="frames a scheduling turn")
-    parser.add_argument("--seconds", type=float, default=5.0, help="seconds of each measurement; 0 only builds the kernels of --sizes")
+    parser.add_argument("--slots", nargs="*", type=int, default=[512, 128])
+    parser.add_argument("--parts", nargs="*", default=["all", "lm"], choices=("all", "lm"))
+    parser.add_argument("--sweep", nargs="*", type=int, default=[], help="more numbers of slots, the whole only, in short windows")
+    parser.add_argument("--reproducible", nargs="*", type=int, default=[], help="numbers of slots for the whole in reproducible mode")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each window")
+    parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--codec", action="store_true", help="measure the codec alone first")
+    parser.add_argument("--reference", type=Path, help="JSON of the reference implementation's rows")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes and short utterances, to try this on a CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    load, sizes, shape, slots = Load(3.0, 15.0, options.seconds), options.sizes, PUBLISHED, options.slots
-    if options.tiny:
-        load, sizes, slots = Load(0.3, 0.8, 1.0), ["tiny"], [8]
-        shape = replace(shape, latent_dim=32, codebook_dim=16, hidden_size=32, intermediate_size=32, head_dim=16, num_attention_heads=2,
-                        num_key_value_heads=2, num_hidden_layers=1, decoder_dim=48)  # fmt: skip
+    load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
+    sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)
+    decoder = open_decoder(TINY_CODEC if options.tiny else PUBLISHED, device, dtype)
     result: dict[str, Any] = {
         "commit": os.environ.get("NIGHTJAR_COMMIT", ""),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "torch": torch.__version__,
-        "load": {"shortest_s": load.shortest, "longest_s": load.longest, "measured_s": load.seconds},
-        "left_out": "the reference implementation on the same shapes",
+        "load": {"shortest_s": load.shortest, "longest_s": load.longest, "window_s": load.seconds, "windows": windows},
         "rows": [],
     }
 
     def save(rows: Sequence[dict[str, Any]]) -> None:
         result["rows"] += rows
+        result["headlines"] = headlines(result["rows"])
         if options.json:
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
-    with torch.inference_mode():
-        decoder = CodecDecoder(shape, RandomWeights(str(device)), device, dtype)
-    if not sizes:
-        decoder.decode([torch.zeros(frames, 16, dtype=torch.int64) for frames in (100, 90, 20)])
+    if options.reference and options.reference.exists():
+        save(json.loads(options.reference.read_text(encoding="utf-8"))["rows"])
     for size in sizes:
-        model = random_model(size, device, dtype, 4096, ends=True)
-        if not result["rows"] and load.seconds:
-            save([{"part": "codec", "size": "", **codec_alone(decoder, requests(model, load, 256), load, 64), **memory(device)}])
-            tell(result["rows"][-1])
-        for count in slots:
-            save([{"size": size, **row} for row in measure(model, decoder, count, options.turns, load, 4096)])
-        del model
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    if load.seconds == 0:
-        return
+        bench = Bench(size, device, decoder, load)
+        if options.codec and size == sizes[0]:
+            row = {
+                "part": "codec",
+                "size": "",
+                **codec_alone(decoder, requests(bench.model, load, 16 if options.tiny else 512), load.seconds, 8192),
+                **memory(device),
+            }
+            row["floor_ms"] = floor_ms("codec", size, 1, 0, bench.limits)
+            row["floor_share"] = share(row)
+            tell(row)
+            save([row])
+        for slots in options.slots:
+            save(bench.rows(slots, options.parts, windows, profile=True))
+        for slots in options.reproducible:
+            save(bench.rows(slots, ["all"], windows, reproducible=True))
+        for slots in options.sweep:
+            save(bench.rows(slots, ["all"], 2))
+        del bench
+        clean(device)
     print(table(result["rows"]))
-    print("The reference implementation is not compared yet.")
+    print("\n".join(result.get("headlines", [])))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +32,9 @@ class Watched:
         self._spans: dict[str, list[Span]] = {}
         self._host: dict[str, float] = {}
         self._turns = self._admitted = 0
+        self._profile: cProfile.Profile | None = None
+        self._asked = ""
+        self._answered = threading.Event()
 
     def start(self) -> None:
         self._spans, self._host = {"prefill": [], "frames": []}, {"embed": 0.0, "prefill": 0.0, "frames": 0.0, "wait": 0.0}
@@ -47,6 +53,40 @@ class Watched:
             found["stream_idle"] = 1 - found["stream_prefill"] - found["stream_frames"]
         return {**found, "turns": self._turns, "prefills": len(self._spans["prefill"]), "admitted": self._admitted}
 
+    def profile(self, seconds: float, most: int = 14) -> dict[str, Any]:
+        """What the engine's thread does, by function, over some seconds: share of the time spent in it itself. Profiling slows it down."""
+        turns, began = self._turns, time.perf_counter()
+        self._ask("begin")
+        time.sleep(seconds)
+        self._ask("end")
+        spent, turns = time.perf_counter() - began, self._turns - turns
+        assert self._profile is not None
+        stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]
+        found = sorted(stats.items(), key=lambda item: -item[1][2])[:most]
+        return {
+            "seconds": spent,
+            "turns": turns,
+            "functions": [
+                {"function": _named(where), "share": own / spent, "calls_per_turn": calls / max(turns, 1)}
+                for where, (_, calls, own, _, _) in found
+            ],
+        }
+
+    def _ask(self, what: str) -> None:
+        """Has the engine's thread switch its profiler, which only it can; returns when it has."""
+        self._answered.clear()
+        self._asked = what
+        self._answered.wait(60)
+
+    def _answer(self) -> None:
+        if self._asked == "begin":
+            self._profile = cProfile.Profile()
+            self._profile.enable()
+        elif self._profile is not None:
+            self._profile.disable()
+        self._asked = ""
+        self._answered.set()
+
     def embed(self, prompt: object) -> Tensor:
         begin = time.perf_counter()
         found = self._executor.embed(prompt)
@@ -61,6 +101,8 @@ class Watched:
         self._spent("prefill", begin)
 
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
+        if self._asked:
+            self._answer()
         begin, first = time.perf_counter(), self._mark()
         pending = self._executor.frames(slots, count, settings)
         self._between("frames", first)
@@ -85,6 +127,12 @@ class Watched:
     def _between(self, name: str, first: torch.cuda.Event | None) -> None:
         if first is not None and (last := self._mark()) is not None:
             self._spans[name].append((first, last))
+
+
+def _named(where: tuple[str, int, str]) -> str:
+    """A function of a profile, with the last two parts of its file."""
+    file, line, name = where
+    return name if file == "~" else f"{'/'.join(Path(file).parts[-2:])}:{line} {name}"
 
 
 class _Waited:

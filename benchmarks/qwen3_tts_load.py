@@ -1,0 +1,254 @@
+"""A closed loop over the real Qwen3-TTS engine: utterances of known lengths, kept coming, and what is made in equal windows of time."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.watched import GpuUse, Watched
+from pipelines.engine.codec_stage import CodecStage
+from pipelines.engine.core import EngineOptions, Finish
+from pipelines.engine.engine import Engine
+from pipelines.engine.scheduler import GenerationRequest
+from pipelines.engine.state import SamplingParams
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.qwen3_tts.codec import CodecDecoder, CodecState
+from pipelines.qwen3_tts.delivery import FrameOrder, FrameUtterer
+from pipelines.qwen3_tts.execution import open_stage
+from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
+from pipelines.request import Speech
+
+FRAMES_PER_SECOND = 12.5
+SAMPLE_RATE = 24_000
+#: Text tokens of a second of speech.
+TOKENS_PER_SECOND = 3.3
+MOST_TOKENS = 2048
+
+Pool = Sequence[tuple[GenerationRequest, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked for: seconds of the shortest and the longest utterance; windows that are measured, and seconds of each."""
+
+    shortest: float
+    longest: float
+    seconds: float
+    windows: int = 1
+
+    @property
+    def positions(self) -> int:
+        """Positions of the longest utterance, its prompt included."""
+        return round(self.longest * (FRAMES_PER_SECOND + TOKENS_PER_SECOND)) + 32
+
+
+def requests(
+    model: Qwen3TTSModel, load: Load, count: int, most_tokens: int = MOST_TOKENS, seed: int = 0
+) -> list[tuple[GenerationRequest, int]]:
+    """Requests with the frames each will have; texts as long as the speech suggests."""
+    draw = np.random.default_rng(seed)
+    made: list[tuple[GenerationRequest, int]] = []
+    for index in range(count):
+        seconds = float(draw.uniform(load.shortest, load.longest))
+        frames = max(round(seconds * FRAMES_PER_SECOND), 3)
+        body = draw.integers(0, 150_000, max(round(seconds * TOKENS_PER_SECOND), 1)).tolist()
+        prompt = build_prompt(model.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan"))
+        made.append((GenerationRequest(str(index), prompt, SamplingParams(min_new_tokens=frames), index, most_tokens), frames))
+    return made
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came out so far. Threads add to it under its lock; reading one field needs none."""
+
+    utterances: int = 0
+    frames: int = 0
+    wrong: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def heard(self, frames: int, right: bool) -> None:
+        with self.lock:
+            self.utterances += 1
+            self.frames += frames
+            self.wrong += not right
+
+    def failed(self, error: BaseException | None) -> None:
+        if not (isinstance(error, SynthesisError) and error.code is ErrorCode.SYNTH_ABORTED):
+            with self.lock:
+                self.wrong += 1
+
+
+class Counter:
+    """A receiver that only counts: the language model without the codec."""
+
+    def __init__(self, loop: ClosedLoop, wanted: int) -> None:
+        self._loop, self._wanted = loop, wanted
+
+    def frames(self, codes: NDArray[np.int64]) -> None:
+        """Counted at the end."""
+
+    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
+        self._loop.tally.heard(len(codes), finish == "eos" and len(codes) == self._wanted)
+        self._loop.room.release()
+
+    def failed(self, error: NightjarError) -> None:
+        self._loop.tally.failed(error)
+        self._loop.room.release()
+
+
+def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState]) -> FrameUtterer:
+    """The receiver of the real pipeline, whose speech is counted."""
+
+    def heard(future: Any) -> None:
+        if future.exception() is not None:
+            loop.tally.failed(future.exception())
+        else:
+            speech: Speech = future.result()
+            frames = int(speech.meta["frames"])
+            whole = len(speech.samples) == frames * SAMPLE_RATE / FRAMES_PER_SECOND
+            loop.tally.heard(frames, whole and frames == wanted and speech.meta["finish"] == "eos")
+        loop.room.release()
+
+    utterer = FrameUtterer(FrameOrder("", SAMPLE_RATE, {}, keep_unfinished=True), stage, lambda _seconds: None)
+    utterer.future.add_done_callback(heard)
+    return utterer
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The counts at one moment: frames that the language model made, frames that were heard."""
+
+    at: float
+    made: int
+    heard: int
+    utterances: int
+    running: int
+
+
+def rates(marks: Sequence[Mark], slots: int) -> dict[str, Any]:
+    """What is sustained over the windows between marks: no more than was made, and no more than was heard."""
+    first, last = marks[0], marks[-1]
+    seconds = last.at - first.at
+    made, heard = last.made - first.made, last.heard - first.heard
+    sustained = min(made, heard) / seconds
+    each = [(b.made - a.made) / (b.at - a.at) for a, b in itertools.pairwise(marks)]
+    return {
+        "audio_s_per_s": sustained / FRAMES_PER_SECOND,
+        "frames_per_s": sustained,
+        "made_per_s": made / seconds,
+        "heard_per_s": heard / seconds,
+        "ms_per_frame": 1000 * slots / sustained if sustained else None,
+        "seconds": seconds,
+        "utterances": last.utterances - first.utterances,
+        "windows_made_per_s": each,
+        "spread": (max(each) - min(each)) * len(each) / sum(each) if sum(each) else None,
+        "running": sum(mark.running for mark in marks) / len(marks),
+    }
+
+
+def thread_seconds() -> dict[str, float]:
+    """CPU seconds of this process's Python threads by name, where the system tells; threads of one name add up."""
+    ticks = 100.0  # of /proc, fixed on Linux
+    found: dict[str, float] = {}
+    for thread in threading.enumerate():
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat")
+        if stat.exists():
+            fields = stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+            found[thread.name] = found.get(thread.name, 0.0) + (int(fields[11]) + int(fields[12])) / ticks
+    return found
+
+
+class ClosedLoop:
+    """Keeps every slot taken with requests of a pool, over and over, until it is closed.
+
+    `in_flight` requests at most are on their way at a time, those that the codec decodes included: where the codec is the slower one,
+    the language model has to wait for it.
+    """
+
+    def __init__(self, executor: Watched, options: EngineOptions, pool: Pool, decoder: CodecDecoder | None, in_flight: int = 0) -> None:
+        self.tally = Tally()
+        self.room = threading.Semaphore(in_flight or 2 * options.slots + 192)
+        self.slots = options.slots
+        self._executor = executor
+        self._stage = None if decoder is None else open_stage(decoder)
+        self.engine, self._stop = Engine(executor, options, waiting_room=64), threading.Event()
+        self._feeder = threading.Thread(target=self._feed, args=(pool,), name="feeder")
+        self._feeder.start()
+
+    def _feed(self, pool: Pool) -> None:
+        for number, (request, frames) in enumerate(itertools.cycle(pool)):
+            self.room.acquire()
+            if self._stop.is_set():
+                return
+            receiver = Counter(self, frames) if self._stage is None else uttered(self, frames, self._stage)
+            try:
+                self.engine.submit(replace(request, request_id=str(number), seed=number), receiver)
+            except SynthesisError:  # closed
+                return
+
+    def mark(self) -> Mark:
+        core = self.engine.core
+        made = core.frames_made
+        heard = made if self._stage is None else self.tally.frames
+        return Mark(time.perf_counter(), made, heard, self.tally.utterances, len(core.scheduler.running))
+
+    def settle(self, utterances: int, most_seconds: float) -> bool:
+        """Waits until that many utterances are out; whether they came in time and right."""
+        until = time.perf_counter() + most_seconds
+        while self.tally.utterances < utterances and self.tally.wrong == 0 and time.perf_counter() < until:
+            time.sleep(0.02)
+        return self.tally.utterances >= utterances and self.tally.wrong == 0
+
+    def measure(self, seconds: float, windows: int) -> dict[str, Any]:
+        """The figures of so many windows one after the other."""
+        use, cpu, began = GpuUse(self._executor.device), thread_seconds(), time.process_time()
+        self._executor.start()
+        marks = [self.mark()]
+        for _ in range(windows):
+            time.sleep(max(marks[0].at + seconds * len(marks) - time.perf_counter(), 0))
+            marks.append(self.mark())
+        watched = self._executor.stop()
+        found = rates(marks, self.slots)
+        busy, after = use.stop(), thread_seconds()
+        shares = {name: (spent - cpu.get(name, 0.0)) / found["seconds"] for name, spent in after.items()}
+        return {
+            **found,
+            "wrong_lengths": self.tally.wrong,
+            "process_cpu_share": (time.process_time() - began) / found["seconds"],
+            "thread_cpu_share": {name: share for name, share in shares.items() if share >= 0.01},
+            "gpu_busy_nvml": busy,
+            **watched,
+        }
+
+    def close(self) -> None:
+        """Ends everything; what is on its way is dropped."""
+        self._stop.set()
+        self.engine.close()
+        if self._stage is not None:
+            self._stage.close()
+        self.room.release()
+        self._feeder.join()
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """GiB of the device's memory since the last call: most allocated at once, most kept by the allocator; and in use by all now."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    found = {
+        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        "used_gib": (total - free) / 2**30,
+    }
+    torch.cuda.reset_peak_memory_stats(device)
+    return found
