@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,9 +33,13 @@ def v2_runner() -> Iterator[None]:
     wanted = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": os.pathsep.join(paths)}
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
+    # Our own process only checks its settings; it may have imported vLLM before, for tests of the other runner.
+    config = importlib.import_module("vllm.config.vllm")
+    has_triton, config.HAS_TRITON = config.HAS_TRITON, True
     try:
         yield
     finally:
+        config.HAS_TRITON = has_triton
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -95,22 +95,23 @@ class FrameGraphs:
     without a graph.
     """
 
-    def __init__(self, maker: FrameMaker, most_rows: int) -> None:
+    def __init__(self, maker: FrameMaker, most_rows: int, enabled: bool = True) -> None:
         self._maker = maker
+        self._enabled = enabled
         self._buckets = [bucket for bucket in BUCKETS if bucket < most_rows] + [most_rows]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows, tuple[Tensor, Tensor]]] = {}
         self._pool: Any = None
 
     def capture(self, like: Rows) -> None:
         """Captures every bucket ahead of time; `like`: any rows of the right types on the device. Does nothing off CUDA."""
-        if like.hidden.is_cuda:
+        if self._enabled and like.hidden.is_cuda:
             for bucket in reversed(self._buckets):
                 self._graph(bucket, like)
 
     def __call__(self, rows: Rows, wide: bool) -> tuple[Tensor, Tensor]:
         """Tokens [n] and codes [n, codebooks]; `wide`: a row asks for more candidates than `RANKS`. They are valid until the next call."""
         count = len(rows.hidden)
-        if wide or not rows.hidden.is_cuda or count > self._buckets[-1]:
+        if wide or not self._enabled or not rows.hidden.is_cuda or count > self._buckets[-1]:
             return self._maker(rows, 0 if wide else RANKS)
         bucket = self._buckets[bisect.bisect_left(self._buckets, count)]
         graph, inputs, (tokens, codes) = self._graph(bucket, rows)

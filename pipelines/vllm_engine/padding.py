@@ -17,12 +17,7 @@ def qwen2_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
 
     Call it after `load_vllm`. See `pipelines.vllm_engine.padded_heads` for the arithmetic.
     """
-    if not on_cpu():
-        return {}
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    widths = sorted(CPUAttentionBackend.get_supported_head_sizes())
-    wide = next((width for width in widths if width >= head_dim), head_dim)
+    wide = head_width(head_dim)
     if wide == head_dim:
         return {}
     theta = rope_theta ** (wide / head_dim)
@@ -34,3 +29,13 @@ def qwen2_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         STORED_WIDTH: head_dim,
     }
+
+
+def head_width(head_dim: int) -> int:
+    """The narrowest heads, of `head_dim` at least, that the attention kernels of this vLLM know. Call it after `load_vllm`."""
+    if not on_cpu():
+        return head_dim
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    widths = sorted(CPUAttentionBackend.get_supported_head_sizes())
+    return next((width for width in widths if width >= head_dim), head_dim)

@@ -11,7 +11,10 @@ import signal
 import sys
 
 #: Architectures of ours, and where their classes are. vLLM imports a module when its architecture is asked for.
-ARCHITECTURES = {"NightjarPaddedQwen2ForCausalLM": "pipelines.vllm_engine.padded_heads:PaddedQwen2ForCausalLM"}
+ARCHITECTURES = {
+    "NightjarPaddedQwen2ForCausalLM": "pipelines.vllm_engine.padded_heads:PaddedQwen2ForCausalLM",
+    "NightjarFishForCausalLM": "pipelines.fish_speech.slow_ar:FishForCausalLM",
+}
 #: Names of the processes that vLLM starts.
 _CHILDREN = ("EngineCore", "VllmWorker")
 _PR_SET_PDEATHSIG = 1
