@@ -114,6 +114,10 @@ class Capabilities:
     cloning: bool = False
     #: Cloning only: a line without reference audio is refused.
     needs_reference: bool = False
+    #: A line with reference audio but without `reference_text` is refused.
+    needs_reference_text: bool = False
+    #: Recordings that a line may give; where there are several, `reference_text` has one line for each.
+    references: int = 1
     instruct: bool = False
     streaming: bool = False
     guidance: bool = False

@@ -40,19 +40,27 @@ class SpeechTask(msgspec.Struct, frozen=True):
     #: The voice to clone: a path or key at ingest, the bytes of the encoded file in a request.
     reference_audio: str | bytes | None = None
     reference_text: str | None = None
+    #: Further voices, for models that take several.
+    more_audio: tuple[str | bytes, ...] = ()
 
     @property
     def recording(self) -> bytes:
         """The encoded file of the voice to clone. Raises `InputError` (`input.audio_missing`) where it was not loaded."""
-        if isinstance(self.reference_audio, bytes):
-            return self.reference_audio
-        raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "The reference audio was not loaded.", "Give it as bytes of the encoded file.")
+        return _loaded(self.reference_audio)
+
+    @property
+    def references(self) -> list[tuple[bytes, str]]:
+        """The encoded file of every voice to clone, and its text ("" where there is none). Raises as `recording`."""
+        if self.reference_audio is None:
+            return []
+        texts = [self.reference_text or ""] if not self.more_audio else (self.reference_text or "").split("\n")
+        return [(_loaded(audio), text.strip()) for audio, text in zip((self.reference_audio, *self.more_audio), texts, strict=True)]
 
 
 def speech_task(messages: Sequence[Message], generation: Generation, capabilities: Capabilities) -> SpeechTask:
     """The task of one dialogue for a model with these capabilities.
 
-    The text of the one user turn is spoken; a user audio message in that turn is the voice to clone; system text is the
+    The text of the one user turn is spoken; user audio in that turn is the voice to clone, or the voices; system text is the
     instruction where the model takes one, unless `generation.instruct` says otherwise; assistant messages are ground truth
     and skipped. For a model with `multi_turn` the text is all user texts, one a line, and user audio stays in the dialogue.
 
@@ -62,9 +70,9 @@ def speech_task(messages: Sequence[Message], generation: Generation, capabilitie
     check_generation(generation)
     if capabilities.multi_turn:
         text, system = _whole_dialogue(messages, capabilities.audio_in)
-        audio = None
+        audio = []
     else:
-        text, audio, system = _one_turn(messages)
+        text, audio, system = _one_turn(messages, capabilities.references)
     if len(text) > capabilities.max_text_characters:
         raise InputError(
             ErrorCode.INPUT_TOO_LONG,
@@ -81,8 +89,9 @@ def speech_task(messages: Sequence[Message], generation: Generation, capabilitie
         instruct or None,
         None if voice is None else _voice(voice, capabilities.voices),
         None if language is None else _language(language, capabilities.languages),
-        audio,
+        audio[0] if audio else None,
         generation.reference_text,
+        tuple(audio[1:]),
     )
 
 
@@ -148,16 +157,22 @@ def is_visible(text: str) -> bool:
     )
 
 
-def _one_turn(messages: Sequence[Message]) -> tuple[str, str | bytes | None, str | None]:
-    """The user's text, reference audio and the system text of a dialogue with one user turn."""
+def _loaded(audio: str | bytes | None) -> bytes:
+    if isinstance(audio, bytes):
+        return audio
+    raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "The reference audio was not loaded.", "Give it as bytes of the encoded file.")
+
+
+def _one_turn(messages: Sequence[Message], references: int) -> tuple[str, list[str | bytes], str | None]:
+    """The user's text, reference audio (so many at most) and the system text of a dialogue with one user turn."""
     text: str | None = None
-    audio: str | bytes | None = None
+    audio: list[str | bytes] = []
     system: str | None = None
     turn_over = False
     for message in messages:
         role = message.role
         if role == "assistant":
-            turn_over = turn_over or text is not None or audio is not None
+            turn_over = turn_over or text is not None or bool(audio)
         elif role == "system":
             system = _system_text(system, message)
         elif turn_over:
@@ -167,9 +182,10 @@ def _one_turn(messages: Sequence[Message]) -> tuple[str, str | bytes | None, str
                 raise InputError(ErrorCode.INPUT_MULTI_TURN, "The dialogue has more than one user text.", "Give each text its own line.")
             text = _text(message)
         elif message.modality == "audio":
-            if audio is not None:
-                raise _unsupported("The user turn has more than one audio message", "Keep the one that is the reference voice.")
-            audio = message.content
+            if len(audio) == references:
+                most = "one audio message" if references == 1 else f"{references} audio messages"
+                raise _unsupported(f"The user turn has more than {most}", "Keep those that are the reference voices.")
+            audio.append(message.content)
         else:
             raise _bad_modality(message)
     if text is None or not is_visible(text):
@@ -213,18 +229,19 @@ def _system_text(earlier: str | None, message: Message) -> str | None:
     return text.strip() if earlier is None else f"{earlier}\n{text.strip()}"
 
 
-def _check_abilities(audio: str | bytes | None, generation: Generation, capabilities: Capabilities) -> None:
-    if audio is not None and not capabilities.cloning:
+def _check_abilities(audio: Sequence[str | bytes], generation: Generation, capabilities: Capabilities) -> None:
+    if audio and not capabilities.cloning:
         raise _unsupported("This model cannot clone a voice", "Remove the user's audio message, or use a model that clones.")
-    if audio is None and capabilities.needs_reference:
+    if not audio and capabilities.needs_reference:
         raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "This model needs a voice to clone.", "Add a user audio message to the line.")
     if generation.reference_text is not None:
         if not capabilities.cloning:
             raise _unsupported("This model cannot clone a voice", "Remove `reference_text`, or use a model that clones.")
-        if audio is None:
+        if not audio:
             raise InputError(
                 ErrorCode.INPUT_REFERENCE_TEXT, "The line has `reference_text` but no reference audio.", "Add the user audio it belongs to."
             )
+    _check_reference_text(len(audio), generation.reference_text, capabilities)
     if generation.instruct is not None and not capabilities.instruct:
         raise _unsupported("This model takes no instructions", "Remove `instruct`, or use a model that follows instructions.")
     if generation.cfg is not None and not capabilities.guidance:
@@ -239,6 +256,16 @@ def _check_abilities(audio: str | bytes | None, generation: Generation, capabili
         for name in _SAMPLING:
             if getattr(generation, name) is not None:
                 raise _unsupported("This model does not sample", f"Remove `{name}`, or use a model that samples.")
+
+
+def _check_reference_text(recordings: int, text: str | None, capabilities: Capabilities) -> None:
+    lines = (text or "").split("\n")
+    if recordings > 1 and len(lines) != recordings:
+        message = f"The line has {recordings} reference recordings, and {len(lines)} lines of `reference_text`."
+        raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, message, "Give one line of `reference_text` for each recording, in their order.")
+    if recordings and capabilities.needs_reference_text and not all(map(is_visible, lines if recordings > 1 else [text or ""])):
+        message = "This model clones a voice by its words too, and a recording has no `reference_text`."
+        raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, message, "Say in `generation.reference_text` what the recording says.")
 
 
 def _voice(asked: str, voices: tuple[str, ...]) -> str:

@@ -13,6 +13,7 @@ from pipelines.task import SpeechTask, is_visible, speech_task
 
 PLAIN = Capabilities()
 CLONER = Capabilities(cloning=True)
+TWO_VOICES = Capabilities(cloning=True, references=2, needs_reference_text=True)
 RICH = Capabilities(voices=("Vivian", "Uncle_Fu"), languages=("English", "Chinese"), instruct=True, cloning=True, guidance=True)
 CHAT = Capabilities(multi_turn=True, audio_in=True, instruct=True)
 
@@ -93,6 +94,11 @@ def test_names_take_the_spelling_of_the_model() -> None:
         ((HELLO,), PLAIN, {"reference_text": "Hi"}, ErrorCode.INPUT_UNSUPPORTED),
         ((HELLO,), CLONER, {"reference_text": "Hi"}, ErrorCode.INPUT_REFERENCE_TEXT),
         ((HELLO,), Capabilities(cloning=True, needs_reference=True), {}, ErrorCode.INPUT_AUDIO_MISSING),
+        ((HELLO, ("user", "audio", b"a")), TWO_VOICES, {}, ErrorCode.INPUT_REFERENCE_TEXT),
+        ((HELLO, ("user", "audio", b"a")), TWO_VOICES, {"reference_text": " \n"}, ErrorCode.INPUT_REFERENCE_TEXT),
+        ((HELLO, ("user", "audio", b"a"), ("user", "audio", b"b")), TWO_VOICES, {"reference_text": "a"}, ErrorCode.INPUT_REFERENCE_TEXT),
+        ((HELLO, ("user", "audio", b"a"), ("user", "audio", b"b")), TWO_VOICES, {"reference_text": "a\n "}, ErrorCode.INPUT_REFERENCE_TEXT),
+        ((HELLO, *(("user", "audio", b"a"),) * 3), TWO_VOICES, {"reference_text": "a\nb\nc"}, ErrorCode.INPUT_UNSUPPORTED),
         ((HELLO,), PLAIN, {"seed": -1}, ErrorCode.INPUT_BAD_GENERATION),
         ((HELLO,), PLAIN, {"temperature": float("nan")}, ErrorCode.INPUT_BAD_GENERATION),
         ((HELLO,), PLAIN, {"top_p": 0.0}, ErrorCode.INPUT_BAD_GENERATION),
@@ -119,6 +125,13 @@ def test_refuses(
         task(*messages, capabilities=capabilities, **settings)
     assert caught.value.code is code
     assert caught.value.advice
+
+
+def test_several_recordings_have_a_line_of_text_each() -> None:
+    one, two = ("user", "audio", b"1"), ("user", "audio", b"2")
+    assert task(one, HELLO, capabilities=TWO_VOICES, reference_text="One\nvoice ").references == [(b"1", "One\nvoice")]
+    assert task(one, HELLO, two, capabilities=TWO_VOICES, reference_text="One\n Two").references == [(b"1", "One"), (b"2", "Two")]
+    assert task(HELLO, capabilities=TWO_VOICES).references == []
 
 
 def test_unknown_voice_names_the_known_ones() -> None:
