@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cancel": ("control", "cancel", "End a job; what is done stays."),
     "priority": ("control", "priority", "Let a job run before or after others."),
     "export": ("export", "export", "Write a job's result in a format other tools read."),
+    "report": ("report", "report", "Write a page that shows how a job went, to look at and listen to."),
     "verify": ("verify", "verify", "Check a job's objects, and make some of its items again."),
     "models": ("models", "models", "List the models, or show one."),
     "doctor": ("doctor", "doctor", "Check that everything a job needs is there."),

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 STALL_SECONDS = 60.0
 #: After so long without an item that ended, a run makes sure that its ledger can still be written.
 WRITE_SECONDS = 10.0
+#: Items in the table of the report at the end.
+REPORT_ITEMS = 24
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -93,6 +95,7 @@ def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any)
             try:
                 status = _follow(ledger, result.job, embedded, progress)
                 manifest = _manifest(ledger, store, status)
+                report = _report(ledger, store, status, settings, progress)
                 signals.cleaning = True
             except Interrupted:
                 drain_seconds = settings.worker.drain_seconds
@@ -103,7 +106,7 @@ def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any)
             finally:
                 signals.cleaning = True
                 embedded.stop(DRAIN_SECONDS)
-    _summarize(status, settings, manifest, output)
+    _summarize(status, settings, manifest, report, output)
     return exit_code_of(status.job.state)
 
 
@@ -177,12 +180,25 @@ def _manifest(ledger: Ledger, store: ObjectStore, status: JobStatus) -> str | No
     return store.uri(put_manifest(ledger, store, status.job.id).key) if status.items.done else None
 
 
-def _summarize(status: JobStatus, settings: Settings, manifest: str | None, output: Output) -> None:
+def _report(ledger: Ledger, store: ObjectStore, status: JobStatus, settings: Settings, progress: Progress) -> str | None:
+    """Writes the report, with few items; where it is, or None for a page that could not be written: the job has ended all the same."""
+    from jobs.cli.report import default_place
+    from jobs.report import ReportOptions, write_report
+
+    options = ReportOptions(items=REPORT_ITEMS, price_per_gpu_hour=settings.price_per_gpu_hour)
+    try:
+        return write_report(ledger, store, status.job.id, default_place(settings, status.job.id), options).path
+    except NightjarError as error:
+        progress.say(f"The report was not written: {error}")
+        return None
+
+
+def _summarize(status: JobStatus, settings: Settings, manifest: str | None, report: str | None, output: Output) -> None:
     job = status.job
     folder = settings.home.absolute() / "jobs" / job.id / "audio"
     if output.as_json:
         view = status_view(status, settings.price_per_gpu_hour)
-        files = {"audio": str(folder), "manifest": manifest}
+        files = {"audio": str(folder), "manifest": manifest, "report": report}
         output.data({**view, "schema": "nightjar.run/1", **files})
         return
     if output.quiet:
@@ -193,6 +209,8 @@ def _summarize(status: JobStatus, settings: Settings, manifest: str | None, outp
     output.line(f"files   {_near(folder)}")
     if manifest:
         output.line(f"list    {_near(Path(manifest))}")
+    if report:
+        output.line(f"report  {_near(Path(report))}")
     if status.items.failed or job.rejected_lines:
         output.line(f"errors  jobs errors {job.id}")
 

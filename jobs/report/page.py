@@ -1,0 +1,116 @@
+"""The page of a report: its parts as data, and the template that shows them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+
+import jinja2
+
+from jobs.ledger.records import Job
+from jobs.report import charts, pictures
+from jobs.report.charts import Histogram, Lines, number
+from jobs.report.clips import Clip
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One figure of the overview."""
+
+    name: str
+    value: str
+    note: str = ""
+    bad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRow:
+    """How often a code came up."""
+
+    code: str
+    count: int
+    #: Of all failed items and refused lines.
+    share: float
+    example: str
+    retryable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An item in the table. Texts are fit for a page: bounded, without control characters."""
+
+    #: 1 is the worst.
+    rank: int
+    index: int
+    example_id: str
+    text: str
+    state: str
+    why: str
+    code: str
+    message: str
+    seconds: float | None
+    #: `pipelines.pace.text_units` a second.
+    pace: float | None
+    scores: Mapping[str, float]
+    #: Names of scores that a check refused.
+    refused: frozenset[str]
+    draws: Sequence[str]
+    clip: Clip
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """All that a report shows."""
+
+    job: Job
+    state: str
+    #: When the figures were true, ISO 8601.
+    at: str
+    facts: Sequence[Fact]
+    #: Leases of shards that the charts are made of; too few are not drawn.
+    leases: int
+    charts: Sequence[Lines]
+    #: (share of the time, said, was, error)
+    eta_rows: Sequence[tuple[str, str, str, str]]
+    histograms: Sequence[Histogram]
+    errors: Sequence[ErrorRow]
+    #: Names of the scores in the table.
+    scores: Sequence[str]
+    rows: Sequence[Row]
+    #: Items with audio that the histograms are made of, and whether these are all.
+    measured: int
+    whole: bool
+    #: Players read files beside the page.
+    linked: bool
+    source: str
+
+
+def render(page: Page) -> Iterator[str]:
+    """The page in pieces. Every text is escaped; styles and script are in the page, and its policy allows only these."""
+    style, script = _asset("report.css"), _asset("report.js")
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
+        "media-src 'self' file: data:; base-uri 'none'; form-action 'none'"
+    )
+    return _template().generate(page=page, policy=policy, style=style, script=script, charts=charts, pictures=pictures, number=number)
+
+
+@lru_cache(maxsize=1)
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.get_template("report.html")
+
+
+def _asset(name: str) -> str:
+    """A file of this package, without its last newline: what is hashed is what stands between the tags."""
+    return files("jobs.report").joinpath(name).read_text(encoding="utf-8").rstrip("\n")
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

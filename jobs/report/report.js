@@ -1,0 +1,33 @@
+"use strict";
+// Sorts a table by the column whose button was pressed; the rows' own order is the server's (the worst first).
+for (const table of document.querySelectorAll("table[data-sortable]")) {
+  const body = table.tBodies[0];
+  const headers = [...table.tHead.rows[0].cells];
+  const news = document.getElementById(table.dataset.sortable);
+  const valueOf = (row, column) => {
+    const text = row.cells[column].dataset.value;
+    return text === undefined || text === "" ? null : text;
+  };
+  const compare = (column, numeric, sign) => (a, b) => {
+    const x = valueOf(a, column), y = valueOf(b, column);
+    if (x === null || y === null) return (x === null) - (y === null);
+    const order = numeric ? Number(x) - Number(y) : x.localeCompare(y, "en");
+    return sign * order || Number(a.dataset.rank) - Number(b.dataset.rank);
+  };
+  headers.forEach((header, column) => {
+    const button = header.querySelector("button");
+    if (!button) return;
+    button.addEventListener("click", () => {
+      const down = header.getAttribute("aria-sort") === "ascending";
+      for (const other of headers) if (other.hasAttribute("aria-sort")) other.setAttribute("aria-sort", "none");
+      header.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const rows = [...body.rows].sort(compare(column, header.dataset.kind === "number", down ? -1 : 1));
+      body.append(...rows);
+      news.textContent = `Sorted by ${button.textContent.trim()}, ${down ? "descending" : "ascending"}.`;
+    });
+  });
+}
+// One voice at a time.
+document.addEventListener("play", (event) => {
+  for (const player of document.querySelectorAll("audio")) if (player !== event.target) player.pause();
+}, true);

@@ -1,0 +1,228 @@
+"""From a job to its report: what is measured, what is shown, and the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs.cli.output import bytes_text, seconds_text
+from jobs.dialogue import clean
+from jobs.export.output import output
+from jobs.ledger.records import ItemState, JobStatus, RejectedLine
+from jobs.redact import redact
+from jobs.report.charts import Histogram, Lines, histogram, lines, number
+from jobs.report.clips import Clip, Clips
+from jobs.report.page import ErrorRow, Fact, Page, Row, render
+from jobs.report.sample import PACE, Sample, SampleItem, take_sample
+from jobs.report.timeline import FEWEST_FOR_ETA, FEWEST_LEASES, EtaCheck, Timeline, checkpoints, eta_checks, timeline
+from jobs.status import cost, cost_at_end, elapsed_seconds, eta_error_seconds, eta_seconds, items_per_second, real_time_factor, utc
+from jobs.store.base import ObjectStore
+from pipelines.errors import ErrorCode
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+
+SHOWN_ITEMS = 60
+MOST_SHOWN_ITEMS = 500
+_TEXT_CHARACTERS = 240
+_MESSAGE_CHARACTERS = 300
+#: Units of the scores; others have none.
+_UNITS = {"pause": "s", "loudness": "LUFS", PACE: ""}
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """What a person may say about a report."""
+
+    #: Rows of the table of items.
+    items: int = SHOWN_ITEMS
+    #: Puts short clips into the page rather than links to the store's folder; a bucket's audio is always embedded.
+    embed: bool = False
+    price_per_gpu_hour: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportResult:
+    """What was written."""
+
+    #: Absolute path.
+    path: str
+    bytes: int
+    #: Items in the table, and items whose lengths and scores are in the histograms.
+    shown: int
+    measured: int
+
+
+def write_report(ledger: Ledger, store: ObjectStore, job_id: str, to: Path, options: ReportOptions | None = None) -> ReportResult:
+    """Writes the report of a job to the file `to`, complete or not at all. A job that has ended gives the same bytes each time.
+
+    Looks at a bounded number of items, so that time and memory do not grow with them; only the leases are all read.
+    Raises `config.invalid` for a file that cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
+    """
+    options = options or ReportOptions()
+    status = ledger.status(job_id)
+    errors = ledger.error_counts(job_id)
+    sample = take_sample(ledger, store, status.job, min(options.items, MOST_SHOWN_ITEMS), errors)
+    clips = Clips(store, to, embed=options.embed)
+    line = _timeline(ledger, status)
+    checks = eta_checks(line) if line and status.job.state.final and line.leases >= FEWEST_FOR_ETA else []
+    page = Page(
+        job=status.job,
+        state=status.job.state.value,
+        at=utc(status.job.finished_at if status.job.state.final else status.now) or "",
+        facts=_facts(status, options.price_per_gpu_hour),
+        leases=line.leases if line else 0,
+        charts=_charts(line, checks) if line and line.leases >= FEWEST_LEASES else [],
+        eta_rows=_eta_rows(line, checks) if line else [],
+        histograms=_histograms(sample),
+        errors=[_error_row(ledger, status, code, count) for code, count in errors.items()],
+        scores=sorted(name for name in sample.scores if name != PACE),
+        rows=[_row(rank, item, clips) for rank, item in enumerate(sample.items, 1)],
+        measured=sample.measured,
+        whole=sample.whole,
+        linked=clips.linked,
+        source=clean(redact(status.job.input_uri), 300),
+    )
+    size = 0
+    with output(str(to)) as file:
+        for part in render(page):
+            data = part.encode()
+            size += len(data)
+            file.write(data)
+    return ReportResult(os.path.abspath(to), size, len(sample.items), sample.measured)
+
+
+def _timeline(ledger: Ledger, status: JobStatus) -> Timeline | None:
+    """From the first claim on; None for a job that no worker has touched."""
+    start = status.job.started_at
+    if start is None:
+        return None
+    end = status.job.finished_at or status.now
+    return timeline(ledger.attempts(status.job.id), start, end)
+
+
+def _facts(status: JobStatus, price: float | None) -> list[Fact]:
+    items, job = status.items, status.job
+    factor, seconds = real_time_factor(status), elapsed_seconds(status)
+    open_or_skipped = [f"{count:,} {what}" for count, what in ((items.pending, "pending"), (items.skipped, "skipped")) if count]
+    facts = [
+        Fact("Items done", f"{items.done:,}", f"of {items.total:,}" + "".join(f", {text}" for text in open_or_skipped)),
+        Fact("Items failed", f"{items.failed:,}", f"{items.failed / items.total:.2%} of all" if items.total else "", bad=items.failed > 0),
+        Fact("Lines refused", f"{job.rejected_lines:,}", "of the input", bad=job.rejected_lines > 0),
+        Fact(
+            "Audio", f"{number(status.audio_ms / 3_600_000)} h", f"{seconds_text(status.audio_ms / 1000)}, {bytes_text(status.bytes_out)}"
+        ),
+        Fact("Real-time factor", "unknown" if factor is None else f"{number(factor)} x", "seconds of audio a second"),
+        Fact("Throughput", f"{number(items_per_second(status))}", "items a second"),
+        Fact(
+            "Time",
+            seconds_text(seconds) if job.started_at else "not begun",
+            "from the first claim" + ("" if job.state.final else " to now"),
+        ),
+        Fact("GPU time", f"{number(status.engine_ms / 1000)} s", "in which an engine had work"),
+    ]
+    spent, ahead = cost(status, price), cost_at_end(status, price)
+    if spent is None:
+        facts.append(Fact("Cost", "unknown", "set price_per_gpu_hour, or give --price"))
+    else:
+        more = "" if job.state.final or ahead is None else f", about {ahead:,.2f} at the end"
+        facts.append(Fact("Cost", f"{spent:,.2f}", f"at {price:g} a GPU hour{more}"))
+    eta, error = eta_seconds(status), eta_error_seconds(status)
+    if not job.state.final and eta is not None:
+        facts.append(Fact("Time to go", seconds_text(eta), "" if error is None else f"give or take {seconds_text(error)} (95 %)"))
+    return facts
+
+
+def _charts(line: Timeline, checks: Sequence[EtaCheck]) -> list[Lines]:
+    middles = [(place + 0.5) * line.step_seconds for place in range(len(line.items))]
+    rates, factors = line.items_per_second, line.real_time_factors
+    summary = f"Highest {number(max(rates))}, on average {number(sum(line.items) / line.seconds)} items a second."
+    found = [lines("throughput", "Throughput", "items a second", list(zip(middles, rates)), line.seconds, summary)]
+    summary = f"Highest {number(max(factors))}, on average {number(sum(line.audio_seconds) / line.seconds)} seconds of audio a second."
+    found.append(lines("factor", "Real-time factor", "x", list(zip(middles, factors)), line.seconds, summary))
+    if checks:
+        said = [(check.at_seconds, check.said_seconds) for check in checks]
+        was = [(check.at_seconds, check.was_seconds) for check in checks]
+        # A first guess after one item may be a hundred times too long, and would flatten all that follows.
+        limit = 3 * line.seconds
+        said = [(at, min(value, limit)) for at, value in said]
+        errors = ", ".join(f"{_signed(check.error, 0)} at {share:.0%}" for share, check in checkpoints(checks, line.seconds))
+        names = ("time to go as it was said", "time to go as it was")
+        summary = f"Error of the ETA, as a share of the whole time: {errors} of it."
+        found.append(lines("eta", "ETA against the truth", "s", said, line.seconds, summary, was, names))
+    return [chart for chart in found if chart is not None]
+
+
+def _eta_rows(line: Timeline, checks: Sequence[EtaCheck]) -> list[tuple[str, str, str, str]]:
+    """(share of the time, said, was, error) at the checkpoints."""
+    return [
+        (f"{share:.0%}", seconds_text(check.said_seconds), seconds_text(check.was_seconds), _signed(check.error, 1))
+        for share, check in checkpoints(checks, line.seconds)
+    ]
+
+
+def _signed(share: float, digits: int) -> str:
+    """A share in percent with its sign; none for what rounds to nothing."""
+    rounded = round(100 * share, digits)
+    return f"{rounded:+.{digits}f} %" if rounded else "0 %"
+
+
+def _histograms(sample: Sample) -> list[Histogram]:
+    found = [histogram("duration", "Length of an item", "s", sample.durations)]
+    for place, (name, values) in enumerate(sorted(sample.scores.items(), key=lambda pair: (pair[0] != PACE, pair[0]))):
+        title = "Pace: letters a second" if name == PACE else f"Score: {clean(name, 60)}"
+        found.append(histogram(f"score-{place}", title, _UNITS.get(name, ""), values))
+    return [chart for chart in found if chart is not None]
+
+
+def _error_row(ledger: Ledger, status: JobStatus, code: ErrorCode, count: int) -> ErrorRow:
+    """A code with one message that stands for it."""
+    job_id = status.job.id
+    example: RejectedLine | None = None
+    message = ""
+    for state in (ItemState.FAILED, ItemState.DEAD):
+        for item in ledger.items(job_id, state=state, codes=[code], limit=1):
+            message = message or item.error_message or ""
+    if not message and code.value.startswith("input."):
+        # Lines are read in order; the first ones tell what is common.
+        for place, line in enumerate(ledger.rejected_lines(job_id)):
+            if line.code is code or place >= 1000:
+                example = line if line.code is code else None
+                break
+        message = f"line {example.line}: {example.message}" if example else ""
+    total = status.items.failed + status.job.rejected_lines
+    return ErrorRow(code.value, count, count / total if total else 0.0, clean(redact(message), _MESSAGE_CHARACTERS), code.retryable)
+
+
+def _row(rank: int, item: SampleItem, clips: Clips) -> Row:
+    row = item.row
+    clip = clips.clip(item.artifact) if item.artifact is not None else Clip(None, None)
+    return Row(
+        rank=rank,
+        index=row.index,
+        example_id=clean(row.example_id, 120),
+        text=clean(item.text, _TEXT_CHARACTERS),
+        state=row.state.value,
+        why=clean(item.why, 200),
+        code=row.error_code.value if row.error_code else "",
+        message=clean(redact(row.error_message or ""), _MESSAGE_CHARACTERS),
+        seconds=item.seconds,
+        pace=item.values.get(PACE),
+        scores={name: value for name, value in item.values.items() if name != PACE},
+        refused=frozenset(item.refused),
+        draws=_draw_texts(item),
+        clip=clip,
+    )
+
+
+def _draw_texts(item: SampleItem) -> Sequence[str]:
+    """One line for each draw, where there was more than one."""
+    if len(item.draws) < 2:
+        return []
+    return [
+        f"draw {draw.draw}: {draw.code.value if draw.code else 'passed'}{', kept' if draw.kept else ''}, {draw.duration_ms / 1000:.2f} s"
+        for draw in item.draws
+    ]

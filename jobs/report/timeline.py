@@ -1,0 +1,89 @@
+"""How a job went over time, from the leases of its shards: what each made is spread evenly over its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jobs.ledger.samples import Attempt
+
+BINS = 60
+#: With fewer leases an even spread would be drawn rather than what happened; an ETA is judged from more of them only.
+FEWEST_LEASES, FEWEST_FOR_ETA = 4, 10
+#: Shares of the whole time at which the ETA's error is told.
+CHECKPOINTS = (0.1, 0.25, 0.5, 0.75, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Equal steps from the first claim to the end, or to now."""
+
+    step_seconds: float
+    #: Items that ended, and seconds of speech, in each step.
+    items: Sequence[float]
+    audio_seconds: Sequence[float]
+    #: Leases it is made of; it shows nothing that is shorter than they are.
+    leases: int
+
+    @property
+    def seconds(self) -> float:
+        return self.step_seconds * len(self.items)
+
+    @property
+    def items_per_second(self) -> list[float]:
+        return [items / self.step_seconds for items in self.items]
+
+    @property
+    def real_time_factors(self) -> list[float]:
+        return [seconds / self.step_seconds for seconds in self.audio_seconds]
+
+
+@dataclass(frozen=True, slots=True)
+class EtaCheck:
+    """What `jobs status` would have said at a time of a job that has ended by now."""
+
+    at_seconds: float
+    #: Time to go by the rate until then, and as it turned out.
+    said_seconds: float
+    was_seconds: float
+
+    @property
+    def error(self) -> float:
+        """As a share of the whole time; above zero: it was too long."""
+        return (self.said_seconds - self.was_seconds) / (self.at_seconds + self.was_seconds)
+
+
+def timeline(attempts: Iterable[Attempt], start: float, end: float, bins: int = BINS) -> Timeline:
+    """The timeline between two times of the ledger's clock. Memory does not grow with the attempts."""
+    step = max(end - start, 1e-3) / bins
+    items, audio, leases = [0.0] * bins, [0.0] * bins, 0
+    for attempt in attempts:
+        leases += 1
+        begin = min(max(attempt.started_at, start), end)
+        finish = min(max(attempt.ended_at, begin), end)
+        made = attempt.done + attempt.failed
+        first, last = min(int((begin - start) / step), bins - 1), min(int((finish - start) / step), bins - 1)
+        for place in range(first, last + 1):
+            low, high = max(begin, start + place * step), min(finish, start + (place + 1) * step)
+            overlap = max(0.0, high - low)
+            share = overlap / (finish - begin) if finish > begin else 1.0
+            items[place] += made * share
+            audio[place] += attempt.audio_ms / 1000 * share
+    return Timeline(step, items, audio, leases)
+
+
+def eta_checks(line: Timeline) -> list[EtaCheck]:
+    """The ETA at the end of each step before the last, as `jobs.status.eta_seconds` makes it, beside the truth."""
+    total, ended = sum(line.items), 0.0
+    checks: list[EtaCheck] = []
+    for place, items in enumerate(line.items[:-1], 1):
+        ended += items
+        at = place * line.step_seconds
+        if ended > 0:
+            checks.append(EtaCheck(at, max(0.0, total - ended) * at / ended, line.seconds - at))
+    return checks
+
+
+def checkpoints(checks: Sequence[EtaCheck], seconds: float) -> list[tuple[float, EtaCheck]]:
+    """(share of the time, check) nearest to each of `CHECKPOINTS`."""
+    return [(share, min(checks, key=lambda check: abs(check.at_seconds - share * seconds))) for share in CHECKPOINTS] if checks else []
