@@ -27,7 +27,7 @@ from pipelines.spark_tts.vocabulary import Vocabulary
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling, VllmOptions
-from tests.spark_checkpoint import whole
+from tests.golden_checkpoint import whole
 from tests.spark_oracle import OracleLm
 from tests.vllm_kit import GOLDEN, Waiter
 

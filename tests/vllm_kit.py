@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipelines.errors import NightjarError
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
-from tests.spark_checkpoint import whole
+from tests.golden_checkpoint import whole
 
 GOLDEN = Path(__file__).parent / "golden" / "spark"
 #: Set where vLLM has to be installed, as in CI: there its tests are never skipped.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -21,6 +22,8 @@ from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
 from pipelines.qwen3_tts.mel import log_mel
 from pipelines.qwen3_tts.speaker import PREFIX, SpeakerEncoder
 from tests.conformance.listing import Case, listed
+from tests.golden_arrays import Array, largest_difference, read_arrays
+from tests.golden_checkpoint import whole
 
 WAVE_LIMIT = 1e-4
 SPEAKER_LIMIT = 1e-4
@@ -49,24 +52,30 @@ class _Golden:
         self.device = device
         section = json.loads((folder / "cases.json").read_text(encoding="utf-8"))["codec"]
         self.items: list[dict[str, Any]] = section["items"]
-        self.arrays = np.load(folder / section["arrays"])
+        self.arrays = read_arrays(folder / section["arrays"])
         self.codec = lru_cache(maxsize=None)(self._codec)
         self.speaker = lru_cache(maxsize=None)(self._speaker)
 
-    def array(self, key: str) -> NDArray[Any]:
+    def array(self, key: str) -> Any:
+        """An array of the folder, `Thinned` where it has it so."""
         return self.arrays[key]
 
     def tensor(self, key: str) -> Tensor:
-        return torch.from_numpy(self.arrays[key])
+        return torch.from_numpy(self.array(key))
 
-    def audio24k(self, reference: str) -> Tensor:
-        return self.tensor(f"audio24k.{reference}").float()
+    def audio24k(self, item: dict[str, Any]) -> NDArray[np.float32]:
+        """The recording of an item at 24 kHz; a file of that rate is its own."""
+        samples = self.arrays.get(f"audio24k.{_reference(item)}")
+        return np.asarray(soundfile.read(self.recording(item), dtype="float32")[0] if samples is None else samples, np.float32)
+
+    def recording(self, item: dict[str, Any]) -> Path:
+        return self.folder / "refs" / item["ref_audio"]
 
     def _codec(self, checkpoint: str) -> Codec:
-        return load_codec(self.folder / checkpoint / "speech_tokenizer", self.device)
+        return load_codec(whole(self.folder / checkpoint) / "speech_tokenizer", self.device)
 
     def _speaker(self, checkpoint: str) -> SpeakerEncoder:
-        folder = self.folder / checkpoint
+        folder = whole(self.folder / checkpoint)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["speaker_encoder_config"]
         with Checkpoint.open(folder) as source:
             encoder = SpeakerEncoder(SpeakerEncoderConfig.read(config), source, self.device)
@@ -119,10 +128,9 @@ def _batch_source(golden: _Golden, item: dict[str, Any]) -> str:
 
 def _encode(golden: _Golden, item: dict[str, Any]) -> Iterator[Case]:
     key, checkpoint = item["keys"], item["checkpoint"]
-    reference = key.split(".")[2]
 
     def check() -> None:
-        codes = golden.codec(checkpoint).encoder.encode(golden.audio24k(reference)).cpu().numpy()
+        codes = golden.codec(checkpoint).encoder.encode(torch.from_numpy(golden.audio24k(item))).cpu().numpy()
         wanted = golden.array(key)
         assert codes.shape == wanted.shape, f"shape {codes.shape}, expected {wanted.shape}"
         assert (codes == wanted).all(), f"{int((codes != wanted).sum())} of {wanted.size} codes differ"
@@ -130,20 +138,27 @@ def _encode(golden: _Golden, item: dict[str, Any]) -> Iterator[Case]:
     yield f"codec {key.removesuffix('.codes')}", check
 
 
+def _reference(item: dict[str, Any]) -> str:
+    """The name of a recording in keys, such as `ref_a`."""
+    return item["keys"][0].split(".", 1)[1] if item["kind"] == "speaker" else item["keys"].split(".")[2]
+
+
 def _speaker(golden: _Golden, item: dict[str, Any]) -> Iterator[Case]:
-    reference, checkpoint = item["keys"][0].split(".", 1)[1], item["checkpoint"]
+    reference, checkpoint = _reference(item), item["checkpoint"]
 
     def resample() -> None:
-        samples, rate = audio.decode((golden.folder / "refs" / item["ref_audio"]).read_bytes(), golden.speaker(checkpoint).sample_rate)
+        samples, rate = audio.decode(golden.recording(item).read_bytes(), golden.speaker(checkpoint).sample_rate)
         assert rate == golden.speaker(checkpoint).sample_rate, f"rate {rate}"
-        _near(torch.from_numpy(samples), golden.array(f"audio24k.{reference}"), AUDIO_LIMIT)
+        _near(torch.from_numpy(samples), golden.audio24k(item), AUDIO_LIMIT)
 
     def mel() -> None:
         sizes = golden.speaker(checkpoint).config
-        _near(log_mel(golden.audio24k(reference), sizes.sample_rate, sizes.mel_dim), golden.array(f"mel.{reference}"), MEL_LIMIT)
+        samples = torch.from_numpy(golden.audio24k(item))
+        _near(log_mel(samples, sizes.sample_rate, sizes.mel_dim), golden.array(f"mel.{reference}"), MEL_LIMIT)
 
     def embedding() -> None:
-        _near(golden.speaker(checkpoint).embed(golden.audio24k(reference)), golden.array(f"speaker_embedding.{reference}"), SPEAKER_LIMIT)
+        samples = torch.from_numpy(golden.audio24k(item))
+        _near(golden.speaker(checkpoint).embed(samples), golden.array(f"speaker_embedding.{reference}"), SPEAKER_LIMIT)
 
     yield f"audio24k {reference}", resample
     yield f"mel {reference}", mel
@@ -158,8 +173,6 @@ _KINDS: dict[str, Callable[[_Golden, dict[str, Any]], Iterator[Case]]] = {
 }
 
 
-def _near(measured: Tensor, wanted: NDArray[Any], limit: float) -> None:
-    got = measured.float().cpu().numpy()
-    assert got.shape == wanted.shape, f"shape {got.shape}, expected {wanted.shape}"
-    difference = float(np.abs(got - wanted).max()) if got.size else 0.0
+def _near(measured: Tensor, wanted: Array, limit: float) -> None:
+    difference = largest_difference(measured.float().cpu().numpy(), wanted, "values")
     assert difference <= limit, f"largest difference {difference:.2e}, limit {limit:.0e}"

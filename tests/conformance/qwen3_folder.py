@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.engine.scheduler import GenerationRequest
@@ -23,6 +22,8 @@ from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import Prompt, PromptParts, Reference, build_prompt
 from pipelines.qwen3_tts.tokenizer import TextTokenizer, split_reference, split_target
 from pipelines.qwen3_tts.weights import take_weights
+from tests.golden_arrays import Array, Thinned, largest_difference, read_arrays
+from tests.golden_checkpoint import whole
 
 #: Positions that an engine holds at least.
 LEAST_CONTEXT = 2048
@@ -45,7 +46,8 @@ class Row:
     def item(self) -> dict[str, Any]:
         return self.case["rows"][self.index]
 
-    def array(self, field: str) -> NDArray[Any]:
+    def array(self, field: str) -> Any:
+        """An array of this row, `Thinned` where the folder has it so."""
         return self.golden.arrays(self.case["arrays"])[f"{self.name}.{field}"]
 
     @property
@@ -58,11 +60,14 @@ class Row:
         """What the reference says; None where only its voice is taken, which drops the text."""
         return None if self.item.get("x_vector_only_mode") else self.item.get("ref_text")
 
-    def wave(self, samples_per_frame: int) -> NDArray[Any]:
+    def wave(self, samples_per_frame: int) -> Array:
         """The expected audio [samples]. The reference cuts its recording off in floating point, at times one sample early."""
         wave = self.array("wave")
         early = len(wave) - len(self.array("codes")) * samples_per_frame
-        return wave[1:] if early == 1 and self.item.get("ref_frames") else wave
+        if early == 1 and self.item.get("ref_frames"):
+            assert not isinstance(wave, Thinned), f"{self.name}.wave must be whole to be cut"
+            return wave[1:]
+        return wave
 
     def prompt(self, config: Qwen3TTSConfig) -> Prompt:
         """The prompt of this row from the token ids, voice vectors and reference codes of the golden data."""
@@ -98,7 +103,7 @@ class Golden:
         self.device = device
         self.dtype = dtype
         self.content: dict[str, Any] = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
-        self.arrays: Callable[[str], Any] = cache(lambda name: np.load(folder / name))
+        self.arrays: Callable[[str], Any] = cache(lambda name: read_arrays(folder / name))
         self.model: Callable[[Path], Qwen3TTSModel] = cache(self._model)
         self.tokenizer: Callable[[str], TextTokenizer] = cache(lambda checkpoint: TextTokenizer.from_folder(folder / checkpoint))
 
@@ -113,7 +118,7 @@ class Golden:
 
     def checkpoint(self, case: dict[str, Any]) -> Path:
         """The folder of the case's checkpoint, or of its double with the changes that the case makes to the config."""
-        folder, override = self.folder / case["checkpoint"], case.get("config_override")
+        folder, override = whole(self.folder / case["checkpoint"]), case.get("config_override")
         if not override:
             return folder
         double = Path(self._changed.name) / str(self.content["cases"].index(case))
@@ -146,9 +151,7 @@ class Golden:
         return Qwen3TTSModel(config, weights, self.context(config))
 
 
-def near(measured: Tensor, wanted: NDArray[Any], limit: float, what: str) -> None:
+def near(measured: Tensor, wanted: Array, limit: float, what: str) -> None:
     """Fails with the largest absolute difference when it is above `limit`."""
-    got = measured.double().cpu().numpy()
-    assert got.shape == wanted.shape, f"{what}: shape {got.shape}, expected {wanted.shape}"
-    difference = float(np.abs(got - wanted).max()) if got.size else 0.0
+    difference = largest_difference(measured.double().cpu().numpy(), wanted, what)
     assert difference <= limit, f"{what}: largest difference {difference:.2e}, limit {limit:.0e}"

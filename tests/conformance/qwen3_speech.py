@@ -13,6 +13,7 @@ from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.task import SpeechTask
 from tests.conformance.listing import Case
 from tests.conformance.qwen3_folder import Golden, Row
+from tests.golden_arrays import Array, largest_difference
 
 WAVE_LIMIT = 1e-4
 
@@ -91,7 +92,6 @@ def _request(pipeline: Qwen3TTSPipeline, row: Row) -> SynthesisRequest:
     return SynthesisRequest(row.name, tuple(messages), generation)
 
 
-def _near(name: str, got: Any, want: Any) -> None:
-    assert got.shape == want.shape, f"{name}: {len(got)} samples, expected {len(want)}"
-    difference = float(np.abs(got - want).max())
+def _near(name: str, got: Any, want: Array) -> None:
+    difference = largest_difference(got, want, name)
     assert difference <= WAVE_LIMIT, f"{name}: largest difference {difference:.2e}, limit {WAVE_LIMIT:.0e}"

@@ -19,7 +19,8 @@ from pipelines.spark_tts.features import LAYERS, SemanticFeatures
 from pipelines.spark_tts.prompt import clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import Reference, ReferenceEncoder, normalize_volume, reference_clip
 from pipelines.spark_tts.vocabulary import Vocabulary
-from tests.spark_checkpoint import whole
+from tests.golden_arrays import Array, flat, largest_difference, read_arrays
+from tests.golden_checkpoint import left_out, whole
 from tests.spark_oracle import OracleLm, Trace
 
 #: Largest differences in float32: what the golden folder's README suggests for sets of its size, unless it gives its own.
@@ -60,7 +61,7 @@ class Golden:
         self.limits = LIMITS | content.get("tolerances", {})
         self.checkpoint = whole(folder / "checkpoint")
         #: Whether the voices of recordings are the golden ones.
-        self.voices = self.checkpoint == folder / "checkpoint"
+        self.voices = not left_out(folder / "checkpoint")
         self.cases: dict[str, Item] = {case["name"]: case for case in content["cases"] if self._has(case)}
         self.arrays = cache(self._arrays)
         self.reference = cache(self._reference)
@@ -90,11 +91,10 @@ class Golden:
     def wav(self, name: str) -> bytes:
         return (self.folder / "wavs" / name).read_bytes()
 
-    def near(self, what: str, got: Any, want: NDArray[Any], limit: str | float) -> None:
+    def near(self, what: str, got: Any, want: Array, limit: str | float) -> None:
         got = got.float().cpu().numpy() if isinstance(got, torch.Tensor) else np.asarray(got)
-        assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
         most = self.limits[limit] if isinstance(limit, str) else limit
-        difference = float(np.abs(got.astype(np.float64) - want).max()) if want.size else 0.0
+        difference = largest_difference(got, want, what)
         assert difference <= most, f"{what}: largest difference {difference:.2e}, limit {most:.0e}"
 
     def prompt(self, case: Item) -> list[int]:
@@ -104,9 +104,8 @@ class Golden:
         reference = self.reference(case["wav"])
         return clone_prompt(self.vocabulary, case["text"], reference.voice, case.get("ref_text"), reference.semantic)
 
-    def _arrays(self, file: str) -> dict[str, NDArray[Any]]:
-        with np.load(self.folder / file, allow_pickle=False) as data:
-            return dict(data)
+    def _arrays(self, file: str) -> dict[str, Any]:
+        return read_arrays(self.folder / file)
 
     def _has(self, case: Item) -> bool:
         """Whether the folder has the files of a case; the repository's copy leaves some out."""
@@ -173,7 +172,7 @@ def _audio_tokens(golden: Golden, case: Item) -> None:
         _intermediates(golden, case, arrays)
 
 
-def _intermediates(golden: Golden, case: Item, arrays: dict[str, NDArray[Any]]) -> None:
+def _intermediates(golden: Golden, case: Item, arrays: dict[str, Any]) -> None:
     samples = golden.encoder.read(golden.wav(case["wav"]))
     features = golden.encoder._features
     golden.near("input_values", features.values(samples), arrays["input_values"], "state")
@@ -220,7 +219,7 @@ def _heard(golden: Golden, case: Item, ids: list[int]) -> None:
     voice = codes.voice if "gender" in case else golden.reference(case["wav"]).voice
     same("global ids", voice, arrays["global_ids"])
     wave = golden.codecs[1].decode([torch.tensor(codes.semantic)], [torch.tensor(voice)])[0]
-    golden.near("wav", wave, arrays["wav"].reshape(-1), "wav")
+    golden.near("wav", wave, flat(arrays["wav"]), "wav")
 
 
 def _parse(golden: Golden, case: Item) -> None:
@@ -245,7 +244,7 @@ def _detokenize(golden: Golden, case: Item) -> None:
             z_q = codec.quantizer.vectors(semantic[None].to(golden.device))
             golden.near("z_q", z_q[0], arrays["z_q"], "state")
             golden.near("prenet_out", codec.prenet(z_q, vector)[0], arrays["prenet_out"], "state")
-    golden.near("wav", codec.decode([semantic], [voice])[0], arrays["wav"].reshape(-1), "wav")
+    golden.near("wav", codec.decode([semantic], [voice])[0], flat(arrays["wav"]), "wav")
 
 
 def _batch(golden: Golden, case: Item) -> None:
@@ -254,7 +253,7 @@ def _batch(golden: Golden, case: Item) -> None:
     tokens = [_tokens_of(golden, member) for member in members]
     waves = golden.codecs[1].decode([semantic for semantic, _ in tokens], [voice for _, voice in tokens])
     for member, wave in zip(members, waves):
-        golden.near(f"wav of {member['name']}", wave, golden.arrays(member["file"])["wav"].reshape(-1), "wav")
+        golden.near(f"wav of {member['name']}", wave, flat(golden.arrays(member["file"])["wav"]), "wav")
 
 
 def _sampling(golden: Golden, case: Item) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.spark_tts.pipeline import CREATION_EXTRAS, SparkPipeline, open_pipeline
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
+from tests.golden_arrays import flat
 from tests.vllm_kit import Waiter
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _speech(opened: Opened, greedy: list[Item]) -> None:
     for case, future in futures:
         speech = future.result(SECONDS)
         assert speech.sample_rate == opened.golden.config.sample_rate, f"{speech.sample_rate} Hz"
-        opened.golden.near(case["name"], speech.samples, opened.golden.arrays(case["file"])["wav"].reshape(-1), "wav")
+        opened.golden.near(case["name"], speech.samples, flat(opened.golden.arrays(case["file"])["wav"]), "wav")
 
 
 def _stream(opened: Opened, case: Item) -> None:

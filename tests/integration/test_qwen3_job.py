@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-CHECKPOINT = Path(__file__).parents[1] / "golden" / "qwen3_tts" / "checkpoint-design"
+from tests.golden_checkpoint import whole
+
+CHECKPOINT = whole(Path(__file__).parents[1] / "golden" / "qwen3_tts" / "checkpoint-design")
 LINES = 200
 
 

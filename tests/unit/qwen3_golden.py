@@ -21,6 +21,7 @@ from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
 from pipelines.qwen3_tts.weights import take_weights
+from tests.golden_checkpoint import whole
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_tts"
 MAX_CONTEXT = 256
@@ -31,7 +32,7 @@ KINDS = ("base", "custom", "design")
 def golden_model(kind: str, dtype: torch.dtype = torch.float32, codebooks: int | None = None) -> Qwen3TTSModel:
     """The golden checkpoint of this kind, on CPU; with only its first codebooks where a test needs many frames."""
     torch.set_num_threads(1)
-    folder = GOLDEN / f"checkpoint-{kind}"
+    folder = whole(GOLDEN / f"checkpoint-{kind}")
     config = Qwen3TTSConfig.from_folder(folder)
     config = replace(config, codebooks=codebooks or config.codebooks)
     with Checkpoint.open(folder) as checkpoint:
@@ -41,11 +42,6 @@ def golden_model(kind: str, dtype: torch.dtype = torch.float32, codebooks: int |
             checkpoint.ignore("talker.code_predictor.*")
         checkpoint.finish()
     return Qwen3TTSModel(config, weights, MAX_CONTEXT)
-
-
-@cache
-def golden_arrays(kind: str) -> Any:
-    return np.load(GOLDEN / f"arrays_{kind}.npz")
 
 
 def random_request(rng: random.Random, model: Qwen3TTSModel, name: str) -> GenerationRequest:

@@ -13,7 +13,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.qwen3_tts.codec import load_codec
 from pipelines.qwen3_tts.codec_encoder import CodecEncoder
 
-FOLDER = Path(__file__).parents[1] / "golden" / "qwen3_tts" / "checkpoint-custom" / "speech_tokenizer"
+FOLDER = Path(__file__).parents[1] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"
 
 
 @lru_cache(maxsize=1)

@@ -17,6 +17,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisErro
 from pipelines.qwen3_tts.config import SamplingDefaults
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline, sampling_params
 from pipelines.request import Generation, Message, Modality, Role, Speech, SynthesisRequest
+from tests.golden_checkpoint import whole
 from tests.unit.qwen3_golden import GOLDEN
 
 SIZES: dict[str, Any] = {"slots": 6, "pages": 96, "page_size": 16, "max_context": 512}
@@ -31,7 +32,7 @@ def base() -> Iterator[Qwen3TTSPipeline]:
 
 @pytest.fixture(scope="module")
 def custom() -> Iterator[Qwen3TTSPipeline]:
-    pipeline = open_pipeline(GOLDEN / "checkpoint-custom", keep_unfinished=True, **SIZES)
+    pipeline = open_pipeline(whole(GOLDEN / "checkpoint-custom"), keep_unfinished=True, **SIZES)
     yield pipeline
     pipeline.close()
 
