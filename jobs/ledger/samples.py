@@ -48,7 +48,7 @@ def attempts_page(connection: sa.Connection, job_id: str, after: tuple[int, int]
         .order_by(attempts.shard_no, attempts.epoch)
         .limit(limit)
     )
-    return [Attempt(*row) for row in connection.execute(query).tuples()]
+    return [Attempt(*row) for row in connection.execute(query)]
 
 
 def draws_of(connection: sa.Connection, job_id: str, indexes: Collection[int]) -> list[DrawRow]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 WIDTH, HEIGHT = 560, 190
 #: Room for the labels of the axes.
-LEFT, BOTTOM, TOP, RIGHT = 52, 34, 10, 12
+LEFT, BOTTOM, TOP, RIGHT = 52, 34, 10, 24
 MOST_BARS = 24
 
 

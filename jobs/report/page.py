@@ -77,6 +77,8 @@ class Page:
     #: (share of the time, said, was, error)
     eta_rows: Sequence[tuple[str, str, str, str]]
     histograms: Sequence[Histogram]
+    #: (score, value) of those that are the same for all items.
+    constant: Sequence[tuple[str, str]]
     errors: Sequence[ErrorRow]
     #: Names of the scores in the table.
     scores: Sequence[str]

@@ -78,6 +78,7 @@ def write_report(ledger: Ledger, store: ObjectStore, job_id: str, to: Path, opti
         charts=_charts(line, checks) if line and line.leases >= FEWEST_LEASES else [],
         eta_rows=_eta_rows(line, checks) if line else [],
         histograms=_histograms(sample),
+        constant=[(clean(name, 60), number(values[0])) for name, values in sorted(sample.scores.items()) if _constant(values)],
         errors=[_error_row(ledger, status, code, count) for code, count in errors.items()],
         scores=sorted(name for name in sample.scores if name != PACE),
         rows=[_row(rank, item, clips) for rank, item in enumerate(sample.items, 1)],
@@ -173,9 +174,15 @@ def _signed(share: float, digits: int) -> str:
 def _histograms(sample: Sample) -> list[Histogram]:
     found = [histogram("duration", "Length of an item", "s", sample.durations)]
     for place, (name, values) in enumerate(sorted(sample.scores.items(), key=lambda pair: (pair[0] != PACE, pair[0]))):
+        if _constant(values):
+            continue
         title = "Pace: letters a second" if name == PACE else f"Score: {clean(name, 60)}"
         found.append(histogram(f"score-{place}", title, _UNITS.get(name, ""), values))
     return [chart for chart in found if chart is not None]
+
+
+def _constant(values: Sequence[float]) -> bool:
+    return len(values) > 1 and min(values) == max(values)
 
 
 def _error_row(ledger: Ledger, status: JobStatus, code: ErrorCode, count: int) -> ErrorRow:
