@@ -1,0 +1,97 @@
+"""The routes of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from pipelines.serving import refusal
+from pipelines.serving.chat import ChatRoute
+from pipelines.serving.chat_body import ChatBody
+from pipelines.serving.gate import Gate
+from pipelines.serving.guard import HEALTH, REQUEST_ID, TICKET, Guard
+from pipelines.serving.metrics import ServerMetrics
+from pipelines.serving.model import ServedModel
+from pipelines.serving.options import ServeOptions
+from pipelines.serving.refusal import Refusal
+from pipelines.serving.reply import Reply
+from pipelines.serving.speech import SpeechBody, SpeechRoute
+
+
+def create_app(model: ServedModel, options: ServeOptions, gate: Gate, failed: Callable[[], None] = lambda: None) -> ASGIApp:
+    """The ASGI app of one model. Its lifespan opens the model; `failed` is called when that cannot be done."""
+    metrics = ServerMetrics(model, gate)
+    app = FastAPI(title="Nightjar", lifespan=_lifespan(model, failed), docs_url=None, redoc_url=None)
+    refusal.install(app)
+    _look(app, model, options, gate, metrics)
+    _work(app, model, options, metrics)
+    return Guard(app, options, gate, metrics)
+
+
+def _lifespan(model: ServedModel, failed: Callable[[], None]) -> Any:
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncGenerator[None]:
+        keeping = asyncio.create_task(model.run(failed))
+        yield
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+
+    return lifespan
+
+
+def _look(app: FastAPI, model: ServedModel, options: ServeOptions, gate: Gate, metrics: ServerMetrics) -> None:
+    """Routes that cost nothing."""
+    started_at = int(time.time())
+
+    def cards() -> list[dict[str, Any]]:
+        facts = {"capabilities": msgspec.to_builtins(model.card.capabilities), "sample_rate": model.card.sample_rate}
+        return [{"id": name, "object": "model", "created": started_at, "owned_by": "nightjar", **facts} for name in options.names]
+
+    @app.get(HEALTH)
+    def health() -> Response:
+        """200 while requests are taken; 503 while the engine starts, is down, or the server drains."""
+        state = "draining" if gate.closed else model.state
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+    @app.get("/metrics")
+    def page() -> Response:
+        return Response(metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": cards()}
+
+    @app.get("/v1/models/{name:path}")
+    def one(name: str) -> dict[str, Any]:
+        _check_model(name, options)
+        return next(card for card in cards() if card["id"] == name)
+
+
+def _work(app: FastAPI, model: ServedModel, options: ServeOptions, metrics: ServerMetrics) -> None:
+    """Routes that the engine answers."""
+    speaking, chatting = SpeechRoute(model, options, metrics), ChatRoute(model, options, metrics)
+
+    @app.post("/v1/audio/speech")
+    async def speech(body: SpeechBody, request: Request) -> Response:
+        _check_model(body.model, options)
+        return Reply(speaking.answer(body, request.scope[TICKET], request.scope[REQUEST_ID]), options.request_seconds)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        _check_model(body.model, options)
+        return Reply(chatting.answer(body, request.scope[TICKET], request.scope[REQUEST_ID]), options.request_seconds)
+
+
+def _check_model(name: str, options: ServeOptions) -> None:
+    if name not in options.names:
+        message = f"The model {name[:100]!r} is not served here. Served is: {', '.join(options.names)}."
+        raise Refusal(404, message, "model_not_found", "model")

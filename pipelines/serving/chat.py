@@ -1,0 +1,254 @@
+"""`POST /v1/chat/completions`: dialogues, for pipelines that write text and audio."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipelines.errors import ErrorCode, NightjarError, NoAudioError
+from pipelines.request import AudioChunk, Generation, Message, Mode, Role, Speech, SynthesisRequest
+from pipelines.serving.audio_input import read_audio
+from pipelines.serving.chat_body import AudioUrlPart, ChatBody, ChatMessage, TextPart, Xargs
+from pipelines.serving.encoding import SpeechFormat, whole_file
+from pipelines.serving.gate import Ticket
+from pipelines.serving.metrics import ServerMetrics
+from pipelines.serving.model import ServedModel
+from pipelines.serving.options import ServeOptions
+from pipelines.serving.refusal import bad, named_field, refusal_of
+from pipelines.serving.reply import EVENT_STREAM, Head, Parts, event, whole
+
+ROUTE = "/v1/chat/completions"
+#: The token after which the published server has to be told to stop; a text ends there by itself.
+_END_OF_TURN = 3
+#: How long OpenAI's clients may take an answer's audio for known; the server keeps none.
+_AUDIO_LIFE_SECONDS = 3600
+_FORMATS: dict[str, SpeechFormat] = {"wav": "wav", "flac": "flac", "pcm16": "pcm"}
+#: The field that says each setting of `Generation`.
+_FIELDS = {
+    **{name: name for name in ChatBody.model_fields},
+    **{name: f"vllm_xargs.{name}" for name in Xargs.model_fields},
+    "audio_top_k": "vllm_xargs.audio_topk",
+    "voice": "audio.voice",
+}
+_XARG_ONLY_WITH_AUDIO = ("audio_temperature", "audio_topk", "cfg")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request and how its answer is written."""
+
+    request: SynthesisRequest
+    model: str
+    mode: Mode | None
+    audio_format: SpeechFormat
+    with_usage: bool
+    created: int
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """What every part of the answer begins with."""
+        return {"id": f"chatcmpl-{self.request.request_id.removeprefix('req-')}", "created": self.created, "model": self.model}
+
+
+class ChatRoute:
+    """Answers one request at a time for each call; holds what they share."""
+
+    def __init__(self, model: ServedModel, options: ServeOptions, metrics: ServerMetrics) -> None:
+        self._model = model
+        self._options = options
+        self._metrics = metrics
+
+    async def answer(self, body: ChatBody, ticket: Ticket, request_id: str) -> Parts:
+        """The parts of the answer. Raises `Refusal` and `NightjarError` before the first one."""
+        begin = time.monotonic()
+        if not self._model.card.capabilities.text_out:
+            raise bad("This model speaks texts. Use /v1/audio/speech.", ErrorCode.INPUT_UNSUPPORTED.value, "model")
+        try:
+            asked = await asyncio.to_thread(self._asked, body, request_id)
+            parts = self._streamed(asked, ticket, begin) if body.stream else self._whole(asked, ticket)
+            async with aclosing(parts):
+                async for part in parts:
+                    yield part
+        except NightjarError as error:
+            raise refusal_of(error, _param(error)) from error
+
+    def _asked(self, body: ChatBody, request_id: str) -> Asked:
+        mode = self._mode(body)
+        messages = tuple(message for turn in body.messages for message in self._messages(turn))
+        xargs = body.vllm_xargs
+        generation = Generation(
+            voice=body.audio.voice,
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            repetition_penalty=body.repetition_penalty,
+            max_seconds=body.max_seconds,
+            max_tokens=_either(body.max_tokens, body.max_completion_tokens),
+            mode=mode,
+            text_temperature=xargs.text_temperature,
+            audio_temperature=xargs.audio_temperature,
+            audio_top_k=None if xargs.audio_topk is None else max(xargs.audio_topk, 0),
+            cfg=xargs.cfg,
+        )
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        request = SynthesisRequest(request_id, messages, generation, seed)
+        audio_format = _FORMATS[body.audio.format]
+        return Asked(request, self._options.names[0], mode, audio_format, body.stream_options.include_usage, int(time.time()))
+
+    def _mode(self, body: ChatBody) -> Mode | None:
+        """What is written; text alone where the request says nothing. Raises `Refusal` for what contradicts itself."""
+        modes = self._model.card.capabilities.modes
+        said = body.vllm_xargs.mode
+        if body.modalities is not None:
+            asked: Mode = "text_audio" if "audio" in body.modalities else "text_only"
+            if said not in (None, asked):
+                raise bad(f"`modalities` asks for {asked}, `vllm_xargs.mode` for {said}. Keep one of them.", "invalid_value", "modalities")
+            said = asked
+        mode = said or ("text_only" if "text_only" in modes else None)
+        if mode == "text_only":
+            for name in _XARG_ONLY_WITH_AUDIO:
+                if (value := getattr(body.vllm_xargs, name)) is not None and not (name == "cfg" and value == 1):
+                    message = f"`{name}` is about audio, which the mode text_only does not make. Remove it, or set mode to text_audio."
+                    raise bad(message, ErrorCode.INPUT_BAD_GENERATION.value, f"vllm_xargs.{name}")
+        stops = set(body.stop_token_ids)
+        if stops and (mode == "text_audio" or stops != {_END_OF_TURN}):
+            message = f"Answers end by themselves: `stop_token_ids` may be [{_END_OF_TURN}] for text, and nothing else. Remove it."
+            raise bad(message, ErrorCode.INPUT_UNSUPPORTED.value, "stop_token_ids")
+        return mode
+
+    def _messages(self, turn: ChatMessage) -> list[Message]:
+        """One message a part. Raises `InputError` for audio that cannot be used."""
+        role: Role = "system" if turn.role == "developer" else turn.role
+        if isinstance(turn.content, str):
+            return [Message(role, "text", turn.content)]
+        found: list[Message] = []
+        for part in turn.content:
+            if isinstance(part, TextPart):
+                found.append(Message(role, "text", part.text))
+                continue
+            if role != "user":
+                raise bad(f"Audio of the role {turn.role} cannot be heard. Only users bring audio.", "invalid_value", "messages")
+            is_url = isinstance(part, AudioUrlPart)
+            text, declared = (part.audio_url.url, None) if is_url else (part.input_audio.data, part.input_audio.format)
+            if is_url and ":" not in text[:64]:
+                raise bad("`audio_url` is a data URL: data:audio/wav;base64,...", ErrorCode.INPUT_AUDIO_FORBIDDEN.value, "messages")
+            found.append(Message(role, "audio", read_audio(text, self._options.max_audio_seconds, declared)))
+        return found
+
+    async def _whole(self, asked: Asked, ticket: Ticket) -> Parts:
+        speech = await self._speech(asked, ticket)
+        message: dict[str, Any] = {"role": "assistant", "content": speech.text_out or "", "audio": await self._audio(asked, speech)}
+        choice = {"index": 0, "message": message, "finish_reason": _finish(speech), "logprobs": None}
+        view = {**asked.head, "object": "chat.completion", "choices": [choice], "usage": _usage(speech)}
+        # JSON of an answer with audio is long; its event form is the same bytes with a frame around them.
+        body = await asyncio.to_thread(event, view)
+        async for part in whole(body[6:-2], "application/json", {"x-seed": str(asked.request.seed)}):
+            yield part
+
+    async def _speech(self, asked: Asked, ticket: Ticket) -> Speech:
+        """The result; text without the audio that was asked for is a result too."""
+        try:
+            return await self._model.speech(asked.request, ticket)
+        except NoAudioError as error:
+            return _text_alone(error, self._model.card.sample_rate)
+
+    async def _streamed(self, asked: Asked, ticket: Ticket, begin: float) -> Parts:
+        started = False
+        try:
+            async with aclosing(self._deltas(asked, ticket)) as deltas:
+                async for delta in deltas:
+                    if not started:
+                        started = True
+                        self._metrics.began(ROUTE, time.monotonic() - begin)
+                        yield Head(EVENT_STREAM, {"cache-control": "no-cache", "x-seed": str(asked.request.seed)})
+                        yield self._event(asked, {"role": "assistant", "content": ""})
+                    yield delta
+            yield b"data: [DONE]\n\n"
+        except NightjarError as error:
+            if not started:
+                raise
+            yield event(refusal_of(error, _param(error)).view())
+
+    async def _deltas(self, asked: Asked, ticket: Ticket) -> AsyncGenerator[bytes, None]:
+        """The events after the first: pieces of text, the audio, the reason of the end, and the usage if it was asked for."""
+        heard: list[AudioChunk] = []
+        speech: Speech | None = None
+        try:
+            async with aclosing(self._chunks(asked, ticket)) as chunks:
+                async for chunk in chunks:
+                    if chunk.text:
+                        yield self._event(asked, {"content": chunk.text})
+                    if len(chunk.samples):
+                        heard.append(chunk)
+                    speech = chunk.speech or speech
+        except NoAudioError as error:
+            speech = _text_alone(error, self._model.card.sample_rate)
+        if speech is None:
+            samples = np.concatenate([np.zeros(0, np.float32), *(chunk.samples for chunk in heard)])
+            speech = Speech(samples, self._model.card.sample_rate)
+        if (audio := await self._audio(asked, speech)) is not None:
+            yield self._event(asked, {"audio": audio})
+        yield self._event(asked, {}, _finish(speech))
+        if asked.with_usage:
+            yield event({**asked.head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(speech)})
+
+    async def _chunks(self, asked: Asked, ticket: Ticket) -> AsyncGenerator[AudioChunk, None]:
+        if self._model.card.capabilities.streaming:
+            async with aclosing(self._model.chunks(asked.request, ticket)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+            return
+        speech = await self._model.speech(asked.request, ticket)
+        yield AudioChunk(np.zeros(0, np.float32), speech.sample_rate, final=True, text=speech.text_out or "", speech=speech)
+
+    def _event(self, asked: Asked, delta: dict[str, Any], finish: str | None = None) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}
+        return event({**asked.head, "object": "chat.completion.chunk", "choices": [choice]})
+
+    async def _audio(self, asked: Asked, speech: Speech) -> dict[str, Any] | None:
+        """`message.audio`, or None where there is no sound."""
+        if not len(speech.samples):
+            return None
+        data = await asyncio.to_thread(whole_file, speech.samples, speech.sample_rate, asked.audio_format)
+        self._metrics.spoke(len(speech.samples) / speech.sample_rate)
+        return {
+            "id": f"audio-{secrets.token_hex(12)}",
+            "data": (await asyncio.to_thread(base64.b64encode, data)).decode(),
+            "expires_at": asked.created + _AUDIO_LIFE_SECONDS,
+            "transcript": speech.text_out or "",
+        }
+
+
+def _text_alone(error: NoAudioError, sample_rate: int) -> Speech:
+    return Speech(np.zeros(0, np.float32), sample_rate, text_out=error.text_out)
+
+
+def _finish(speech: Speech) -> str:
+    return "length" if speech.meta.get("finish") == "length" else "stop"
+
+
+def _usage(speech: Speech) -> dict[str, int] | None:
+    """Positions of the prompt and steps of the engine, where the pipeline says them."""
+    if "tokens" not in speech.meta:
+        return None
+    prompt, made = int(speech.meta.get("prompt_positions", 0)), int(speech.meta["tokens"])
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def _either(max_tokens: int | None, max_completion_tokens: int | None) -> int | None:
+    if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
+        raise bad("`max_tokens` and `max_completion_tokens` differ. Keep one of them.", "invalid_value", "max_tokens")
+    return max_completion_tokens if max_tokens is None else max_tokens
+
+
+def _param(error: NightjarError) -> str | None:
+    """The field at fault: a setting that the message names, else the dialogue itself."""
+    return named_field(error, _FIELDS) or ("messages" if error.code.value.startswith("input.") else None)

@@ -1,0 +1,110 @@
+"""The pipeline that a server serves: opened while the server already answers, and opened anew when its engine is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from pipelines.errors import NightjarError
+from pipelines.registry import ModelCard
+from pipelines.request import AudioChunk, EngineState, EngineStats, Pipeline, Speech, SynthesisRequest
+from pipelines.serving.calls import SpeechCall, StreamCall
+from pipelines.serving.gate import Ticket
+from pipelines.serving.refusal import unavailable
+
+log = logging.getLogger(__name__)
+
+#: Threads that prepare requests: prompts, phonemes, reference audio. More would only share the cores.
+_SUBMIT_THREADS = 16
+_LOOK_SECONDS = 0.5
+_MOST_PAUSE_SECONDS = 60.0
+
+
+class ServedModel:
+    """One model and the threads that stand between it and the event loop."""
+
+    def __init__(self, card: ModelCard, open_model: Callable[[], Pipeline], slots: int) -> None:
+        self.card = card
+        self._open = open_model
+        self._pipeline: Pipeline | None = None
+        self._submitters = ThreadPoolExecutor(_SUBMIT_THREADS, "submit")
+        # Each stream may need one to pull and one to close.
+        self._pullers = ThreadPoolExecutor(2 * slots, "stream")
+        #: Why the model could not be opened the first time, which ends the server.
+        self.failure: BaseException | None = None
+
+    @property
+    def state(self) -> EngineState:
+        return "starting" if self._pipeline is None else self._pipeline.stats().state
+
+    def stats(self) -> EngineStats:
+        return EngineStats(state="starting") if self._pipeline is None else self._pipeline.stats()
+
+    async def speech(self, request: SynthesisRequest, ticket: Ticket) -> Speech:
+        """The whole speech; being cancelled aborts it. Raises `NightjarError`, and `Refusal` (503) while the engine is away."""
+        ticket.hold()
+        try:
+            call = SpeechCall(self._living(), request, ticket.release)
+        except BaseException:
+            ticket.release()
+            raise
+        return await call.result(self._submitters)
+
+    async def chunks(self, request: SynthesisRequest, ticket: Ticket) -> AsyncGenerator[AudioChunk, None]:
+        """The speech as it is made; closing the generator aborts it. Raises as `speech`."""
+        pipeline = self._living()
+        ticket.hold()
+        async with contextlib.aclosing(StreamCall(pipeline, request, ticket.release).chunks(self._pullers)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def run(self, failed: Callable[[], None]) -> None:
+        """Opens the model and keeps it open, until cancelled; calls `failed` when it cannot be opened at all."""
+        try:
+            await asyncio.to_thread(self._open_now)
+        except Exception as error:  # noqa: BLE001  # whoever started the server hears of it
+            self.failure = error
+            failed()
+            return
+        log.info("the model %s is ready", self.card.name)
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            # Also what notices a core that died while nobody asked for anything.
+            if self.stats().state == "broken":
+                await self._renew()
+
+    def close(self) -> None:
+        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once."""
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.close()
+        self._submitters.shutdown(wait=False, cancel_futures=True)
+        self._pullers.shutdown(wait=False)
+
+    async def _renew(self) -> None:
+        broken, self._pipeline = self._pipeline, None
+        pause_seconds = 1.0
+        while self._pipeline is None:
+            log.error("the engine is given up; the model is opened again")
+            try:
+                if broken is not None:
+                    await asyncio.to_thread(broken.close)
+                    broken = None
+                await asyncio.to_thread(self._open_now)
+            except NightjarError as error:
+                log.error("the model cannot be opened: %s", error)
+                await asyncio.sleep(pause_seconds)
+                pause_seconds = min(2 * pause_seconds, _MOST_PAUSE_SECONDS)
+
+    def _open_now(self) -> None:
+        # In the thread, so that a model that is still loading when the server ends is there to be closed.
+        self._pipeline = self._open()
+
+    def _living(self) -> Pipeline:
+        pipeline = self._pipeline
+        if pipeline is None or pipeline.stats().state != "ready":
+            raise unavailable("The engine is starting. Try again.", "engine_starting")
+        return pipeline

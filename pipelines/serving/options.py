@@ -1,0 +1,27 @@
+"""What a server may be told: names, keys and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """How one model is served."""
+
+    #: What clients call the model; the first one is what answers say.
+    names: tuple[str, ...]
+    #: Keys that open the API; none: it is open to whoever reaches it.
+    keys: tuple[str, ...] = field(default=(), repr=False)
+    #: Requests that are in the pipeline at once, and that wait behind them before others are refused with 429.
+    slots: int = 256
+    waiting_room: int = 256
+    max_body_bytes: int = 32 << 20
+    #: Of each audio that a request brings along.
+    max_audio_seconds: float = 600.0
+    #: Longest time a request may take from its admission to the last byte of its answer.
+    request_seconds: float = 600.0
+    #: Longest time a client may take to send its request.
+    body_seconds: float = 60.0
+    #: How long requests in flight may go on after SIGTERM.
+    drain_seconds: float = 60.0

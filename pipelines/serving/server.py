@@ -1,0 +1,108 @@
+"""A server process: its socket, its signals, and the order in which it comes up and goes down."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Generator
+from types import FrameType
+
+import uvicorn
+
+from pipelines.errors import ConfigError, ErrorCode
+from pipelines.registry import ModelCard
+from pipelines.request import Pipeline
+from pipelines.serving.app import create_app
+from pipelines.serving.gate import Gate
+from pipelines.serving.model import ServedModel
+from pipelines.serving.options import ServeOptions
+
+_BACKLOG = 2048
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Server:
+    """One model behind one address. `run` serves until `stop` or a signal."""
+
+    def __init__(self, card: ModelCard, open_model: Callable[[], Pipeline], options: ServeOptions, address: str, port: int) -> None:
+        """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) where it cannot."""
+        self._socket = _bound(address, port)
+        self._gate = Gate(options.slots, options.waiting_room)
+        self._model = ServedModel(card, open_model, options.slots)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        config = uvicorn.Config(
+            create_app(self._model, options, self._gate, self.stop),
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ws="none",
+            loop="asyncio",
+            backlog=_BACKLOG,
+            timeout_graceful_shutdown=options.drain_seconds,  # pyright: ignore[reportArgumentType]
+        )
+        self._uvicorn = _Uvicorn(config, self._gate)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        address, port = self._socket.getsockname()[:2]
+        return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+    def run(self) -> None:
+        """Serves; requests that are under way at the end are finished for `drain_seconds`, then aborted.
+
+        Raises what kept the model from being opened.
+        """
+        try:
+            self._uvicorn.run(sockets=[self._socket])
+        finally:
+            self._model.close()
+            self._socket.close()
+        if self._model.failure is not None:
+            raise self._model.failure
+
+    def stop(self) -> None:
+        """Takes nothing more in and ends once what is under way is done. May be called from any thread, and again."""
+        self._gate.closed = True
+        self._uvicorn.should_exit = True
+
+
+class _Uvicorn(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, gate: Gate) -> None:
+        super().__init__(config)
+        self._gate = gate
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """As uvicorn's own, but the process does not die of the signal once it has drained: it ends with status 0."""
+        try:
+            before = {number: signal.signal(number, self.handle_exit) for number in _SIGNALS}
+        except ValueError:
+            # Not the main thread, which is where signals come.
+            before = {}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, a second one ends at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = self._gate.closed = True
+
+
+def _bound(address: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"The server cannot listen at {address} port {port}: {reason}.", "Choose another port or address."
+        ) from error
+    return listener

@@ -1,0 +1,201 @@
+"""`POST /v1/audio/speech`: text to speech, for every pipeline that speaks one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
+from pipelines.serving.audio_input import read_audio
+from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
+from pipelines.serving.gate import Ticket
+from pipelines.serving.metrics import ServerMetrics
+from pipelines.serving.model import ServedModel
+from pipelines.serving.options import ServeOptions
+from pipelines.serving.refusal import bad, named_field, refusal_of
+from pipelines.serving.reply import EVENT_STREAM, Head, Parts, event
+
+ROUTE = "/v1/audio/speech"
+#: Of a voice: what clients send that must name one to a model that has none to choose from.
+DEFAULT_VOICE = "default"
+_PARAMS = {
+    ErrorCode.INPUT_UNKNOWN_VOICE: "voice",
+    ErrorCode.INPUT_UNKNOWN_LANGUAGE: "language",
+    ErrorCode.INPUT_EMPTY_TEXT: "input",
+    ErrorCode.INPUT_UNPRONOUNCEABLE: "input",
+    ErrorCode.INPUT_TOO_LONG: "input",
+    ErrorCode.INPUT_AUDIO_MISSING: "reference_audio",
+    ErrorCode.INPUT_AUDIO_UNREADABLE: "reference_audio",
+    ErrorCode.INPUT_AUDIO_FORBIDDEN: "reference_audio",
+    ErrorCode.INPUT_REFERENCE_LENGTH: "reference_audio",
+    ErrorCode.INPUT_REFERENCE_SILENT: "reference_audio",
+    ErrorCode.INPUT_REFERENCE_TEXT: "reference_text",
+}
+
+Chunks = AsyncGenerator[AudioChunk, None]
+References = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given), Field(max_length=16)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class SpeechBody(BaseModel):
+    """What a client sends: OpenAI's fields, and those of ours that a line's `generation` has."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    model: str
+    input: str
+    voice: str | None = None
+    response_format: SpeechFormat = "wav"
+    speed: float | None = None
+    instructions: str | None = None
+    #: None: bare PCM is streamed where the pipeline can, files are not.
+    stream: bool | None = None
+    stream_format: Literal["audio", "sse"] | None = None
+    language: str | None = None
+    #: Base64 or a data URL of a WAV, FLAC, OGG or MP3 file, or a list of them for models that clone several voices.
+    reference_audio: References | None = None
+    reference_text: str | None = None
+    seed: Seed | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    cfg: float | None = None
+    max_seconds: float | None = None
+
+
+_FIELDS = {**{name: name for name in SpeechBody.model_fields}, "instruct": "instructions"}
+
+
+class SpeechRoute:
+    """Answers one request at a time for each call; holds what they share."""
+
+    def __init__(self, model: ServedModel, options: ServeOptions, metrics: ServerMetrics) -> None:
+        self._model = model
+        self._options = options
+        self._metrics = metrics
+
+    async def answer(self, body: SpeechBody, ticket: Ticket, request_id: str) -> Parts:
+        """The parts of the answer. Raises `Refusal` and `NightjarError` before the first one."""
+        begin = time.monotonic()
+        streams = self._streams(body)
+        try:
+            request = await asyncio.to_thread(self._request, body, request_id)
+            if body.stream_format == "sse":
+                source = self._model.chunks(request, ticket) if streams else self._at_once(request, ticket)
+                parts = self._events(source, body.response_format, request.seed, begin)
+            elif streams:
+                parts = self._audio(self._model.chunks(request, ticket), body.response_format, request.seed, begin)
+            else:
+                parts = self._file(request, body.response_format, ticket)
+            async with aclosing(parts):
+                async for part in parts:
+                    yield part
+        except NightjarError as error:
+            raise refusal_of(error, named_field(error, _FIELDS) or _PARAMS.get(error.code)) from error
+
+    def _streams(self, body: SpeechBody) -> bool:
+        """Whether the audio is sent as it is made. Raises `Refusal` for what this model cannot do."""
+        able = self._model.card.capabilities
+        if able.multi_turn:
+            raise bad("This model answers dialogues. Use /v1/chat/completions.", ErrorCode.INPUT_UNSUPPORTED.value, "model")
+        if body.speed is not None and body.speed != 1.0:
+            raise bad("This model has one speed. Remove `speed`.", ErrorCode.INPUT_UNSUPPORTED.value, "speed")
+        if body.instructions and not able.instruct:
+            message = "This model takes no instructions. Remove `instructions`, or use a model that follows them."
+            raise bad(message, ErrorCode.INPUT_UNSUPPORTED.value, "instructions")
+        if body.stream and not able.streaming:
+            raise bad("This model makes the whole speech at once. Remove `stream`.", ErrorCode.INPUT_UNSUPPORTED.value, "stream")
+        wanted = body.stream if body.stream is not None else body.response_format == "pcm" or body.stream_format is not None
+        return wanted and able.streaming
+
+    def _request(self, body: SpeechBody, request_id: str) -> SynthesisRequest:
+        seconds = self._options.max_audio_seconds
+        messages = [Message("user", "audio", read_audio(audio, seconds)) for audio in body.reference_audio or ()]
+        messages.append(Message("user", "text", body.input))
+        voice = body.voice
+        if voice == DEFAULT_VOICE and DEFAULT_VOICE not in self._model.card.capabilities.voices:
+            voice = None
+        generation = Generation(
+            voice=voice,
+            language=body.language,
+            instruct=body.instructions or None,
+            reference_text=body.reference_text,
+            temperature=body.temperature,
+            top_k=body.top_k,
+            top_p=body.top_p,
+            repetition_penalty=body.repetition_penalty,
+            cfg=body.cfg,
+            max_seconds=body.max_seconds,
+        )
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        return SynthesisRequest(request_id, tuple(messages), generation, seed)
+
+    async def _file(self, request: SynthesisRequest, kind: SpeechFormat, ticket: Ticket) -> Parts:
+        speech = await self._model.speech(request, ticket)
+        data = await asyncio.to_thread(whole_file, speech.samples, speech.sample_rate, kind)
+        self._metrics.spoke(len(speech.samples) / speech.sample_rate)
+        yield Head(MEDIA_TYPES[kind], {**_facts(speech.sample_rate, request.seed), "content-length": str(len(data))})
+        yield data
+
+    async def _audio(self, chunks: Chunks, kind: SpeechFormat, seed: int, begin: float) -> Parts:
+        started = False
+        async with aclosing(self._encoded(chunks, kind, begin)) as pieces:
+            async for piece in pieces:
+                if not started:
+                    started = True
+                    yield Head(MEDIA_TYPES[kind], _facts(self._model.card.sample_rate, seed))
+                yield piece
+
+    async def _events(self, chunks: Chunks, kind: SpeechFormat, seed: int, begin: float) -> Parts:
+        """OpenAI's server-sent events: `speech.audio.delta` with base64 of the next bytes, then `speech.audio.done`."""
+        started = False
+        try:
+            async with aclosing(self._encoded(chunks, kind, begin)) as pieces:
+                async for piece in pieces:
+                    if not started:
+                        started = True
+                        yield Head(EVENT_STREAM, {**_facts(self._model.card.sample_rate, seed), "cache-control": "no-cache"})
+                    yield event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
+            yield event({"type": "speech.audio.done"})
+        except NightjarError as error:
+            if not started:
+                raise
+            yield event(refusal_of(error).view())
+
+    async def _encoded(self, chunks: Chunks, kind: SpeechFormat, begin: float) -> AsyncGenerator[bytes, None]:
+        """The bytes of the chunks, none of them empty. Raises `synth.no_audio` where there are none."""
+        encoder = stream_encoder(self._model.card.sample_rate, kind)
+        heard = False
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if not len(chunk.samples):
+                    continue
+                if not heard:
+                    heard = True
+                    self._metrics.began(ROUTE, time.monotonic() - begin)
+                self._metrics.spoke(len(chunk.samples) / chunk.sample_rate)
+                if piece := encoder.add(chunk.samples):
+                    yield piece
+        if not heard:
+            raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
+        if piece := encoder.end():
+            yield piece
+
+    async def _at_once(self, request: SynthesisRequest, ticket: Ticket) -> Chunks:
+        """The whole speech as one chunk, for pipelines that do not stream."""
+        speech = await self._model.speech(request, ticket)
+        yield AudioChunk(speech.samples, speech.sample_rate, final=True)
+
+
+def _facts(sample_rate: int, seed: int) -> dict[str, str]:
+    """What a client needs to play bare PCM, and to make the same speech again."""
+    return {"x-sample-rate": str(sample_rate), "x-seed": str(seed)}
