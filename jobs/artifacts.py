@@ -26,14 +26,27 @@ def job_prefix(job_id: str) -> str:
     return f"jobs/{job_id}/"
 
 
-def audio_key(job_id: str, index: int, example_id: str, ext: str) -> str:
-    """`jobs/<job>/audio/<index // 10000>/<index>-<slug>.<ext>`."""
-    return f"jobs/{job_id}/audio/{index // 10_000:05d}/{index:09d}-{slug(example_id)}.{ext}"
+def audio_key(job_id: str, index: int, example_id: str, ext: str, draw: int = 0) -> str:
+    """`jobs/<job>/audio/<index // 10000>/<index>-<slug>.<ext>`; `<index>-<slug>-draw<n>.<ext>` for a later draw.
+
+    Each draw has a key of its own: what a worker that died left of one is never taken for another.
+    """
+    return _item_key(job_id, "audio", index, example_id, ext, draw)
 
 
-def text_key(job_id: str, index: int, example_id: str) -> str:
+def text_key(job_id: str, index: int, example_id: str, draw: int = 0) -> str:
     """The text that a model wrote beside its speech: as `audio_key`, under `text/`."""
-    return f"jobs/{job_id}/text/{index // 10_000:05d}/{index:09d}-{slug(example_id)}.txt"
+    return _item_key(job_id, "text", index, example_id, "txt", draw)
+
+
+def quarantine_key(job_id: str, index: int, example_id: str, ext: str, draw: int) -> str:
+    """The best draw of an item none of whose draws passed the checks: as `audio_key`, under `quarantine/`."""
+    return _item_key(job_id, "quarantine", index, example_id, ext, draw)
+
+
+def _item_key(job_id: str, kind: str, index: int, example_id: str, ext: str, draw: int) -> str:
+    later = f"-draw{draw}" if draw else ""
+    return f"jobs/{job_id}/{kind}/{index // 10_000:05d}/{index:09d}-{slug(example_id)}{later}.{ext}"
 
 
 def input_key(job_id: str, shard_no: int) -> str:

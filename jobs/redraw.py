@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import heapq
 import math
@@ -17,6 +18,7 @@ from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
 from jobs.payload import ShardLine, read_shard
 from jobs.references import load_reference
 from jobs.store.base import ObjectStore
+from pipelines.activity import trim_silence
 from pipelines.audio import decode, encode
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Message, Pipeline, Speech, SynthesisRequest
@@ -76,6 +78,7 @@ def redraw(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, cou
         artifact = cast(Artifact, row.artifact)
         try:
             speech = pipeline.submit(_request(store, job, lines[row.index], artifact)).result(_TIMEOUT_SECONDS)
+            speech = _as_stored(speech, job)
             data = encode(speech.samples, speech.sample_rate, cast("AudioFormat", job.spec.format))
         except TimeoutError:
             error: NightjarError = SynthesisError(ErrorCode.SYNTH_TIMEOUT, f"It took longer than {_TIMEOUT_SECONDS:.0f} s.")
@@ -98,6 +101,14 @@ def _request(store: ObjectStore, job: Job, line: ShardLine, artifact: Artifact) 
     return SynthesisRequest(
         f"verify/{job.id}/{line.index}", tuple([loaded(message) for message in line.messages]), generation, artifact.seed
     )
+
+
+def _as_stored(speech: Speech, job: Job) -> Speech:
+    """The speech as the worker stored it: without the silence that the job's checks cut off."""
+    quality = job.spec.quality
+    if quality is None or not quality.trim:
+        return speech
+    return dataclasses.replace(speech, samples=trim_silence(speech.samples, speech.sample_rate, quality.trim_keep_ms))
 
 
 def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes, speech: Speech) -> Redrawn:

@@ -61,6 +61,7 @@ class WorkerSettings(_Part):
         default=10.0, description="Longest pause before `--gpu` or `--supervise` starts a worker that died again."
     )
     threads: PositiveInt | None = Field(default=None, description="Threads of the engine; unset: what was measured best.")
+    meter_processes: PositiveInt = Field(default=1, description="Processes of the quality meters, one core each.")
 
 
 class VllmSettings(_Part):
@@ -115,6 +116,8 @@ class Schedule(_Part):
     instruct: str | None = Field(default=None, description="Instruction of lines that have none.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="Seed of the job.")
     format: Literal["wav", "flac"] = Field(default="wav", description="Encoding of the audio.")
+    qa: Literal["off", "basic", "strict"] = Field(default="basic", description="Checks that the speech has to pass.")
+    qa_config: Path | None = Field(default=None, description="TOML file that changes the checks.")
     priority: int = Field(default=0, description="Higher runs first.")
     weight: PositiveInt = Field(default=1, description="Share against jobs of the same priority.")
     store_url: str | None = Field(default=None, description="Store of this schedule; unset: the common one.")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from jobs.ledger.records import JobSpec
+from jobs.quality import quality_of
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError
 from pipelines.request import Generation
 
@@ -144,6 +145,7 @@ def _submit(settings: Settings, ledger: Ledger, name: str, schedule: Schedule, n
         generation=Generation(voice=schedule.voice, language=schedule.language, instruct=schedule.instruct),
         seed=schedule.seed,
         format=schedule.format,
+        quality=quality_of(schedule.qa, schedule.qa_config),
     )
     options = SubmitOptions(
         name=f"{name} {night.isoformat()}",

@@ -50,18 +50,18 @@ class RequestBuilder:
         self._references = references
         self._on_retry = on_retry
 
-    def build(self, line: ShardLine) -> SynthesisRequest:
-        """The request of a line, with its reference audio and its seed.
+    def build(self, line: ShardLine, draw: int = 0) -> SynthesisRequest:
+        """The request of a line, with its reference audio and the seed of its draw; the first draw is 0.
 
         Raises `InputError` when a reference is gone, and `StoreError` for what waiting does not mend.
         """
         lease = self._held.lease
         spec = lease.job.spec
         return SynthesisRequest(
-            request_id=f"{lease.job.id}/{line.index}/{lease.epoch}",
+            request_id=f"{lease.job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else ""),
             messages=tuple([self._loaded(message) if message.modality == "audio" else message for message in line.messages]),
             generation=line.generation.over(spec.generation),
-            seed=item_seed(spec.seed, line.example_id, line.speech_position, line_seed=line.generation.seed),
+            seed=item_seed(spec.seed, line.example_id, line.speech_position, draw, line_seed=line.generation.seed),
         )
 
     def _loaded(self, message: Message) -> Message:

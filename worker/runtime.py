@@ -32,6 +32,7 @@ from worker.job_end import put_manifest_if_over
 from worker.leases import LeaseBook
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
+from worker.quality.pool import MeterPool
 from worker.shard_runner import ShardRunner
 from worker.storing import Storer
 
@@ -102,7 +103,7 @@ class Runtime:
         )
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.open(settings.ledger_url, settings.dispatch.backoff_seconds)
-        self._storer = Storer(self.metrics.waited_for)
+        self._storer = Storer(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
         self._isolation = Isolation()
         self.runner = ShardRunner(
             self.ledger,

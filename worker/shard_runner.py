@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -135,6 +135,7 @@ class ShardRunner:
             clock=self._clock,
             meter=self._meter,
             wake_at=self._settings.worker.commit_items,
+            drawn_before=self._drawn_before(held, todo),
         )
         work.start()
         try:
@@ -142,6 +143,14 @@ class ShardRunner:
         finally:
             left = work.close(STORING_SECONDS if held.gone in (None, GoneReason.DRAINED) else 0.0)
             self._commit_once(held, left)
+
+    def _drawn_before(self, held: HeldLease, todo: Sequence[ShardLine]) -> Mapping[int, int]:
+        """Draws that open items have behind them: `jobs retry` goes on with the next ones, a lost worker's are made again."""
+        job = held.lease.job
+        if job.spec.quality is None:
+            return {}
+        first, last = todo[0].index, todo[-1].index
+        return held.retrying(lambda: self._ledger.drawn_before(job.id, first, last), self._metrics.waited_for)
 
     def _collect(self, held: HeldLease, work: ShardWork, pipeline: Pipeline) -> bool:
         worker = self._settings.worker

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 
+from jobs.dialogue import spoken_text
 from jobs.ledger.records import Failed, Outcome
 from jobs.ledger.states import LASTING_OUTAGES
 from jobs.payload import ShardLine
@@ -20,11 +22,21 @@ from pipelines.request import Pipeline, Speech, SynthesisRequest
 from worker.clock import Clock
 from worker.engine_meter import EngineMeter
 from worker.leases import HeldLease
+from worker.quality.drawing import REDRAWN, History
 from worker.storing import SpeechToStore, Storer
 
 log = structlog.get_logger(__name__)
 
 ROOM_POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One draw of a line that is to be made."""
+
+    line: ShardLine
+    draw: int
+    history: History = field(default_factory=History)
 
 
 @dataclass(slots=True)
@@ -39,14 +51,16 @@ class _InEngine:
 class ShardWork:
     """Feeds the lines of a shard to a pipeline from a thread of its own and collects one outcome for every line.
 
-    `build` turns a line into its request, or raises a `NightjarError` that becomes the line's outcome.
+    `build` turns a line and the number of its draw into its request, or raises a `NightjarError` that becomes the line's
+    outcome. A line whose draw did not pass its checks is fed again with the next one, before lines that were not fed yet.
+    `drawn_before` counts the draws of items that a person opened again.
     """
 
     def __init__(
         self,
         held: HeldLease,
         lines: Sequence[ShardLine],
-        build: Callable[[ShardLine], SynthesisRequest],
+        build: Callable[[ShardLine, int], SynthesisRequest],
         *,
         pipeline: Pipeline,
         storer: Storer,
@@ -54,6 +68,7 @@ class ShardWork:
         clock: Clock,
         meter: EngineMeter,
         wake_at: int,
+        drawn_before: Mapping[int, int] | None = None,
     ) -> None:
         self._held = held
         self._lines = lines
@@ -64,6 +79,11 @@ class ShardWork:
         self._clock = clock
         self._meter = meter
         self._wake_at = wake_at
+        self._drawn_before = drawn_before or {}
+        quality = held.lease.job.spec.quality
+        self._draws = 1 if quality is None else quality.draws
+        self._by_index = {line.index: line for line in lines}
+        self._again: deque[_Turn] = deque()
         self._changed = threading.Condition()
         self._unsettled = {line.index for line in lines}
         #: By index, oldest first.
@@ -121,6 +141,14 @@ class ShardWork:
             self._storing.discard(index)
             self._changed.notify_all()
 
+    def redraw(self, index: int, history: History) -> None:
+        """Takes an item whose draw did not pass; its next draw is made."""
+        with self._changed:
+            self._storing.discard(index)
+            if index in self._unsettled:
+                self._again.append(_Turn(self._by_index[index], history.draws[-1].draw + 1, history))
+            self._changed.notify_all()
+
     def interrupt(self, index: int, error: NightjarError) -> None:
         """Ends the whole work with an error that is not the item's own."""
         with self._changed:
@@ -159,6 +187,7 @@ class ShardWork:
             request_ids = [entry.request_id for entry in self._in_engine.values()]
             for index in list(self._in_engine):
                 self._leave(index)
+            self._changed.notify_all()
         for request_id in request_ids:
             self._pipeline.abort(request_id)
         with self._changed:
@@ -176,24 +205,37 @@ class ShardWork:
 
     def _feed(self) -> None:
         try:
-            for line in self._lines:
+            fresh = deque(self._lines)
+            while (turn := self._next(fresh)) is not None:
                 while self._storer.full and not self._stopped():
                     self._clock.sleep(ROOM_POLL_SECONDS)
                 if self._stopped():
                     return
-                self._feed_one(line)
+                self._feed_one(turn)
         except Exception as error:
             log.exception("feeder failed")
             self._error = error
             self._wake()
 
+    def _next(self, fresh: deque[ShardLine]) -> _Turn | None:
+        """The next draw to feed; waits while items may still want another one. None once there is nothing more to come."""
+        with self._changed:
+            if not self._again and not fresh and self._draws > 1:
+                self._changed.wait_for(lambda: self._again or not self._unsettled or self._stopped())
+            if self._again:
+                return self._again.popleft()
+        if not fresh:
+            return None
+        line = fresh.popleft()
+        return _Turn(line, self._drawn_before.get(line.index, 0))
+
     def _stopped(self) -> bool:
         return self._halted or self._error is not None or self._held.gone is not None
 
-    def _feed_one(self, line: ShardLine) -> None:
-        index = line.index
+    def _feed_one(self, turn: _Turn) -> None:
+        index = turn.line.index
         try:
-            request = self._build(line)
+            request = self._build(turn.line, turn.draw)
             self._start_clock(index, request.request_id)
             self._submitting = index
             future = self._pipeline.submit(request)
@@ -210,7 +252,7 @@ class ShardWork:
         self._restart_clock(index)
         if self._halted:
             self._pipeline.abort(request.request_id)
-        future.add_done_callback(partial(self._answered, line, request.seed))
+        future.add_done_callback(partial(self._answered, turn, request))
 
     def _start_clock(self, index: int, request_id: str) -> None:
         with self._changed:
@@ -229,19 +271,39 @@ class ShardWork:
         entry = self._in_engine.pop(index, None)
         return 0.0 if entry is None else self._meter.leave(entry.mark)
 
-    def _answered(self, line: ShardLine, seed: int, future: Future[Speech]) -> None:
+    def _answered(self, turn: _Turn, request: SynthesisRequest, future: Future[Speech]) -> None:
+        index = turn.line.index
         error = future.exception()
+        made = future.result() if error is None else error
+        stored = not isinstance(made, BaseException) or (self._draws > 1 and isinstance(made, NightjarError) and made.code in REDRAWN)
         with self._changed:
-            engine_ms = self._leave(line.index)
+            engine_ms = self._leave(index)
             if self._halted and error is not None:
                 return
-            if error is None:
-                self._storing.add(line.index)
-        if error is None:
-            item = SpeechToStore(self._held, self._store, line.index, line.example_id, seed, future.result(), round(engine_ms), self)
-            self._storer.submit(item)
-        elif isinstance(error, NightjarError):
-            self.settle(Failed(line.index, error.code, str(error)))
+            if stored:
+                self._storing.add(index)
+        if isinstance(made, Speech) or (stored and isinstance(made, NightjarError)):
+            self._storer.submit(self._item(turn, request, made, round(engine_ms)))
+        elif isinstance(made, NightjarError):
+            self.settle(Failed(index, made.code, str(made), turn.history.draws))
         else:
-            log.error("engine error", index=line.index, exc_info=error)
-            self.settle(Failed(line.index, ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}"))
+            log.error("engine error", index=index, exc_info=made)
+            self.settle(Failed(index, ErrorCode.SYNTH_ENGINE, f"The engine failed: {made!r}", turn.history.draws))
+
+    def _item(self, turn: _Turn, request: SynthesisRequest, made: Speech | NightjarError, engine_ms: int) -> SpeechToStore:
+        line = turn.line
+        last = self._drawn_before.get(line.index, 0) + self._draws - 1
+        return SpeechToStore(
+            self._held,
+            self._store,
+            line.index,
+            line.example_id,
+            request,
+            made,
+            engine_ms,
+            self,
+            text=spoken_text(line.messages),
+            draw=turn.draw,
+            last_draw=last,
+            history=turn.history,
+        )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from jobs.artifacts import job_prefix
-from jobs.ledger.records import Job, JobState
+from jobs.ledger.records import QUARANTINE, Job, JobState
 from jobs.payload import read_references
 from jobs.store.base import ObjectInfo, ObjectStore
 
@@ -75,9 +75,9 @@ def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> Swee
 
 
 def orphans(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[ObjectInfo]:
-    """Objects of a job that nothing names: audio and texts of no item, inputs of no shard, references of no line. Streams."""
+    """Objects of a job that nothing names: audio, texts and quarantine of no item, inputs of no shard, references of no line. Streams."""
     prefix = job_prefix(job.id)
-    for kind in ("audio", "text"):
+    for kind in ("audio", "text", QUARANTINE):
         yield from _unnamed(store.list(f"{prefix}{kind}/"), ledger.artifact_keys(job.id, kind))
     inputs = set(ledger.shard_inputs(job.id).values())
     keys = {key for key, _ in inputs}

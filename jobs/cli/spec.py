@@ -7,11 +7,13 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
 
 from jobs.ledger.records import JobSpec
+from jobs.quality import DEFAULT, PRESETS, Quality, quality_of
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import Generation, Mode
 
@@ -45,12 +47,19 @@ class SpecOptions:
     seed: int
     format: str
     generation: Generation
+    quality: Quality | None
 
 
 def spec_options(function: F) -> F:
     """Adds the options of a spec, handed over as keyword arguments that `take_spec` takes."""
     for name, kind, text in reversed(_GENERATION):
         function = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)(function)
+    text = "One value of the checks, as bounds.wer.high=0.2; may be given again."
+    function = click.option("--qa-set", multiple=True, metavar="KEY=VALUE", help=text)(function)
+    text = "TOML file that changes the checks."
+    function = click.option("--qa-config", type=click.Path(path_type=Path), metavar="FILE", help=text)(function)
+    text = "Checks that the speech has to pass."
+    function = click.option("--qa", type=click.Choice(list(PRESETS)), default=DEFAULT, show_default=True, help=text)(function)
     text = "Encoding of the audio (wav or flac; wav is the default), or how INPUT is written (openai-batch); may be given for each."
     choice = click.Choice([*_ENCODINGS, *_INPUT_FORMATS])
     function = click.option("--format", "formats", multiple=True, type=choice, help=text)(function)
@@ -67,7 +76,8 @@ def take_spec(given: dict[str, Any]) -> SpecOptions:
         raise click.UsageError("--format names two encodings; a job has one.")
     given["input_format"] = next((name for name in formats if name in _INPUT_FORMATS), "dialogues")
     generation = Generation(**{name: given.pop(name) for name, _, _ in _GENERATION})
-    return SpecOptions(given.pop("model"), given.pop("seed"), encodings[0] if encodings else _ENCODINGS[0], generation)
+    quality = quality_of(given.pop("qa"), given.pop("qa_config"), given.pop("qa_set"))
+    return SpecOptions(given.pop("model"), given.pop("seed"), encodings[0] if encodings else _ENCODINGS[0], generation, quality)
 
 
 def resolve_spec(options: SpecOptions) -> JobSpec:
@@ -77,7 +87,7 @@ def resolve_spec(options: SpecOptions) -> JobSpec:
     card = describe(options.model)
     _require(options.generation.voice, card.capabilities.voices, ErrorCode.INPUT_UNKNOWN_VOICE, "voice", card.name)
     _require(options.generation.language, card.capabilities.languages, ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", card.name)
-    return JobSpec(card.name, card.revision, options.generation, options.seed, options.format)
+    return JobSpec(card.name, card.revision, options.generation, options.seed, options.format, options.quality)
 
 
 def _require(wanted: str | None, known: tuple[str, ...], code: ErrorCode, what: str, model: str) -> None:

@@ -1,0 +1,87 @@
+"""The cheap checks: what can be told of every draw in microseconds, without a model."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jobs.ledger.records import Score
+from jobs.quality import Quality
+from pipelines.activity import FRAME_SECONDS, active_frames, frame_powers
+from pipelines.pace import pace_of
+from pipelines.request import Generation, Speech
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+#: Samples this near to the peak may be clipped ones.
+_NEAR_PEAK = np.float32(0.98)
+_NO_LEVEL = -120.0
+
+
+def cheap_scores(speech: Speech, quality: Quality, text: str, generation: Generation) -> dict[str, Score]:
+    """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` where lengths were learned; `passed` by the bounds.
+
+    `speech` holds finite samples, at least one. `text` is what it says, `generation` names its voice and language.
+    """
+    samples, rate = speech.samples, speech.sample_rate
+    powers = frame_powers(samples, rate)
+    active = active_frames(powers)
+    values: dict[str, tuple[float, str]] = {
+        "ended": (_ended(speech), ""),
+        "clipped": (clipped_share(samples), ""),
+        "silence": (1.0 - float(active.mean()), "energy"),
+        "pause": (longest_pause(active) * FRAME_SECONDS, "energy"),
+        "loudness": _loudness(speech, powers, active),
+    }
+    scores = judged(values, quality)
+    pace = pace_of(quality.paces, generation.voice, generation.language)
+    if pace is not None and text:
+        seconds, expected = len(samples) / rate, pace.expected_seconds(text)
+        scores["duration"] = Score(round(seconds / expected, 4), pace.fits(seconds, expected), f"{expected:.2f} s expected")
+    return scores
+
+
+def judged(values: dict[str, tuple[float, str]], quality: Quality) -> dict[str, Score]:
+    """Values with their details as scores, each passed or not where the spec has a bound for it."""
+    bounds = quality.bounds
+    return {
+        name: Score(round(value, 4), None if (bound := bounds.get(name)) is None else bound.allows(value), detail)
+        for name, (value, detail) in values.items()
+    }
+
+
+def clipped_share(samples: NDArray[np.float32]) -> float:
+    """Share of samples [samples] in the middle of a flat top: three equal values in a row near the peak.
+
+    A flat top betrays clipping at any later gain; of a pure tone no three samples in a row are equal.
+    """
+    magnitude = np.abs(samples)
+    near = np.flatnonzero(magnitude >= magnitude.max() * _NEAR_PEAK)
+    if len(near) < 3:
+        return 0.0
+    row = (near[2:] - near[:-2] == 2) & (samples[near[2:]] == samples[near[:-2]]) & (samples[near[1:-1]] == samples[near[:-2]])
+    return float(np.count_nonzero(row)) / len(samples)
+
+
+def longest_pause(active: NDArray[np.bool_]) -> int:
+    """Most frames in a row without sound between two with, of [frames]."""
+    places = np.flatnonzero(active)
+    return int(np.diff(places).max()) - 1 if len(places) > 1 else 0
+
+
+def _ended(speech: Speech) -> float:
+    """0 where a model was stopped at its limit before it ended by itself."""
+    return 0.0 if "length" in (speech.meta.get("finish"), speech.meta.get("finish_reason")) else 1.0
+
+
+def _loudness(speech: Speech, powers: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[float, str]:
+    """LUFS where the pipeline measured it, else the level of the frames with sound in dBFS."""
+    lufs = speech.meta.get("loudness_lufs")
+    if isinstance(lufs, float | int) and math.isfinite(lufs):
+        return float(lufs), "lufs"
+    if not active.any():
+        return _NO_LEVEL, "rms"
+    return 10 * math.log10(float(powers[active].mean())), "rms"

@@ -1,0 +1,173 @@
+"""The meter pool: draws that wait for meters wait here, never in front of the engine."""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import structlog
+
+from jobs.quality import Option
+from pipelines.errors import NightjarError
+from worker.quality.meters import Readings, Sample
+from worker.quality.process import MeterError, MeterProcess
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+log = structlog.get_logger(__name__)
+
+#: Draws whose samples wait in memory; those of more wait in a file.
+IN_MEMORY = 64
+TIMEOUT_SECONDS = 600.0
+
+
+class MeterHost(Protocol):
+    """What measures: a process, or in a test this thread."""
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MeterTask:
+    """A draw to measure. Exactly one of `done` and `dropped` is called, from a thread of the pool."""
+
+    meters: Mapping[str, Mapping[str, Option]]
+    sample: Sample
+    #: Whether nobody wants the result any more.
+    abandoned: Callable[[], bool]
+    #: Takes the samples back with the readings, or with what failed.
+    done: Callable[[NDArray[np.float32], Readings | NightjarError], None]
+    dropped: Callable[[], None]
+
+
+class Spool:
+    """Samples in a file without a name, which is gone with the process. Its space is used again whenever it is empty."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="nightjar-draws-")  # noqa: SIM115 - for the life of the pool
+        self._lock = threading.Lock()
+        self._end = 0
+        self._held = 0
+
+    def put(self, samples: NDArray[np.float32]) -> tuple[int, int]:
+        """Where the samples [samples] are: (byte, number of samples). Raises `OSError` on a full disk."""
+        with self._lock:
+            if self._held == 0:
+                self._file.truncate(0)
+                self._end = 0
+            data = samples.astype(np.float32, copy=False).tobytes()
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._file.fileno(), data[written:], self._end + written)
+            place = self._end, len(samples)
+            self._end += len(data)
+            self._held += 1
+            return place
+
+    def take(self, place: tuple[int, int]) -> NDArray[np.float32]:
+        """The samples back; once for each `put`."""
+        start, count = place
+        data = os.pread(self._file.fileno(), count * 4, start)
+        with self._lock:
+            self._held -= 1
+        return np.frombuffer(data, np.float32)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MeterPool:
+    """`processes` meter processes, one thread each. `submit` never blocks: a slow meter delays items, not the engine.
+
+    Draws that wait are bounded by the shards in flight; memory holds the samples of the first `in_memory`, a file the others'.
+    """
+
+    def __init__(
+        self,
+        processes: int = 1,
+        *,
+        in_memory: int = IN_MEMORY,
+        open_host: Callable[[], MeterHost] = lambda: MeterProcess(TIMEOUT_SECONDS),
+    ) -> None:
+        self._processes = processes
+        self._in_memory = in_memory
+        self._open_host = open_host
+        self._queue: queue.SimpleQueue[tuple[MeterTask, tuple[int, int] | None] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._spool: Spool | None = None
+        self._closing = False
+
+    @property
+    def waiting(self) -> int:
+        """Draws that no meter has looked at yet."""
+        return self._queue.qsize()
+
+    def submit(self, task: MeterTask) -> None:
+        self._start()
+        place = None
+        if self.waiting >= self._in_memory:
+            place = self._spooled(task.sample.samples)
+        if place is not None:
+            task = replace(task, sample=replace(task.sample, samples=np.empty(0, np.float32)))
+        self._queue.put((task, place))
+
+    def close(self) -> None:
+        """Drops what waits and ends the processes; a measurement that runs is waited for."""
+        self._closing = True
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        if self._spool is not None:
+            self._spool.close()
+
+    def _start(self) -> None:
+        with self._lock:
+            while len(self._threads) < self._processes:
+                thread = threading.Thread(target=self._run, name=f"meter-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _spooled(self, samples: NDArray[np.float32]) -> tuple[int, int] | None:
+        with self._lock:
+            if self._spool is None:
+                self._spool = Spool()
+        try:
+            return self._spool.put(samples)
+        except OSError as error:
+            log.warning("draws that wait for meters stay in memory", error=str(error))
+            return None
+
+    def _run(self) -> None:
+        host = self._open_host()
+        try:
+            while (entry := self._queue.get()) is not None:
+                task, place = entry
+                if place is not None and self._spool is not None:
+                    task = replace(task, sample=replace(task.sample, samples=self._spool.take(place)))
+                if self._closing or task.abandoned():
+                    task.dropped()
+                else:
+                    self._measure(host, task)
+        finally:
+            host.close()
+
+    def _measure(self, host: MeterHost, task: MeterTask) -> None:
+        try:
+            result: Readings | NightjarError = host.measure(task.meters, task.sample)
+        except NightjarError as error:
+            result = error
+        except Exception as error:
+            log.exception("meter failed")
+            result = MeterError(f"A meter failed: {error!r}")
+        task.done(task.sample.samples, result)

@@ -1,0 +1,210 @@
+"""A process of its own for meters: they share neither the interpreter lock nor the GPU with the engine, and may crash.
+
+Both ends are here. A message is its length in four bytes and that many bytes of MessagePack; after a task come its samples as
+float32. Nothing that is decoded can run code.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from jobs.quality import Option
+from pipelines.errors import ErrorCode, ModelError, NightjarError
+from worker.quality.meters import Meter, Readings, Sample, open_meter
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+_LENGTH = struct.Struct(">I")
+_KILL_SECONDS = 5.0
+
+
+class MeterError(NightjarError):
+    """A meter failed on a draw (`qa.meter`)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(ErrorCode.QA_METER, message, "See the worker's log.")
+
+
+class _Task(msgspec.Struct, frozen=True):
+    meters: dict[str, dict[str, Option]]
+    sample_rate: int
+    samples: int
+    text: str
+    language: str
+    reference: bytes | None
+
+
+class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+    readings: dict[str, tuple[float, str]] = {}
+    #: Code, message and advice of what no other draw would mend.
+    model_error: tuple[ErrorCode, str, str] | None = None
+    #: What failed on this draw.
+    error: str = ""
+
+
+class Meters:
+    """The meters of this process or thread, opened at first use."""
+
+    def __init__(self) -> None:
+        self._open: dict[bytes, Meter | None] = {}
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+        """The readings of all these meters. Raises `ModelError` for one that cannot be opened."""
+        readings: dict[str, tuple[float, str]] = {}
+        for name, options in meters.items():
+            key = msgspec.json.encode([name, options])
+            if key not in self._open:
+                self._open[key] = _opened(name, options)
+            if (meter := self._open[key]) is not None:
+                readings.update(meter.measure(sample))
+        return readings
+
+
+def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
+    try:
+        return open_meter(name, options)
+    except ModelError as error:
+        # The energy detector has measured already, and its scores say so.
+        if name == "silero" and error.code is ErrorCode.MODEL_MISSING_EXTRA:
+            return None
+        raise
+
+
+class MeterProcess:
+    """A child process that measures one draw at a time; started at the first, and anew after a crash."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+        """Raises `MeterError` where a meter fails, crashes or takes too long, and `ModelError` where it cannot be opened."""
+        child = self._child if self._child is not None and self._child.poll() is None else self._start()
+        task = _Task(
+            {name: dict(options) for name, options in meters.items()},
+            sample.sample_rate,
+            len(sample.samples),
+            sample.text,
+            sample.language,
+            sample.reference,
+        )
+        try:
+            assert child.stdin is not None
+            _send(child.stdin, msgspec.msgpack.encode(task))
+            child.stdin.write(_as_floats(sample.samples).tobytes())
+            child.stdin.flush()
+            answer = msgspec.msgpack.decode(self._receive(child), type=_Answer)
+        except TimeoutError as error:
+            self.close()
+            raise MeterError(f"The meters took more than {self._timeout_seconds:g} s for one draw.") from error
+        except (OSError, EOFError) as error:
+            self.close()
+            raise MeterError(f"The meters' process ended with status {child.returncode}.") from error
+        if answer.model_error is not None:
+            raise ModelError(*answer.model_error)
+        if answer.error:
+            raise MeterError(f"A meter failed: {answer.error}")
+        return answer.readings
+
+    def close(self) -> None:
+        """Ends the process. May be called more than once."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.kill()
+        child.wait(_KILL_SECONDS)
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                _close(stream)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.close()
+        # Meters run on the CPU, each process on one core, behind what feeds the engine.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "worker.quality.process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+        return self._child
+
+    def _receive(self, child: subprocess.Popen[bytes]) -> bytes:
+        assert child.stdout is not None
+        deadline = time.monotonic() + self._timeout_seconds
+        length = _LENGTH.unpack(_read_until(child.stdout, _LENGTH.size, deadline))[0]
+        return _read_until(child.stdout, length, deadline)
+
+
+def _as_floats(samples: NDArray[np.float32]) -> NDArray[np.float32]:
+    import numpy
+
+    return numpy.ascontiguousarray(samples, dtype=numpy.float32)
+
+
+def _send(stream: IO[bytes], data: bytes) -> None:
+    stream.write(_LENGTH.pack(len(data)))
+    stream.write(data)
+
+
+def _read_until(stream: IO[bytes], size: int, deadline: float) -> bytes:
+    """Exactly `size` bytes. Raises `EOFError` at the end of the stream, `TimeoutError` after the deadline."""
+    data = b""
+    while len(data) < size:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([stream], [], [], left)[0]:
+            raise TimeoutError
+        chunk = os.read(stream.fileno(), size - len(data))
+        if not chunk:
+            raise EOFError
+        data += chunk
+    return data
+
+
+def _close(stream: IO[bytes]) -> None:
+    # What is still buffered for a process that is gone cannot be written.
+    with suppress(BrokenPipeError):
+        stream.close()
+
+
+def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Answers tasks until the other end is closed, as it is when the worker ends in any way."""
+    import numpy
+
+    meters = Meters()
+    while len(head := requests.read(_LENGTH.size)) == _LENGTH.size:
+        task = msgspec.msgpack.decode(requests.read(_LENGTH.unpack(head)[0]), type=_Task)
+        samples = numpy.frombuffer(requests.read(task.samples * 4), numpy.float32)
+        sample = Sample(samples, task.sample_rate, task.text, task.language, task.reference)
+        _send(replies, msgspec.msgpack.encode(_answer(meters, task, sample)))
+        replies.flush()
+
+
+def _answer(meters: Meters, task: _Task, sample: Sample) -> _Answer:
+    try:
+        return _Answer(dict(meters.measure(task.meters, sample)))
+    except ModelError as error:
+        return _Answer(model_error=(error.code, error.message, error.advice))
+    except Exception as error:  # noqa: BLE001 - whatever a meter raises belongs to this draw
+        return _Answer(error=f"{type(error).__name__}: {error}"[:500])
+
+
+def main() -> None:
+    """The child's side: standard input and output are the pipe, so what libraries print goes to standard error."""
+    replies: Any = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    os.nice(5)
+    _serve(sys.stdin.buffer, replies)
+
+
+if __name__ == "__main__":
+    main()

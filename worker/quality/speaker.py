@@ -1,0 +1,36 @@
+"""The meter `speaker`: likeness of the voice to the reference that was cloned, by resemblyzer's d-vectors (Wan et al., 2018)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from resemblyzer import VoiceEncoder, preprocess_wav
+
+from pipelines.audio import decode
+from worker.quality.meters import Readings, Sample
+
+
+class SpeakerMeter:
+    """Score `similarity` (cosine, about 0.85 within a voice and 0.45 to 0.78 between voices); none for items without a reference."""
+
+    def __init__(self) -> None:
+        self._encoder: Any = VoiceEncoder("cpu", verbose=False)
+        self._last: tuple[bytes, NDArray[np.float32]] | None = None
+
+    def measure(self, sample: Sample) -> Readings:
+        if sample.reference is None:
+            return {}
+        digest = hashlib.sha256(sample.reference).digest()
+        if self._last is None or self._last[0] != digest:
+            self._last = digest, self._embedding(*decode(sample.reference))
+        voice = self._embedding(sample.samples, sample.sample_rate)
+        return {"similarity": (float(np.dot(voice, self._last[1])), "")}
+
+    def _embedding(self, samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:
+        return self._encoder.embed_utterance(preprocess_wav(samples, source_sr=sample_rate))
+
+
+open_meter = SpeakerMeter
