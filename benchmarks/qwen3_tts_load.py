@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,6 +75,8 @@ class Tally:
     utterances: int = 0
     frames: int = 0
     wrong: int = 0
+    #: Checksums of the probes' codes, and how often each came.
+    probes: dict[int, int] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def heard(self, frames: int, right: bool) -> None:
@@ -81,6 +84,11 @@ class Tally:
             self.utterances += 1
             self.frames += frames
             self.wrong += not right
+
+    def probed(self, codes: NDArray[np.int64]) -> None:
+        found = zlib.crc32(np.ascontiguousarray(codes).tobytes())
+        with self.lock:
+            self.probes[found] = self.probes.get(found, 0) + 1
 
     def failed(self, error: BaseException | None) -> None:
         if not (isinstance(error, SynthesisError) and error.code is ErrorCode.SYNTH_ABORTED):
@@ -106,7 +114,7 @@ class Counter:
         self._loop.room.release()
 
 
-def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState]) -> FrameUtterer:
+def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe: bool = False) -> FrameUtterer:
     """The receiver of the real pipeline, whose speech is counted."""
 
     def heard(future: Any) -> None:
@@ -119,9 +127,22 @@ def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState]) -> Fra
             loop.tally.heard(frames, whole and frames == wanted and speech.meta["finish"] == "eos")
         loop.room.release()
 
-    utterer = FrameUtterer(FrameOrder("", SAMPLE_RATE, {}, keep_unfinished=True), stage, lambda _seconds: None)
+    kind = _Probe if probe else FrameUtterer
+    utterer = kind(FrameOrder("", SAMPLE_RATE, {}, keep_unfinished=True), stage, lambda _seconds: None)
+    if isinstance(utterer, _Probe):
+        utterer.tally = loop.tally
     utterer.future.add_done_callback(heard)
     return utterer
+
+
+class _Probe(FrameUtterer):
+    """An utterance that is asked for again and again; its codes must not depend on when."""
+
+    tally: Tally
+
+    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
+        self.tally.probed(codes)
+        super().finished(codes, finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,16 +190,18 @@ def thread_seconds() -> dict[str, float]:
 
 
 class ClosedLoop:
-    """Keeps every slot taken with requests of a pool, over and over, until it is closed.
+    """Keeps every slot taken with requests of a pool, over and over, until it is drained or closed.
 
-    `in_flight` requests at most are on their way at a time, those that the codec decodes included: where the codec is the slower one,
-    the language model has to wait for it.
+    A bounded number is on its way at a time, what the codec decodes included: where the codec is the slower one, the language model
+    has to wait for it. With the codec, every `probe_every`-th request is the pool's first one with one seed.
     """
 
-    def __init__(self, executor: Watched, options: EngineOptions, pool: Pool, decoder: CodecDecoder | None, in_flight: int = 0) -> None:
+    def __init__(self, executor: Watched, options: EngineOptions, pool: Pool, decoder: CodecDecoder | None, probe_every: int = 0) -> None:
         self.tally = Tally()
-        self.room = threading.Semaphore(in_flight or 2 * options.slots + 192)
+        self._places = 2 * options.slots + 192
+        self.room = threading.Semaphore(self._places)
         self.slots = options.slots
+        self._probe_every = probe_every
         self._executor = executor
         self._stage = None if decoder is None else open_stage(decoder)
         self.engine, self._stop = Engine(executor, options, waiting_room=64), threading.Event()
@@ -189,10 +212,14 @@ class ClosedLoop:
         for number, (request, frames) in enumerate(itertools.cycle(pool)):
             self.room.acquire()
             if self._stop.is_set():
+                self.room.release()
                 return
-            receiver = Counter(self, frames) if self._stage is None else uttered(self, frames, self._stage)
+            probe = bool(self._probe_every) and number % self._probe_every == 0
+            if probe:
+                request, frames = pool[0]
+            receiver = Counter(self, frames) if self._stage is None else uttered(self, frames, self._stage, probe)
             try:
-                self.engine.submit(replace(request, request_id=str(number), seed=number), receiver)
+                self.engine.submit(replace(request, request_id=str(number), seed=0 if probe else number), receiver)
             except SynthesisError:  # closed
                 return
 
@@ -229,6 +256,12 @@ class ClosedLoop:
             "gpu_busy_nvml": busy,
             **watched,
         }
+
+    def drain(self, most_seconds: float) -> bool:
+        """Asks for nothing more and waits for what is on its way; whether all of it came."""
+        self._stop.set()
+        until = time.perf_counter() + most_seconds
+        return all(self.room.acquire(timeout=max(until - time.perf_counter(), 0.001)) for _ in range(self._places))
 
     def close(self) -> None:
         """Ends everything; what is on its way is dropped."""

@@ -154,7 +154,12 @@ def generated(model: Any, batch: int, frames: int, text_tokens: int) -> list[Ten
     ids = [torch.tensor([[*ROLE, *body, *TAIL]], device=device) for body in bodies]
     pad = model.config.talker_config.codec_pad_id
     codes, _ = model.generate(
-        input_ids=ids, languages=["English"] * batch, speakers=["ryan"] * batch, max_new_tokens=frames + 1, eos_token_id=pad
+        input_ids=ids,
+        languages=["English"] * batch,
+        speakers=["ryan"] * batch,
+        non_streaming_mode=True,
+        max_new_tokens=frames + 1,
+        eos_token_id=pad,
     )
     return codes
 

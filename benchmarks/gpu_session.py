@@ -1,0 +1,193 @@
+"""One scripted run on a GPU machine: tests, conformance, bits, kernels, reference, throughput, soak; one failure stops nothing.
+
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps check
+    NIGHTJAR_COMMIT=... NIGHTJAR_REFERENCE_SITE=/tmp/reference python -m benchmarks.gpu_session --out $OUT --steps speed
+    python -m benchmarks.gpu_session --out /tmp/out --device cpu --tiny
+
+Every step is a process of its own with a limit of its own, and all share the minutes of the whole. Each writes its JSON into the folder
+as soon as it has it; `session.json` says how each step ended, `session.log` holds what they printed. A short table comes last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from benchmarks.qwen3_tts_gpu import headlines, table
+from benchmarks.roofline import device_named, frame_floor
+
+#: Seconds that a step should have left at least to be started.
+LEAST_SECONDS = 2.0
+MODEL_SIZES = {"0.6b": "0b6", "1.7b": "1b7"}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One process: its group, the module or program and its arguments, seconds that it may take, and where it cannot run."""
+
+    name: str
+    group: str
+    arguments: tuple[str, ...]
+    limit_s: float
+    gpu_only: bool = False
+    needs: str = ""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a step ended: "ok", "failed", "too slow", or "left out"."""
+
+    name: str
+    ended: str
+    seconds: float = 0.0
+    why: str = ""
+
+
+def steps(device: str, tiny: bool, out: Path) -> list[Step]:
+    """All steps in order. `check` proves the kernels and the modes, `speed` gives the table."""
+    common = ("--device", device, *(["--tiny"] if tiny else []))
+    golden = ("qwen3_tts", "tests/golden/qwen3_tts", "--device", device)
+    tests = ("pytest", "-m", "gpu", "tests/gpu", "tests/unit/test_engine_prefill_padded.py", "-q", "-rs", "--timeout=150", "--durations=8")
+    frames = ("benchmarks.lm_gpu", "--part", "frame", "--model", "0.6b,1.7b", "--batch", "1,8,32,64,128,256,512")
+    # With tiny shapes fewer of everything: this only tries the steps.
+    slots = ("--slots", "4") if tiny else ("--slots", "512", "128")
+    more = ("--reproducible", "4", "--sweep", "2") if tiny else ("--reproducible", "512", "--sweep", "1", "8", "32", "64", "256")
+    throughput = ("benchmarks.qwen3_tts_gpu", *common, "--seconds", "2.5", "--reference", str(out / "reference.json"))
+    small = (*throughput, "--sizes", "0b6", "--codec", *slots, *more, "--json", str(out / "qwen3_tts.json"))
+    large = (*throughput, "--sizes", "1b7", *slots, "--reproducible", "512", "--json", str(out / "qwen3_tts_1b7.json"))
+    soak = ("benchmarks.qwen3_tts_soak", *common, "--count", "20" if tiny else "10000", "--json", str(out / "soak.json"))
+    bits = ("benchmarks.qwen3_tts_bits", *common, "--json", str(out / "bits.json"))
+    reference = ("benchmarks.qwen3_tts_reference", *common, "--golden", "tests/golden/qwen3_tts", "--json", str(out / "reference.json"))
+    return [
+        Step("tests", "check", (*tests, "-p", "no:cacheprovider"), 270),
+        Step("conformance float32", "check", ("tests.conformance", *golden), 90, gpu_only=True),
+        Step("conformance bfloat16", "check", ("tests.conformance", *golden, "--dtype", "bfloat16"), 40, gpu_only=True),
+        Step("same bits", "check", bits, 100),
+        Step("frames", "check", frames, 150, gpu_only=True),
+        Step("codec", "check", ("benchmarks.codec_gpu", "--part", "decode,stream"), 90, gpu_only=True),
+        Step("reference", "speed", reference, 120, needs="NIGHTJAR_REFERENCE_SITE"),
+        Step("throughput 0.6B", "speed", small, 250),
+        Step("soak", "speed", soak, 80),
+        Step("throughput 1.7B", "speed", large, 140, gpu_only=True),
+        Step("plots", "speed", ("benchmarks.plots", str(out / "qwen3_tts.json")), 20),
+    ]
+
+
+def run(step: Step, device: str, left_s: float, out: Path, log: TextIO) -> Outcome:
+    """Runs one step; whatever it does, this returns."""
+    if step.gpu_only and device == "cpu":
+        return Outcome(step.name, "left out", why="needs a GPU")
+    if step.needs and not os.environ.get(step.needs):
+        return Outcome(step.name, "left out", why=f"{step.needs} is not set")
+    limit = min(step.limit_s, left_s)
+    if limit < LEAST_SECONDS:
+        return Outcome(step.name, "left out", why="no time is left")
+    began = time.monotonic()
+    environment = {**os.environ, "OUT": str(out), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *step.arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        env=environment, start_new_session=True, cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    try:
+        printed, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+    seconds = time.monotonic() - began
+    log.write(f"\n===== {step.name}: {' '.join(step.arguments)}\n{printed}\n")
+    log.flush()
+    ended = "ok" if process.returncode == 0 else "too slow" if seconds >= limit else "failed"
+    lines = [line for line in printed.splitlines() if line.strip()]
+    return Outcome(step.name, ended, seconds, (lines[-1] if lines else "")[:200])
+
+
+def run_all(chosen: Sequence[Step], device: str, minutes: float, out: Path, tell: Callable[[Outcome], None]) -> list[Outcome]:
+    """Runs the steps one after the other and keeps `session.json` up to date."""
+    until = time.monotonic() + 60 * minutes
+    outcomes: list[Outcome] = []
+    with (out / "session.log").open("w", encoding="utf-8") as log:
+        for step in chosen:
+            try:
+                outcome = run(step, device, until - time.monotonic(), out, log)
+            except OSError as error:
+                outcome = Outcome(step.name, "failed", why=str(error))
+            outcomes.append(outcome)
+            tell(outcome)
+            facts = {"commit": os.environ.get("NIGHTJAR_COMMIT", ""), "device": device, "steps": [asdict(one) for one in outcomes]}
+            (out / "session.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    return outcomes
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A step's JSON, or nothing when it did not come."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def frame_lines(result: dict[str, Any]) -> list[str]:
+    """Frames by batch: milliseconds, the device's floor, and its share."""
+    device = device_named(result.get("device", ""))
+    lines = []
+    for row in result.get("frames", []):
+        floor = 1000 * frame_floor(MODEL_SIZES[row["model"]], row["rows"], 300, device).seconds if device else None
+        of = f"{floor:8.2f} {floor / row['best_ms']:6.0%}" if floor else ""
+        lines.append(f"frame {row['model']:5}{row['rows']:5}{row['best_ms']:8.2f} ms {of}")
+    return lines
+
+
+def summary(out: Path) -> list[str]:
+    """The short table of what is in the folder."""
+    lines: list[str] = []
+    for name in ("qwen3_tts.json", "qwen3_tts_1b7.json"):
+        if rows := read(out / name).get("rows"):
+            lines += [table(rows), *headlines(rows)]
+    lines += frame_lines(read(out / "lm_gpu.json"))
+    for row in read(out / "codec_gpu.json").get("decode", {}).get("times", []):
+        lines.append(f"codec {row['rows']:3} x {row['frames']:3} frames {row['graph_us']:7.2f} us a frame (floor 6.28)")
+    if bits := read(out / "bits.json"):
+        differ = {key: len(value) for key, value in bits.items() if key.startswith("differ")}
+        lines.append(f"same bits: {bits.get('same_bits')} for {bits.get('requests')} requests {differ}")
+    if soak := read(out / "soak.json"):
+        lines.append(
+            f"soak: {soak['utterances']} utterances at {soak['frames_per_s']:,.0f} frames/s, device {soak['device_growth_mib']:+.0f} MiB, "
+            f"host {soak['host_growth_mib']:+.0f} MiB, {soak['distinct_probes']} results of {soak['probes']} probes, "
+            f"{', '.join(soak['problems']) or 'no problem'}"
+        )
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder for every result")
+    parser.add_argument("--steps", nargs="*", default=[], help="groups (check, speed) or names of steps; all without")
+    parser.add_argument("--minutes", type=float, default=9.0, help="minutes for everything")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try every step on a CPU")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out.resolve()
+    chosen = [
+        step for step in steps(options.device, options.tiny, out) if not options.steps or {step.name, step.group} & set(options.steps)
+    ]
+
+    def tell(outcome: Outcome) -> None:
+        print(f"{outcome.name:22}{outcome.ended:10}{outcome.seconds:7.1f} s  {outcome.why}", flush=True)
+
+    outcomes = run_all(chosen, options.device, options.minutes, out, tell)
+    print("\n".join(summary(out)))
+    return 1 if any(outcome.ended in ("failed", "too slow") for outcome in outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
