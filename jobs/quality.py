@@ -6,16 +6,16 @@ the others or on a retry: bounds that were learned come from a calibration, neve
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.pace import Pace
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAX_DRAWS = 20
 
@@ -144,6 +144,9 @@ def code_of(score: str) -> ErrorCode:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    # `jobs status` reads this module, and no file.
+    import tomllib
+
     try:
         with path.open("rb") as file:
             return tomllib.load(file)
@@ -154,6 +157,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(text: str) -> dict[str, Any]:
+    import json
+
     key, equals, value = text.partition("=")
     names = key.strip().split(".")
     if not equals or not all(names):

