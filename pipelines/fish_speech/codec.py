@@ -79,6 +79,7 @@ class CodecDecoder:
         self.dtype = dtype
         self.samples_per_frame = config.samples_per_frame
         load, layout = Loader(source, "quantizer.", dtype, device), StateLayout()
+        self.codebooks = codebooks
         self._table = torch.cat([codebook.table() for codebook in codebooks]).to(dtype)
         sizes = torch.tensor([config.semantic_codes] + [config.residual_codes] * config.residual_codebooks)
         self._offsets, self._last = (sizes.cumsum(0) - sizes).to(device), (sizes - 1).to(device)

@@ -94,7 +94,9 @@ class SamplingDefaults:
     temperature: float = 0.8
     top_k: int = 30
     top_p: float = 0.8
-    #: Frames of one turn.
+    #: Accepted by the published server and not used.
+    repetition_penalty: float = 1.0
+    #: Columns of one turn, the last of which is no speech.
     max_new_tokens: int = 2048
     #: UTF-8 bytes and speaker turns of the groups that a long text is spoken in.
     chunk_bytes: int = 200

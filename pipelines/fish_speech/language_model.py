@@ -7,11 +7,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipelines.fish_speech.config import FishConfig
 from pipelines.vllm_engine.options import ModelSpec
 from pipelines.vllm_engine.padding import head_width
 
 ARCHITECTURE = "NightjarFishForCausalLM"
+#: Key of a request's extras: the codes at the semantic positions of its prompt, int16 [positions, codebooks] as bytes.
+PROMPT_CODES = "codes"
 
 
 class LanguageModel:
@@ -63,3 +68,8 @@ def qwen3_config(config: FishConfig, head_dim: int) -> dict[str, Any]:
         "eos_token_id": config.end,
         "torch_dtype": "bfloat16",
     }
+
+
+def as_extra(codes: NDArray[np.int64]) -> dict[str, Any]:
+    """The extras of a request whose prompt holds these codes, int64 [positions, codebooks]."""
+    return {PROMPT_CODES: codes.astype(np.int16).tobytes()}

@@ -22,16 +22,9 @@ from kernels.transfer import to_device
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.fast_ar import FastAr, fast_tensors
 from pipelines.fish_speech.frame import RANKS, WINDOW, FrameGraphs, FrameMaker, Rows
+from pipelines.fish_speech.language_model import PROMPT_CODES
 from pipelines.fish_speech.weights import FAST, SLOW, as_qwen3, rotary_table
 from pipelines.vllm_engine.frames import Admitted, FrameModel, FrameState, FrameStep
-
-#: Key of a request's extras: the codes at the semantic positions of its prompt, int16 [positions, codebooks] as bytes.
-PROMPT_CODES = "codes"
-
-
-def as_extra(codes: np.ndarray) -> dict[str, Any]:
-    """The extras of a request whose prompt holds these codes, int64 [positions, codebooks]."""
-    return {PROMPT_CODES: codes.astype(np.int16).tobytes()}
 
 
 class FishState(FrameState):

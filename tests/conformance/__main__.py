@@ -15,7 +15,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-FAMILIES = {"qwen3_tts": "tests.conformance.qwen3_tts", "spark": "tests.conformance.spark"}
+FAMILIES = {"fish": "tests.conformance.fish", "qwen3_tts": "tests.conformance.qwen3_tts", "spark": "tests.conformance.spark"}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,0 +1,119 @@
+"""Fish Speech S2 as a pipeline: requests in the words of a dialogue to turns, the dual AR on vLLM, its frames to speech."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipelines.delivery.pipeline import SpeechPipeline
+from pipelines.delivery.tokens import TokenUtterer, token_sampling
+from pipelines.engine.codec_stage import CodecStage
+from pipelines.errors import ErrorCode, InputError
+from pipelines.fish_speech.card import CAPABILITIES
+from pipelines.fish_speech.codec import Codec, load_codec
+from pipelines.fish_speech.config import FishConfig
+from pipelines.fish_speech.course import Course, TurnEngine
+from pipelines.fish_speech.delivery import FishOrder, FishStreamer
+from pipelines.fish_speech.language_model import LanguageModel, as_extra
+from pipelines.fish_speech.prompt import Conversation, Reference, groups
+from pipelines.fish_speech.reference import ReferenceEncoder
+from pipelines.fish_speech.vocabulary import Vocabulary, clean
+from pipelines.fish_speech.weights import check_language_model
+from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
+from pipelines.request import Generation, SynthesisRequest
+from pipelines.task import check_room, check_seed, frames_within, speech_task
+from pipelines.vllm_engine.host import VllmHost
+from pipelines.vllm_engine.library import load_vllm
+
+#: Positions of a sequence: a dialogue of ten minutes with its references and texts.
+_CONTEXT = 16_384
+#: Of the GPU's memory: the LM has nine billion bytes, and the codec works beside it.
+_MEMORY_SHARE = 0.6
+_CODEC_BATCH = 64
+
+
+def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
+    """Loads a checkpoint folder.
+
+    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown.
+    """
+    chosen = read_options(TokenModelOptions, options)
+    load_vllm(chosen.cpu_kv_gib)
+    device = open_device(chosen.device, chosen.threads)
+    config = FishConfig.from_folder(folder)
+    check_language_model(config)
+    vocabulary = Vocabulary.from_folder(config)
+    codec = load_codec(config, device, precision(chosen.codec_dtype, device))
+    model = LanguageModel(config)
+    try:
+        # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
+        host = VllmHost(model.spec, chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.max_positions))
+    except BaseException:
+        model.close()
+        raise
+    return FishPipeline(config, vocabulary, codec, model, host, keep_unfinished=chosen.keep_unfinished)
+
+
+class FishPipeline(SpeechPipeline[Course, FishOrder]):
+    """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
+
+    def __init__(
+        self,
+        config: FishConfig,
+        vocabulary: Vocabulary,
+        codec: Codec,
+        model: LanguageModel,
+        host: VllmHost,
+        *,
+        keep_unfinished: bool = False,
+    ) -> None:
+        self.config = config
+        self.vocabulary = vocabulary
+        self.codec = codec
+        self.references = ReferenceEncoder(codec.encoder)
+        self.host = host
+        self.name = config.folder.name
+        self.sample_rate = config.sample_rate
+        self.capabilities = CAPABILITIES
+        self._model = model
+        self._keep_unfinished = keep_unfinished
+        self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.decoder.dtype)}
+        stage = CodecStage(codec.decoder, _CODEC_BATCH, codec.decoder.device)
+        super().__init__(TurnEngine(host), stage, TokenUtterer, FishStreamer)
+
+    def close(self) -> None:
+        """Frees the engine; see `Pipeline.close`."""
+        super().close()
+        self._model.close()
+
+    def _prepare(self, request: SynthesisRequest) -> tuple[Course, FishOrder]:
+        """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""
+        task = speech_task(request.messages, request.generation, self.capabilities)
+        check_seed(request.seed)
+        if request.generation.repetition_penalty not in (None, 1.0):
+            message = "This model has no repetition penalty: its sampling looks out for repetitions by itself."
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Remove `repetition_penalty`.")
+        defaults, context = self.config.sampling, self.host.max_context
+        texts = groups(clean(task.text), defaults.chunk_bytes, defaults.chunk_turns)
+        words = [len(self.vocabulary.spoken(text)) for text in texts]
+        self._check_room(sum(words))
+        spoken = [(recording, clean(text)) for recording, text in task.references]
+        references = [Reference(text, self.references.prepare(recording)) for recording, text in spoken]
+        conversation = Conversation(self.vocabulary, self.config.codebooks, references)
+        sampling = token_sampling(defaults, request.generation, defaults.max_new_tokens, request.seed, (self.config.end,))
+        frames = self._frames(request.generation)
+        course = Course(request.request_id, conversation, texts, sampling, frames, context, as_extra, self._keep_unfinished)
+        self._check_room(len(course.prompt.ids) + sum(words[1:]))
+        meta = {**self._meta, "prompt_positions": len(course.prompt.ids), "turns": len(texts)}
+        return course, FishOrder(task.text, self.sample_rate, meta, self._keep_unfinished, self.codec.decoder)
+
+    def _check_room(self, positions: int) -> None:
+        """Raises `InputError` (`input.too_long`) where so many positions leave no room for speech."""
+        context = self.host.max_context
+        check_room(positions, context, context - positions, "a larger max_context")
+
+    def _frames(self, generation: Generation) -> int | None:
+        """Frames of the whole item; None: only its turns are limited."""
+        if generation.max_seconds is None:
+            return None
+        return frames_within(generation.max_seconds, self.config.frames_per_second, self.host.max_context)

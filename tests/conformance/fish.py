@@ -1,0 +1,337 @@
+"""Fish Speech S2 against a golden folder: audio in, codes, prompts, the dual AR by a plain loop and on vLLM, audio out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import cache, cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelines.fish_speech.codec import Codec, load_codec
+from pipelines.fish_speech.config import FishConfig
+from pipelines.fish_speech.fast_ar import FastAr, fast_tensors
+from pipelines.fish_speech.frame import WINDOW, FrameMaker, Noise, Rows
+from pipelines.fish_speech.prompt import Conversation, Reference, columns, groups
+from pipelines.fish_speech.reference import ReferenceEncoder
+from pipelines.fish_speech.sampling import draw, probabilities, ranked, repetition_aware
+from pipelines.fish_speech.vocabulary import Vocabulary, clean
+from pipelines.nn.checkpoint import Checkpoint
+from tests.fish_checkpoint import whole
+from tests.fish_oracle import OracleLm, Trace
+
+#: Largest differences in float32: what the golden folder's README suggests, unless it gives its own.
+LIMITS = {"embeds": 1e-6, "hidden": 1e-4, "logits": 1e-4, "probabilities": 1e-5, "resampled": 1e-5, "state": 1e-4, "wav": 2e-5}
+CHUNKS = (1, 2, 5)
+
+Case = tuple[str, Callable[[], None]]
+Item = dict[str, Any]
+
+
+def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator[Case]:
+    """Every case of a golden folder as (name, check); a check raises AssertionError with the measured difference."""
+    if dtype != "float32":
+        raise ValueError("the golden data of Fish Speech is in float32")
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    golden = Golden(folder, torch.device(device))
+    for case in golden.cases.values():
+        yield f"{case['kind']} {case['name']}", lambda case=case: CHECKS[case["kind"]](golden, case)
+    if find_spec("vllm") is None or (device == "cpu" and find_spec("triton") is None):
+        print("left out: the cases on vLLM, which is not installed (or Triton is not)")
+        return
+    from tests.conformance import fish_vllm
+
+    yield from fish_vllm.cases(golden)
+
+
+class Golden:
+    """A golden folder, with what its checkpoint loads to."""
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        content = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
+        self.folder = folder
+        self.device = device
+        self.limits = LIMITS | content.get("tolerances", {})
+        self.cases: dict[str, Item] = {case["name"]: case for case in content["cases"] if self._has(case)}
+        self.arrays = cache(self._arrays)
+        self.trace = cache(self._trace)
+
+    @cached_property
+    def checkpoint(self) -> Path:
+        return whole(self.folder)
+
+    @cached_property
+    def config(self) -> FishConfig:
+        return FishConfig.from_folder(self.checkpoint)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary.from_folder(self.config)
+
+    @cached_property
+    def codec(self) -> Codec:
+        return load_codec(self.config, self.device)
+
+    @cached_property
+    def references(self) -> ReferenceEncoder:
+        return ReferenceEncoder(self.codec.encoder)
+
+    @cached_property
+    def oracle(self) -> OracleLm:
+        return OracleLm(self.checkpoint)
+
+    @cached_property
+    def maker(self) -> FrameMaker:
+        """The product's step behind the slow AR."""
+        with Checkpoint.open(self.checkpoint) as checkpoint:
+            tensors = fast_tensors(self.config, checkpoint)
+        fast = FastAr(self.config)
+        fast.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+        return FrameMaker(self.config, fast.requires_grad_(False).to(self.device), self.device)
+
+    def wav(self, name: str) -> bytes:
+        return (self.folder / "wavs" / name).read_bytes()
+
+    def near(self, what: str, got: Any, want: NDArray[Any], limit: str) -> None:
+        got = got.float().cpu().numpy() if isinstance(got, Tensor) else np.asarray(got)
+        assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
+        difference = float(np.abs(got.astype(np.float64) - want).max()) if want.size else 0.0
+        assert difference <= self.limits[limit], f"{what}: largest difference {difference:.2e}, limit {self.limits[limit]:.0e}"
+
+    def turns(self, case: Item) -> list[NDArray[np.int64]]:
+        """The prompts of a case as columns, made of its text and recordings, each with the golden codes of the turns before."""
+        arrays = self.arrays(case["file"])
+        references = [Reference(clean(one["text"]), self.references.prepare(self.wav(one["wav"]))) for one in case["references"]]
+        for index, reference in enumerate(references):
+            same(f"codes of reference {index}", reference.codes.T, arrays[f"reference_codes_{index}"])
+        conversation = Conversation(self.vocabulary, self.config.codebooks, references)
+        texts = groups(clean(case["text"]), case.get("chunk_length", 1 << 30), self.config.sampling.chunk_turns)
+        assert len(texts) == len(case["ended_by_im_end"]), f"{len(texts)} turns, expected {len(case['ended_by_im_end'])}"
+        found = []
+        for index, text in enumerate(texts):
+            found.append(columns(conversation.ask(text), self.config.semantic))
+            conversation.answer(arrays[f"codes_{index}"].T)
+        return found
+
+    def rows(self, trace: Trace, sampling: Item) -> Rows:
+        """The steps of a trace as the rows of one step of ours."""
+        count, device = len(trace.steps), self.device
+        allowed = torch.tensor([*self.config.semantic, self.config.end])
+        settings = [torch.full((count,), float(sampling[name]), device=device) for name in ("temperature", "top_p")]
+        whole_numbers = [torch.full((count,), value, device=device) for value in (sampling["top_k"], 0, 0)]
+        window = torch.tensor([[0] * WINDOW, *(step.window for step in trace.steps[1:])], device=device)
+        return Rows(trace.hidden.to(device), trace.logits[:, allowed].to(device), window, *settings, *whole_numbers)
+
+    def _arrays(self, file: str) -> dict[str, NDArray[Any]]:
+        with np.load(self.folder / file, allow_pickle=False) as data:
+            return dict(data)
+
+    def _has(self, case: Item) -> bool:
+        """Whether the folder has the files of a case; the repository's copy leaves some out."""
+        wavs = [case["wav"]] if "wav" in case else [reference["wav"] for reference in case.get("references", ())]
+        names = ("file", "codes_file", "probs_file", "logits_file", "prompt_file")
+        files = [*(case[name] for name in names if name in case), *(f"wavs/{wav}" for wav in wavs)]
+        return all((self.folder / file).is_file() for file in files)
+
+    def _trace(self, name: str, turn: int) -> Trace:
+        case = self.cases[name]
+        prompt = torch.from_numpy(self.arrays(case["file"])[f"prompt_{turn}"])
+        return self.oracle.run(prompt, case["sampling"]["max_new_tokens"], case["sampling"])
+
+
+def same(what: str, got: Any, want: NDArray[Any]) -> None:
+    """Raises AssertionError that names the first place where two arrays of whole numbers differ."""
+    found = got.cpu().numpy() if isinstance(got, Tensor) else np.asarray(got)
+    assert found.shape == want.shape, f"{what}: shape {found.shape}, expected {want.shape}"
+    for place in map(tuple, np.argwhere(found != want)):
+        raise AssertionError(f"{what}: {found[place]} at {tuple(map(int, place))}, expected {want[place]}")
+
+
+def _tokenize(golden: Golden, case: Item) -> None:
+    for index, text in enumerate(case["texts"]):
+        same(text, golden.vocabulary.encode(text), golden.arrays(case["file"])[f"ids_{index}"])
+
+
+def _resample(golden: Golden, case: Item) -> None:
+    golden.near("audio", golden.references.read(golden.wav(case["wav"])), golden.arrays(case["file"])["audio"], "resampled")
+
+
+def _encode(golden: Golden, case: Item) -> None:
+    arrays, encoder = golden.arrays(case["file"]), golden.codec.encoder
+    resampled = [one for one in golden.cases.values() if one["kind"] == "resample" and one["wav"] == case["wav"]]
+    samples = golden.references.read(golden.wav(case["wav"]))
+    if resampled:
+        samples = torch.from_numpy(golden.arrays(resampled[0]["file"])["audio"])
+    same("codes", encoder.encode(samples).T, arrays["codes"])
+    if not case.get("intermediates"):
+        return
+    with torch.inference_mode():
+        features = encoder.features(samples)
+        latents = encoder.latents(features)
+        semantic = golden.codec.decoder.codebooks[0].choose(latents)[1]
+        golden.near("encoder_out", features[0].T, arrays["encoder_out"], "state")
+        golden.near("downsample_out", encoder.downsampled(features)[0].T, arrays["downsample_out"], "state")
+        golden.near("pre_module_out", latents[0].T, arrays["pre_module_out"], "state")
+        golden.near("semantic_z", semantic[0].T, arrays["semantic_z"], "state")
+
+
+def _decode(golden: Golden, case: Item) -> None:
+    """Whole, and as a stream in chunks."""
+    arrays, decoder = golden.arrays(case["file"]), golden.codec.decoder
+    codes = torch.from_numpy(next(iter(golden.arrays(case["codes_file"]).values()))).T
+    wave = decoder.decode([codes])[0]
+    golden.near("wav", wave, arrays["wav"].reshape(-1), "wav")
+    golden.near("streamed", streamed(golden, codes), arrays["wav"].reshape(-1), "wav")
+    if case.get("intermediates"):
+        with torch.inference_mode():
+            latents = decoder.latents(codes[None].to(golden.device))
+            golden.near("z_q", latents[0].T, arrays["z_q"], "state")
+            golden.near("post_module_out", decoder.transformed(latents)[0].T, arrays["post_module_out"], "state")
+            golden.near("upsample_out", decoder.upsampled(decoder.transformed(latents))[0].T, arrays["upsample_out"], "state")
+
+
+def streamed(golden: Golden, codes: Tensor) -> Tensor:
+    """The audio of codes [frames, codebooks] that come in chunks of several sizes."""
+    decoder, parts, place = golden.codec.decoder, [], 0
+    state = decoder.new_state()
+    while place < len(codes):
+        size = CHUNKS[len(parts) % len(CHUNKS)]
+        parts += decoder.decode_chunk([state], [codes[place : place + size]])
+        place += size
+    return torch.cat(parts)
+
+
+def _greedy(golden: Golden, case: Item) -> None:
+    """The prompt from text and recordings, the plain loop, and our step on the loop's states."""
+    arrays, sampling = golden.arrays(case["file"]), case["sampling"]
+    for turn, prompt in enumerate(golden.turns(case)):
+        same(f"prompt {turn}", prompt, arrays[f"prompt_{turn}"])
+        trace, want = golden.trace(case["name"], turn), arrays[f"columns_{turn}"]
+        same(f"columns {turn}", trace.columns, want)
+        assert trace.ended is case["ended_by_im_end"][turn], f"turn {turn} ended: {trace.ended}"
+        _replayed(golden, trace, sampling, want, None)
+    if "hidden" in arrays:
+        _teacher_forced(golden, arrays, golden.trace(case["name"], 0))
+
+
+def _replayed(golden: Golden, trace: Trace, sampling: Item, want: NDArray[Any], noise: Noise | None) -> None:
+    with torch.inference_mode():
+        tokens, codes = golden.maker(golden.rows(trace, sampling), 0, noise)
+    same("columns of our step", torch.cat((tokens[:, None], codes), 1).T, want)
+
+
+def _teacher_forced(golden: Golden, arrays: dict[str, NDArray[Any]], trace: Trace) -> None:
+    oracle, prompt, spoken = golden.oracle, torch.from_numpy(arrays["prompt_0"]), trace.columns
+    golden.near("embeds", oracle.embed(prompt), arrays["embeds"], "embeds")
+    with torch.inference_mode():
+        hidden = oracle.slow(oracle.embed(torch.cat((prompt, spoken), dim=1)))
+        golden.near("hidden", hidden, arrays["hidden"], "hidden")
+        golden.near("slow_logits", trace.logits, arrays["slow_logits"], "logits")
+        first = hidden[:4] @ oracle.slow.weight("embeddings").T
+        golden.near("slow_logits_prompt_first4", first, arrays["slow_logits_prompt_first4"], "logits")
+        plain = [oracle.fast_logits(state, column[1:].tolist()) for state, column in zip(trace.hidden, spoken.T)]
+        golden.near("fast_logits", torch.stack(plain)[:, : golden.config.codebooks], arrays["fast_logits"], "logits")
+        seen: list[Tensor] = []
+        codes = spoken[1:].to(golden.device)
+
+        def forced(index: int, logits: Tensor) -> Tensor:
+            seen.append(logits)
+            return codes[index]
+
+        golden.maker.fast(trace.hidden.to(golden.device), codes[0], forced)
+        golden.near("fast_logits of ours", torch.stack(seen, dim=1), arrays["fast_logits"][:, 1:], "logits")
+
+
+def _batch(golden: Golden, case: Item) -> None:
+    """Steps of several sequences in one of ours; the engine's batches are the cases on vLLM."""
+    members = [golden.cases[name] for name in case["members"] if name in golden.cases]
+    rows = [golden.rows(golden.trace(member["name"], 0), member["sampling"]) for member in members]
+    together = Rows(*(torch.cat(parts) for parts in zip(*(one.tensors() for one in rows))))
+    with torch.inference_mode():
+        tokens, codes = golden.maker(together)
+    want = np.concatenate([golden.arrays(member["file"])["columns_0"] for member in members], axis=1)
+    same("columns", torch.cat((tokens[:, None], codes), 1).T, want)
+
+
+def _sampling(golden: Golden, case: Item) -> None:
+    arrays = golden.arrays(case["file"])
+    for kind in ("slow", "fast"):
+        logits = torch.from_numpy(arrays[f"{kind}_logits"])
+        logits = (golden.oracle.masked(logits) if kind == "slow" else logits)[None]
+        for index, (temperature, top_p, top_k) in enumerate(case["settings"]):
+            candidates = ranked(logits, 0)
+            chances = probabilities(candidates, *(torch.tensor([value]) for value in (float(temperature), float(top_p), int(top_k))))
+            found = torch.zeros_like(chances).scatter(1, candidates.order, chances)[0]
+            golden.near(f"{kind} settings {index}", found, arrays[f"{kind}_probs_{index}"], "probabilities")
+
+
+def _draw(golden: Golden, case: Item) -> None:
+    arrays = golden.arrays(case["file"])
+    chances = torch.from_numpy(golden.arrays(case["probs_file"])[case["probs_key"]]).expand(case["n"], -1)
+    candidates = ranked(chances, 0)
+    uniform = torch.from_numpy(arrays["uniform"]).gather(1, candidates.order)
+    same("tokens", draw(candidates, candidates.logits, uniform), arrays["token"])
+
+
+def _ras(golden: Golden, case: Item) -> None:
+    found = []
+    for example in case["examples"]:
+        window = torch.tensor([example["window"] or [0] * WINDOW])
+        first, second = torch.tensor([example["token_a"]]), torch.tensor([example["token_b"]])
+        found.append(int(repetition_aware(first, second, window, golden.config.semantic)))
+    same("tokens", found, golden.arrays(case["file"])["token"])
+
+
+def _replay(golden: Golden, case: Item) -> None:
+    """The plain loop and our step with the recorded noise."""
+    arrays = golden.arrays(case["file"])
+    prompt = torch.from_numpy(golden.arrays(case["prompt_file"])["prompt_0"])
+    slow, fast = torch.from_numpy(arrays["uniform_slow"]), torch.from_numpy(arrays["uniform_fast"])
+    trace = golden.oracle.run(
+        prompt, case["max_new_tokens"], case["sampling"], lambda step, what, _: slow[step, what] if what < 2 else fast[step, what - 2]
+    )
+    same("columns", trace.columns, arrays["columns"])
+    same("first draws", [step.token_a for step in trace.steps], arrays["token_a"])
+    same("second draws", [step.token_b for step in trace.steps], arrays["token_b"])
+    same("windows", [step.window for step in trace.steps[1:]], arrays["ras_window"])
+    allowed = torch.tensor([*golden.config.semantic, golden.config.end])
+
+    def noise(stream: int, order: Tensor) -> Tensor:
+        uniform = slow[:, stream, allowed] if stream < 2 else fast[:, stream - 2]
+        return uniform.to(order.device).gather(1, order)
+
+    _replayed(golden, trace, case["sampling"], arrays["columns"], noise)
+
+
+def _end_to_end(golden: Golden, case: Item) -> None:
+    _greedy(golden, case)
+    arrays = golden.arrays(case["file"])
+    turns = [arrays[f"codes_{turn}"] for turn in range(len(case["ended_by_im_end"]))]
+    codes = torch.from_numpy(np.concatenate(turns, axis=1)).T
+    wave = golden.codec.decoder.decode([codes])[0]
+    want = arrays["wav"].reshape(-1) if "wav" in arrays else wave.cpu().numpy()
+    golden.near("wav", wave, want, "wav")
+    golden.near("streamed", streamed(golden, codes), want, "wav")
+
+
+CHECKS: dict[str, Callable[[Golden, Item], None]] = {
+    "tokenize": _tokenize,
+    "resample": _resample,
+    "codec_encode": _encode,
+    "codec_decode": _decode,
+    "greedy": _greedy,
+    "batch": _batch,
+    "sampling_distribution": _sampling,
+    "draw": _draw,
+    "ras_unit": _ras,
+    "stochastic_replay": _replay,
+    "end_to_end": _end_to_end,
+}
