@@ -36,6 +36,8 @@ class Admitted:
     slot: int
     request_id: str
     prompt_ids: list[int]
+    #: What it wrote before it was preempted.
+    written_ids: list[int]
     #: `TokenRequest.extra`.
     extra: Mapping[str, Any]
     #: vLLM's `SamplingParams`.
@@ -81,6 +83,8 @@ class FrameState(DefaultModelState):
     A subclass gives `embed` and `draw`, and `admit` where it has columns of its own. An exception in them ends the engine core.
     """
 
+    model: Any
+
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         """Raises ValueError for what frames cannot be drawn under: speculative decoding, pipeline parallelism, rows split over ranks."""
         refuse(vllm_config)
@@ -124,10 +128,10 @@ class FrameState(DefaultModelState):
         self.seeds[req_index] = sampling.seed or 0
         self.origins[req_index] = extra.get("noise_origin", len(prompt))
         self.codes[req_index, : len(prompt)] = 0
-        self.admit(Admitted(req_index, new_req_data.req_id, prompt, extra, sampling))
-        written = len(new_req_data.prefill_token_ids or prompt) - len(prompt)
+        written = list(new_req_data.prefill_token_ids or prompt)[len(prompt) :]
+        self.admit(Admitted(req_index, new_req_data.req_id, prompt, written, extra, sampling))
         if written:
-            self._restore(req_index, new_req_data.req_id, len(prompt), written)
+            self._restore(req_index, new_req_data.req_id, len(prompt), len(written))
 
     def remove_request(self, req_id: str) -> None:
         """See vLLM's `ModelState`. It does not say why: the codes are kept, for a preempted request comes back for them."""
@@ -202,8 +206,7 @@ class FrameSampler:
 
     def __call__(self, logits: Tensor, input_batch: Any) -> SamplerOutput:
         step = self._state.step(input_batch)
-        model: Any = self._state.model
-        tokens, codes = self._state.draw(logits, model.drawn_from, step)
+        tokens, codes = self._state.draw(logits, self._state.model.drawn_from, step)
         self._state.write(step, codes)
         ids = torch.cat((tokens[:, None], codes), 1).to(torch.int32)
         return SamplerOutput(

@@ -42,6 +42,20 @@ def pad(name: str, tensor: Tensor, width: int, padded: int) -> Tensor:
     return spread * math.sqrt(padded / width) if ".q_proj." in name else spread
 
 
+def pad_normed(name: str, tensor: Tensor, width: int, padded: int) -> Tensor:
+    """`pad` for attention with norms of queries and keys (Qwen3); their epsilon must be multiplied by width / padded.
+
+    The mean of squares over the padded width is smaller by width / padded, so normed values are larger by the root of padded / width.
+    For queries that is just the factor that the attention's own scale lacks; for keys their norm's weight takes it back.
+    """
+    if "_norm." in name and ".self_attn." in name:
+        spread = _spread(tensor, width, padded, halves=2)
+        return spread * math.sqrt(width / padded) if ".k_norm." in name else spread
+    if ".self_attn.q_proj." in name:
+        return _spread(tensor, width, padded, halves=2)
+    return pad(name, tensor, width, padded)
+
+
 def _spread(tensor: Tensor, width: int, padded: int, halves: int) -> Tensor:
     """[heads * width, ...] -> [heads * padded, ...] in float32, zeros behind each half (or whole) of a head."""
     heads = tensor.shape[0] // width

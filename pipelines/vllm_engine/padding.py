@@ -17,14 +17,19 @@ def qwen2_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
 
     Call it after `load_vllm`. See `pipelines.vllm_engine.padded_heads` for the arithmetic.
     """
+    if not (changes := head_overrides(head_dim, rope_theta)):
+        return {}
+    return {**changes, "architectures": ["NightjarPaddedQwen2ForCausalLM"], "qkv_bias": True}
+
+
+def head_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
+    """The part of such changes that is the same for every architecture."""
     wide = head_width(head_dim)
     if wide == head_dim:
         return {}
     theta = rope_theta ** (wide / head_dim)
     return {
-        "architectures": ["NightjarPaddedQwen2ForCausalLM"],
         "head_dim": wide,
-        "qkv_bias": True,
         "rope_theta": theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         STORED_WIDTH: head_dim,

@@ -14,6 +14,7 @@ import sys
 ARCHITECTURES = {
     "NightjarPaddedQwen2ForCausalLM": "pipelines.vllm_engine.padded_heads:PaddedQwen2ForCausalLM",
     "NightjarFishForCausalLM": "pipelines.fish_speech.slow_ar:FishForCausalLM",
+    "NightjarSpeechLmForCausalLM": "pipelines.speechlm.model:SpeechLmForCausalLM",
 }
 #: Names of the processes that vLLM starts.
 _CHILDREN = ("EngineCore", "VllmWorker")
@@ -24,6 +25,9 @@ def register() -> None:
     """Makes our architectures known to vLLM, and its processes end with ours. May be called more than once."""
     from vllm import ModelRegistry
 
+    from pipelines.speechlm.hf_config import register_configs
+
+    register_configs()
     _die_with_parent()
     known = ModelRegistry.get_supported_archs()
     for name, place in ARCHITECTURES.items():

@@ -1,0 +1,136 @@
+"""Xcodec's decoder: codes of eight streams to a waveform. Built from `transformers`; encoders and HuBERT are never loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import XcodecConfig
+from transformers.models.dac.modeling_dac import DacDecoder
+from transformers.models.xcodec.modeling_xcodec import XcodecModel
+
+from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, read_json
+from pipelines.speechlm.config import SpeechLmConfig
+from pipelines.speechlm.names import CODEC
+
+#: Frames of one batch on a GPU, padding included.
+BATCH_FRAMES = 16_384
+
+
+class Xcodec(nn.Module):
+    """`XcodecModel.decode` alone: codebooks summed, `fc2`, and DAC's decoder without its tanh."""
+
+    def __init__(self, config: Any, streams: int) -> None:
+        super().__init__()
+        self.codebooks = nn.Parameter(torch.zeros(streams, config.codebook_size, config.codebook_dim))
+        self.fc2 = nn.Linear(config.hidden_size, config.acoustic_model_config.hidden_size)
+        self.acoustic_decoder = DacDecoder(config.acoustic_model_config)
+        XcodecModel._adjust_dac_decoder(self.acoustic_decoder)
+        self.samples_per_frame: int = config.hop_length
+        self._lengths: Tensor | None = None
+        for module in self.acoustic_decoder.modules():
+            if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+                module.register_forward_hook(self._silence)
+
+    @property
+    def device(self) -> torch.device:
+        return self.codebooks.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.codebooks.dtype
+
+    @torch.inference_mode()
+    def forward(self, codes: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """int64 [batch, frames, streams] -> samples [batch, frames * samples_per_frame].
+
+        With `lengths` [batch] every row sounds as it does alone in its first frames, and has zeros behind them.
+        """
+        streams = torch.arange(self.codebooks.shape[0], device=codes.device)
+        frames = self.fc2(self.codebooks[streams, codes].sum(-2)).transpose(1, 2)
+        self._lengths = None if lengths is None else lengths / codes.shape[1]
+        return self.acoustic_decoder(self._silence(None, (), frames)).squeeze(1)
+
+    def _silence(self, _module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        """Zeros behind the end of each row [batch, channels, time]: a convolution pads a row that is alone with just these."""
+        if self._lengths is None:
+            return output
+        ends = (self._lengths * output.shape[-1]).round()
+        return output * (torch.arange(output.shape[-1], device=output.device) < ends[:, None])[:, None]
+
+
+def load_codec(checkpoint: Checkpoint, config: SpeechLmConfig, device: torch.device, dtype: torch.dtype) -> Xcodec:
+    """The decoder with the checkpoint's own copy of its weights, so that nothing is downloaded.
+
+    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor.
+    """
+    sizes = _sizes(config.folder, config.xcodec)
+    if sizes.codebook_size != config.codes:
+        raise bad_checkpoint(f"The codec has {sizes.codebook_size} codes, but config.json speaks of {config.codes}.")
+    with torch.device("meta"):
+        codec = Xcodec(sizes, config.streams)
+    state: dict[str, Tensor] = {}
+    for name, held in codec.state_dict().items():
+        if name == "codebooks":
+            shape = held.shape[1:]
+            names = [f"{CODEC}quantizer.quantizers.{stream}.codebook.embed" for stream in range(config.streams)]
+            state[name] = torch.stack([checkpoint.take(one, shape, dtype, device) for one in names])
+        else:
+            state[name] = checkpoint.take(CODEC + name, held.shape, dtype, device)
+    codec.load_state_dict(state, assign=True)
+    return codec.eval().requires_grad_(False)
+
+
+def batches(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Indices of utterances in batches of at most `most` padded frames, the longest first, so that neighbours are alike."""
+    found: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= most:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return found
+
+
+def _sizes(folder: Path, tag: str) -> Any:
+    """The codec's config: of the folder that the checkpoint brings, or else the published one's, which is the library's default."""
+    place = folder / tag / "config.json"
+    if ".." in Path(tag).parts or not place.is_file():
+        return XcodecConfig()
+    table = read_json(place)
+    try:
+        return XcodecConfig(**{key: value for key, value in table.items() if key != "model_type"})
+    except (TypeError, ValueError) as error:
+        raise bad_checkpoint(f"{place} is not a codec's: {error}.") from error
+
+
+class XcodecDecoder:
+    """A `pipelines.engine.codec_stage.Decoder` of whole utterances. On the CPU each is decoded alone: a batch rounds otherwise there."""
+
+    def __init__(self, codec: Xcodec) -> None:
+        self.codec = codec
+
+    def new_state(self) -> None:
+        return None
+
+    def decode(self, codes: Sequence[Tensor], states: Sequence[None] | None = None) -> list[Tensor]:
+        """Codes [frames, streams] each -> float32 samples each."""
+        if self.codec.device.type == "cpu":
+            return [self.codec(one[None])[0].float() for one in codes]
+        made: dict[int, Tensor] = {}
+        for batch in batches([len(one) for one in codes], BATCH_FRAMES):
+            made.update(zip(batch, self.decode_padded([codes[index] for index in batch])))
+        return [made[index] for index in range(len(codes))]
+
+    def decode_padded(self, codes: Sequence[Tensor]) -> list[Tensor]:
+        """`decode` in one batch; what stands behind the end of a shorter utterance is kept out of it."""
+        lengths = [len(one) for one in codes]
+        padded = nn.utils.rnn.pad_sequence(list(codes), batch_first=True).to(self.codec.device)
+        waves = self.codec(padded, torch.tensor(lengths, device=padded.device)).float()
+        return [wave[: length * self.codec.samples_per_frame] for wave, length in zip(waves, lengths)]
+
+    def decode_chunk(self, states: Sequence[None], codes: Sequence[Tensor]) -> list[Tensor]:
+        raise NotImplementedError("audio of this family is decoded whole")

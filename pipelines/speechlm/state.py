@@ -1,0 +1,171 @@
+"""All streams of all rows in one sampler: phases, guidance, and draws with the request's own noise."""
+
+# vLLM is an extra: its imports are checked where it is installed.
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.sampler import sample
+from kernels.transfer import to_device
+from pipelines.engine.state import DrawFlags, DrawSettings
+from pipelines.speechlm.phases import Phase, next_phase, phase_after
+from pipelines.vllm_engine.frames import Admitted, FrameState, FrameStep
+from pipelines.vllm_engine.pairs import Half, half_of, match
+
+_NEVER = float("-inf")
+#: First code of the row that ends the audio: 1 where eot ended it, since the token of every end is eos.
+ENDED_BY_EOT = 1
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What the host knows of a running request."""
+
+    text: tuple[float, int, float]
+    audio: tuple[float, int, float]
+    half: Half | None
+    #: (first position, rows [n, hidden]) of the recordings in the prompt.
+    features: list[tuple[int, Tensor]]
+
+
+class SpeechLmState(FrameState):
+    """`TokenRequest.extra` keys: `phase`, `min_rows`, `text` and `audio` (temperature, top_k, top_p each), `features`; those of a pair."""
+
+    def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, model, encoder_cache, device)
+        slots = self.max_num_reqs
+        self.phases = torch.zeros(slots, dtype=torch.int64, device=device)
+        #: Where the first row of audio stands, and rows before which audio may not end.
+        self.audio_starts = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.min_rows = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.text = DrawSettings(slots, device)
+        self.audio = DrawSettings(slots, device)
+        self._held: list[_Slot | None] = [None] * slots
+        self._hearing: set[int] = set()
+
+    def admit(self, request: Admitted) -> None:
+        extra, slot = request.extra, request.slot
+        special = self.model.special
+        start = Phase(extra["phase"])
+        phase, before = phase_after(start, request.written_ids, special.assistant_token_id, special.audio_token_id, special.eot_token_id)
+        self.phases[slot] = int(phase)
+        self.audio_starts[slot] = len(request.prompt_ids) + before
+        self.min_rows[slot] = extra.get("min_rows", 0)
+        held = _Slot(tuple(extra["text"]), tuple(extra["audio"]), half_of(extra), self._features(extra))
+        self._held[slot] = held
+        self._hearing.discard(slot)
+        if held.features:
+            self._hearing.add(slot)
+        for settings, (temperature, top_k, top_p) in ((self.text, held.text), (self.audio, held.audio)):
+            settings.write(*(torch.tensor([value], device=self.device) for value in (slot, float(temperature), int(top_k), float(top_p))))
+
+    def embed(self, ids: Tensor, codes: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        return self.model.embed_frames(ids, codes.long())
+
+    def prepare_inputs(self, input_batch: Any, req_states: Any) -> dict[str, Any]:
+        """See vLLM's `ModelState`: features of recordings go over the embeddings of their markers."""
+        inputs = super().prepare_inputs(input_batch, req_states)
+        if not self._hearing:
+            return inputs
+        for row, slot in enumerate(input_batch.idx_mapping_np[: input_batch.num_reqs].tolist()):
+            held = self._held[slot]
+            if slot not in self._hearing or held is None:
+                continue
+            begin, end = input_batch.query_start_loc_np[row : row + 2].tolist()
+            first = int(input_batch.seq_lens_cpu_upper_bound[row]) - (end - begin)
+            for position, rows in held.features:
+                low, high = max(position, first), min(position + len(rows), first + end - begin)
+                if low < high:
+                    inputs["inputs_embeds"][begin + low - first : begin + high - first] = rows[low - position : high - position]
+            if all(position + len(rows) <= first for position, rows in held.features):
+                self._hearing.discard(slot)
+        return inputs
+
+    def draw(self, logits: Tensor, hidden: Tensor, step: FrameStep) -> tuple[Tensor, Tensor]:
+        """See `FrameState.draw`."""
+        noise = self.noise(step, self.model.streams)
+        phase = self.phases[step.slots]
+        held = [self._held[slot] for slot in step.slots_host.tolist()]
+        rows = self.model.frame_logits(hidden)
+        pairs = match([None if one is None else one.half for one in held], step.positions_host, step.whole_host)
+        mains, nulls, scales = (to_device(part, self.device) for part in pairs.tensors())
+        if pairs.mains:
+            rows[mains] = scales[:, None] * rows[mains] + (1 - scales[:, None]) * rows[nulls]
+        audio = self._draw_audio(rows, step, noise, held)
+        text = self._draw_text(logits, step, noise[:, 0], held)
+        token, codes = self._assemble(phase, text, audio)
+        if pairs.mains:
+            token[nulls], codes[nulls] = token[mains], codes[mains]
+        if pairs.broken:
+            token[to_device(torch.tensor(pairs.broken), self.device)] = self.model.special.pad_token_id
+        self._move_on(phase, token, step)
+        return token, codes
+
+    def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, held: list[_Slot | None]) -> Tensor:
+        """Places [n, streams] in each stream's ids; for stream 0 one place more is eos and two is eot."""
+        count, streams, layer = len(rows), self.model.streams, self.model.layer_size
+        logits = rows.new_full((count, streams, layer + 2), _NEVER)
+        logits[:, :, :layer] = rows[:, :-2].view(count, streams, layer)
+        early = step.positions - self.audio_starts[step.slots] < self.min_rows[step.slots]
+        logits[:, 0, layer:] = rows[:, -2:].masked_fill(early[:, None], _NEVER)
+        temperature, top_k, top_p, greedy = (one.repeat_interleave(streams) for one in self.audio.rows(step.slots))
+        flags = DrawFlags.of([one.audio for one in held if one is not None])
+        flat = logits.view(count * streams, layer + 2)
+        most = min(flags.max_top_k, layer + 2)
+        drawn = sample(flat, noise.reshape(-1), temperature, top_k, top_p, greedy, most, flags.any_top_p, flags.all_greedy)
+        return drawn.view(count, streams)
+
+    def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, held: list[_Slot | None]) -> Tensor:
+        """Text ids, eos or eot [n]. Only the likeliest are looked at where every row has a top_k: the vocabulary is wide."""
+        start, end = self.model.text_span
+        span, ends = logits[:, start:end], list(self.model.ends)
+        asked = [one.text for one in held if one is not None]
+        flags = DrawFlags.of(asked)
+        ids = torch.arange(start, end, device=self.device).expand_as(span)
+        if all(top_k or not temperature for temperature, top_k, _ in asked):
+            span, places = span.topk(min(max(flags.max_top_k, 1), span.shape[1]), dim=-1)
+            ids = places + start
+        candidates = torch.cat((span, logits[:, ends]), 1).float()
+        ids = torch.cat((ids, torch.tensor(ends, device=self.device).expand(len(ids), 2)), 1)
+        settings = self.text.rows(step.slots)
+        top_k = min(flags.max_top_k, candidates.shape[1])
+        drawn = sample(candidates, noise, *settings, top_k, flags.any_top_p, flags.all_greedy)
+        return ids.gather(1, drawn[:, None])[:, 0]
+
+    def _assemble(self, phase: Tensor, text: Tensor, audio: Tensor) -> tuple[Tensor, Tensor]:
+        """Token [n] and codes [n, width] of each row by its phase; `audio` holds the places of its draw."""
+        special, layer = self.model.special, self.model.layer_size
+        ended = audio[:, 0] >= layer
+        first = torch.where(ended, special.eos_token_id, audio[:, 0] + self.model.codec_base)
+        forced = torch.tensor(
+            [special.text_token_id, 0, special.assistant_token_id, special.audio_token_id, 0], device=self.device, dtype=torch.int64
+        )
+        token = torch.where(phase == Phase.TEXT, text, torch.where(phase == Phase.AUDIO, first, forced[phase]))
+        codes = torch.where(((phase == Phase.AUDIO) & ~ended)[:, None], audio[:, 1:] + 1, 0)
+        by_eot = (phase == Phase.AUDIO) & (audio[:, 0] == layer + 1)
+        codes[:, 0] += by_eot.long() * ENDED_BY_EOT
+        return token, codes
+
+    def _move_on(self, phase: Tensor, token: Tensor, step: FrameStep) -> None:
+        """The phases after this step, of the rows that are whole."""
+        after = next_phase(phase, token, self.model.ends[1])
+        self.phases[step.slots] = torch.where(step.whole, after, phase)
+        begins = step.whole & (phase == Phase.AUDIO_MARK)
+        self.audio_starts[step.slots] = torch.where(begins, step.positions + 1, self.audio_starts[step.slots])
+
+    def _features(self, extra: Any) -> list[tuple[int, Tensor]]:
+        hidden = self.inputs_embeds_size
+        return [
+            (
+                position,
+                torch.frombuffer(bytearray(data), dtype=torch.bfloat16 if short else torch.float32)
+                .view(-1, hidden)
+                .to(self.device, self.dtype),
+            )
+            for position, data, short in extra.get("features", ())
+        ]
