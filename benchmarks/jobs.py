@@ -27,6 +27,7 @@ from jobs.dispatch import Dispatcher
 from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
+from jobs.quality import DEFAULT, PRESETS, Quality
 from jobs.settings import load_settings
 from jobs.store import open_store
 from pipelines.audio import encode
@@ -107,8 +108,11 @@ def _status_ms(url: str, job: str) -> float:
     return statistics.median(times)
 
 
-def whole_path(folder: Path, items: int) -> list[Figure]:
-    """Items a second from the queue to the committed artifact with an engine that costs nothing, on SQLite and a folder."""
+def whole_path(folder: Path, items: int, quality: Quality | None = PRESETS[DEFAULT]) -> list[Figure]:
+    """Items a second from the queue to the committed artifact with an engine that costs nothing, on SQLite and a folder.
+
+    With the checks that a job has by default.
+    """
     source = folder / "path.jsonl"
     write_lines(source, items)
     broker = Valkey(folder / "valkey")
@@ -125,7 +129,8 @@ def whole_path(folder: Path, items: int) -> list[Figure]:
     try:
         while not ledger.workers():
             time.sleep(0.1)
-        job = submit(settings, ledger, open_store(settings.effective_store_url), str(source), JobSpec(model="instant")).job.id
+        spec = JobSpec(model="instant", quality=quality)
+        job = submit(settings, ledger, open_store(settings.effective_store_url), str(source), spec).job.id
         start = time.perf_counter()
         Dispatcher(ledger, settings).run_once()
         while not ledger.status(job).job.state.final:
