@@ -108,6 +108,7 @@ class Schedule(_Part):
     """A job that is submitted every night; its key in `schedules` is its name."""
 
     input: str = Field(description="Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the night.")
+    input_format: Literal["dialogues", "openai-batch"] = Field(default="dialogues", description="How the file writes its lines.")
     hour: Annotated[int, Field(ge=0, le=23)] = Field(default=2, description="Hour of the day it runs, in the worker's time zone.")
     minute: Annotated[int, Field(ge=0, le=59)] = Field(default=0, description="Minute of the hour it runs.")
     model: str = Field(default="hibari", description="Pipeline or checkpoint folder.")
@@ -122,6 +123,20 @@ class Schedule(_Part):
     weight: PositiveInt = Field(default=1, description="Share against jobs of the same priority.")
     store_url: str | None = Field(default=None, description="Store of this schedule; unset: the common one.")
     on_error: Literal["skip", "abort"] = Field(default="skip", description="What a bad line does.")
+    exports: tuple[str, ...] = Field(
+        default=(), description="Formats that `jobs nightly` writes when the night's job has ended, `,` between them; also `report`."
+    )
+    export_to: str | None = Field(
+        default=None,
+        description="Where each of them goes; `{format}` stands for it, the night as in `input`; "
+        "unset: `datasets/NAME/{date}/{format}` in `home`.",
+    )
+    splits: str | None = Field(default=None, description="Splits of the exports, such as train=0.98,dev=0.01,test=0.01.")
+
+    @field_validator("exports", mode="before")
+    @classmethod
+    def _split_exports(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
 class Settings(_Part):

@@ -57,13 +57,14 @@ def beat() -> None:
 @click.option("--night", help="The night to run, YYYY-MM-DD; default: the last one.")
 @click.option("--catch-up", type=click.IntRange(0, 366), default=0, help="Also run that many earlier nights that did not run.")
 @click.option("--schedule", "names", multiple=True, help="Only this schedule; may be given more than once.")
+@click.option("--wait", "wait_hours", type=click.FloatRange(min=0), default=0.0, metavar="HOURS", help="Wait so long for the jobs' end.")
 @click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
-def nightly(night: str | None, catch_up: int, names: tuple[str, ...], as_json: bool) -> None:
-    """Submits the night's file of every schedule; a night that ran is not run again."""
+def nightly(night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, as_json: bool) -> None:
+    """Submits the night's file of every schedule, and writes the exports of nights that have ended; no night runs twice."""
     from worker.nightly import run_nights
 
     settings = _settings()
-    report = run_nights(settings, night, catch_up, names)
+    report = run_nights(settings, night, catch_up, names, wait_seconds=wait_hours * 3600)
     for one in report.nights:
         if as_json:
             Output(as_json=True).data(one.view)

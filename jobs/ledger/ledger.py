@@ -217,6 +217,10 @@ class Ledger:
         """The job with this id, or the only one whose id begins so. Raises `NotFoundError`."""
         return self._database.read(views.find_job, prefix)
 
+    def job_of_key(self, idempotency_key: str) -> Job | None:
+        """The job that was submitted under a key."""
+        return self._database.read(views.job_of_key, idempotency_key)
+
     def jobs(self, limit: int = 50, states: Collection[JobState] | None = None) -> list[Job]:
         """The newest jobs first."""
         return self._database.read(views.jobs, limit, states)

@@ -78,6 +78,12 @@ def find_job(connection: sa.Connection, prefix: str) -> Job:
     return read_job(connection, wanted)
 
 
+def job_of_key(connection: sa.Connection, idempotency_key: str) -> Job | None:
+    """The job that was submitted under a key."""
+    row = connection.execute(sa.select(schema.jobs).where(schema.jobs.c.idempotency_key == idempotency_key)).mappings().one_or_none()
+    return None if row is None else job_from(row)
+
+
 def jobs(connection: sa.Connection, limit: int, states: Collection[JobState] | None) -> list[Job]:
     """The newest jobs first."""
     columns = schema.jobs.c
