@@ -104,6 +104,22 @@ class FlowerSettings(_Part):
     port: Port = Field(default=5555, description="Port of the dashboard.")
 
 
+class ServeSettings(_Part):
+    """The server of `jobs serve`."""
+
+    address: str = Field(default="127.0.0.1", description="Address the server listens at; `0.0.0.0`: every network, and only with a key.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port of the server; 0: a free one.")
+    api_key: SecretStr | None = Field(default=None, description="Key that clients send; `jobs evaluate` sends it too.")
+    api_key_file: Path | None = Field(default=None, description="File of keys, one a line, that clients may send.")
+    slots: PositiveInt = Field(default=256, description="Requests that are in the engine at once.")
+    waiting_room: Annotated[int, Field(ge=0)] = Field(default=256, description="Requests that wait behind them; more get 429.")
+    max_body_bytes: PositiveInt = Field(default=32 << 20, description="Largest body of a request.")
+    max_audio_seconds: Positive = Field(default=600.0, description="Longest audio that a request may bring.")
+    request_seconds: Positive = Field(default=600.0, description="Longest time of a request, from its slot to its last byte.")
+    body_seconds: Positive = Field(default=60.0, description="Longest time a client may take to send its request.")
+    drain_seconds: Positive = Field(default=60.0, description="How long requests may go on after SIGTERM.")
+
+
 class Schedule(_Part):
     """A job that is submitted every night; its key in `schedules` is its name."""
 
@@ -167,6 +183,7 @@ class Settings(_Part):
     dispatch: DispatchSettings = Field(default=DispatchSettings(), description="Dispatch and reconciliation.")
     shard: ShardSettings = Field(default=ShardSettings(), description="Cutting of jobs.")
     flower: FlowerSettings = Field(default=FlowerSettings(), description="The dashboard.")
+    serve: ServeSettings = Field(default=ServeSettings(), description="The server.")
     schedules: dict[str, Schedule] = Field(default={}, description="Nightly jobs by name.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -63,6 +63,8 @@ class ErrorCode(StrEnum):
     LEDGER_NOT_FOUND = "ledger.not_found"
     LEDGER_STATE = "ledger.state"
     BROKER_UNREACHABLE = "broker.unreachable"
+    # A server that is asked.
+    SERVER_UNREACHABLE = "server.unreachable"
     # Workers.
     WORKER_LOST = "worker.lost"
     WORKER_CRASH = "worker.crash"
@@ -92,6 +94,7 @@ _RETRYABLE = frozenset(
         ErrorCode.STORE_FORBIDDEN,
         ErrorCode.LEDGER_UNREACHABLE,
         ErrorCode.BROKER_UNREACHABLE,
+        ErrorCode.SERVER_UNREACHABLE,
         ErrorCode.WORKER_LOST,
         ErrorCode.WORKER_CRASH,
         ErrorCode.MODEL_UNREACHABLE,
@@ -139,7 +142,7 @@ class StoreError(NightjarError):
 
 
 class ServiceError(NightjarError):
-    """A ledger or a broker that cannot be reached or used (`ledger.*`, `broker.*`)."""
+    """A ledger, a broker or a server that cannot be reached or used (`ledger.*`, `broker.*`, `server.*`)."""
 
 
 class NotFoundError(NightjarError):

@@ -35,6 +35,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "export": ("export", "export", "Write a job's result in a format other tools read."),
     "report": ("report", "report", "Write a page that shows how a job went, to look at and listen to."),
     "verify": ("verify", "verify", "Check a job's objects, and make some of its items again."),
+    "serve": ("serve", "serve", "Serve a model over HTTP, as OpenAI's API does."),
+    "evaluate": ("evaluate", "evaluate", "Ask a server every dialogue of a file, and keep its answers."),
     "models": ("models", "models", "List the models, or show one."),
     "doctor": ("doctor", "doctor", "Check that everything a job needs is there."),
     "db": ("admin", "db", "Set up the ledger's schema."),

@@ -1,0 +1,151 @@
+"""`jobs evaluate`: a file of dialogues asked of a server, and its answers in a file."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jobs.cli.output import FAILED, Output, counted, seconds_text
+from jobs.cli.serve import read_keys
+from jobs.cli.spec import check_source
+from jobs.settings import Settings, load_settings
+from pipelines.errors import ConfigError, ErrorCode, ModelError
+
+if TYPE_CHECKING:
+    from jobs.evaluation.client import ChatClient
+    from jobs.evaluation.question import Manner
+    from jobs.evaluation.run import Tally
+
+_LINE_SECONDS = 30.0
+
+
+@click.command()
+@click.argument("source", metavar="INPUT")
+@click.option("--server", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
+@click.option("--to", "to", required=True, type=click.Path(path_type=Path), help="File of the answers; an existing one is continued.")
+@click.option("--model", help="Name of the model. [default: the first one the server has]")
+@click.option(
+    "--mode", type=click.Choice(["text_only", "text_audio"]), help="What is asked for. [default: text_only; text_audio with --cfg]"
+)
+@click.option("--cfg", type=click.FloatRange(min=1), help="Scale of the guidance of audio; 1: none.")
+@click.option("--temperature", type=click.FloatRange(min=0), help="Sampling temperature.")
+@click.option("--text-temperature", type=click.FloatRange(min=0), help="Of the text, where audio comes too.")
+@click.option("--audio-temperature", type=click.FloatRange(min=0), help="Of the audio.")
+@click.option("--top-k", type=click.IntRange(min=0), help="Sample among the likeliest.")
+@click.option("--audio-top-k", type=click.IntRange(min=0), help="The same for the audio.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, text and frames.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the run.")
+@click.option("--connections", type=click.IntRange(1, 4096), default=16, show_default=True, help="Requests at once.")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=3600.0, show_default=True, help="Seconds of one answer.")
+@click.option("--patience", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds that the server may be away.")
+@click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress and no notes on stderr.")
+def evaluate(source: str, server: str, to: Path, as_json: bool, quiet: bool, **given: Any) -> int:
+    """Ask a server every dialogue of INPUT (a path, `-` or `s3://…`; JSONL, also .gz or .zst), and keep its answers.
+
+    Ended in any way, the same command goes on where it was: good answers stay, failed ones are asked again. The server's key
+    is SPEECH_SERVE__API_KEY. Exit code 1: an answer failed, or has no audio though it was asked for.
+    """
+    if given["mode"] == "text_only" and (given["cfg"] or 1) != 1:
+        raise click.UsageError("--cfg guides audio: give --mode text_audio, or leave --mode out.")
+    output = Output(as_json=as_json, quiet=quiet)
+    check_source(source)
+    tally = asyncio.run(_evaluate(load_settings(), source, server, to, given, output))
+    return FAILED if tally.failed or tally.no_audio else 0
+
+
+async def _evaluate(settings: Settings, source: str, server: str, to: Path, given: dict[str, Any], output: Output) -> Tally:
+    from jobs.evaluation.answers import AnswerFile
+    from jobs.evaluation.run import Evaluation
+    from jobs.references import ReferenceReader
+    from jobs.source import open_source
+    from jobs.store import open_store
+
+    begin = time.monotonic()
+    async with _client(settings, server, given) as client:
+        manner = await _manner(client, given)
+        with open_source(source, settings.s3) as opened, AnswerFile(to, manner.facts()) as answers:
+            reader = ReferenceReader(opened.folder, settings.audio_roots, open_store(settings.effective_store_url, settings.s3))
+            if answers.done:
+                output.note(f"{counted(len(answers.done), 'answer')} of an earlier run in {to}.")
+            tally = await Evaluation(client, manner, reader, answers).run(opened, given["connections"], _telling(output))
+    _summarize(tally, to, time.monotonic() - begin, (answers.equal[0], answers.equal[1]), output)
+    return tally
+
+
+def _client(settings: Settings, server: str, given: dict[str, Any]) -> ChatClient:
+    try:
+        from jobs.evaluation.client import ChatClient
+    except ModuleNotFoundError as error:
+        raise ModelError(
+            ErrorCode.MODEL_MISSING_EXTRA,
+            f"Asking a server needs the library {error.name}.",
+            "Install it with: pip install 'nightjar-speech[serve]'.",
+        ) from error
+    key = next(iter(read_keys(settings)), None)
+    return ChatClient(server, key, given["connections"], given["timeout"], given["patience"])
+
+
+async def _manner(client: ChatClient, given: dict[str, Any]) -> Manner:
+    """Raises `server.unreachable`, and `config.invalid` for a model that the server does not have."""
+    from jobs.evaluation.question import Manner
+    from pipelines.request import Generation
+
+    names = await client.models()
+    model = given["model"] or next(iter(names), "")
+    if model not in names:
+        message = f"The server has no model {given['model'] or ''!r}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"It has: {', '.join(names) or 'none'}.")
+    sampling = ("cfg", "temperature", "text_temperature", "audio_temperature", "top_k", "audio_top_k", "max_tokens")
+    mode = given["mode"] or ("text_only" if given["cfg"] is None else "text_audio")
+    return Manner(model, mode, Generation(**{name: given[name] for name in sampling}), given["seed"])
+
+
+def _telling(output: Output) -> Callable[[Tally], None]:
+    """A line on stderr now and then."""
+    next_line = time.monotonic() + _LINE_SECONDS
+
+    def tell(tally: Tally) -> None:
+        nonlocal next_line
+        if time.monotonic() >= next_line:
+            next_line = time.monotonic() + _LINE_SECONDS
+            output.note(_counts(tally))
+
+    return tell
+
+
+def _counts(tally: Tally) -> str:
+    parts = [counted(tally.total, "dialogue"), f"{tally.ok} ok"]
+    parts += [f"{number} {word}" for number, word in ((tally.no_audio, "without audio"), (tally.failed, "failed")) if number]
+    return ", ".join(parts) + "."
+
+
+def _summarize(tally: Tally, to: Path, seconds: float, equal: tuple[int, int], output: Output) -> None:
+    times = sorted(tally.seconds)
+
+    def at(share: float) -> float | None:
+        return times[min(int(share * len(times)), len(times) - 1)] if times else None
+
+    if output.as_json:
+        counts = {"ok": tally.ok, "no_audio": tally.no_audio, "failed": tally.failed, "skipped": tally.skipped}
+        view = {"schema": "nightjar.evaluate/1", "answers": str(to), **counts, "codes": dict(tally.codes)}
+        compared = {"equal": equal[0], "compared": equal[1]}
+        output.data({**view, **compared, "seconds": round(seconds, 3), "p50_seconds": at(0.5), "p99_seconds": at(0.99)})
+        return
+    if output.quiet:
+        return
+    output.line(_counts(tally) + (f" {tally.skipped} of them from an earlier run." if tally.skipped else ""))
+    if times:
+        output.line(
+            f"time    {seconds_text(seconds)}; an answer {seconds_text(at(0.5))}, the slowest of a hundred {seconds_text(at(0.99))}"
+        )
+    if equal[1]:
+        output.line(f"equal   {equal[0]} of {equal[1]} texts are what the dialogue expects")
+    for code, number in tally.codes.most_common():
+        output.line(f"{code}  {number}")
+    output.line(f"answers {to}")

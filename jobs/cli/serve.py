@@ -1,0 +1,131 @@
+"""`jobs serve`: one model behind an API that OpenAI's clients know."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from jobs.cli.output import Output
+from jobs.settings import Settings, load_settings
+from pipelines.errors import ConfigError, ErrorCode, ModelError
+
+if TYPE_CHECKING:
+    from pipelines.registry import ModelCard
+    from pipelines.serving.options import ServeOptions
+
+
+@click.command()
+@click.option("--model", required=True, help="Pipeline, by name or checkpoint folder.")
+@click.option("--name", "names", multiple=True, help="What clients call the model; may be given more than once. [default: its own name]")
+@click.option("--address", help="Address to listen at. [default: 127.0.0.1]")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen at; 0: a free one. [default: 8000]")
+@click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
+@click.option("-q", "--quiet", is_flag=True, help="Print nothing but the address.")
+def serve(model: str, names: tuple[str, ...], address: str | None, port: int | None, as_json: bool, quiet: bool) -> None:
+    """Serve a model over HTTP until SIGTERM, which lets requests under way finish.
+
+    Speaks OpenAI's /v1/audio/speech and, for models that write text and audio, /v1/chat/completions. The key of the API is
+    SPEECH_SERVE__API_KEY, or lines of the file that SPEECH_SERVE__API_KEY_FILE names.
+    """
+    from jobs.logs import setup_logging
+    from pipelines.registry import describe, open_pipeline
+
+    given = {key: value for key, value in {"address": address, "port": port}.items() if value is not None}
+    settings = load_settings(**({"serve": given} if given else {}))
+    card = describe(model)
+    _check_extra()
+    options = _options(settings, card, names)
+    if not options.keys and not _is_loopback(settings.serve.address):
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            f"The server does not open {settings.serve.address} to the network without a key.",
+            "Set SPEECH_SERVE__API_KEY or SPEECH_SERVE__API_KEY_FILE, or listen at 127.0.0.1.",
+        )
+    from pipelines.serving.server import Server
+
+    setup_logging("warning" if quiet else settings.log_level, settings.log_format)
+    opening = _engine_options(settings, card)
+    server = Server(card, lambda: open_pipeline(model, **opening), options, settings.serve.address, settings.serve.port)
+    output = Output(as_json=as_json, quiet=quiet)
+    if as_json:
+        output.data({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]})
+    else:
+        output.line(server.url)
+    sys.stdout.flush()
+    output.note(f"Serving {options.names[0]}; the model loads while {server.url}/health says `starting`.")
+    server.run()
+
+
+def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
+    from pipelines.serving.options import ServeOptions
+
+    serve = settings.serve
+    return ServeOptions(
+        # A folder's path is nobody's business out there.
+        names=names or (Path(card.name).name,),
+        keys=read_keys(settings),
+        slots=serve.slots,
+        waiting_room=serve.waiting_room,
+        max_body_bytes=serve.max_body_bytes,
+        max_audio_seconds=serve.max_audio_seconds,
+        request_seconds=serve.request_seconds,
+        body_seconds=serve.body_seconds,
+        drain_seconds=serve.drain_seconds,
+    )
+
+
+def read_keys(settings: Settings) -> tuple[str, ...]:
+    """The keys of the API, the one of the environment first. Raises `config.invalid` for a file without one."""
+    keys = [] if settings.serve.api_key is None else [settings.serve.api_key.get_secret_value().strip()]
+    path = settings.serve.api_key_file
+    if path is not None:
+        try:
+            found = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise _bad_keys(f"The file of keys {path} cannot be read: {reason}.") from error
+        if not found:
+            raise _bad_keys(f"The file of keys {path} has none.")
+        keys += found
+    if not all(key.isascii() and key.isprintable() and key for key in keys):
+        raise _bad_keys("A key of the API is empty or has signs that a header cannot carry.")
+    return tuple(keys)
+
+
+def _bad_keys(message: str) -> ConfigError:
+    return ConfigError(ErrorCode.CONFIG_INVALID, message, "Write keys of visible ASCII signs, one a line.")
+
+
+def _engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
+    """As a worker opens it: the settings of its engine."""
+    options: dict[str, Any] = {}
+    if settings.worker.threads is not None and card.engine == "cpu":
+        options["threads"] = settings.worker.threads
+    if card.engine == "vllm":
+        options |= settings.vllm.model_dump(exclude_unset=True, exclude_none=True)
+    if settings.worker.waiting_room is not None:
+        options["waiting_room"] = settings.worker.waiting_room
+    return options
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _check_extra() -> None:
+    """Raises `model.missing_extra` before anything is loaded."""
+    for library in ("fastapi", "uvicorn"):
+        if find_spec(library) is None:
+            raise ModelError(
+                ErrorCode.MODEL_MISSING_EXTRA,
+                f"The server needs the library {library}.",
+                "Install it with: pip install 'nightjar-speech[serve]'.",
+            )
