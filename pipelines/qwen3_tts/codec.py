@@ -15,6 +15,7 @@ from torch.nn.functional import embedding, linear, pad
 from kernels.transfer import to_device
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint
+from pipelines.qwen3_tts.codec_batches import FIXED_ROWS, alike, cheapest, round_up
 from pipelines.qwen3_tts.codec_blocks import (
     CausalConv,
     ConvNeXt,
@@ -34,7 +35,6 @@ PRE_CONV_KERNEL = 3
 USAGE_FLOOR = 1e-5
 PASS_FRAMES = 512
 BATCH_FRAMES = 4096
-LENGTH_STEP = 16
 
 
 @dataclass(slots=True)
@@ -56,8 +56,10 @@ class CodecDecoder:
     """Turns codes [frames, codebooks] into 24 kHz audio, `samples_per_frame` samples a frame, strictly causal.
 
     On a CPU every utterance is decoded by itself, so that its samples do not depend on its neighbours, bit for bit. On a GPU
-    utterances of like length share a batch, padded on the right, which no sample inside can see. `fused` runs the convolution stack
-    on fused ops; by default it does in bfloat16 on a GPU, where they have kernels.
+    utterances of like length share a batch, padded on the right, which no sample inside can see; where it has to be `reproducible`,
+    every batch there has the same number of rows and utterances of one padded length, so that a row's samples do not depend on its
+    neighbours, bit for bit. `fused` runs the convolution stack on fused ops; by default it does in bfloat16 on a GPU, where they have
+    kernels.
     """
 
     def __init__(
@@ -67,8 +69,11 @@ class CodecDecoder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
         fused: bool | None = None,
+        reproducible: bool = False,
     ) -> None:
         self.config = config
+        self._alone = torch.device(device).type == "cpu"
+        self._fixed = reproducible and not self._alone
         self.device = torch.device(device)
         self.dtype = dtype
         self.samples_per_frame = config.samples_per_frame
@@ -108,10 +113,10 @@ class CodecDecoder:
         for item in codes:
             self._check(item)
         waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
-        for indices in self._batches([len(item) for item in codes]):
-            starts = None if states is None else [states[i] for i in indices]
-            if starts is not None and not any(start.frames for start in starts):
-                starts = None  # a fresh state takes the same path as none, so that the samples are the same to the last bit
+        warm = [states is not None and states[i].frames > 0 for i in range(len(codes))]
+        for indices in self._batches([len(item) for item in codes], warm):
+            # A fresh state takes the same path as none, so that the samples are the same to the last bit.
+            starts = [states[i] for i in indices] if states is not None and any(warm[i] for i in indices) else None
             decoded = self._decode_padded([codes[i] for i in indices], starts)
             for i, wave in zip(indices, decoded):
                 waves[i] = wave[: len(codes[i]) * self.samples_per_frame]
@@ -130,10 +135,11 @@ class CodecDecoder:
         order = sorted(range(len(codes)), key=lambda i: len(codes[i]))
         for frames, same in groupby(order, key=lambda i: len(codes[i])):
             for indices in self._rows(list(same), frames):
-                past = self._past([states[i] for i in indices])
-                decoded = self._run(torch.stack([codes[i].to(self.device) for i in indices]), past)
+                rows = self._filled([codes[i].to(self.device) for i in indices])
+                past = self._past([states[i] for i in indices], len(rows))
+                decoded = self._run(torch.stack(rows), past)
                 for row, i in enumerate(indices):
-                    states[i].values = past.after[row].clone() if len(indices) > 1 else past.after[row]
+                    states[i].values = past.after[row].clone() if len(rows) > 1 else past.after[row]
                     states[i].frames += frames
                     waves[i] = decoded[row]
         return waves
@@ -152,40 +158,41 @@ class CodecDecoder:
                 f"The codec got codes from {int(codes.min())} to {int(codes.max())}; its codebooks hold 0 to {size - 1}.",
             )
 
-    def _batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Groups utterances that are decoded together; like lengths go together."""
-        order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
-        if self.device.type == "cpu":
-            return [[i] for i in order]
-        batches: list[list[int]] = []
-        for i in order:
-            widest = _round_up(lengths[batches[-1][0]]) if batches else 0
-            if batches and _round_up(lengths[i]) * 3 > widest * 2 and (len(batches[-1]) + 1) * min(widest, PASS_FRAMES) <= BATCH_FRAMES:
-                batches[-1].append(i)
-            else:
-                batches.append([i])
-        return batches
+    def _batches(self, lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
+        """Groups utterances that are decoded together; `warm` ones do not start from nothing."""
+        if self._alone:
+            return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]) if lengths[i]]
+        if not self._fixed:
+            return cheapest(lengths, BATCH_FRAMES, PASS_FRAMES)
+        kinds = [[length if one is kind else 0 for length, one in zip(lengths, warm)] for kind in (False, True)]
+        return [indices for kind in kinds for indices in alike(kind)]
+
+    def _filled(self, codes: list[Tensor]) -> list[Tensor]:
+        """Codes of one length with as many silent rows as a batch must have."""
+        return codes + [torch.zeros_like(codes[0])] * (FIXED_ROWS - len(codes)) if self._fixed else codes
 
     def _rows(self, indices: list[int], frames: int) -> list[list[int]]:
         """Splits streams with chunks of one length into batches."""
         if not frames:
             return []
-        rows = 1 if self.device.type == "cpu" else max(1, BATCH_FRAMES // frames)
+        rows = 1 if self._alone else FIXED_ROWS if self._fixed else max(1, BATCH_FRAMES // frames)
         return [indices[start : start + rows] for start in range(0, len(indices), rows)]
 
-    def _past(self, states: Sequence[CodecState]) -> Past:
+    def _past(self, states: Sequence[CodecState], rows: int) -> Past:
+        """What the streams remember, filled up with fresh ones to so many rows."""
+        states = [*states, *[self.new_state() for _ in range(rows - len(states))]]
         positions = torch.tensor([state.frames for state in states], device=self.device)
         return Past(torch.stack([state.values for state in states]), positions)
 
     def _decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
         """[B] utterances -> [B, samples of the longest one, rounded up]; memory is bounded by going through long ones in passes."""
         longest = max(len(item) for item in codes)
-        padded = longest if self.device.type == "cpu" else _round_up(longest)
-        batch = torch.stack([pad(item, (0, 0, 0, padded - len(item))) for item in codes])
+        padded = longest if self._alone else round_up(longest)
+        batch = torch.stack(self._filled([pad(item, (0, 0, 0, padded - len(item))) for item in codes]))
         batch = to_device(batch, self.device) if batch.device.type == "cpu" else batch
         if states is None and padded <= PASS_FRAMES:
             return self._run(batch, None)
-        past = self._past(states if states is not None else [self.new_state() for _ in codes])
+        past = self._past(states or [], len(batch))
         waves: list[Tensor] = []
         for part in batch.split(PASS_FRAMES, dim=1):
             waves.append(self._run(part, past))
@@ -221,10 +228,6 @@ def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:
     return torch.cat(tables)
 
 
-def _round_up(frames: int) -> int:
-    return -(-frames // LENGTH_STEP) * LENGTH_STEP
-
-
 @dataclass(frozen=True, slots=True)
 class Codec:
     """Both halves of the 12 Hz codec."""
@@ -234,7 +237,9 @@ class Codec:
     encoder: CodecEncoder
 
 
-def load_codec(folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Codec:
+def load_codec(
+    folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, reproducible: bool = False
+) -> Codec:
     """Loads a `speech_tokenizer` folder. The decoder runs in `dtype`; the encoder always in float32, since codes are not continuous.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or file at fault when any is missing, unknown or misshapen.
@@ -242,6 +247,10 @@ def load_codec(folder: str | Path, device: torch.device | str = "cpu", dtype: to
     config = CodecConfig.load(folder)
     with Checkpoint.open(folder) as checkpoint:
         checkpoint.ignore("*rotary_emb*")
-        codec = Codec(config, CodecDecoder(config.decoder, checkpoint, device, dtype), CodecEncoder(config, checkpoint, device))
+        codec = Codec(
+            config,
+            CodecDecoder(config.decoder, checkpoint, device, dtype, reproducible=reproducible),
+            CodecEncoder(config, checkpoint, device),
+        )
         checkpoint.finish()
     return codec

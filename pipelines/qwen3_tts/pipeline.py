@@ -75,7 +75,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameOrder]):
         device = open_device(options.device, options.threads)
         dtype = precision(options.dtype, device)
         self.config = Qwen3TTSConfig.from_folder(folder)
-        self.codec = load_codec(folder / "speech_tokenizer", device, precision(options.codec_dtype or options.dtype, device))
+        codec_dtype = precision(options.codec_dtype or options.dtype, device)
+        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible)
         _check_codec(self.config, self.codec)
         self.tokenizer = TextTokenizer.from_folder(folder)
         if self.tokenizer.vocabulary > self.config.text_vocab:

@@ -112,18 +112,6 @@ def test_a_warm_state_continues_the_reference_and_stays_as_it_is() -> None:
     assert torch.equal(warm.values, kept)
 
 
-def test_batches_of_a_gpu_hold_every_item_once_and_stay_in_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder(), "device", torch.device("cuda"))
-    plan = random.Random(3)
-    lengths = [plan.randint(0, 900) for _ in range(300)]
-    batches = decoder()._batches(lengths)
-    assert sorted(i for batch in batches for i in batch) == [i for i, length in enumerate(lengths) if length]
-    for batch in batches:
-        longest = -(-max(lengths[i] for i in batch) // 16) * 16
-        assert len(batch) == 1 or len(batch) * min(longest, 512) <= 4096
-        assert min(lengths[i] for i in batch) * 2 >= longest - 32
-
-
 def test_empty_input() -> None:
     assert decoder().decode([]) == []
     assert decoder().decode_chunk([], []) == []
