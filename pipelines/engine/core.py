@@ -245,7 +245,7 @@ class EngineCore:
         if utterance.slot >= 0:
             self.scheduler.remove(utterance)
         else:
-            self.scheduler.waiting.remove(utterance)
+            self.scheduler.forget(utterance)
         self._listener.failed(utterance.request, error)
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:

@@ -77,7 +77,8 @@ class Engine:
         with self._wake:
             waiting = self._waiting + len(self._inbox)
         return EngineStats(
-            running=len(scheduler.running),
+            # Those that start again are under way: they take no place in the waiting room.
+            running=len(scheduler.running) + scheduler.returned,
             waiting=waiting,
             requests_done=self._done,
             frames=self.core.frames_made,
@@ -137,7 +138,7 @@ class Engine:
             log.exception("a turn of the engine failed")
             self.core.fail_all(engine_failure(error))
         with self._wake:
-            self._waiting = len(self.core.scheduler.waiting)
+            self._waiting = len(self.core.scheduler.waiting) - self.core.scheduler.returned
             self._wake.notify_all()
 
     def _stop(self) -> None:

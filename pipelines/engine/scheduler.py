@@ -79,6 +79,8 @@ class Scheduler:
         self.kv = kv
         self.waiting: deque[Utterance] = deque()
         self.running: list[Utterance] = []
+        #: How many of `waiting` were running before and start again.
+        self.returned = 0
         self.max_running = slots
         self._free_slots = list(range(slots - 1, -1, -1))
         self._prefill_chunk = prefill_chunk
@@ -105,6 +107,7 @@ class Scheduler:
             if pages is None:
                 break
             utterance = self.waiting.popleft()
+            self.returned -= utterance.run > 0
             utterance.slot, utterance.pages = self._free_slots.pop(), pages
             self.running.append(utterance)
             admitted.append(utterance)
@@ -152,6 +155,7 @@ class Scheduler:
         self.remove(youngest)
         youngest.restart()
         self.waiting.appendleft(youngest)
+        self.returned += 1
         return youngest
 
     def remove(self, utterance: Utterance) -> None:
@@ -161,6 +165,11 @@ class Scheduler:
         self.kv.give_back(utterance.pages)
         utterance.slot, utterance.pages = -1, []
         utterance.run += 1
+
+    def forget(self, utterance: Utterance) -> None:
+        """Takes an utterance that waits out of the queue."""
+        self.waiting.remove(utterance)
+        self.returned -= utterance.run > 0
 
     def find(self, which: str | GenerationRequest) -> list[Utterance]:
         """The utterances of this request, or of all requests with this id."""

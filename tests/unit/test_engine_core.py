@@ -234,3 +234,21 @@ def test_same_seed_same_codes_other_seed_other_codes(one_thread: None) -> None:
     other = run_alone(model, replace(request, seed=request.seed ^ 1))[0]
     np.testing.assert_array_equal(first, again)
     assert first.shape != other.shape or (first != other).any()
+
+
+def test_a_request_that_starts_again_takes_no_place_in_the_waiting_room() -> None:
+    pair = [replace(request, max_tokens=40, sampling=replace(GREEDY, min_new_tokens=40)) for request in requests(2, seed=3)]
+    needed = max(-(-request.positions // 8) for request in pair)
+    core = make_core(golden_model("base"), heard := Recorder(), pages=needed + 1, reserve_frames=0)
+    for request in pair:
+        core.add(request)
+    while not core.scheduler.returned:
+        assert core.busy, "nobody had to make way: the test has too many pages"
+        core.step()
+    assert (core.scheduler.returned, len(core.scheduler.waiting)) == (1, 1)
+    core.abort(core.scheduler.waiting[0].request.request_id)
+    assert (core.scheduler.returned, len(core.scheduler.waiting)) == (0, 0)
+    core.add(pair[1])
+    run(core)
+    assert core.scheduler.returned == 0
+    assert len(heard.codes) == 2
