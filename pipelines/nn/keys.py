@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,10 @@ _PROBE_BYTES = 1 << 16
 
 
 class Keys:
-    """The keys of one section of a JSON or YAML file. Every method raises `ModelError` (`model.bad_checkpoint`)."""
+    """The keys of one section of a JSON or YAML file. Every method raises `ModelError` (`model.bad_checkpoint`).
+
+    A `default` stands for a key that is absent or null.
+    """
 
     def __init__(self, path: Path, values: Mapping[str, Any], advice: str, prefix: str = "") -> None:
         self._path = path
@@ -66,21 +70,42 @@ class Keys:
             raise self.error(key, "must not be negative")
         return int(value)
 
-    def size(self, key: str) -> int:
+    def size(self, key: str, default: int | None = None) -> int:
         """A whole number above 0."""
-        if (value := self.whole(key)) < 1:
+        value = self._typed(key, int, "a whole number", default)
+        if value < 1:
             raise self.error(key, "must be at least 1")
-        return value
+        return int(value)
 
-    def wholes(self, key: str) -> tuple[int, ...]:
+    def wholes(self, key: str, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
         """A list of whole numbers above 0."""
-        values = self._typed(key, list, "a list of whole numbers")
+        values = self._typed(key, (list, tuple), "a list of whole numbers", default)
         if not values or not all(type(value) is int and value > 0 for value in values):
             raise self.error(key, "must be a list of whole numbers above 0")
         return tuple(values)
 
     def number(self, key: str) -> float:
         return float(self._typed(key, (int, float), "a number"))
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = float(self._typed(key, (int, float), "a number", default))
+        if not 0 < value < math.inf:
+            raise self.error(key, "must be above 0")
+        return value
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        value = self._found(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "must be true or false")
+        return value
+
+    def choice(self, key: str, allowed: tuple[str, ...], default: str | None = None) -> str:
+        """One of the words that the code can run."""
+        value = self._found(key, default)
+        if value not in allowed:
+            raise self.error(key, f"is {value!r}; it must be {' or '.join(allowed)}")
+        return value
 
     def text(self, key: str) -> str:
         return str(self._typed(key, str, "text"))
@@ -89,10 +114,22 @@ class Keys:
         """The error that says of a key what is wrong with it."""
         return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{self._path}: {self._prefix}{key} {what}.", self._advice)
 
-    def _typed(self, key: str, types: type | tuple[type, ...], words: str) -> Any:
+    def require(self, holds: bool, what: str) -> None:
+        """Raises the error that says `what` of this section, unless a relation holds that the code relies on."""
+        if not holds:
+            section = f" {self._prefix[:-1]}:" if self._prefix else ""
+            raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{self._path}:{section} {what}.", self._advice)
+
+    def _found(self, key: str, default: Any = None) -> Any:
+        value = self._values.get(key)
+        if value is None and default is not None:
+            return default
         if key not in self._values:
             raise self.error(key, "is missing")
-        value = self._values[key]
+        return value
+
+    def _typed(self, key: str, types: type | tuple[type, ...], words: str, default: Any = None) -> Any:
+        value = self._found(key, default)
         if not isinstance(value, types) or isinstance(value, bool):
             raise self.error(key, f"must be {words}")
         return value
