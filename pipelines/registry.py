@@ -101,6 +101,7 @@ _DESIGN = Capabilities(languages=_LANGUAGES, instruct=True, streaming=True)
 BUILT_IN: dict[str, str] = {"hibari": "pipelines.hibari.provider"}
 FAMILIES: tuple[Family, ...] = (
     Family("qwen3_tts", "pipelines.qwen3_tts", "gpu", model_types=("qwen3_tts",)),
+    Family("speechlm", "pipelines.speechlm", "vllm", model_types=("speechlm", "bagpiper")),
     Family("spark_tts", "pipelines.spark_tts", "vllm", subfolders=("LLM", "BiCodec")),
     Family("fish_speech", "pipelines.fish_speech", "vllm", model_types=("fish_qwen3_omni",)),
 )

@@ -7,14 +7,32 @@ from typing import Any
 import click
 import msgspec
 
+from jobs.cli.convert import convert
 from jobs.cli.output import Output, counted
 from pipelines.registry import ModelCard, describe, list_models
 
 
-@click.command()
+class _ShowOrCommand(click.Group):
+    """Shows models, unless the first word names a command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not args or args[0] not in {*self.commands, "--help"}:
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_ShowOrCommand)
+def models() -> None:
+    """List the models by name, or show MODEL (a name or a checkpoint folder): jobs models [MODEL] [--json]."""
+
+
+models.add_command(convert)
+
+
+@models.command()
 @click.argument("model", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
-def models(model: str | None, as_json: bool) -> None:
+def show(model: str | None, as_json: bool) -> None:
     """List the models by name, or show MODEL (a name or a checkpoint folder). Nothing is loaded."""
     output = Output(as_json=as_json)
     cards = [describe(model)] if model else list_models()
@@ -50,6 +68,8 @@ def _abilities(card: ModelCard) -> list[str]:
         "streaming": can.streaming,
         "guidance": can.guidance,
         "multi_turn": can.multi_turn,
+        "text_out": can.text_out,
+        "audio_in": can.audio_in,
     }
     words = [name for name, able in named.items() if able]
     choices = (("voice", can.voices), ("language", can.languages))

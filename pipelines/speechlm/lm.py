@@ -62,6 +62,8 @@ class Script:
     cfg: float = 1.0
     #: Rows of audio before which it may not end.
     min_rows: int = 0
+    #: Rows of audio after which it must.
+    max_rows: int = 1 << 30
     #: (first position, features [n, hidden] on the host) of each recording.
     features: Sequence[tuple[int, Tensor]] = field(default_factory=list[tuple[int, Tensor]])
     #: What names the recordings' content.
@@ -106,6 +108,7 @@ class Script:
             "text": self.text.values(),
             "audio": self.audio.values(),
             "min_rows": self.min_rows,
+            "max_rows": self.max_rows,
             "noise_origin": origin,
             "private_kv": True,
         }

@@ -13,13 +13,12 @@ from torch import Tensor
 from kernels.sampler import sample
 from kernels.transfer import to_device
 from pipelines.engine.state import DrawFlags, DrawSettings
+from pipelines.speechlm.answer import ENDED_BY_EOT, ENDED_BY_LIMIT
 from pipelines.speechlm.phases import Phase, next_phase, phase_after
 from pipelines.vllm_engine.frames import Admitted, FrameState, FrameStep
 from pipelines.vllm_engine.pairs import Half, half_of, match
 
 _NEVER = float("-inf")
-#: First code of the row that ends the audio: 1 where eot ended it, since the token of every end is eos.
-ENDED_BY_EOT = 1
 
 
 @dataclass(slots=True)
@@ -34,15 +33,16 @@ class _Slot:
 
 
 class SpeechLmState(FrameState):
-    """`TokenRequest.extra` keys: `phase`, `min_rows`, `text` and `audio` (temperature, top_k, top_p each), `features`; those of a pair."""
+    """The running requests. Keys of `TokenRequest.extra` are those of `pipelines.speechlm.lm.Script`, and of a pair's halves."""
 
     def __init__(self, vllm_config: Any, model: Any, encoder_cache: Any, device: torch.device) -> None:
         super().__init__(vllm_config, model, encoder_cache, device)
         slots = self.max_num_reqs
         self.phases = torch.zeros(slots, dtype=torch.int64, device=device)
-        #: Where the first row of audio stands, and rows before which audio may not end.
+        #: Where the first row of audio stands, rows before which audio may not end, and after which it must.
         self.audio_starts = torch.zeros(slots, dtype=torch.int64, device=device)
         self.min_rows = torch.zeros(slots, dtype=torch.int64, device=device)
+        self.max_rows = torch.zeros(slots, dtype=torch.int64, device=device)
         self.text = DrawSettings(slots, device)
         self.audio = DrawSettings(slots, device)
         self._held: list[_Slot | None] = [None] * slots
@@ -55,7 +55,8 @@ class SpeechLmState(FrameState):
         phase, before = phase_after(start, request.written_ids, special.assistant_token_id, special.audio_token_id, special.eot_token_id)
         self.phases[slot] = int(phase)
         self.audio_starts[slot] = len(request.prompt_ids) + before
-        self.min_rows[slot] = extra.get("min_rows", 0)
+        self.min_rows[slot] = extra["min_rows"]
+        self.max_rows[slot] = extra["max_rows"]
         held = _Slot(tuple(extra["text"]), tuple(extra["audio"]), half_of(extra), self._features(extra))
         self._held[slot] = held
         self._hearing.discard(slot)
@@ -98,7 +99,8 @@ class SpeechLmState(FrameState):
             rows[mains] = scales[:, None] * rows[mains] + (1 - scales[:, None]) * rows[nulls]
         audio = self._draw_audio(rows, step, noise, held)
         text = self._draw_text(logits, step, noise[:, 0], held)
-        token, codes = self._assemble(phase, text, audio)
+        full = step.positions - self.audio_starts[step.slots] >= self.max_rows[step.slots]
+        token, codes = self._assemble(phase, text, audio, full)
         if pairs.mains:
             token[nulls], codes[nulls] = token[mains], codes[mains]
         if pairs.broken:
@@ -137,18 +139,18 @@ class SpeechLmState(FrameState):
         drawn = sample(candidates, noise, *settings, top_k, flags.any_top_p, flags.all_greedy)
         return ids.gather(1, drawn[:, None])[:, 0]
 
-    def _assemble(self, phase: Tensor, text: Tensor, audio: Tensor) -> tuple[Tensor, Tensor]:
-        """Token [n] and codes [n, width] of each row by its phase; `audio` holds the places of its draw."""
+    def _assemble(self, phase: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
+        """Token [n] and codes [n, width] of each row by its phase; `audio` holds the places of its draw, `full` rows at their limit."""
         special, layer = self.model.special, self.model.layer_size
-        ended = audio[:, 0] >= layer
+        ended = (audio[:, 0] >= layer) | full
         first = torch.where(ended, special.eos_token_id, audio[:, 0] + self.model.codec_base)
         forced = torch.tensor(
             [special.text_token_id, 0, special.assistant_token_id, special.audio_token_id, 0], device=self.device, dtype=torch.int64
         )
         token = torch.where(phase == Phase.TEXT, text, torch.where(phase == Phase.AUDIO, first, forced[phase]))
         codes = torch.where(((phase == Phase.AUDIO) & ~ended)[:, None], audio[:, 1:] + 1, 0)
-        by_eot = (phase == Phase.AUDIO) & (audio[:, 0] == layer + 1)
-        codes[:, 0] += by_eot.long() * ENDED_BY_EOT
+        marks = torch.where(full, ENDED_BY_LIMIT, (audio[:, 0] == layer + 1).long() * ENDED_BY_EOT)
+        codes[:, 0] += marks * ((phase == Phase.AUDIO) & ended)
         return token, codes
 
     def _move_on(self, phase: Tensor, token: Tensor, step: FrameStep) -> None:

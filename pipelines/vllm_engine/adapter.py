@@ -131,6 +131,7 @@ class _MomentLogger(StatLoggerBase):
             self._moment.kv_use = scheduler_stats.kv_cache_usage
         if iteration_stats is not None:
             self._moment.tokens += iteration_stats.num_generation_tokens
+            self._moment.preemptions += iteration_stats.num_preempted_reqs
 
     def log_engine_initialized(self) -> None:
         """Nothing to say."""

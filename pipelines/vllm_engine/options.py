@@ -99,3 +99,5 @@ class EngineMoment:
     waiting: int = 0
     kv_use: float = 0.0
     tokens: int = 0
+    #: Requests that lost their place to others, since the start.
+    preemptions: int = 0
