@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import groupby
 
 import torch
@@ -27,6 +28,7 @@ from pipelines.fish_speech.codec_blocks import (
 from pipelines.fish_speech.codec_encoder import Codebook, CodecEncoder
 from pipelines.fish_speech.config import CodecConfig, FishConfig
 from pipelines.fish_speech.weights import TensorSource, open_codec
+from pipelines.nn.codec_fused import FusedStack
 
 STACK_KERNEL = 7
 #: Frames of one pass of the decoder, and of all rows of a pass: what bounds its memory.
@@ -64,15 +66,36 @@ class ConvStack:
         return torch.tanh(self.head(self.snake(x), past).squeeze(2).float())
 
 
+class FusedConvStack:
+    """The same on fused ops, which have kernels on a GPU. What it keeps of the past is its own."""
+
+    #: The fused head cuts off at 1, and tanh is 1 long before this: a power of two, so that scaling changes no digit.
+    _HEADROOM = 64.0
+
+    def __init__(self, stack: ConvStack) -> None:
+        stack.head.weight, stack.head.bias = stack.head.weight / self._HEADROOM, stack.head.bias / self._HEADROOM
+        self._stack = FusedStack(stack)
+
+    def __call__(self, x: Tensor, past: Past | None) -> Tensor:
+        return torch.tanh(self._stack(x, past) * self._HEADROOM)
+
+
 class CodecDecoder:
     """Turns codes [frames, codebooks] into audio, `samples_per_frame` samples a frame, strictly causal.
 
     On a CPU every utterance is decoded by itself, so that its samples do not depend on its neighbours, bit for bit. On a GPU
-    utterances of like length share a batch, padded on the right, which no sample inside can see.
+    utterances of like length share a batch, padded on the right, which no sample inside can see. `fused` runs the convolution stack
+    on fused ops; by default it does in bfloat16 on a GPU, where they have kernels.
     """
 
     def __init__(
-        self, config: CodecConfig, source: TensorSource, codebooks: Sequence[Codebook], device: torch.device, dtype: torch.dtype
+        self,
+        config: CodecConfig,
+        source: TensorSource,
+        codebooks: Sequence[Codebook],
+        device: torch.device,
+        dtype: torch.dtype,
+        fused: bool | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -91,7 +114,12 @@ class CodecDecoder:
             )
             for i, factor in enumerate(reversed(config.downsample))
         ]
-        self._stack = ConvStack(Loader(source, "decoder.model.", dtype, device), layout, config)
+        stack = ConvStack(Loader(source, "decoder.model.", dtype, device), layout, config)
+        if fused is None:
+            fused = device.type == "cuda" and dtype == torch.bfloat16
+        if fused and device.type == "cuda":
+            import_module("kernels.codec_launch")  # gives the fused ops their kernels
+        self._stack = FusedConvStack(stack) if fused else stack
         self.state_size = layout.size
 
     def new_state(self) -> CodecState:
@@ -233,10 +261,10 @@ def load_codec(config: FishConfig, device: torch.device | str = "cpu", dtype: to
     return codec
 
 
-def codec_from(config: CodecConfig, source: TensorSource, device: torch.device, dtype: torch.dtype) -> Codec:
-    """Builds the codec from any source of tensors. Raises as the source does."""
+def codec_from(config: CodecConfig, source: TensorSource, device: torch.device, dtype: torch.dtype, fused: bool | None = None) -> Codec:
+    """Builds the codec from any source of tensors; `fused` as for `CodecDecoder`. Raises as the source does."""
     load = Loader(source, "quantizer.", torch.float32, device)
     places = ["semantic_quantizer.quantizers.0.", *(f"quantizer.quantizers.{i}." for i in range(config.residual_codebooks))]
     sizes = [config.semantic_codes] + [config.residual_codes] * config.residual_codebooks
     codebooks = [Codebook(load.at(place), config, size) for place, size in zip(places, sizes)]
-    return Codec(config, CodecDecoder(config, source, codebooks, device, dtype), CodecEncoder(config, source, codebooks, device))
+    return Codec(config, CodecDecoder(config, source, codebooks, device, dtype, fused), CodecEncoder(config, source, codebooks, device))

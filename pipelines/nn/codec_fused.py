@@ -1,0 +1,224 @@
+"""A codec decoder's convolution stack on fused ops: each op applies the snake of the next one, so that every value is activated once.
+
+It does the arithmetic of a family's plain stack in the same order of rounding; what it keeps of the past are activated inputs, so its
+stream states are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import kernels.codec_ops  # noqa: F401  (registers the ops)
+
+#: Up to this width one program holds all channels of a step, and a residual unit is one kernel.
+WIDEST_UNIT = 192
+
+_ops = torch.ops.nightjar
+
+
+class Slot(Protocol):
+    """Where a block keeps the last `steps` of its inputs in the flat state of one row."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+
+
+class Past(Protocol):
+    """What came before a chunk: `before` and `after` are [B, size]."""
+
+    before: Tensor
+    after: Tensor
+
+    def swap(self, slot: Any, x: Tensor) -> Tensor:
+        """The inputs before x that a `Slot` keeps; it then keeps the last ones of x."""
+        ...
+
+
+class Snake(Protocol):
+    """float32 [channels] each."""
+
+    frequency: Tensor
+    gain: Tensor
+
+
+class Convolution(Protocol):
+    """A causal convolution: weight [Cout, Cin, taps]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    @property
+    def slot(self) -> Slot: ...
+
+
+class ResidualUnit(Protocol):
+    """x + conv1x1(snake(conv(snake(x)))): weight1 [C, C, taps], weight2 [C, C]."""
+
+    weight1: Tensor
+    bias1: Tensor
+    weight2: Tensor
+    bias2: Tensor
+    dilation: int
+
+    @property
+    def first(self) -> Snake: ...
+    @property
+    def second(self) -> Snake: ...
+    @property
+    def slot(self) -> Slot: ...
+
+
+class UpsampleBlock(Protocol):
+    """Snake, transposed convolution by `rate` (weight packed by `kernels.codec_ops.pack_upsample`), residual units."""
+
+    weight: Tensor
+    bias: Tensor
+    rate: int
+
+    @property
+    def snake(self) -> Snake: ...
+    @property
+    def slot(self) -> Slot: ...
+    @property
+    def units(self) -> Sequence[ResidualUnit]: ...
+
+
+class ConvStack(Protocol):
+    """What the fused stack is made of."""
+
+    @property
+    def stem(self) -> Convolution: ...
+    @property
+    def blocks(self) -> Sequence[UpsampleBlock]: ...
+    @property
+    def snake(self) -> Snake: ...
+    @property
+    def head(self) -> Convolution: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """The snake that an op applies to its result, and the past that its reader needs; `rate` steps of the reader are one of the op."""
+
+    frequency: Tensor
+    gain: Tensor
+    slot: Slot
+
+    @classmethod
+    def of(cls, snake: Snake, slot: Slot, rate: int = 1) -> _Next:
+        return cls(snake.frequency.repeat(rate), snake.gain.repeat(rate), slot)
+
+
+class _Unit:
+    """A residual unit: one kernel, or one for each convolution where a step is too wide."""
+
+    def __init__(self, unit: ResidualUnit, after: _Next) -> None:
+        self.slot, self.dilation, self.after = unit.slot, unit.dilation, after
+        channels = len(unit.bias1)
+        self.taps = unit.weight1.shape[2]
+        self.whole = channels <= WIDEST_UNIT
+        self.weight1, self.bias1 = _tap_major(unit.weight1), unit.bias1.float()
+        self.weight2, self.bias2 = unit.weight2.T.contiguous(), unit.bias2.float()
+        self.inner = (unit.second.frequency, unit.second.gain)
+
+    def __call__(self, a: Tensor, lead: int, x: Tensor, raw: Tensor | None, active: Tensor, active_lead: int) -> None:
+        after = (raw, active, active_lead, self.after.frequency, self.after.gain)
+        if self.whole:
+            _ops.codec_active_unit(a, lead, x, self.weight1, self.bias1, *self.inner, self.weight2, self.bias2, self.dilation, *after)
+            return
+        hidden = torch.empty_like(x)
+        _ops.codec_active_conv(a, lead, self.weight1, self.bias1, self.taps, self.dilation, None, None, hidden, 0, *self.inner)
+        _ops.codec_active_conv(hidden, 0, self.weight2, self.bias2, 1, 1, x, *after)
+
+
+class _Block:
+    """Transposed convolution and three residual units."""
+
+    def __init__(self, block: UpsampleBlock, after: _Next) -> None:
+        self.slot, self.rate = block.slot, block.rate
+        self.weight, self.bias = block.weight, block.bias.float().repeat(block.rate)
+        self.channels = len(block.bias)
+        units = block.units
+        self.first = _Next.of(units[0].first, units[0].slot, block.rate)
+        followers = [_Next.of(unit.first, unit.slot) for unit in units[1:]]
+        self.units = [_Unit(unit, following) for unit, following in zip(units, [*followers, after])]
+
+    def __call__(self, a: Tensor, lead: int, past: Past | None) -> tuple[Tensor, int]:
+        """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead."""
+        rows, steps = a.shape[0], (a.shape[1] - lead) * self.rate
+        x = a.new_empty(rows, steps, self.channels)
+        following, ahead = _buffer(a, steps, self.channels, self.first.slot, past)
+        first = self.first
+        _ops.codec_active_conv(
+            a, lead, self.weight, self.bias, 2, 1, None, x, following, ahead * self.channels, first.frequency, first.gain
+        )
+        for unit in self.units:
+            a, lead = _settle(following, ahead, first.slot, past), ahead
+            last = unit is self.units[-1]
+            following, ahead = _buffer(a, steps, self.channels, unit.after.slot, past)
+            raw = None if last else torch.empty_like(x)
+            unit(a, lead, x, raw, following, ahead * self.channels)
+            x, first = (x if raw is None else raw), unit.after
+        return _settle(following, ahead, first.slot, past), ahead
+
+
+class FusedStack:
+    """From a transformer's upsampled output to the waveform: [B, T, latent] -> float32 [B, T * rates], cut off at -1 and 1."""
+
+    def __init__(self, stack: ConvStack) -> None:
+        stem, head = stack.stem, stack.head
+        self._stem_slot, self._stem_taps = stem.slot, stem.weight.shape[2]
+        self._stem_weight, self._stem_bias = _tap_major(stem.weight), stem.bias.float()
+        entries = [_Next.of(block.snake, block.slot) for block in stack.blocks] + [_Next.of(stack.snake, head.slot)]
+        self._entry = entries[0]
+        self._blocks = [_Block(block, after) for block, after in zip(stack.blocks, entries[1:])]
+        self._head_slot = head.slot
+        self._head_weight, self._head_bias = head.weight[0].T.contiguous(), head.bias.float()
+
+    def __call__(self, x: Tensor, past: Past | None) -> Tensor:
+        lead = 0
+        if past is not None:
+            lead = self._stem_slot.steps
+            x = torch.cat((past.swap(self._stem_slot, x), x), dim=1)
+        entry = self._entry
+        width = len(self._stem_bias)
+        a, ahead = _buffer(x, x.shape[1] - lead, width, entry.slot, past)
+        _ops.codec_active_conv(
+            x, lead, self._stem_weight, self._stem_bias, self._stem_taps, 1, None, None, a, ahead * width, entry.frequency, entry.gain
+        )
+        a = _settle(a, ahead, entry.slot, past)
+        for block in self._blocks:
+            a, ahead = block(a, ahead, past)
+        return _ops.codec_head(a, ahead, self._head_weight, self._head_bias)
+
+
+def _tap_major(weight: Tensor) -> Tensor:
+    """A convolution's weight [Cout, Cin, k] as [k * Cin, Cout]."""
+    return weight.permute(2, 1, 0).reshape(-1, weight.shape[0]).contiguous()
+
+
+def _buffer(like: Tensor, steps: int, channels: int, slot: Slot, past: Past | None) -> tuple[Tensor, int]:
+    """An activated input to be filled, [B, lead + steps, channels], with history in front where there is a past; and its lead."""
+    if past is None:
+        return like.new_empty(like.shape[0], steps, channels), 0
+    buffer = like.new_empty(like.shape[0], slot.steps + steps, channels)
+    buffer[:, : slot.steps] = past.before[:, slot.offset : slot.end].view(-1, slot.steps, slot.channels)
+    return buffer, slot.steps
+
+
+def _settle(a: Tensor, lead: int, slot: Slot, past: Past | None) -> Tensor:
+    """Keeps the last steps of a filled input for the next chunk."""
+    if past is not None:
+        past.after[:, slot.offset : slot.end].view(-1, slot.steps, slot.channels).copy_(a[:, a.shape[1] - lead :])
+    return a
