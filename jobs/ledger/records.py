@@ -189,8 +189,8 @@ class Artifact(msgspec.Struct, frozen=True):
     meta: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
 
 
-class Score(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """What one check or meter said of a draw. As JSON: `[value]`, `[value, passed]` or `[value, passed, detail]`."""
+class Score(msgspec.Struct, frozen=True, array_like=True):
+    """What one check or meter said of a draw. As JSON: `[value, passed, detail]`."""
 
     #: None: could not be measured.
     value: float | None

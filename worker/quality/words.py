@@ -36,7 +36,7 @@ def error_rates(asked: str, heard: str, language: str = "") -> dict[str, float]:
     from rapidfuzz.distance import Levenshtein
 
     normal = normalizer_of(language)
-    wanted, found = (unicodedata.normalize("NFKC", normal(text)).split() for text in (asked, heard))
+    wanted, found = (_words(normal(text)) for text in (asked, heard))
     if not wanted:
         return {}
     letters = "".join(wanted)
@@ -44,3 +44,7 @@ def error_rates(asked: str, heard: str, language: str = "") -> dict[str, float]:
     if language.casefold() not in UNSPACED:
         rates["wer"] = Levenshtein.distance(wanted, found) / len(wanted)
     return rates
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in unicodedata.normalize("NFKC", text).split() if any(character.isalnum() for character in word)]

@@ -1,0 +1,304 @@
+"""Quality checks without a model: gates, verdicts, the config of the spec, word errors, the pool of meters."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jobs.ledger.records import JobSpec, Score
+from jobs.quality import PRESETS, Bound, Option, Quality, quality_of
+from jobs.spec import frozen_spec, spec_sha
+from pipelines.activity import trim_silence
+from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError
+from pipelines.hibari.provider import describe as describe_hibari
+from pipelines.pace import Pace, pace_of, text_units
+from pipelines.request import Generation, Speech
+from tests.fakes import sine
+from worker.quality.drawing import History, check_draw, with_readings
+from worker.quality.gates import cheap_scores, clipped_share
+from worker.quality.meters import Readings, Sample, open_meter
+from worker.quality.pool import MeterPool, MeterTask, Spool
+from worker.quality.process import MeterError, MeterProcess
+from worker.quality.words import error_rates
+
+RATE = 16_000
+BASIC = quality_of("basic")
+assert BASIC is not None
+PACE = Pace(0.2, 0.06, low=0.7, high=1.5)
+TEXT = "The bridge was built by hand, stone by stone, in ten years."
+
+
+def speechlike(seconds: float = 3.6, seed: int = 0) -> NDArray[np.float32]:
+    """Dull noise in bursts of a syllable's length, float32 [samples]."""
+    noise = np.convolve(np.random.default_rng(seed).normal(0, 0.24, int(seconds * RATE)), np.ones(8) / 8, "same")
+    envelope = np.clip(np.sin(np.arange(len(noise)) / RATE * 2 * np.pi * 3) + 0.5, 0, 1)
+    return np.clip(noise * envelope, -1, 1).astype(np.float32)
+
+
+def scores_of(samples: NDArray[np.float32], quality: Quality = BASIC, text: str = TEXT, **meta: str) -> dict[str, Score]:
+    return cheap_scores(Speech(samples, RATE, text, meta=dict(meta)), quality, text, Generation())
+
+
+def failed(scores: Mapping[str, Score]) -> set[str]:
+    return {name for name, score in scores.items() if score.passed is False}
+
+
+class TestGates:
+    def test_speech_and_tones_pass(self) -> None:
+        assert failed(scores_of(speechlike())) == set()
+        for seed in range(0, 400, 7):
+            assert failed(scores_of(sine("a text of some length", seed))) == set()
+
+    @pytest.mark.parametrize("gain_after", [0.9, 0.3])
+    def test_clipping_is_seen_at_any_later_gain(self, gain_after: float) -> None:
+        clipped = np.clip(speechlike() * 8, -1, 1) * np.float32(gain_after)
+        assert failed(scores_of(clipped.astype(np.float32))) == {"clipped"}
+        assert clipped_share(speechlike()) == 0
+
+    def test_silence_pauses_level_and_a_missing_end(self) -> None:
+        speech, silence = speechlike(2.0), np.zeros(4 * RATE, np.float32)
+        assert failed(scores_of(np.concatenate([speech, silence, silence]))) == {"silence"}
+        assert failed(scores_of(np.concatenate([speech, silence, speech, speech]))) == {"pause"}
+        assert "loudness" in failed(scores_of(speech * np.float32(0.01)))
+        assert failed(scores_of(speech, finish="length")) == {"ended"}
+        assert failed(scores_of(speech, finish="stop")) == set()
+
+    def test_the_length_is_a_gate_only_where_a_pace_was_learned(self) -> None:
+        paced = msgspec.structs.replace(BASIC, paces=(PACE,))
+        whole = speechlike(PACE.expected_seconds(TEXT))
+        assert "duration" not in scores_of(whole)
+        assert failed(scores_of(whole, paced)) == set()
+        assert failed(scores_of(whole[: len(whole) // 2], paced)) == {"duration"}
+        assert failed(scores_of(np.concatenate([whole, whole]), paced)) == {"duration"}
+
+    def test_units_of_other_scripts_and_a_pace_for_each_voice(self) -> None:
+        assert text_units("abc 12.") == 7 + 2 * 4 + 2
+        assert text_units("今天") > 2 * text_units("to")
+        for_anna, for_all = Pace(0, 1, 0, 1, voice="Anna"), Pace(0, 2, 0, 1)
+        assert pace_of((for_anna, for_all), "anna", None) is for_anna
+        assert pace_of((for_anna, for_all), None, "English") is for_all
+        assert pace_of((for_anna,), "bob", None) is None
+
+    def test_trimming_cuts_both_ends_and_nothing_else(self) -> None:
+        speech = np.concatenate([np.zeros(RATE, np.float32), sine("abc", 1), np.zeros(RATE, np.float32)])
+        cut = trim_silence(speech, RATE, 100)
+        assert len(sine("abc", 1)) + 0.18 * RATE <= len(cut) <= len(sine("abc", 1)) + 0.25 * RATE
+        silence = np.zeros(RATE, np.float32)
+        assert trim_silence(silence, RATE, 0) is silence
+
+
+class TestDraws:
+    def check(self, samples: NDArray[np.float32], number: int = 0) -> History:
+        return History().after(check_draw(number, 7, Speech(samples, RATE), BASIC, TEXT, Generation()), 5)
+
+    def test_a_verdict_names_the_first_failure_and_explains_it(self) -> None:
+        bad = np.clip(speechlike() * 12, -1, 1).astype(np.float32)
+        best = self.check(bad).best
+        assert best is not None
+        assert best.record.code is ErrorCode.QA_CLIPPED
+        assert "`clipped` is 0." in best.message
+        assert "at most 0.001" in best.message
+        assert not best.record.kept
+
+    def test_the_best_of_bad_draws_fails_least_and_the_earlier_one_wins_a_tie(self) -> None:
+        clipped = np.clip(speechlike() * 12, -0.5, 0.5).astype(np.float32)
+        worse = np.concatenate([clipped, np.zeros(12 * RATE, np.float32)])
+        history = History()
+        for number, samples in enumerate([np.full(9, np.nan, np.float32), np.zeros(99, np.float32), worse, clipped, clipped]):
+            history = history.after(check_draw(number, number, Speech(samples, RATE), BASIC, TEXT, Generation()), 10)
+        assert history.best is not None
+        assert history.best.record.draw == 3
+        assert history.engine_ms == 50
+        codes = [draw.code for draw in history.draws]
+        assert codes == [ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT, *[ErrorCode.QA_CLIPPED] * 3]
+
+    def test_readings_take_the_place_of_cheap_scores_and_fail_by_their_bounds(self) -> None:
+        strict = PRESETS["strict"]
+        assert strict is not None
+        draw = check_draw(0, 7, Speech(speechlike(), RATE), strict, TEXT, Generation())
+        assert draw.passed
+        good = with_readings(draw, {"silence": (0.2, "silero"), "wer": (0.1, "the bridge")}, strict)
+        assert good.passed
+        assert good.record.scores["silence"] == Score(0.2, True, "silero")
+        bad = with_readings(draw, {"wer": (0.9, "something else"), "made_up": (3.0, "")}, strict)
+        assert bad.record.code is ErrorCode.QA_WER
+        assert "something else" in bad.message
+        assert bad.record.scores["made_up"].passed is None
+
+    def test_scores_are_short_in_json(self) -> None:
+        data = msgspec.json.encode({"wer": Score(0.1, True, "heard"), "x": Score(2.0)})
+        assert data == b'{"wer":[0.1,true,"heard"],"x":[2.0,null,""]}'
+        assert msgspec.json.decode(data, type=dict[str, Score])["x"] == Score(2.0)
+
+
+class TestConfig:
+    def test_a_file_changes_a_preset_and_single_values_change_the_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "qa.toml"
+        path.write_text('draws = 5\non_fail = "keep"\n[bounds.wer]\nhigh = 0.2\n[meters.asr]\nmodel = "small"\n')
+        quality = quality_of("strict", path, ["bounds.wer.high=0.3", "meters.distillmos=false", "bounds.pause=false", "trim=true"])
+        assert quality is not None
+        assert (quality.draws, quality.on_fail, quality.trim) == (5, "keep", True)
+        assert quality.bounds["wer"] == Bound(high=0.3)
+        assert quality.meters == {"asr": {"model": "small"}}
+        assert "pause" not in quality.bounds
+
+    @pytest.mark.parametrize(
+        "override", ["draws=0", "draws=21", "nonsense=1", "bounds.wer.hihg=1", "novalue", "on_fail=throw", "trim_keep_ms=-1", "..=1"]
+    )
+    def test_what_makes_no_sense_is_refused_before_anything_is_written(self, override: str) -> None:
+        with pytest.raises(ConfigError):
+            quality_of("basic", None, [override])
+
+    def test_checks_that_are_off_cannot_be_configured(self) -> None:
+        assert quality_of("off") is None
+        with pytest.raises(ConfigError):
+            quality_of("off", None, ["draws=2"])
+
+    def test_the_models_pace_is_frozen_into_the_spec(self) -> None:
+        card = describe_hibari()
+        spec = frozen_spec(JobSpec("hibari", quality=BASIC), card)
+        assert spec.quality is not None
+        assert spec.quality.paces == (card.pace,)
+        own = msgspec.structs.replace(BASIC, paces=(PACE,))
+        other = frozen_spec(JobSpec("hibari", quality=own), card)
+        assert other.quality == own
+        assert len({spec_sha(spec), spec_sha(other), spec_sha(frozen_spec(JobSpec("hibari"), card))}) == 3
+        assert msgspec.json.decode(msgspec.json.encode(spec), type=JobSpec) == spec
+
+
+class TestWords:
+    def test_spelling_numbers_and_contractions_are_no_errors(self) -> None:
+        assert error_rates("Mr. Smith didn't pay twenty-five dollars.", "mister smith did not pay $25") == {"cer": 0.0, "wer": 0.0}
+
+    def test_rates_are_edits_over_what_was_asked(self) -> None:
+        assert error_rates("one red apple fell", "one red pear fell")["wer"] == 0.25
+        assert error_rates("stop", "stop stop stop")["wer"] == 2.0
+        assert error_rates("a cat", "") == {"cer": 1.0, "wer": 1.0}
+        assert error_rates("...", "anything") == {}
+
+    def test_scripts_without_spaces_have_no_word_errors(self) -> None:
+        assert error_rates("今天天气很好", "今天天汽很好", "Chinese") == {"cer": pytest.approx(1 / 6)}
+
+
+class Blocked:
+    """A host that waits to be let go."""
+
+    def __init__(self, go: threading.Event, fail: NightjarError | None = None) -> None:
+        self._go = go
+        self._fail = fail
+        self.measured = 0
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+        assert self._go.wait(30)
+        self.measured += 1
+        if self._fail is not None:
+            raise self._fail
+        return {"sum": (float(sample.samples.sum()), "")}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class TestPool:
+    def test_submitting_never_waits_and_every_sample_comes_back_whole(self) -> None:
+        go, results, all_done = threading.Event(), {}, threading.Event()
+        host = Blocked(go)
+        pool = MeterPool(in_memory=3, open_host=lambda: host)
+
+        def take(number: int, samples: NDArray[np.float32], readings: Readings | NightjarError) -> None:
+            results[number] = (samples, readings)
+            if len(results) == 20:
+                all_done.set()
+
+        for number in range(20):
+            samples = np.full(100 + number, number, np.float32)
+            done = lambda got, readings, number=number: take(number, got, readings)  # noqa: E731
+            pool.submit(MeterTask({}, Sample(samples, RATE, ""), lambda: False, done, lambda: None))
+        assert (host.measured, pool.waiting >= 19) == (0, True)
+        go.set()
+        assert all_done.wait(30)
+        for number, (samples, readings) in results.items():
+            assert np.array_equal(samples, np.full(100 + number, number, np.float32))
+            assert readings == {"sum": (number * (100.0 + number), "")}
+        pool.close()
+
+    def test_what_nobody_waits_for_is_dropped_and_closing_drops_the_rest(self) -> None:
+        go, dropped = threading.Event(), []
+        host = Blocked(go)
+        pool = MeterPool(open_host=lambda: host)
+        for number in range(4):
+            task = MeterTask(
+                {}, Sample(np.zeros(4, np.float32), RATE, ""), lambda number=number: number == 1, lambda *_: None,
+                lambda number=number: dropped.append(number),
+            )  # fmt: skip
+            pool.submit(task)
+        closer = threading.Thread(target=pool.close)
+        closer.start()
+        go.set()
+        closer.join(30)
+        assert not closer.is_alive()
+        assert 1 in dropped
+        assert host.measured + len(dropped) == 4
+
+    def test_a_file_of_samples_starts_anew_when_it_is_empty(self) -> None:
+        spool = Spool()
+        places = [spool.put(np.arange(count, dtype=np.float32)) for count in (3, 5)]
+        assert [spool.take(place).tolist() for place in reversed(places)] == [[0, 1, 2, 3, 4], [0, 1, 2]]
+        assert spool.put(np.ones(1, np.float32)) == (0, 1)
+        spool.close()
+
+
+class TestMeters:
+    def test_a_name_nobody_knows(self) -> None:
+        with pytest.raises(ModelError) as caught:
+            open_meter("no-such-meter", {})
+        assert caught.value.code is ErrorCode.MODEL_UNKNOWN
+        assert "asr" in str(caught.value)
+
+    def test_a_library_that_is_not_there_is_named_with_its_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(__import__("sys").modules, "faster_whisper", None)
+        with pytest.raises(ModelError) as caught:
+            open_meter("asr", {"model": "/nowhere"})
+        assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
+        assert "nightjar-speech[qa]" in str(caught.value)
+
+    def test_options_and_weights_it_cannot_use(self) -> None:
+        for options in ({"modle": "base"}, {"model": "/nowhere/at/all"}):
+            with pytest.raises(ModelError) as caught:
+                open_meter("asr", options)
+            assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
+
+    def test_silero_tells_speech_from_silence_in_a_process_of_its_own(self) -> None:
+        process = MeterProcess(60)
+        silence = np.zeros(2 * RATE, np.float32)
+        readings = process.measure({"silero": {}}, Sample(silence, RATE, ""))
+        assert readings["silence"] == (1.0, "silero")
+        with pytest.raises(ModelError) as caught:
+            process.measure({"no-such-meter": {}}, Sample(silence, RATE, ""))
+        assert caught.value.code is ErrorCode.MODEL_UNKNOWN
+        assert process.measure({"silero": {}}, Sample(silence, RATE, ""))["silence"][0] == 1.0
+        process.close()
+        process.close()
+
+    def test_a_process_that_dies_or_hangs_costs_its_draw_and_no_other(self) -> None:
+        process = MeterProcess(60)
+        sample = Sample(np.zeros(RATE, np.float32), RATE, "")
+        process.measure({}, sample)
+        child = process._child  # pyright: ignore[reportPrivateUsage]
+        assert child is not None
+        child.kill()
+        child.wait()
+        assert process.measure({}, sample) == {}
+        process._timeout_seconds = 0.0  # pyright: ignore[reportPrivateUsage]
+        with pytest.raises(MeterError) as caught:
+            process.measure({}, sample)
+        assert caught.value.code is ErrorCode.QA_METER
+        process._timeout_seconds = 60  # pyright: ignore[reportPrivateUsage]
+        assert process.measure({}, sample) == {}
+        process.close()
