@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pipelines.nn.batches import batches
 from pipelines.spark_tts.bicodec import BiCodec
 
 #: Tokens of one batch of the decoder on a GPU, padding included; the widest tensor has 61 kB a token in bfloat16.
@@ -83,19 +84,8 @@ class BiCodecDecoder:
         if self.codec.device.type == "cpu":
             return [self.codec.decode([row], [voice])[0] for row, voice in zip(semantic, voices)]
         waves: dict[int, Tensor] = {}
-        for batch in batches([len(row) for row in semantic]):
+        for batch in batches([len(row) for row in semantic], BATCH_TOKENS):
             longest = -(-max(len(semantic[index]) for index in batch) // LENGTH_STEP) * LENGTH_STEP
             made = self.codec.decode([semantic[index] for index in batch], [voices[index] for index in batch], pad_to=longest)
             waves.update(zip(batch, made))
         return [waves[index] for index in range(len(semantic))]
-
-
-def batches(lengths: Sequence[int], most: int = BATCH_TOKENS) -> list[list[int]]:
-    """Indices of utterances in batches of at most `most` padded tokens, the longest first, so that neighbours are alike."""
-    found: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= most:
-            found[-1].append(index)
-        else:
-            found.append([index])
-    return found

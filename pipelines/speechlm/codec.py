@@ -12,6 +12,7 @@ from transformers import XcodecConfig
 from transformers.models.dac.modeling_dac import DacDecoder
 from transformers.models.xcodec.modeling_xcodec import XcodecModel
 
+from pipelines.nn.batches import batches
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, read_json
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.names import CODEC
@@ -82,17 +83,6 @@ def load_codec(checkpoint: Checkpoint, config: SpeechLmConfig, device: torch.dev
             state[name] = checkpoint.take(CODEC + name, held.shape, dtype, device)
     codec.load_state_dict(state, assign=True)
     return codec.eval().requires_grad_(False)
-
-
-def batches(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Indices of utterances in batches of at most `most` padded frames, the longest first, so that neighbours are alike."""
-    found: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= most:
-            found[-1].append(index)
-        else:
-            found.append([index])
-    return found
 
 
 def _sizes(folder: Path, tag: str) -> Any:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from pipelines.engine.codec_stage import CodecStage
+from pipelines.nn.batches import batches
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
 from pipelines.spark_tts.config import SparkConfig
-from pipelines.spark_tts.stage import BiCodecDecoder, Voice, batches
+from pipelines.spark_tts.stage import BiCodecDecoder, Voice
 from tests.vllm_kit import checkpoint
 
 WAVE_LIMIT = 2e-5
