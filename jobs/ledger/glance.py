@@ -19,7 +19,7 @@ from jobs.ledger.states import OUTAGES
 from pipelines.errors import ErrorCode
 
 #: The schema these statements are for.
-REVISION = "0002"
+REVISION = "0003"
 CONNECT_SECONDS = 5
 BUSY_SECONDS = 30
 

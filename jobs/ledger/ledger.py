@@ -31,7 +31,7 @@ from jobs.ledger.records import (
     WorkerRow,
 )
 from jobs.ledger.rows import read_job
-from jobs.ledger.samples import Attempt
+from jobs.ledger.samples import Attempt, Commit
 from pipelines.errors import ErrorCode, ServiceError
 
 
@@ -306,6 +306,10 @@ class Ledger:
         while page := self._database.read(samples.attempts_page, job_id, after, views.PAGE_ROWS):
             yield from page
             after = (page[-1].shard_no, page[-1].epoch)
+
+    def commits(self, job_id: str) -> list[Commit]:
+        """Everything that was made, by the time it was committed. For small jobs: it reads every item's audio."""
+        return self._database.read(samples.commits, job_id)
 
     def draws_of(self, job_id: str, indexes: Collection[int]) -> list[DrawRow]:
         """The draws of a few items, in order of index and draw."""

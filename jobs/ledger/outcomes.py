@@ -14,14 +14,14 @@ from jobs.ledger.draws import add_draws
 from jobs.ledger.endings import record_errors
 from jobs.ledger.records import QUARANTINE, Artifact, CommitResult, Done, Failed, ItemState, Outcome, ShardState, Ticket
 from jobs.ledger.rows import clean
-from jobs.ledger.schema import ITEM_STATE_NUMBERS, item_is, state_is
+from jobs.ledger.schema import ITEM_STATE_NUMBERS, db_now, item_is, state_is
 from jobs.ledger.states import WORKING, after_failure
 
 _PENDING, _DONE = ITEM_STATE_NUMBERS[ItemState.PENDING], ITEM_STATE_NUMBERS[ItemState.DONE]
 
 # Made once: for the few rows of a commit, building a statement takes longer than running it.
 _LEASED = (
-    sa.select(schema.shards, schema.jobs.c.max_attempts)
+    sa.select(schema.shards, schema.jobs.c.max_attempts, db_now().label("now"))
     .join(schema.jobs, schema.jobs.c.id == schema.shards.c.job_id)
     .where(
         schema.shards.c.job_id == sa.bindparam("job_id"),
@@ -107,6 +107,7 @@ def _add_artifacts(connection: sa.Connection, shard: sa.RowMapping, artifacts: l
             shard["epoch"],
             shard["worker_id"],
             msgspec.json.encode(artifact.meta).decode() if artifact.meta else "{}",
+            shard["now"],
         )
         for artifact in artifacts
     ]

@@ -30,6 +30,16 @@ class Attempt:
     audio_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What was committed at one time."""
+
+    #: None: before the ledger kept it.
+    at: float | None
+    done: int
+    audio_ms: float
+
+
 def attempts_page(connection: sa.Connection, job_id: str, after: tuple[int, int], limit: int) -> list[Attempt]:
     """Up to `limit` attempts after (shard, epoch), in this order."""
     attempts, shards = schema.attempts.c, schema.shards.c
@@ -49,6 +59,18 @@ def attempts_page(connection: sa.Connection, job_id: str, after: tuple[int, int]
         .limit(limit)
     )
     return [Attempt(*row) for row in connection.execute(query)]
+
+
+def commits(connection: sa.Connection, job_id: str) -> list[Commit]:
+    """Everything that was made, by the time it was committed. For small jobs: it reads every item's audio."""
+    columns = schema.artifacts.c
+    query = (
+        sa.select(columns.made_at, sa.func.count(), sa.func.sum(columns.duration_ms))
+        .where(columns.job_no == number_of(job_id), columns.kind == "audio")
+        .group_by(columns.made_at)
+        .order_by(columns.made_at)
+    )
+    return [Commit(at, done, float(audio_ms)) for at, done, audio_ms in connection.execute(query)]
 
 
 def draws_of(connection: sa.Connection, job_id: str, indexes: Collection[int]) -> list[DrawRow]:

@@ -17,7 +17,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from jobs.ledger.records import ItemState, JobState, ShardState
 
 #: The newest migration; a database at another revision is refused.
-SCHEMA_REVISION = "0002"
+SCHEMA_REVISION = "0003"
 
 #: `items.state` as it is stored.
 ITEM_STATE_NUMBERS = {
@@ -206,6 +206,8 @@ artifacts = sa.Table(
     sa.Column("epoch", sa.BigInteger, nullable=False),
     sa.Column("worker_id", sa.Text),
     sa.Column("meta", sa.JSON, nullable=False),
+    # When it was committed.
+    sa.Column("made_at", sa.Double),
     sqlite_with_rowid=False,
 )
 

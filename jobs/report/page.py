@@ -71,8 +71,8 @@ class Page:
     #: When the figures were true, ISO 8601.
     at: str
     facts: Sequence[Fact]
-    #: Leases of shards that the charts are made of; too few are not drawn.
-    leases: int
+    #: Commits, or leases of shards, that the charts are made of; too few are not drawn.
+    spans: int
     charts: Sequence[Lines]
     #: (share of the time, said, was, error)
     eta_rows: Sequence[tuple[str, str, str, str]]

@@ -16,8 +16,20 @@ from jobs.redact import redact
 from jobs.report.charts import Histogram, Lines, histogram, lines, number
 from jobs.report.clips import Clip, Clips
 from jobs.report.page import ErrorRow, Fact, Page, Row, render
-from jobs.report.sample import PACE, Sample, SampleItem, take_sample
-from jobs.report.timeline import FEWEST_FOR_ETA, FEWEST_LEASES, EtaCheck, Timeline, checkpoints, eta_checks, timeline
+from jobs.report.sample import MOST_MEASURED, PACE, Sample, SampleItem, take_sample
+from jobs.report.timeline import (
+    BINS,
+    FEWEST_BINS,
+    FEWEST_FOR_ETA,
+    FEWEST_SPANS,
+    EtaCheck,
+    Timeline,
+    checkpoints,
+    eta_checks,
+    spans_of_attempts,
+    spans_of_commits,
+    timeline,
+)
 from jobs.status import cost, cost_at_end, elapsed_seconds, eta_error_seconds, eta_seconds, items_per_second, real_time_factor, utc
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode
@@ -68,14 +80,14 @@ def write_report(ledger: Ledger, store: ObjectStore, job_id: str, to: Path, opti
     sample = take_sample(ledger, store, status.job, min(options.items, MOST_SHOWN_ITEMS), errors)
     clips = Clips(store, to, embed=options.embed)
     line = _timeline(ledger, status)
-    checks = eta_checks(line) if line and status.job.state.final and line.leases >= FEWEST_FOR_ETA else []
+    checks = eta_checks(line) if line and status.job.state.final and line.spans >= FEWEST_FOR_ETA else []
     page = Page(
         job=status.job,
         state=status.job.state.value,
         at=utc(status.job.finished_at if status.job.state.final else status.now) or "",
         facts=_facts(status, options.price_per_gpu_hour),
-        leases=line.leases if line else 0,
-        charts=_charts(line, checks) if line and line.leases >= FEWEST_LEASES else [],
+        spans=line.spans if line else 0,
+        charts=_charts(line, checks) if line and line.spans >= FEWEST_SPANS else [],
         eta_rows=_eta_rows(line, checks) if line else [],
         histograms=_histograms(sample),
         constant=[(clean(name, 60), number(values[0])) for name, values in sorted(sample.scores.items()) if _constant(values)],
@@ -102,7 +114,11 @@ def _timeline(ledger: Ledger, status: JobStatus) -> Timeline | None:
     if start is None:
         return None
     end = status.job.finished_at or status.now
-    return timeline(ledger.attempts(status.job.id), start, end)
+    if status.job.total_items <= MOST_MEASURED:
+        commits = ledger.commits(status.job.id)
+        if all(commit.at is not None for commit in commits):
+            return timeline(spans_of_commits(commits, start), start, end, min(BINS, max(FEWEST_BINS, len(commits))))
+    return timeline(spans_of_attempts(ledger.attempts(status.job.id)), start, end)
 
 
 def _facts(status: JobStatus, price: float | None) -> list[Fact]:

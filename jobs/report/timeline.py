@@ -1,17 +1,30 @@
-"""How a job went over time, from the leases of its shards: what each made is spread evenly over its time."""
+"""How a job went over time: from its commits, or for a large job from the leases of its shards, each spread over its time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jobs.ledger.samples import Attempt
+from jobs.ledger.samples import Attempt, Commit
 
-BINS = 60
-#: With fewer leases an even spread would be drawn rather than what happened; an ETA is judged from more of them only.
-FEWEST_LEASES, FEWEST_FOR_ETA = 4, 10
+#: Steps of a timeline; one of few commits has fewer.
+BINS, FEWEST_BINS = 60, 12
+#: With fewer spans an even spread would be drawn rather than what happened; an ETA is judged from more of them only.
+FEWEST_SPANS, FEWEST_FOR_ETA = 4, 10
+#: Longest work that one commit stands for.
+COMMIT_SECONDS = 10.0
 #: Shares of the whole time at which the ETA's error is told.
 CHECKPOINTS = (0.1, 0.25, 0.5, 0.75, 0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What was made between two times of the ledger's clock."""
+
+    start: float
+    end: float
+    items: float
+    audio_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +35,8 @@ class Timeline:
     #: Items that ended, and seconds of speech, in each step.
     items: Sequence[float]
     audio_seconds: Sequence[float]
-    #: Leases it is made of; it shows nothing that is shorter than they are.
-    leases: int
+    #: What it is made of; it shows nothing that is shorter than they are.
+    spans: int
 
     @property
     def seconds(self) -> float:
@@ -53,23 +66,37 @@ class EtaCheck:
         return (self.said_seconds - self.was_seconds) / (self.at_seconds + self.was_seconds)
 
 
-def timeline(attempts: Iterable[Attempt], start: float, end: float, bins: int = BINS) -> Timeline:
-    """The timeline between two times of the ledger's clock. Memory does not grow with the attempts."""
-    step = max(end - start, 1e-3) / bins
-    items, audio, leases = [0.0] * bins, [0.0] * bins, 0
+def spans_of_commits(commits: Iterable[Commit], start: float) -> Iterator[Span]:
+    """Each commit spread over the time since the one before, but no longer than `COMMIT_SECONDS`."""
+    before = start
+    for commit in commits:
+        at = start if commit.at is None else commit.at
+        yield Span(min(at, max(before, at - COMMIT_SECONDS)), at, commit.done, commit.audio_ms / 1000)
+        before = at
+
+
+def spans_of_attempts(attempts: Iterable[Attempt]) -> Iterator[Span]:
+    """Each lease with what it made."""
     for attempt in attempts:
-        leases += 1
-        begin = min(max(attempt.started_at, start), end)
-        finish = min(max(attempt.ended_at, begin), end)
-        made = attempt.done + attempt.failed
+        yield Span(attempt.started_at, attempt.ended_at, attempt.done + attempt.failed, attempt.audio_ms / 1000)
+
+
+def timeline(spans: Iterable[Span], start: float, end: float, bins: int = BINS) -> Timeline:
+    """The timeline between two times of the ledger's clock. Memory does not grow with the spans."""
+    step = max(end - start, 1e-3) / bins
+    items, audio, count = [0.0] * bins, [0.0] * bins, 0
+    for span in spans:
+        count += 1
+        begin = min(max(span.start, start), end)
+        finish = min(max(span.end, begin), end)
         first, last = min(int((begin - start) / step), bins - 1), min(int((finish - start) / step), bins - 1)
         for place in range(first, last + 1):
             low, high = max(begin, start + place * step), min(finish, start + (place + 1) * step)
             overlap = max(0.0, high - low)
             share = overlap / (finish - begin) if finish > begin else 1.0
-            items[place] += made * share
-            audio[place] += attempt.audio_ms / 1000 * share
-    return Timeline(step, items, audio, leases)
+            items[place] += span.items * share
+            audio[place] += span.audio_seconds * share
+    return Timeline(step, items, audio, count)
 
 
 def eta_checks(line: Timeline) -> list[EtaCheck]:

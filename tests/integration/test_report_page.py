@@ -183,7 +183,7 @@ def test_a_job_that_waits_or_runs_has_a_report_too(desk: Desk) -> None:
     document, result = desk.report(desk.rig.ledger.job(waiting.id))
     assert result.shown == 4
     assert "Time to go" in facts(document)
-    assert "Not drawn: 1 lease of a shard" in document.whole_text()
+    assert "Not drawn: 1 commit so far" in document.whole_text()
 
 
 def test_the_eta_is_held_against_the_truth(desk: Desk) -> None:
