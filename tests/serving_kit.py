@@ -7,7 +7,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -29,10 +29,10 @@ def card_of(pipeline: Pipeline) -> ModelCard:
 class Running:
     """A server in a thread of this process; leaving the block drains it."""
 
-    def __init__(self, pipeline: Pipeline, *, wait: bool = True, **options: Any) -> None:
+    def __init__(self, pipeline: Pipeline, *, wait: bool = True, open_model: Callable[[], Pipeline] | None = None, **options: Any) -> None:
         sizes: dict[str, Any] = {"slots": 8, "waiting_room": 8, "drain_seconds": 5.0, **options}
         self.pipeline = pipeline
-        self.server = Server(card_of(pipeline), lambda: pipeline, ServeOptions((pipeline.name,), **sizes), "127.0.0.1", 0)
+        self.server = Server(card_of(pipeline), open_model or (lambda: pipeline), ServeOptions((pipeline.name,), **sizes), "127.0.0.1", 0)
         self.url = self.server.url
         self.http = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
         self._wait = wait
