@@ -67,8 +67,10 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trim_keep_ms: int = 100
     #: Who tells speech from silence; `silero` is the energy VAD where its library is missing, and the score says so.
     vad: Literal["energy", "silero"] = "energy"
+    #: What scores may be, by name; a score without a bound is only noted. `duration` (length over the expected one) has the
+    #: bounds of its pace too.
     bounds: dict[str, Bound] = {}
-    #: Learned lengths; the first that fits an item's voice and language counts. Without one, length is no gate.
+    #: Learned lengths; the first that fits an item's voice and language counts. Without one, length is not looked at.
     paces: tuple[Pace, ...] = ()
     #: Meters to run, by name, with their options.
     meters: dict[str, dict[str, Option]] = {}
@@ -76,6 +78,7 @@ class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _CHEAP = {
     "ended": Bound(low=1.0),
+    "duration": Bound(),
     "clipped": Bound(high=0.001),
     "silence": Bound(high=0.75),
     "pause": Bound(high=3.0),

@@ -50,11 +50,11 @@ def drawn_before(connection: sa.Connection, job_id: str, first: int, last: int) 
     """Index -> number of draws of the items from `first` to `last` that have some: those that `jobs retry` opened again."""
     columns = schema.draws.c
     query = (
-        sa.select(columns.idx, sa.func.max(columns.draw) + 1)
+        sa.select(columns.idx, (sa.func.max(columns.draw) + 1).label("drawn"))
         .where(columns.job_no == number_of(job_id), columns.idx.between(first, last))
         .group_by(columns.idx)
     )
-    return dict(connection.execute(query).tuples().all())
+    return {row.idx: row.drawn for row in connection.execute(query)}
 
 
 def draw_from(row: sa.RowMapping) -> DrawRow:

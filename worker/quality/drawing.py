@@ -105,21 +105,20 @@ def _with_scores(number: int, seed: int, speech: Speech, quality: Quality, score
     record = Draw(number, seed, code, kept=not failed, duration_ms=speech.duration_ms, scores=scores)
     if not failed:
         return CheckedDraw(record, speech)
-    message = "; ".join(_explained(name, scores[name], quality.bounds.get(name)) for name in failed)
-    rank = (len(failed), sum(_excess(scores[name], quality.bounds.get(name)) for name in failed))
+    message = "; ".join(_explained(name, scores[name], quality.bounds[name]) for name in failed)
+    rank = (len(failed), sum(_excess(name, scores[name], quality.bounds[name]) for name in failed))
     return CheckedDraw(record, speech, message, rank)
 
 
-def _excess(score: Score, bound: Bound | None) -> float:
+def _excess(name: str, score: Score, bound: Bound) -> float:
     if score.value is None:
         return 0.0
-    # A length has the bounds of its pace, around 1.
-    return abs(score.value - 1.0) if bound is None else bound.excess(score.value)
+    # A length has the bounds of its pace, around 1, and only then its own.
+    return abs(score.value - 1.0) if name == "duration" else bound.excess(score.value)
 
 
-def _explained(name: str, score: Score, bound: Bound | None) -> str:
-    low, high = (None, None) if bound is None else (bound.low, bound.high)
-    limits = [f"{side} {limit:g}" for side, limit in (("at least", low), ("at most", high)) if limit is not None]
+def _explained(name: str, score: Score, bound: Bound) -> str:
+    limits = [f"{side} {limit:g}" for side, limit in (("at least", bound.low), ("at most", bound.high)) if limit is not None]
     wanted = f", should be {' and '.join(limits)}" if limits else ""
     heard = f" ({score.detail[:200]})" if score.detail else ""
     return f"`{name}` is {score.value}{wanted}{heard}."

@@ -40,7 +40,9 @@ def cheap_scores(speech: Speech, quality: Quality, text: str, generation: Genera
     pace = pace_of(quality.paces, generation.voice, generation.language)
     if pace is not None and text:
         seconds, expected = len(samples) / rate, pace.expected_seconds(text)
-        scores["duration"] = Score(round(seconds / expected, 4), pace.fits(seconds, expected), f"{expected:.2f} s expected")
+        ratio, bound = seconds / expected, quality.bounds.get("duration")
+        passed = None if bound is None else pace.fits(seconds, expected) and bound.allows(ratio)
+        scores["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
     return scores
 
 

@@ -1,0 +1,323 @@
+"""Quality checks on the way of an item: redraws, quarantine, resume, exports, meters that are slow or missing."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from jobs.export.made import MadeItems
+from jobs.ledger.records import QUARANTINE, Draw, ItemState, Job, JobState
+from jobs.quality import Option, Quality, quality_of
+from jobs.seeds import item_seed
+from pipelines.audio import decode, encode
+from pipelines.errors import ErrorCode
+from pipelines.registry import register_pipeline
+from pipelines.request import Speech, SynthesisRequest
+from tests.fake_worker import fake_card
+from tests.fakes import SAMPLE_RATE, FakePipeline, Markers, sine, spoken_text
+from tests.quality_kit import whisper_base
+from tests.worker_rig import Rig
+from worker.quality.meters import Readings, Sample
+from worker.quality.pool import MeterPool
+from worker.shard_runner import ShardEnd
+from worker.storing import Storer
+from worker.sweep import orphans
+
+BASIC = quality_of("basic")
+assert BASIC is not None
+Build = Callable[..., Rig]
+
+
+class UnluckyPipeline(FakePipeline):
+    """`[[clipped:N]]` in a text clips its first N draws, `[[no_eos:N]]` lets them run into their limit."""
+
+    def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
+        text = spoken_text(request)
+        words = Markers.of(text).words
+        draw = int([*request.request_id.split("/"), "0"][3])
+        if draw < int(words.get("clipped") or 0):
+            samples = np.clip(sine(text, request.seed) * 9, -0.5, 0.5).astype(np.float32)
+            future.set_result(Speech(samples, SAMPLE_RATE, text))
+        elif draw < int(words.get("no_eos") or 0):
+            super()._finish(with_text(request, "[[fail:synth.no_eos]]"), future)
+        else:
+            super()._finish(request, future)
+
+
+def with_text(request: SynthesisRequest, text: str) -> SynthesisRequest:
+    """The request with another text."""
+    message = msgspec.structs.replace(request.messages[0], content=text)
+    return SynthesisRequest(request.request_id, (message,), request.generation, request.seed)
+
+
+class TextMeter:
+    """A host in this process: `score` is what `[[score:X]]` in the text says, or 1."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.gate = gate
+        self.measured: list[str] = []
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+        if self.gate is not None:
+            assert self.gate.wait(60)
+        self.measured.append(sample.text)
+        return {"score": (float(Markers.of(sample.text).words.get("score", 1)), "as the text says")}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """Builds rigs that are closed after the test; with a `host`, meters run in it."""
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    rigs: list[Rig] = []
+
+    def build_rig(host: TextMeter | None = None, folder: str = "a", pipeline: FakePipeline | None = None, **options: float) -> Rig:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        rig = Rig(tmp_path / folder, pipeline=pipeline or UnluckyPipeline(), **options)
+        if host is not None:
+            rig.storer = Storer(rig.metrics.waited_for, meters=MeterPool(in_memory=4, open_host=lambda: host))
+            rig.runner = rig.runner_on(rig.ledger)
+        rigs.append(rig)
+        return rig
+
+    yield build_rig
+    for one in rigs:
+        one.close()
+    forget()
+
+
+def draws_of(rig: Rig, job: Job) -> dict[int, list[Draw]]:
+    found: dict[int, list[Draw]] = {}
+    for row in rig.ledger.draws(job.id):
+        found.setdefault(row.index, []).append(row.draw)
+    return found
+
+
+def metered(**changes: object) -> Quality:
+    quality = quality_of("basic", None, ["meters.text={}", "bounds.score.low=0.5"])
+    assert quality is not None
+    return msgspec.structs.replace(quality, **changes)
+
+
+def test_a_bad_draw_is_made_again_with_the_next_seed_and_the_good_one_is_kept(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["plain", "[[clipped:1]] once", "[[no_eos:2]] twice"], seed=5, quality=BASIC)
+    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.status(job).job.state is JobState.COMPLETED
+    draws = draws_of(rig, job)
+    assert [[draw.code for draw in draws[index]] for index in range(3)] == [
+        [None],
+        [ErrorCode.QA_CLIPPED, None],
+        [ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_EOS, None],
+    ]
+    assert [[draw.kept for draw in draws[index]] for index in range(3)] == [[True], [False, True], [False, False, True]]
+    for row in rig.items(job):
+        last = draws[row.index][-1]
+        assert row.artifact is not None
+        assert row.artifact.seed == last.seed == item_seed(5, f"item-{row.index}", 1, last.draw)
+        assert set(last.scores) == {"ended", "clipped", "silence", "pause", "loudness"}
+        assert row.artifact.key.endswith(f"-draw{last.draw}.wav") == (last.draw > 0)
+        assert rig.store.get(row.artifact.key) == encode(sine(text_of(rig, row.index), last.seed), SAMPLE_RATE, "wav")
+
+
+def text_of(rig: Rig, index: int) -> str:
+    lines = sorted(rig.folder.glob("*.jsonl"))[0].read_text().splitlines()
+    return msgspec.json.decode(lines[index])["messages"][0][2]
+
+
+def test_an_item_without_a_good_draw_goes_to_quarantine_and_no_export_has_it(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["good", "[[clipped:99]] bad", "[[silent]] nothing", "[[nan]] never"], quality=BASIC)
+    assert rig.run_next() is ShardEnd.FINISHED
+    rows = rig.items(job)
+    assert [(row.state, row.error_code) for row in rows] == [
+        (ItemState.DONE, None),
+        (ItemState.FAILED, ErrorCode.QA_CLIPPED),
+        (ItemState.FAILED, ErrorCode.SYNTH_SILENT),
+        (ItemState.FAILED, ErrorCode.SYNTH_NAN),
+    ]
+    assert "`clipped` is" in (rows[1].error_message or "")
+    assert rows[1].artifact is None
+    assert [len(drawn) for drawn in draws_of(rig, job).values()] == [1, 3, 3, 3]
+    kept = dict(rig.ledger.artifact_keys(job.id, QUARANTINE))
+    best = min(draws_of(rig, job)[1], key=lambda draw: (draw.scores["clipped"].value, draw.draw)).draw
+    later = f"-draw{best}" if best else ""
+    assert kept == {
+        1: f"jobs/{job.id}/quarantine/00000/000000001-item-1{later}.wav",
+        2: f"jobs/{job.id}/quarantine/00000/000000002-item-2.wav",
+    }
+    samples, _ = decode(rig.store.get(kept[1]))
+    assert np.abs(samples).max() == pytest.approx(0.5, abs=1e-3)
+    assert [item.example_id for item in MadeItems(rig.ledger, rig.store, job.id)] == ["item-0"]
+    assert len(rig.audio()) == 1
+    assert rig.status(job).bytes_out == len(next(iter(rig.audio().values())))
+    assert rig.ledger.error_counts(job.id)[ErrorCode.QA_CLIPPED] == 1
+    assert list(orphans(rig.ledger, rig.store, job)) == []
+
+
+def test_a_retry_by_a_person_draws_on_and_leaves_quarantine(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["[[clipped:4]] late", "[[clipped:99]] never"], quality=BASIC)
+    rig.run_next()
+    assert rig.ledger.retry(job.id, [ErrorCode.QA_CLIPPED]) == 2
+    assert rig.run_next() is ShardEnd.FINISHED
+    draws = draws_of(rig, job)
+    assert [draw.draw for draw in draws[0]] == [0, 1, 2, 3, 4]
+    assert [draw.draw for draw in draws[1]] == [0, 1, 2, 3, 4, 5]
+    assert len({draw.seed for draw in draws[1]}) == 6
+    assert rig.items(job)[0].state is ItemState.DONE
+    ((index, key),) = rig.ledger.artifact_keys(job.id, QUARANTINE)
+    assert index == 1
+    assert key.rpartition("-draw")[2] in {"3.wav", "4.wav", "5.wav"}
+    assert len(list(orphans(rig.ledger, rig.store, job))) == 2
+
+
+def test_the_best_draw_can_be_kept_instead(build: Build) -> None:
+    rig = build()
+    quality = msgspec.structs.replace(BASIC, on_fail="keep", draws=2)
+    job = rig.submit(["[[clipped:99]] bad", "[[nan]] no audio to keep"], quality=quality)
+    rig.run_next()
+    rows = rig.items(job)
+    assert [row.state for row in rows] == [ItemState.DONE, ItemState.FAILED]
+    assert [(draw.code, draw.kept) for draw in draws_of(rig, job)[0]] == [(ErrorCode.QA_CLIPPED, True), (ErrorCode.QA_CLIPPED, False)]
+
+
+def test_a_run_that_was_cut_off_ends_with_the_same_draws(build: Build) -> None:
+    texts = ["[[clipped:2]] a", "b", "[[clipped:1]] c", "[[clipped:9]] d", *(f"text {n}" for n in range(30))]
+    whole = build()
+    job = whole.submit(texts, seed=3, quality=BASIC)
+    whole.run_next()
+    gate = threading.Event()
+    cut = build(folder="b", host=TextMeter(gate))
+    again = cut.submit(texts, seed=3, quality=metered())
+    lease = cut.claim_next()
+    thread = threading.Thread(target=cut.runner.run, args=(lease,))
+    thread.start()
+    until(lambda: len(cut.pipeline.submitted) >= len(texts) + 5)
+    cut.leases.drain()
+    gate.set()
+    thread.join(60)
+    assert cut.status(again).items.done + cut.status(again).items.failed <= len(texts)
+    cut.leases = type(cut.leases)(cut.settings.worker.lease_seconds, cut.clock)
+    cut.runner = cut.runner_on(cut.ledger)
+    while not cut.status(again).job.state.final:
+        cut.run_next()
+    first, second = draws_of(whole, job), draws_of(cut, again)
+    assert {index: [(d.draw, d.seed, d.code, d.kept) for d in drawn] for index, drawn in first.items()} == {
+        index: [(d.draw, d.seed, d.code, d.kept) for d in drawn] for index, drawn in second.items()
+    }
+    hashes = [[hashlib.sha256(data).hexdigest() for _, data in sorted(rig.audio().items())] for rig in (whole, cut)]
+    assert hashes[0] == hashes[1]
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_slow_meter_never_keeps_the_engine_from_being_fed(build: Build) -> None:
+    gate = threading.Event()
+    meter = TextMeter(gate)
+    rig = build(host=meter)
+    job = rig.submit([f"text {n}" for n in range(120)], quality=metered())
+    thread = threading.Thread(target=rig.run_next)
+    thread.start()
+    until(lambda: len(rig.pipeline.submitted) == 120)
+    assert meter.measured == []
+    assert rig.audio() == {}
+    gate.set()
+    thread.join(60)
+    assert rig.status(job).items.done == 120
+    assert len(meter.measured) == 120
+    for row in rig.items(job):
+        assert row.artifact is not None
+        assert rig.store.get(row.artifact.key) == encode(sine(f"text {row.index}", row.artifact.seed), SAMPLE_RATE, "wav")
+
+
+def test_a_reading_out_of_bounds_is_drawn_again_and_ends_with_its_code(build: Build) -> None:
+    rig = build(host=TextMeter())
+    job = rig.submit(["[[score:0.7]] fine", "[[score:0.2]] poor"], quality=metered(draws=2))
+    rig.run_next()
+    rows, draws = rig.items(job), draws_of(rig, job)
+    assert [row.error_code for row in rows] == [None, ErrorCode.QA_SCORE]
+    assert [(draw.scores["score"].value, draw.scores["score"].passed) for draw in draws[1]] == [(0.2, False), (0.2, False)]
+    assert draws[0][0].scores["score"].detail == "as the text says"
+
+
+def test_a_meter_that_this_worker_lacks_ends_the_shard_with_its_name(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["one", "two"], quality=metered())
+    assert rig.run_next() is ShardEnd.FAILED
+    rows = rig.items(job)
+    assert {row.error_code for row in rows} == {ErrorCode.MODEL_UNKNOWN}
+    assert "'text'" in (rows[0].error_message or "")
+
+
+def test_verdicts_and_audio_do_not_depend_on_shards(build: Build, tmp_path: Path) -> None:
+    texts = [f"[[clipped:{n % 4}]] text {n}" for n in range(24)]
+    seen = []
+    for folder, items in (("one", 256), ("many", 5)):
+        rig = build(folder=folder)
+        rig.settings = rig.settings.model_copy(update={"shard": rig.settings.shard.model_copy(update={"max_items": items})})
+        job = rig.submit(texts, seed=9, quality=BASIC)
+        while not rig.status(job).job.state.final:
+            rig.run_next()
+        drawn = [(index, d.draw, d.seed, d.code, d.kept) for index, ds in draws_of(rig, job).items() for d in ds]
+        seen.append((drawn, [hashlib.sha256(data).hexdigest() for _, data in sorted(rig.audio().items())]))
+    assert seen[0] == seen[1]
+
+
+def test_trimmed_speech_is_stored_trimmed(build: Build) -> None:
+    class Padded(FakePipeline):
+        def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
+            pad = np.zeros(SAMPLE_RATE, np.float32)
+            future.set_result(Speech(np.concatenate([pad, sine("abc", 1), pad]), SAMPLE_RATE, "abc"))
+
+    rig = build(pipeline=Padded())
+    job = rig.submit(["abc"], quality=msgspec.structs.replace(BASIC, trim=True))
+    rig.run_next()
+    (row,) = rig.items(job)
+    assert row.artifact is not None
+    assert row.artifact.samples < SAMPLE_RATE // 2
+    assert draws_of(rig, job)[0][0].scores["silence"].value < 0.8
+
+
+def test_whisper_hears_what_was_said_and_refuses_another_text(build: Build, tmp_path: Path) -> None:
+    weights = whisper_base(tmp_path / "whisper")
+    if weights is None:
+        pytest.skip("the ASR weights of the tests are not installed")
+    from pipelines.hibari.pipeline import HibariPipeline
+    from pipelines.hibari.provider import describe
+    from tests.quality_kit import FaultyVoice
+
+    forget = register_pipeline("faulty-hibari", describe(), HibariPipeline)
+    voice = FaultyVoice(1, HibariPipeline(threads=1))
+    rig = build(pipeline=voice)  # pyright: ignore[reportArgumentType]
+    quality = quality_of("strict", None, [f"meters.asr.model={weights}", "meters.distillmos=false"])
+    assert quality is not None
+    short = "The river froze last night."
+    long = "The captain read a long letter beside the window, although the road to the harbor was still wet."
+    job = rig.submit([short, long, short, short, long], model="faulty-hibari", quality=quality)
+    rig.run_next()
+    forget()
+    draws = draws_of(rig, job)
+    assert [len(draws[index]) for index in range(5)] == [1, 2, 2, 2, 2]
+    assert [draws[index][0].code for index in range(1, 5)] == [
+        ErrorCode.QA_DURATION, ErrorCode.SYNTH_SILENT, ErrorCode.QA_CLIPPED, ErrorCode.QA_WER,
+    ]  # fmt: skip
+    for drawn in draws.values():
+        assert drawn[-1].scores["wer"].value == 0.0
+        assert drawn[-1].scores["silence"].detail == "silero"
+    assert "different sentence" in draws[4][0].scores["wer"].detail.lower()
