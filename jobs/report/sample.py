@@ -140,12 +140,18 @@ def _add_scores(ledger: Ledger, job: Job, items: Sequence[SampleItem]) -> None:
                 known.setdefault(row.index, []).append(row.draw)
     for item in items:
         item.draws = known.get(item.row.index, [])
-        counts = next((draw for draw in item.draws if draw.kept), item.draws[-1] if item.draws else None)
+        counts = _draw_that_counts(item)
         if counts is not None:
             item.values = {name: score.value for name, score in counts.scores.items() if score.value is not None}
             item.refused = sorted(name for name, score in counts.scores.items() if score.passed is False)
         if (seconds := item.seconds) and item.text:
             item.values[PACE] = text_units(item.text) / seconds
+
+
+def _draw_that_counts(item: SampleItem) -> Draw | None:
+    """The draw whose audio is shown: the kept one, or of an item that failed the one in quarantine; else the last."""
+    shown = [draw for draw in item.draws if draw.kept or (item.artifact is not None and draw.seed == item.artifact.seed)]
+    return next(iter(shown or item.draws[-1:]), None)
 
 
 def _judge(made: Sequence[SampleItem], failed: Sequence[SampleItem]) -> None:
