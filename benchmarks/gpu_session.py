@@ -56,7 +56,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
     """All steps in order. `check` proves the kernels and the modes, `speed` gives the table."""
     common = ("--device", device, *(["--tiny"] if tiny else []))
     golden = ("qwen3_tts", "tests/golden/qwen3_tts", "--device", device)
-    tests = ("pytest", "-m", "gpu", "tests/gpu", "tests/unit/test_engine_prefill_padded.py", "-q", "-rs", "--timeout=150", "--durations=8")
+    tests = ("pytest", "-m", "gpu", "tests/gpu", "-q", "-rs", "--timeout=150", "--durations=8")
     frames = ("benchmarks.lm_gpu", "--part", "frame", "--model", "0.6b,1.7b", "--batch", "1,8,32,64,128,256,512")
     # With tiny shapes fewer of everything: this only tries the steps.
     slots = ("--slots", "4") if tiny else ("--slots", "512", "128")

@@ -149,7 +149,7 @@ def main() -> int:
 
     with torch.inference_mode():
         model = random_model("tiny" if options.tiny else options.size, device, dtype, context)
-        decoder = open_decoder(TINY_CODEC if options.tiny else PUBLISHED, device, dtype)
+        decoder = open_decoder(TINY_CODEC if options.tiny else PUBLISHED, device, dtype, reproducible=True)
         found = check(model, decoder, lambda: open_executor(model, sizes(1), reproducible=not on_cpu), sizes, size)
     name = "cpu" if on_cpu else torch.cuda.get_device_name(device)
     found = {"commit": os.environ.get("NIGHTJAR_COMMIT", ""), "device": name or platform.machine(), "torch": torch.__version__, **found}

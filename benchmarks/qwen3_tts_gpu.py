@@ -44,10 +44,10 @@ TINY_CODEC = replace(PUBLISHED, latent_dim=32, codebook_dim=16, hidden_size=32, 
                      num_key_value_heads=2, num_hidden_layers=1, decoder_dim=48)  # fmt: skip
 
 
-def open_decoder(shape: CodecDecoderConfig, device: torch.device, dtype: torch.dtype) -> CodecDecoder:
+def open_decoder(shape: CodecDecoderConfig, device: torch.device, dtype: torch.dtype, reproducible: bool = False) -> CodecDecoder:
     """A decoder with random weights."""
     with torch.inference_mode():
-        return CodecDecoder(shape, RandomWeights(str(device)), device, dtype)
+        return CodecDecoder(shape, RandomWeights(str(device)), device, dtype, reproducible=reproducible)
 
 
 def codec_alone(decoder: CodecDecoder, pool: Pool, seconds: float, frames_at_once: int) -> dict[str, Any]:
@@ -102,9 +102,10 @@ class Bench:
         most = min(MOST_TOKENS, options.pages * PAGE_SIZE - 64)
         pool = requests(self.model, self.load, max(4 * slots, 64), most)
         context = mean_context((len(request.prompt), frames) for request, frames in pool)
+        decoder = open_decoder(self.decoder.config, self.device, self.decoder.dtype, True) if reproducible else self.decoder
         found: list[dict[str, Any]] = []
         for part in parts:
-            loop = ClosedLoop(executor, options, pool, self.decoder if part == "all" else None)
+            loop = ClosedLoop(executor, options, pool, decoder if part == "all" else None)
             try:
                 settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
                 row = {"size": self.size, "part": part, "slots": slots, "frames_per_turn": options.frames_per_turn, "settled": settled}

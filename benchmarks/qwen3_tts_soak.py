@@ -97,7 +97,7 @@ def soak(size: str, slots: int, count: int, device: torch.device, reproducible: 
     tiny = size == "tiny"
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     load = Load(0.3, 0.6, 0) if tiny else Load(0.4, 2.0, 0)
-    decoder = open_decoder(TINY_CODEC if tiny else PUBLISHED, device, dtype)
+    decoder = open_decoder(TINY_CODEC if tiny else PUBLISHED, device, dtype, reproducible)
     model = random_model(size, device, dtype, MAX_CONTEXT, ends=True)
     options = engine_options(model, slots, slots * -(-load.positions // PAGE_SIZE), PAGE_SIZE, MAX_CONTEXT)
     executor = Watched(open_executor(model, options, reproducible=reproducible and device.type != "cpu"))

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from kernels.lm_frame import DrawTensors, FrameTensors, FusedFrame, StateTensors
 from kernels.lm_plans import plan_for
+from kernels.prefill_launch import prefill_padded
 from pipelines.engine.executor import FrameCodes, PendingFrames
+from pipelines.engine.kv import SCRATCH_PAGE
 from pipelines.engine.model import FrameModel, FrameSettings, PrefillRun
 from pipelines.engine.prefill_graphs import PrefillGraphs
 from pipelines.engine.state import DrawSettings, SlotState
@@ -23,8 +25,8 @@ class GraphExecutor:
     """The `FrameExecutor` for a GPU: the frame of `model` in fused kernels, captured once a bucket.
 
     A graph is captured when its bucket is first asked for; `warm` does so ahead. `reproducible` runs every batch in one bucket,
-    so with the same splits, and prefills every prompt alone, so that every row meets the same kernels and its codes are the same
-    bits alone and in any company.
+    so with the same splits, and prefills chunks of one size and place in one shape, so that every row meets the same kernels and its
+    codes are the same bits alone and in any company.
     """
 
     name = "graph"
@@ -59,7 +61,12 @@ class GraphExecutor:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._frames: dict[int, FusedFrame] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._prefills = PrefillGraphs(model, self.state, self.kv, self._pool, alone=reproducible)
+        stack, cache = tensors.talker, self.kv
+
+        def prefill(embeddings: Tensor, page_table: Tensor, counts: Tensor, start: int) -> None:
+            prefill_padded(embeddings, page_table, counts, start, stack, cache.k, cache.v, SCRATCH_PAGE)
+
+        self.prefills = PrefillGraphs(prefill, self.state, self.kv, self._pool, "fixed" if reproducible else "free")
         self._running: list[int] = []
 
     @torch.inference_mode()
@@ -68,7 +75,7 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
-        left = self._prefills.run(runs)
+        left = self.prefills.run(runs)
         for group in [[run] for run in left] if self._reproducible else [left] if left else []:
             self._model.prefill(group, self.state, self.kv)
 
@@ -92,7 +99,7 @@ class GraphExecutor:
         for bucket in self._buckets:
             if bucket <= _bucket(most, self._buckets) and bucket not in self._graphs:
                 self._capture(bucket)
-        self._prefills.warm()
+        self.prefills.warm()
 
     def _write_rows(self, rows: list[int]) -> None:
         if rows != self._running:

@@ -81,11 +81,11 @@ class FrameModel(Protocol):
         """Writes keys and values of packed runs of prompt positions."""
         ...
 
-    def prefill_padded(self, embeddings: Tensor, pages: Tensor, counts: Tensor, kv: PagedKV) -> None:
-        """`prefill` of whole prompts in one shape.
+    def prefill_padded(self, embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, kv: PagedKV) -> None:
+        """`prefill` of chunks in one shape, all from position `start` on, a multiple of the page size.
 
-        embeddings: [runs, new, hidden], finite everywhere; pages: [runs, new / page_size], the scratch page where a run has none;
-        counts: [runs], positions of each.
+        embeddings: [runs, new, hidden], finite everywhere; pages: [runs, (start + new) / page_size], the pages of each run, the scratch
+        page where it has none; counts: [runs], new positions of each.
         """
         ...
 

@@ -1,10 +1,10 @@
-"""Prefill of short prompts as CUDA graphs: one graph for each number of prompts and padded length."""
+"""Prefill in chunks of up to four pages as CUDA graphs: one graph for each number of prompts, padded length and first position."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,62 +12,72 @@ from torch import Tensor
 
 from kernels.transfer import to_device
 from pipelines.engine.kv import PagedKV
-from pipelines.engine.model import FrameModel, PrefillRun
+from pipelines.engine.model import PrefillRun
 from pipelines.engine.state import SlotState
 
-#: (prompts, pages of each) that a graph is captured for, by pages, then prompts.
-SHAPES = ((8, 1), (32, 1), (16, 2), (8, 4))
+#: (prompts, pages of new positions, pages before them) that a graph is captured for, by pages, then prompts.
+SHAPES = ((8, 1, 0), (32, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
+
+#: Which prompts share a replay: as many as fit the best shape ("free"), or those that fit the one shape that chunks of their size and
+#: place always meet ("fixed"), or none ("alone").
+Sharing = Literal["free", "fixed", "alone"]
+#: `FrameModel.prefill_padded` without its pages: embeddings, pages, counts, start.
+Work = Callable[[Tensor, Tensor, Tensor, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
     """A captured prefill and its inputs: [runs * new, hidden], [runs, pages], [runs]."""
 
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     embeddings: Tensor
     pages: Tensor
     counts: Tensor
 
 
 class PrefillGraphs:
-    """Prefills whole prompts of up to four pages; thousands of launches become one."""
+    """Prefills chunks that fit a shape; thousands of launches become one."""
 
-    def __init__(self, model: FrameModel, state: SlotState, kv: PagedKV, pool: Any, alone: bool) -> None:
-        """`alone` gives every prompt a replay of its own, so that what is computed for it depends on its length only."""
-        self._model, self._state, self._kv, self._pool = model, state, kv, pool
-        self._alone = alone
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+    def __init__(self, work: Work, state: SlotState, kv: PagedKV, pool: Any, sharing: Sharing = "free") -> None:
+        self.sharing: Sharing = sharing
+        self._work, self._state, self._kv, self._pool = work, state, kv, pool
+        self._shapes = [shape for shape in SHAPES if shape[1] + shape[2] <= state.page_table.shape[1]]
+        self._graphs: dict[tuple[int, int, int], _Graph] = {}
 
     def warm(self) -> None:
         """Captures all graphs."""
-        for shape in SHAPES:
-            if shape[1] <= self._state.page_table.shape[1]:
-                self._graph(shape)
+        for shape in self._shapes:
+            self._graph(shape)
 
     def run(self, runs: Sequence[PrefillRun]) -> list[PrefillRun]:
-        """Prefills what fits a graph; returns the rest: later chunks, and longer ones."""
+        """Prefills what fits a graph; returns the rest."""
         left: list[PrefillRun] = []
-        sizes: dict[int, list[PrefillRun]] = {}
-        widths = [pages for pages in dict.fromkeys(pages for _, pages in SHAPES) if pages <= self._state.page_table.shape[1]]
+        sizes: dict[tuple[int, int], list[PrefillRun]] = {}
         for run in runs:
-            used = self._kv.pages_for(len(run.embeddings))
-            pages = next((width for width in widths if used <= width), None)
-            if run.start or pages is None:
+            if (size := self._size(run)) is None:
                 left.append(run)
             else:
-                sizes.setdefault(pages, []).append(run)
-        for pages, group in sizes.items():
+                sizes.setdefault(size, []).append(run)
+        for size, group in sizes.items():
+            prompts = [count for count, *pages in self._shapes if tuple(pages) == size]
             while group:
-                prompts = [count for count, width in SHAPES if width == pages]
-                count = prompts[0] if self._alone else next((count for count in prompts if len(group) <= count), prompts[-1])
-                taken = 1 if self._alone else count
-                self._replay(self._graph((count, pages)), group[:taken])
+                count = prompts[0] if self.sharing != "free" else next((one for one in prompts if len(group) <= one), prompts[-1])
+                taken = 1 if self.sharing == "alone" else count
+                self._replay(self._graph((count, *size)), group[:taken])
                 group = group[taken:]
         return left
 
+    def _size(self, run: PrefillRun) -> tuple[int, int] | None:
+        """Pages of new positions and pages before them of the shape that a chunk fits; None when it fits none."""
+        before, rest = divmod(run.start, self._kv.page_size)
+        if rest:
+            return None
+        used = self._kv.pages_for(len(run.embeddings))
+        return next(((new, first) for _, new, first in self._shapes if used <= new and first == before), None)
+
     def _replay(self, graph: _Graph, runs: Sequence[PrefillRun]) -> None:
         most, pages = graph.pages.shape
-        new = pages * self._kv.page_size
+        new = len(graph.embeddings) // most
         empty = most - len(runs)
         counts = [len(run.embeddings) for run in runs]
         targets = np.concatenate([np.arange(row * new, row * new + count) for row, count in enumerate(counts)])
@@ -76,27 +86,28 @@ class PrefillGraphs:
         graph.pages.copy_(self._state.page_table[sent[:most], :pages])
         graph.counts.copy_(sent[most : 2 * most])
         graph.embeddings[sent[2 * most :]] = torch.cat([run.embeddings for run in runs])
-        graph.graph.replay()
+        graph.replay()
 
-    def _graph(self, shape: tuple[int, int]) -> _Graph:
+    def _graph(self, shape: tuple[int, int, int]) -> _Graph:
         if (known := self._graphs.get(shape)) is not None:
             return known
-        runs, pages = shape
+        runs, pages, before = shape
         new, hidden, device = pages * self._kv.page_size, self._state.inputs.shape[1], self._kv.k.device
         with torch.inference_mode():
             embeddings = torch.zeros(runs * new, hidden, dtype=self._state.inputs.dtype, device=device)
-            table, counts = (torch.zeros(*size, dtype=torch.int64, device=device) for size in ((runs, pages), (runs,)))
-            graph = torch.cuda.CUDAGraph()
-
-            def work() -> None:
-                self._model.prefill_padded(embeddings.view(runs, new, hidden), table, counts, self._kv)
-
-            aside = torch.cuda.Stream()
-            aside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(aside):
-                work()  # sets up libraries, which a capture may not do
-            torch.cuda.current_stream().wait_stream(aside)
-            with torch.cuda.graph(graph, pool=self._pool):
-                work()
-        self._graphs[shape] = _Graph(graph, embeddings, table, counts)
+            table, counts = (torch.zeros(*size, dtype=torch.int64, device=device) for size in ((runs, before + pages), (runs,)))
+            start = before * self._kv.page_size
+            replay = self._captured(lambda: self._work(embeddings.view(runs, new, hidden), table, counts, start))
+        self._graphs[shape] = _Graph(replay, embeddings, table, counts)
         return self._graphs[shape]
+
+    def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What replays this work."""
+        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            work()  # builds kernels and sets up libraries, which a capture may not do
+        torch.cuda.current_stream().wait_stream(aside)
+        with torch.cuda.graph(graph, pool=self._pool):
+            work()
+        return graph.replay

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels import prefill
 from kernels.attention import paged_decode_attention, paged_prefill_attention
 from kernels.layers import codec_embedding_sum, rms_norm, rope_table
 from kernels.packed_runs import PackedRuns
@@ -96,26 +97,13 @@ class Qwen3TTSModel:
             keys_only=True,
         )
 
-    def prefill_padded(self, embeddings: Tensor, pages: Tensor, counts: Tensor, kv: PagedKV) -> None:
-        """`prefill` of whole prompts from position 0 on, in shapes that depend on no prompt, so that it can be captured.
-
-        embeddings: [runs, new, hidden], finite everywhere; pages: [runs, new / page_size], the pages of each run, the scratch page
-        where it has none; counts: [runs], positions of each.
-        """
-        runs, new, _ = embeddings.shape
-        steps = torch.arange(new, device=self.device)
-        owned = pages.repeat_interleave(kv.page_size, dim=1)
-        held = torch.where(steps < counts[:, None], owned, SCRATCH_PAGE)
-        positions = steps.repeat(runs)
+    def prefill_padded(self, embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, kv: PagedKV) -> None:
+        """`prefill` of new positions from `start` on, in shapes that depend on no prompt, so that it can be captured; see `FrameModel`."""
+        places = Places(*prefill.places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE))
 
         def attend(layer: int, q: Tensor) -> Tensor:
-            k, v = (cache[layer][pages].transpose(1, 2).flatten(2, 3) for cache in (kv.k, kv.v))
-            asked = q.view(runs, new, *q.shape[1:]).transpose(1, 2)
-            scale = self.config.talker.scale
-            found = functional.scaled_dot_product_attention(asked, k, v, is_causal=True, scale=scale, enable_gqa=True)
-            return found.transpose(1, 2).reshape(runs * new, -1)
+            return prefill.attend_padded(q, kv.k[layer], kv.v[layer], pages, start, self.config.talker.scale)
 
-        places = Places(positions, held.flatten(), positions % kv.page_size)
         self._talker(embeddings.flatten(0, 1), places, kv, attend, keys_only=True)
 
     def frame(self, rows: Tensor, settings: FrameSettings, state: SlotState, kv: PagedKV, forced: Tensor | None = None) -> FrameOutput:

@@ -1,0 +1,135 @@
+"""Padded prefill in fused kernels against its twin and the packed prefill: on a GPU, or small, with TRITON_INTERPRET=1, on a CPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from benchmarks.qwen3_tts_shapes import random_model
+from kernels.layers import qk_norm_rope_append, rope_table
+from kernels.lm_frame import StackTensors
+from kernels.prefill_launch import prefill_padded
+from kernels.prefill_triton import norm_rope_append
+from pipelines.engine.kv import SCRATCH_PAGE, PagedKV
+from pipelines.engine.model import PrefillRun
+from pipelines.engine.prefill_graphs import PrefillGraphs, Sharing
+from pipelines.qwen3_tts.fused import frame_tensors
+from pipelines.qwen3_tts.model import Qwen3TTSModel
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"),
+]
+#: The interpreter takes seconds for what a GPU does at once.
+PAGE, SIZE = (8, "tiny") if INTERPRETED else (64, "0b6")
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.inference_mode():
+        yield
+
+
+def rand(*shape: int, seed: int, mean: float = 0.0) -> Tensor:
+    return (mean + torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (6, 2, 32)])
+def test_norm_rope_append(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+    rows, pages = (12, 5) if INTERPRETED else (700, 90)
+    qkv = rand(rows, (heads + 2 * kv_heads) * head_dim, seed=1).to(dtype)
+    norms = [rand(head_dim, seed=seed, mean=1.0).to(dtype) for seed in (2, 3)]
+    table = rope_table(1000, head_dim, 1e6, dtype, DEVICE)
+    cells = torch.randperm(pages * PAGE, generator=torch.Generator().manual_seed(4))[:rows].to(DEVICE)
+    positions = torch.arange(rows, device=DEVICE) * 7 % 1000
+    found, wanted, exact = (
+        [torch.full((pages, kv_heads, PAGE, head_dim), -7.0, device=DEVICE, dtype=kind) for _ in range(2)]
+        for kind in (dtype, dtype, torch.float32)
+    )
+    out = torch.empty(rows, heads, head_dim, device=DEVICE, dtype=dtype)
+    where = cells // PAGE, cells % PAGE
+    norm_rope_append(qkv, *norms, 1e-6, table, positions, *found, *where, out)
+    plain = qk_norm_rope_append(qkv, *norms, 1e-6, table, positions, *wanted, *where)
+    wide = qk_norm_rope_append(qkv.float(), *(norm.float() for norm in norms), 1e-6, table.float(), positions, *exact, *where)
+    assert torch.equal(found[1], wanted[1])
+    for mine, theirs, real in ((out, plain, wide), (found[0], wanted[0], exact[0])):
+        if dtype == torch.float32:
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        # The interpreter cuts bfloat16 off where the hardware rounds.
+        assert float((mine.float() - real).norm()) <= (4.5 if INTERPRETED else 1.2) * float((theirs.float() - real).norm()) + 1e-4
+
+
+def talker_of(model: Qwen3TTSModel) -> StackTensors:
+    return frame_tensors(model).talker
+
+
+def chunks(model: Qwen3TTSModel, counts: list[int], start: int) -> tuple[PagedKV, Tensor, Tensor, Tensor]:
+    """Pages that already hold `start` positions of each run, their table, and padded new positions."""
+    hidden, pages = model.config.talker.hidden, (start + max(counts) + PAGE - 1) // PAGE
+    kv, state = model.make_kv(len(counts) * pages, PAGE), model.make_state(len(counts), pages, 4)
+    state.write_pages([(slot, list(range(1 + slot * pages, 1 + (slot + 1) * pages)), 0) for slot in range(len(counts))])
+    if start:
+        model.prefill([PrefillRun(slot, 0, rand(start, hidden, seed=40 + slot).to(model.dtype)) for slot in range(len(counts))], state, kv)
+    new = pages * PAGE - start
+    return kv, state.page_table[: len(counts)], rand(len(counts), new, hidden, seed=9).to(model.dtype), torch.tensor(counts, device=DEVICE)
+
+
+def written(model: Qwen3TTSModel, counts: list[int], start: int, fused: bool) -> Tensor:
+    kv, table, rows, sizes = chunks(model, counts, start)
+    before = rows.clone()
+    if fused:
+        prefill_padded(rows, table, sizes, start, talker_of(model), kv.k, kv.v, SCRATCH_PAGE)
+    else:
+        model.prefill_padded(rows, table, sizes, start, kv)
+    assert torch.equal(rows, before)
+    return torch.stack((kv.k[:, 1:], kv.v[:, 1:])).float()
+
+
+@pytest.mark.parametrize("start", [0, 2 * PAGE])
+def test_fused_prefill_is_the_twins(start: int) -> None:
+    counts = [PAGE, 3, PAGE + 5]
+    exact = random_model(SIZE, torch.device(DEVICE), torch.float32, 1024)
+    wide = written(exact, counts, start, fused=False)
+    torch.testing.assert_close(written(exact, counts, start, fused=True), wide, rtol=2e-3, atol=2e-3)
+    del exact
+    narrow = random_model(SIZE, torch.device(DEVICE), torch.bfloat16, 1024)
+    plain, mine = (float((written(narrow, counts, start, fused) - wide).norm()) for fused in (False, True))
+    assert mine <= (4.5 if INTERPRETED else 1.5) * plain
+
+
+@on_gpu
+@pytest.mark.parametrize("sharing", ["free", "fixed", "alone"])
+def test_graphs_equal_the_packed_prefill(sharing: Sharing) -> None:
+    model = random_model("tiny", torch.device("cuda"), torch.float32, 2048)
+    stack = talker_of(model)
+    counts = [5, 64, 9, 65, 200, 300, 1000, 1100] + [20] * 40
+    packed, replayed = (model.make_kv(130, 64) for _ in range(2))
+    state = model.make_state(len(counts), 20, 4)
+    pages = iter(range(1, 131))
+    state.write_pages([(slot, [next(pages) for _ in range(-(-count // 64))], 0) for slot, count in enumerate(counts)])
+    prompts = [rand(count, 64, seed=slot) for slot, count in enumerate(counts)]
+
+    def work(embeddings: Tensor, table: Tensor, sizes: Tensor, start: int) -> None:
+        prefill_padded(embeddings, table, sizes, start, stack, replayed.k, replayed.v, SCRATCH_PAGE)
+
+    graphs = PrefillGraphs(work, state, replayed, torch.cuda.graph_pool_handle(), sharing)
+    left: list[PrefillRun] = []
+    for start in range(0, max(counts), 256):
+        runs = [PrefillRun(slot, start, prompt[start : start + 256]) for slot, prompt in enumerate(prompts) if len(prompt) > start]
+        model.prefill(runs, state, packed)
+        left += graphs.run(runs)
+    assert [(run.slot, run.start) for run in left] == [(7, 1024)]
+    last = state.page_table[7, 16:18]
+    for mine, theirs in ((replayed.k, packed.k), (replayed.v, packed.v)):
+        mine[:, last] = theirs[:, last]
+        torch.testing.assert_close(mine[:, 1:], theirs[:, 1:], rtol=1e-3, atol=1e-3)
