@@ -16,14 +16,14 @@ from tests.vllm_kit import REQUIRED, require_vllm
 SITE = Path(__file__).parent / "v2_runner"
 
 
-def require_v2() -> None:
-    """Skips the module where vLLM or Triton is not installed, and says how to install them; fails where they must be."""
-    require_vllm()
+def require_v2(*, whole_module: bool = True) -> None:
+    """Skips the module (or the test) where vLLM or Triton is not installed, and says how to install them; fails where they must be."""
+    require_vllm(whole_module=whole_module)
     if find_spec("triton") is not None:
         return
     if os.environ.get(REQUIRED):
         pytest.fail(f"{REQUIRED} is set, but Triton is not installed", pytrace=False)
-    pytest.skip("TRITON IS NOT INSTALLED: tests of vLLM's V2 runner do not run (make install-vllm)", allow_module_level=True)
+    pytest.skip("TRITON IS NOT INSTALLED: tests of vLLM's V2 runner do not run (make install-vllm)", allow_module_level=whole_module)
 
 
 @contextmanager
