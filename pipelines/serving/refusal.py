@@ -72,9 +72,8 @@ def refusal_of(error: NightjarError, param: str | None = None) -> Refusal:
 
 
 def named_field(error: NightjarError, fields: Mapping[str, str]) -> str | None:
-    """The field of the request that an error is about, where its message names a setting that is one."""
-    found = _QUOTED.search(error.message)
-    return fields.get(found[1]) if found else None
+    """The field of the request that an error is about, where it names a setting that is one."""
+    return next((fields[name] for name in _QUOTED.findall(str(error)) if name in fields), None)
 
 
 def error_view(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
