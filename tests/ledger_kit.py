@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from jobs.ledger import Ledger
-from jobs.ledger.records import Artifact, Done, Failed, Job, JobSpec, Lease, NewJob, NewShard, WorkerInfo
+from jobs.ledger.records import Artifact, Done, Failed, ItemState, Job, JobSpec, Lease, NewJob, NewShard, WorkerInfo
 from pipelines.errors import ErrorCode
 
 LEASE_SECONDS = 60.0
@@ -113,3 +113,13 @@ def assert_exact(ledger: Ledger, job_id: str) -> None:
     )
     sums = rows(ledger, "SELECT sum(audio_ms), sum(bytes_out) FROM shards WHERE job_id = :job", job=job_id)
     assert sums == [(1500 * len(audio), 100 * len(audio))]
+
+
+def states(ledger: Ledger, job_id: str) -> list[ItemState]:
+    return [item.state for item in ledger.items(job_id)]
+
+
+def outcomes_of_attempts(ledger: Ledger, job_id: str) -> list[tuple]:
+    return rows(
+        ledger, "SELECT shard_no, epoch, outcome, n_ok, n_failed FROM attempts WHERE job_id = :job ORDER BY epoch, shard_no", job=job_id
+    )

@@ -132,7 +132,7 @@ class Cluster:
         )
         engine = sa.create_engine(self.database_url.replace("postgresql://", "postgresql+psycopg://"))
         with engine.connect() as connection:
-            counts = Counter(dict(connection.execute(query).tuples().all()))
+            counts = Counter(dict(connection.execute(query).all()))
         engine.dispose()
         return counts
 
