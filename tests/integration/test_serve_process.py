@@ -1,0 +1,123 @@
+"""`jobs serve` as a process: where it listens, its keys, its signals and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from jobs.cli import main
+from tests.serving_kit import heard, scraped
+
+#: Text of about half a minute of speech, which takes the voice a while.
+LONG = "The birch canoe slid on the smooth planks. " * 12
+
+
+@contextmanager
+def serving(folder: Path, *words: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str, Path]]:
+    """A server of the embedded voice that is ready, its address and its log."""
+    command = [sys.executable, "-m", "jobs", "serve", "--model", "hibari", "--port", "0", "--json", *words]
+    log = folder / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=folder, env=os.environ | environment, stdout=subprocess.PIPE, stderr=file, text=True)
+    try:
+        assert process.stdout is not None
+        view = json.loads(process.stdout.readline())
+        assert (view["schema"], view["model"]) == ("nightjar.serve/1", "voice" if "--name" in words else "hibari")
+        deadline = time.monotonic() + 60
+        while httpx2.get(view["url"] + "/health", trust_env=False).status_code != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield process, view["url"], log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def speak(url: str, text: str, model: str = "hibari", **headers: str) -> httpx2.Response:
+    return httpx2.post(url + "/v1/audio/speech", json={"model": model, "input": text}, headers=headers, timeout=60, trust_env=False)
+
+
+def test_a_server_with_keys_drains_and_leaves_no_key_anywhere(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("second-key\n\nthird-key\n")
+    keys = {"SPEECH_SERVE__API_KEY": "first-key", "SPEECH_SERVE__API_KEY_FILE": str(tmp_path / "keys")}
+    with serving(tmp_path, "--name", "voice", "--name", "hibari", **keys) as (process, url, log):
+        assert speak(url, "No.").status_code == 401
+        for key in ("first-key", "second-key", "third-key"):
+            answer = speak(url, "Yes.", model="voice", authorization=f"Bearer {key}")
+            assert answer.status_code == 200, answer.text
+        held: list[httpx2.Response] = []
+        thread = threading.Thread(target=lambda: held.append(speak(url, LONG, authorization="Bearer first-key")))
+        thread.start()
+        deadline = time.monotonic() + 30
+        key = {"authorization": "Bearer first-key"}
+        while scraped(httpx2.get(f"{url}/metrics", headers=key, trust_env=False).text)["speech_engine_batch_size"] < 1:
+            assert time.monotonic() < deadline
+        process.send_signal(signal.SIGTERM)
+        thread.join(60)
+        assert held[0].status_code == 200
+        assert len(heard(held[0].content)[0]) / 24_000 > 10
+        assert process.wait(30) == 0
+        said = log.read_text()
+        command = " ".join(str(part) for part in process.args)
+    assert "/v1/audio/speech 200" in said
+    assert "-key" not in said.replace("invalid_api-key", "") + command
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path) as (process, url, _):
+        host, port = url.removeprefix("http://").split(":")
+        data = json.dumps({"model": "hibari", "input": LONG}).encode()
+        head = f"POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(head.encode() + data)
+            deadline = time.monotonic() + 30
+            while scraped(httpx2.get(f"{url}/metrics", trust_env=False).text)["speech_engine_batch_size"] < 1:
+                assert time.monotonic() < deadline
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 0
+
+
+def test_what_keeps_a_server_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").write_text("\n")
+
+    def start(*words: str) -> tuple[int, str]:
+        capfd.readouterr()
+        code = main(["serve", "--json", *words])
+        out, err = capfd.readouterr()
+        assert out == ""
+        return code, json.loads(err)["error"]["code"] if err.startswith("{") else err
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert start("--model", "hibari", "--port", port) == (4, "config.invalid")
+    assert start("--model", "hibari", "--address", "0.0.0.0") == (4, "config.invalid")
+    assert start("--model", "hibari", "--address", "nowhere.invalid") == (4, "config.invalid")
+    assert start("--model", "hibary") == (4, "model.unknown")
+    assert start("--model", str(tmp_path)) == (4, "model.bad_checkpoint")
+    for name, value in (("API_KEY", "é"), ("API_KEY", ""), ("API_KEY_FILE", "missing"), ("API_KEY_FILE", "empty")):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"SPEECH_SERVE__{name}", value)
+            assert start("--model", "hibari") == (4, "config.invalid"), (name, value)
+    assert start()[0] == 2
+
+
+def test_other_commands_pay_for_no_server() -> None:
+    code = "import sys; from jobs.cli import main; main([sys.argv[1], '--help']); sys.stderr.write(' '.join(sys.modules))"
+    for command in ("serve", "evaluate"):
+        done = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, check=True, timeout=60)
+        assert not {"fastapi", "uvicorn", "httpx2", "torch", "soundfile"} & set(done.stderr.split())
