@@ -17,8 +17,11 @@ from click.testing import CliRunner
 from jobs.cli import cli
 from jobs.quality import PRESETS
 from jobs.report import clips, sample
+from jobs.settings import S3Settings
+from jobs.store import open_store
 from pipelines.errors import ConfigError, StoreError
 from tests.report_kit import HOSTILE, Desk, Document, open_desk, read_page, rows_of
+from tests.services import MotoS3
 
 TEXTS = ["a" * (10 + 7 * n % 60) for n in range(40)]
 MIXED = [*TEXTS, "[[fail:synth.no_eos]]", "[[fail:synth.nan]]", "[[fail:synth.nan]] b", "x" * 500]
@@ -212,6 +215,20 @@ def test_an_input_that_is_away_ends_the_report_and_leaves_no_file(desk: Desk, tm
     (tmp_path / "folder.html").mkdir()
     with pytest.raises(ConfigError):
         desk.report(desk.job(TEXTS[:2]), tmp_path / "folder.html")
+
+
+def test_the_audio_of_a_bucket_is_in_the_page(desk: Desk, moto: MotoS3) -> None:
+    settings = S3Settings(
+        endpoint_url=moto.endpoint,
+        region=moto.region,
+        access_key_id=moto.access_key,
+        secret_access_key=moto.secret_key,
+        addressing_style="path",
+    )
+    bucket = moto.create_bucket("test-report")
+    desk.rig.store = open_store(f"s3://{bucket}/out", settings)  # pyright: ignore[reportAttributeAccessIssue]
+    document, _ = desk.report(desk.job(TEXTS[:3]))
+    assert [player.attributes["src"][:16] for player in document.all("audio")] == ["data:audio/flac;"] * 3
 
 
 def test_the_command_writes_it_into_the_home(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

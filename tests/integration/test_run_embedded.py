@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import soundfile
 
+from tests.report_kit import read_page, rows_of
 from tests.slow_voice import ITEMS_PER_SECOND, install
 
 JOBS = [sys.executable, "-m", "jobs"]
@@ -130,6 +131,11 @@ def test_a_run_makes_every_item_and_leaves_nothing(shell: Shell) -> None:
         samples, rate = soundfile.read(shell.folder / "out" / str(row["key"]))
         assert (len(samples) * 1000 / rate, rate) == (pytest.approx(row["duration_ms"], abs=1), 24000)
     assert not list((shell.folder / "out/.nightjar").glob("broker.json"))
+    report = Path(view["report"])
+    assert report == shell.folder / "out" / "reports" / f"{view['job']}.html"
+    page = read_page(report.read_text())
+    assert len(rows_of(page)) == 8
+    assert all((report.parent / player.attributes["src"]).is_file() for player in page.all("audio"))
 
 
 def test_a_second_run_of_the_same_input_makes_nothing_again(shell: Shell) -> None:
