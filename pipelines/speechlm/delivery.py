@@ -64,7 +64,8 @@ class Talker(Utterer[None]):
                 self._written = list(tokens.ids)
                 self._ask_for_audio()
             else:
-                self._deliver(tokens.ids, tokens.codes, tokens.finish == "stop")
+                forced = self._forced_to_the_limit(tokens)
+                self._deliver([*tokens.ids, *forced], tokens.codes, tokens.finish == "stop" and not forced)
         except NightjarError as error:
             self.failed(error)
 
@@ -77,6 +78,13 @@ class Talker(Utterer[None]):
         """Whether the text ended with eot and room is left for the assistant token, the marker and audio."""
         ended = tokens.finish == "stop" and tokens.ids[-1] == self._talk.config.specials.eot
         return ended and len(tokens.ids) + 2 < self._talk.script.max_tokens
+
+    def _forced_to_the_limit(self, tokens: Tokens) -> list[int]:
+        """What of the assistant token and the marker still counts where guided audio has no room behind them."""
+        config, script = self._talk.config, self._talk.script
+        if not script.guided or tokens.finish != "stop" or tokens.ids[-1] != config.specials.eot:
+            return []
+        return [config.specials.assistant, config.specials.audio][: script.max_tokens - len(tokens.ids)]
 
     def _ask_for_audio(self) -> None:
         order = self._talk

@@ -15,7 +15,12 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-FAMILIES = {"fish": "tests.conformance.fish", "qwen3_tts": "tests.conformance.qwen3_tts", "spark": "tests.conformance.spark"}
+FAMILIES = {
+    "fish": "tests.conformance.fish",
+    "qwen3_tts": "tests.conformance.qwen3_tts",
+    "spark": "tests.conformance.spark",
+    "speechlm": "tests.conformance.speechlm",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:

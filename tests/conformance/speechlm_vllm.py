@@ -1,0 +1,123 @@
+"""SpeechLM's golden cases on vLLM's V2 runner: all together, in guided pairs, one after the other, and staggered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.speechlm.answer import read_answer
+from pipelines.speechlm.delivery import Talker, TalkOrder
+from pipelines.speechlm.lm import Script, model_spec
+from pipelines.vllm_engine.host import VllmHost
+from pipelines.vllm_engine.library import load_vllm, on_cpu
+from pipelines.vllm_engine.options import VllmOptions
+from tests.vllm_v2 import v2_runner
+
+if TYPE_CHECKING:
+    from tests.conformance.listing import Case
+    from tests.conformance.speechlm import Golden, Item
+
+SECONDS = 300
+#: Cases that run alone as well: each kind of request once.
+ALONE = ("max_rows8", "u_d", "short_cfg")
+
+
+def cases(golden: Golden) -> Iterator[Case]:
+    """Every case in one running batch, the golden batches, and a few alone."""
+    opened = Opened(golden)
+    try:
+        for name in (name for name in ALONE if name in golden.cases):
+            yield f"vllm alone {name}", lambda name=name: opened.check([name])
+        yield "vllm together", lambda: opened.check(golden.cases)
+        for batch in golden.content["batches"]:
+            yield f"vllm {batch['id']}", lambda batch=batch: opened.check(batch["members"], batch.get("arrival_step"))
+    finally:
+        opened.close()
+
+
+class Opened:
+    """An engine on a golden folder's checkpoint, started at the first case."""
+
+    def __init__(self, golden: Golden, options: VllmOptions | None = None, **engine: Any) -> None:
+        self.golden = golden
+        self._options = options or VllmOptions(max_context=512, max_sequences=48)
+        self._engine = engine
+        self._stack = ExitStack()
+        self._pairs = 0
+
+    @cached_property
+    def host(self) -> VllmHost:
+        load_vllm()
+        if on_cpu():
+            self._stack.enter_context(v2_runner())
+        spec = model_spec(self.golden.config, share_prefixes=False)
+        spec = replace(spec, engine={**spec.engine, **self._engine})
+        return VllmHost(spec, replace(self._options, dtype="float32"))
+
+    def close(self) -> None:
+        if "host" in self.__dict__:
+            self.host.close()
+        self._stack.close()
+
+    def ask(self, script: Script) -> Heard:
+        """Sends a request as the pipeline does, guided audio and all."""
+
+        def pair_name() -> str:
+            self._pairs += 1
+            return f"pair-{self._pairs}"
+
+        golden, host = self.golden, self.host
+        order = TalkOrder("", 16_000, {}, True, golden.config, golden.coder, script, pair_name, host.submit, host.cancel)
+        heard = Heard(order)
+        host.submit(script.first_request(golden.config), heard)
+        return heard
+
+    def check(self, names: Iterable[str], arrivals: list[int] | None = None) -> None:
+        """Runs cases together; an arrival is a step of the engine, here a twentieth of a second."""
+        asked: list[tuple[Item, Heard]] = []
+        before = 0
+        for name, arrival in zip(names, arrivals or [0] * 1000):
+            time.sleep((arrival - before) / 20)
+            before = arrival
+            case = self.golden.cases[name]
+            asked.append((case, self.ask(self.golden.script(case))))
+        problems: list[str] = []
+        for case, heard in asked:
+            try:
+                ids, rows = heard.result(SECONDS)
+                self.golden.check_written(case, ids, rows)
+            except AssertionError as error:
+                problems.append(f"{case['id']}: {error}")
+        assert not problems, "; ".join(problems)
+
+
+class Heard(Talker):
+    """A talker that keeps ids and rows instead of having them decoded."""
+
+    def __init__(self, order: TalkOrder) -> None:
+        super().__init__(order, None, lambda _: None)  # pyright: ignore[reportArgumentType]
+
+    def result(self, seconds: float) -> tuple[list[int], NDArray[np.int64]]:
+        """Stream-0 ids as golden sets have them, and rows of codec token ids. Raises what ended the request early."""
+        made: Any = self.future.result(seconds)
+        return made
+
+    @property
+    def redone(self) -> int:
+        """Times that its pair broke."""
+        return self._redone
+
+    def _deliver(self, ids: list[int], codes: NDArray[np.int64] | None, finished: bool) -> None:
+        config = self._talk.config
+        answer = read_answer(config, ids, codes, finished=finished)
+        bases = config.codec_base + config.layer_size * np.arange(config.streams)
+        rows = np.zeros((0, config.streams), np.int64) if answer.rows is None else answer.rows + bases
+        made: Any = (answer.ids, rows)
+        self.future.set_result(made)

@@ -1,0 +1,119 @@
+"""SpeechLM's pairs on vLLM's V2 runner with little of everything: a small token budget, KV for a few requests, and halves that die."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.vllm_v2 import require_v2
+
+require_v2()
+
+from pipelines.speechlm.lm import Draw, Script  # noqa: E402
+from pipelines.vllm_engine.options import TokenRequest, VllmOptions  # noqa: E402
+from tests.conformance.speechlm import Golden  # noqa: E402
+from tests.conformance.speechlm_vllm import Heard, Opened  # noqa: E402
+
+import torch  # noqa: E402  # isort: skip
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "speechlm"
+SECONDS = 300
+
+
+@pytest.fixture(scope="module")
+def golden() -> Golden:
+    torch.set_num_threads(1)
+    return Golden(GOLDEN, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module")
+def opened(golden: Golden) -> Iterator[Opened]:
+    """Prompts of a pair have up to 240 positions: few fit a step of 64 tokens whole, and KV has room for two to six requests."""
+    options = VllmOptions(max_context=256, max_sequences=24, step_tokens=64)
+    opened = Opened(golden, options, block_size=32, num_gpu_blocks_override=26)
+    yield opened
+    opened.close()
+
+
+def test_every_case_equals_the_plain_loop_through_chunks_and_preemptions(opened: Opened, golden: Golden) -> None:
+    opened.check(golden.cases)
+    assert opened.host._moment.preemptions > 0, "nothing was preempted: this test needs less KV"
+    assert opened.host.stats().kv_use == 0.0, "blocks are left behind"
+
+
+def test_staggered_arrivals_change_nothing(opened: Opened, golden: Golden) -> None:
+    for batch in golden.content["batches"]:
+        if "arrival_step" in batch:
+            opened.check(batch["members"], batch["arrival_step"])
+
+
+def drawn(golden: Golden, name: str, seed: int) -> Script:
+    script = replace(golden.script(golden.cases[name]), request_id=f"{name}-{seed}", seed=seed, max_tokens=60)
+    return replace(script, text=Draw(0.6, 20), audio=Draw(0.8, 20, 0.95))
+
+
+def test_draws_are_those_of_the_plain_loop_alone_and_together(opened: Opened, golden: Golden) -> None:
+    names = ("a0", "a0_cfg30", "t_eot", "u_d", "short_cfg", "a2_cfg15", "max_rows9")
+    scripts = [drawn(golden, name, seed) for seed, name in enumerate(names, 1)]
+    expected = [golden.oracle.write(script) for script in scripts]
+    assert any(one.rows for one in expected)
+    asked = [opened.ask(script) for script in scripts]
+    for script, heard, written in zip(scripts, asked, expected):
+        ids, rows = heard.result(SECONDS)
+        assert ids == written.ids, script.request_id
+        assert rows.tolist() == written.rows, script.request_id
+    assert opened.ask(scripts[1]).result(SECONDS)[0] == expected[1].ids
+
+
+def test_a_pair_whose_half_dies_is_redone(opened: Opened, golden: Golden, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first null branch is given fewer tokens than its partner, so it ends early: no row may be drawn without it."""
+    submit = opened.host.submit
+    cut: list[TokenRequest] = []
+
+    def cutting(request: TokenRequest, receiver: Heard) -> None:
+        if request.shadow is not None and not cut:
+            cut.append(request)
+            sampling = replace(request.shadow.sampling, max_tokens=5)
+            request = replace(request, shadow=None), replace(request.shadow, sampling=sampling)
+            submit(request[1], Ignored())
+            request = request[0]
+        submit(request, receiver)
+
+    monkeypatch.setattr(opened.host, "submit", cutting)
+    case = golden.cases["a2_cfg15"]
+    other = opened.ask(golden.script(golden.cases["a3"]))
+    heard = opened.ask(golden.script(case))
+    golden.check_written(case, *heard.result(SECONDS))
+    golden.check_written(golden.cases["a3"], *other.result(SECONDS))
+    assert cut
+    assert heard.redone == 1
+
+
+class Ignored:
+    """Receives a sequence that nobody waits for."""
+
+    streamed = False
+
+    def tokens(self, *_: object) -> None: ...
+
+    def finished(self, *_: object) -> None: ...
+
+    def failed(self, *_: object) -> None: ...
+
+
+def test_aborted_pairs_leave_nothing_behind(opened: Opened, golden: Golden) -> None:
+    dice = random.Random(5)
+    case = golden.cases["a2_cfg30"]
+    asked = [opened.ask(replace(golden.script(case), request_id=f"gone-{n}")) for n in range(6)]
+    kept = opened.ask(golden.script(case))
+    for n in dice.sample(range(6), 6):
+        opened.host.abort(f"gone-{n}")
+    golden.check_written(case, *kept.result(SECONDS))
+    for heard in asked:
+        with pytest.raises(Exception, match=r"aborted|closed"):
+            heard.result(SECONDS)
+    assert (opened.host.stats().running, opened.host.stats().waiting) == (0, 0)
