@@ -50,12 +50,23 @@ class _Job(Generic[S]):
     since: float = field(default_factory=time.monotonic)
 
 
+@dataclass(slots=True)
+class _Started(Generic[S]):
+    """A batch that the device may still be decoding, and its samples on their way to the host."""
+
+    jobs: list[_Job[S]]
+    waves: list[Tensor]
+    #: After which the samples are on the host; None where they are at once.
+    there: torch.cuda.Event | None
+
+
 class CodecStage(Generic[S]):
     """Decodes what it is given in the order of arrival, many at once; chunks of streams go first.
 
     `done` is called on the stage's thread with float32 samples [n], or with the error of that utterance alone.
-    On a CUDA `device` the stage has a stream of its own, beside the frames. Whole utterances wait up to `gather_seconds` for company
-    until they have `gather_frames` frames together.
+    On a CUDA `device` the stage has a stream of its own, beside the frames, and starts the next batch of whole utterances, if there is
+    one, before it hands on the last. Whole utterances wait up to `gather_seconds` for company until they have `gather_frames` frames
+    together.
     """
 
     def __init__(
@@ -69,6 +80,7 @@ class CodecStage(Generic[S]):
         self._decoder = decoder
         self._max_batch = max_batch
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
+        self._ahead = self._stream is not None
         self._gather_seconds = gather_seconds
         self._gather_frames = gather_frames
         self._jobs: deque[_Job[S]] = deque()
@@ -115,15 +127,20 @@ class CodecStage(Generic[S]):
             job.done(SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed before the audio was decoded."))
 
     def _run(self) -> None:
+        started: _Started[S] | None = None
         while True:
             with self._wake:
-                while not self._closing and (patience := self._patience()) != 0:
+                while not self._closing and started is None and (patience := self._patience()) != 0:
                     self._wake.wait(patience)
-                if not self._jobs:
+                if not self._jobs and started is None:
                     return
-                batch = self._take()
+                batch = self._take() if self._jobs and (self._closing or self._patience() == 0) else []
             with torch.cuda.stream(self._stream):
-                self._decode(batch)
+                following = self._start(batch) if batch else None
+                for one in (started, None if self._ahead and batch and not batch[0].streamed else following):
+                    if one is not None:
+                        self._hand_on(one)
+            started = following if self._ahead and batch and not batch[0].streamed else None
 
     def _patience(self) -> float | None:
         """Seconds until the next batch should be decoded; None: there is nothing to decode."""
@@ -146,22 +163,44 @@ class CodecStage(Generic[S]):
         self._jobs = deque(job for job in self._jobs if id(job) not in chosen)
         return batch
 
-    def _decode(self, batch: list[_Job[S]]) -> None:
+    def _start(self, batch: list[_Job[S]]) -> _Started[S] | None:
+        """Has the device decode a batch; None when that failed and everybody was told. One utterance's fault is not the others'."""
         try:
-            waves = self._waves(batch)
+            return self._sent(batch, self._waves(batch))
         except Exception as error:
             if len(batch) > 1 and not batch[0].streamed:
                 half = len(batch) // 2
-                self._decode(batch[:half])
-                self._decode(batch[half:])
-                return
+                for part in (batch[:half], batch[half:]):
+                    if (started := self._start(part)) is not None:
+                        self._hand_on(started)
+                return None
             log.exception("the codec failed")
-            failure = _failure(error)
             for job in batch:
-                job.done(failure)
+                job.done(_failure(error))
+            return None
+
+    def _sent(self, batch: list[_Job[S]], waves: list[Tensor]) -> _Started[S]:
+        """Samples on their way to the host, which does not wait for them."""
+        if self._stream is None:
+            return _Started(batch, [wave.float().cpu() for wave in waves], None)
+        sent = [torch.empty(wave.shape, dtype=torch.float32, pin_memory=True).copy_(wave, non_blocking=True) for wave in waves]
+        there = torch.cuda.Event()
+        there.record()
+        return _Started(batch, sent, there)
+
+    def _hand_on(self, started: _Started[S]) -> None:
+        """Waits for a batch's samples and gives them to whoever asked for them."""
+        try:
+            if started.there is not None:
+                started.there.synchronize()
+        except Exception as error:
+            log.exception("the codec failed")
+            for job in started.jobs:
+                job.done(_failure(error))
             return
-        for job, wave in zip(batch, waves):
-            samples = wave.float().cpu().numpy()
+        for job, wave in zip(started.jobs, started.waves):
+            # The pinned memory goes back; whoever asked keeps the samples.
+            samples = wave.numpy() if started.there is None else wave.numpy().copy()
             finite = bool(np.isfinite(samples).all())
             job.done(samples if finite else SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers."))
 

@@ -153,3 +153,67 @@ def test_samples_are_float32_on_the_host() -> None:
     assert samples.dtype == np.float32
     stage.close()
     assert not torch.is_tensor(samples)
+
+
+def ahead(decoder: Adder) -> CodecStage[Sum]:
+    """A stage that starts the next batch before it hands on the last, as on a GPU."""
+    stage = CodecStage(decoder, max_batch=2)
+    stage._ahead = True
+    return stage
+
+
+def test_the_next_batch_starts_before_the_last_is_handed_on() -> None:
+    decoder, heard = Adder(), Heard()
+    stage = ahead(decoder)
+    decoder.gate.clear()
+    made: list[int] = []
+    for index in range(6):
+        stage.decode(codes(index), lambda samples: made.append(len(decoder.batches)))
+    stage.decode(codes(9), heard.at("last"))
+    decoder.gate.set()
+    heard.take(1)
+    # What is heard of a batch is heard once the one after it was started, but for the last.
+    sizes = decoder.batches
+    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    assert made == [min(next(at for at, end in enumerate(ends) if index < end) + 2, len(sizes)) for index in range(6)]
+    stage.close()
+
+
+def test_the_last_batch_is_handed_on_without_another_and_before_the_end() -> None:
+    decoder, heard = Adder(), Heard()
+    stage = ahead(decoder)
+    stage.decode(codes(5), heard.at("alone"))
+    assert lists(heard.take(1)) == [("alone", [5])]
+    decoder.gate.clear()
+    for index in range(5):
+        stage.decode(codes(13 if index == 2 else index), heard.at(str(index)))
+    stage.decode_chunk(codes(3), heard.at("chunk"), Sum())
+    decoder.gate.set()
+    stage.close()
+    got = dict(heard.take(6))
+    assert isinstance(got.pop("2"), NightjarError)
+    assert {name: samples.tolist() for name, samples in got.items() if isinstance(samples, np.ndarray)} == {
+        **{str(index): [index] for index in (0, 1, 3, 4)}, "chunk": [3],
+    }  # fmt: skip
+
+
+def test_an_error_that_shows_late_is_told_to_all_of_its_batch() -> None:
+    class Late(CodecStage[Sum]):
+        def _sent(self, batch: list, waves: list[Tensor]):  # type: ignore[no-untyped-def]
+            started = super()._sent(batch, waves)
+            started.there = Broken()  # type: ignore[assignment]
+            return started
+
+    class Broken:
+        def synchronize(self) -> None:
+            raise RuntimeError("the device is lost")
+
+    heard = Heard()
+    stage = Late(Adder())
+    stage.decode(codes(1), heard.at("a"))
+    ((_, error),) = heard.take(1)
+    assert isinstance(error, NightjarError)
+    assert error.code is ErrorCode.SYNTH_ENGINE
+    stage.decode(codes(2), heard.at("b"))  # its thread goes on
+    assert isinstance(heard.take(1)[0][1], NightjarError)
+    stage.close()
