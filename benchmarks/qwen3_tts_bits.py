@@ -25,6 +25,7 @@ from benchmarks.qwen3_tts_gpu import TINY_CODEC, clean, open_decoder
 from benchmarks.qwen3_tts_shapes import random_model
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import FrameExecutor
+from pipelines.engine.prefill_graphs import PrefillGraphs
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError
@@ -110,6 +111,16 @@ def check(
     mix = spoken(executor, options(2), batch, len(batch))
     alone = spoken(executor, options(1), batch[: size["alone"]], 1)
     other = spoken(executor, options(3), batch[::-1], 7)
+    if differing(alone, mix) and isinstance(getattr(executor, "prefills", None), PrefillGraphs):
+        # Tells whether shared prefill is what makes the difference.
+        executor.prefills.sharing = "alone"  # type: ignore[attr-defined]
+        apart = [
+            spoken(executor, options(turn), part, together)
+            for turn, part, together in ((2, batch, len(batch)), (1, batch[: len(alone)], 1))
+        ]
+        kept = {"differ_alone_with_prefill_apart": differing(apart[1], apart[0])}
+    else:
+        kept = {}
     del executor
     again = spoken(open_(), options(2), batch, len(batch))
     assert len(mix) == len(other) == len(again) == len(batch)
@@ -120,6 +131,7 @@ def check(
         "differ_alone": differing(alone, mix),
         "differ_in_another_mix": differing(other, mix),
         "differ_on_a_second_run": differing(again, mix),
+        **kept,
         "differ_in_audio": differing_audio(decoder, mix, size["alone"]),
     }
     found["same_bits"] = not any(value for key, value in found.items() if key.startswith("differ"))

@@ -29,7 +29,7 @@ from benchmarks.codec_random import PUBLISHED, RandomWeights
 from benchmarks.qwen3_tts_load import FRAMES_PER_SECOND, MOST_TOKENS, ClosedLoop, Load, Pool, memory, requests
 from benchmarks.qwen3_tts_shapes import random_model
 from benchmarks.roofline import device_named, floor_ms, mean_context
-from benchmarks.watched import Watched
+from benchmarks.watched import Watched, profile
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
 from pipelines.qwen3_tts.execution import engine_options, open_executor
@@ -90,7 +90,7 @@ class Bench:
         self.model: Qwen3TTSModel = random_model(size, device, dtype, MAX_CONTEXT, ends=True)
 
     def rows(
-        self, slots: int, parts: Sequence[str], windows: int, profile: bool = False, reproducible: bool = False
+        self, slots: int, parts: Sequence[str], windows: int, sampled: bool = False, reproducible: bool = False
     ) -> list[dict[str, Any]]:
         """The parts "all" (with the codec) and "lm" (without it) with so many slots."""
         clean(self.device)
@@ -113,8 +113,8 @@ class Bench:
                 row |= loop.measure(self.load.seconds, windows) | memory(self.device)
                 row["floor_ms"] = floor_ms(part, self.size, slots, context, self.limits)
                 row["floor_share"] = share(row)
-                if profile:
-                    row["host_profile"] = executor.profile(min(2.0, self.load.seconds))
+                if sampled:
+                    row["host_profile"] = profile(("engine", "codec-stage"), min(2.0, self.load.seconds))
             finally:
                 loop.close()
             found.append(row)
@@ -226,7 +226,7 @@ def main() -> None:
             tell(row)
             save([row])
         for slots in options.slots:
-            save(bench.rows(slots, options.parts, windows, profile=True))
+            save(bench.rows(slots, options.parts, windows, sampled=True))
         for slots in options.reproducible:
             save(bench.rows(slots, ["all"], windows, reproducible=True))
         for slots in options.sweep:

@@ -110,7 +110,7 @@ def soak(size: str, slots: int, count: int, device: torch.device, reproducible: 
         while loop.tally.utterances - before < count and loop.tally.wrong == 0 and time.perf_counter() - began < most_seconds:
             time.sleep(0.25)
             samples.append(sample(loop, device, began))
-        drained = loop.drain(30)
+        drained = loop.drain(30 if device.type == "cuda" else 240)
         gc.collect()
         end = {
             "utterances": loop.tally.utterances - before,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import cProfile
-import pstats
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from pipelines.engine.executor import FrameCodes, FrameExecutor, PendingFrames
 from pipelines.engine.model import FrameSettings, PrefillRun
+
+ROOT = Path(__file__).resolve().parents[1]
 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
@@ -32,9 +34,6 @@ class Watched:
         self._spans: dict[str, list[Span]] = {}
         self._host: dict[str, float] = {}
         self._turns = self._admitted = 0
-        self._profile: cProfile.Profile | None = None
-        self._asked = ""
-        self._answered = threading.Event()
 
     def start(self) -> None:
         self._spans, self._host = {"prefill": [], "frames": []}, {"embed": 0.0, "prefill": 0.0, "frames": 0.0, "wait": 0.0}
@@ -53,40 +52,6 @@ class Watched:
             found["stream_idle"] = 1 - found["stream_prefill"] - found["stream_frames"]
         return {**found, "turns": self._turns, "prefills": len(self._spans["prefill"]), "admitted": self._admitted}
 
-    def profile(self, seconds: float, most: int = 14) -> dict[str, Any]:
-        """What the engine's thread does, by function, over some seconds: share of the time spent in it itself. Profiling slows it down."""
-        turns, began = self._turns, time.perf_counter()
-        self._ask("begin")
-        time.sleep(seconds)
-        self._ask("end")
-        spent, turns = time.perf_counter() - began, self._turns - turns
-        assert self._profile is not None
-        stats: dict[tuple[str, int, str], tuple[int, int, float, float, Any]] = pstats.Stats(self._profile).stats  # type: ignore[attr-defined]
-        found = sorted(stats.items(), key=lambda item: -item[1][2])[:most]
-        return {
-            "seconds": spent,
-            "turns": turns,
-            "functions": [
-                {"function": _named(where), "share": own / spent, "calls_per_turn": calls / max(turns, 1)}
-                for where, (_, calls, own, _, _) in found
-            ],
-        }
-
-    def _ask(self, what: str) -> None:
-        """Has the engine's thread switch its profiler, which only it can; returns when it has."""
-        self._answered.clear()
-        self._asked = what
-        self._answered.wait(60)
-
-    def _answer(self) -> None:
-        if self._asked == "begin":
-            self._profile = cProfile.Profile()
-            self._profile.enable()
-        elif self._profile is not None:
-            self._profile.disable()
-        self._asked = ""
-        self._answered.set()
-
     def embed(self, prompt: object) -> Tensor:
         begin = time.perf_counter()
         found = self._executor.embed(prompt)
@@ -101,8 +66,6 @@ class Watched:
         self._spent("prefill", begin)
 
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
-        if self._asked:
-            self._answer()
         begin, first = time.perf_counter(), self._mark()
         pending = self._executor.frames(slots, count, settings)
         self._between("frames", first)
@@ -129,10 +92,39 @@ class Watched:
             self._spans[name].append((first, last))
 
 
-def _named(where: tuple[str, int, str]) -> str:
-    """A function of a profile, with the last two parts of its file."""
-    file, line, name = where
-    return name if file == "~" else f"{'/'.join(Path(file).parts[-2:])}:{line} {name}"
+def profile(names: Sequence[str], seconds: float, most: int = 12) -> dict[str, Any]:
+    """What threads do, by sampling: for each name, the functions of this project that were seen running, with their share of the samples.
+
+    A function stands for all that it calls outside of the project, waiting included.
+    """
+    threads = {thread.ident: thread.name for thread in threading.enumerate() if thread.name in names}
+    seen: dict[str, dict[str, int]] = {name: {} for name in names}
+    samples, before, until = 0, sys.getswitchinterval(), time.perf_counter() + seconds
+    sys.setswitchinterval(1e-4)  # so that a sample is taken where a thread is, not where it next lets go of the interpreter
+    try:
+        while time.perf_counter() < until:
+            frames = sys._current_frames()
+            for ident, name in threads.items():
+                place = _place(frames.get(ident or 0))
+                seen[name][place] = seen[name].get(place, 0) + 1
+            samples += 1
+            time.sleep(0.001)
+    finally:
+        sys.setswitchinterval(before)
+    found: dict[str, Any] = {"samples": samples, "seconds": seconds}
+    for name, places in seen.items():
+        found[name] = {place: count / samples for place, count in sorted(places.items(), key=lambda item: -item[1])[:most]}
+    return found
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost function of this project in a stack."""
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if ROOT in file.parents and "site-packages" not in file.parts:
+            return f"{file.relative_to(ROOT)} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"
 
 
 class _Waited:

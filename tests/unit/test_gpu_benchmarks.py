@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from benchmarks.gpu_session import Outcome, Step
 from benchmarks.qwen3_tts_bits import differing
 from benchmarks.qwen3_tts_gpu import headlines, share, table
 from benchmarks.qwen3_tts_load import Load, Mark, Tally, rates, thread_seconds
+from benchmarks.watched import profile
 from pipelines.errors import ErrorCode, SynthesisError
 
 H200 = roofline.DEVICES[0]
@@ -88,6 +90,32 @@ def test_threads_are_told_apart() -> None:
 
 
 WHOLE = {"size": "0b6", "part": "all", "slots": 512, "reproducible": False}
+
+
+def test_a_profile_tells_waiting_from_work() -> None:
+    done = threading.Event()
+
+    def wait_for_it() -> None:
+        done.wait()
+
+    def work_on_it() -> None:
+        while not done.is_set():
+            sum(range(100))
+
+    threads = [threading.Thread(target=work, name=name) for work, name in ((wait_for_it, "waiter"), (work_on_it, "worker"))]
+    for thread in threads:
+        thread.start()
+    found = profile(("waiter", "worker", "absent"), 0.1)
+    done.set()
+    for thread in threads:
+        thread.join()
+    (waiter,), (worker,) = found["waiter"], found["worker"]
+    assert waiter == "tests/unit/test_gpu_benchmarks.py wait_for_it"
+    assert worker == "tests/unit/test_gpu_benchmarks.py work_on_it"
+    assert found["worker"][worker] == 1
+    assert found["absent"] == {}
+
+
 ROWS = [
     {"size": "0b6", "part": "reference", "slots": 256, **qwen3_tts_reference.row(256, 50, 5.0, 50.0)},
     {"size": "0b6", "part": "reference", "slots": 512, **qwen3_tts_reference.row(512, 50, 6.0, 50.0)},
