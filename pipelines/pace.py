@@ -11,22 +11,29 @@ import msgspec
 SLACK_SECONDS = 0.5
 
 
-@lru_cache(maxsize=1)
-def _signs() -> tuple[tuple[float, re.Pattern[str]], ...]:
-    """(units beyond the one that every character counts, what counts so). Compiled at first use: `jobs status` needs none.
+_DIGITS, _MARKS = "0123456789", ".!?;:,"
 
-    A digit is read as a word, a mark is a pause, a Chinese character is a syllable, a kana half of one, a Hangul block one.
-    """
-    marks = "[.!?;:,\u2026\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a]+"
+
+@lru_cache(maxsize=1)
+def _foreign_signs() -> tuple[tuple[float, re.Pattern[str]], ...]:
+    """(units beyond the one that every character counts, what counts so). Compiled at first use: `jobs status` needs none."""
+    marks = "[\u2026\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a]"
     ideographs = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
-    signs = ((4.0, r"\d"), (2.0, marks), (2.5, ideographs), (1.5, "[\uac00-\ud7af]"), (1.0, "[\u3040-\u30ff]"))
+    signs = ((2.0, marks), (2.5, ideographs), (1.5, "[\uac00-\ud7af]"), (1.0, "[\u3040-\u30ff]"))
     return tuple([(units, re.compile(sign)) for units, sign in signs])
 
 
 def text_units(text: str) -> float:
-    """Length of a text as it is spoken, in letters of a spaced script: digits and syllabic signs count as several."""
-    signs = _signs()[:2] if text.isascii() else _signs()
-    return len(text) + sum([units * len(sign.findall(text)) for units, sign in signs])
+    """Length of a text as it is spoken, in letters of a spaced script.
+
+    A digit is read as a word and counts five, a mark is a pause and counts three; a Chinese character is a syllable and counts
+    three and a half, a Hangul block two and a half, a kana two.
+    """
+    # Counting is ten times as fast as a pattern, and every item's text is counted.
+    units = len(text) + 4.0 * sum(map(text.count, _DIGITS)) + 2.0 * sum(map(text.count, _MARKS))
+    if not text.isascii():
+        units += sum([extra * len(sign.findall(text)) for extra, sign in _foreign_signs()])
+    return units
 
 
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -29,12 +29,13 @@ def cheap_scores(speech: Speech, quality: Quality, text: str, generation: Genera
     samples, rate = speech.samples, speech.sample_rate
     powers = frame_powers(samples, rate)
     active = active_frames(powers)
+    sounding = int(np.count_nonzero(active))
     values: dict[str, tuple[float, str]] = {
         "ended": (_ended(speech), ""),
         "clipped": (clipped_share(samples), ""),
-        "silence": (1.0 - float(active.mean()), "energy"),
-        "pause": (longest_pause(active) * FRAME_SECONDS, "energy"),
-        "loudness": _loudness(speech, powers, active),
+        "silence": (1.0 - sounding / len(active), "energy"),
+        "pause": (longest_pause(active) * FRAME_SECONDS if sounding < len(active) else 0.0, "energy"),
+        "loudness": _loudness(speech, powers, active, sounding),
     }
     scores = judged(values, quality)
     pace = pace_of(quality.paces, generation.voice, generation.language)
@@ -61,9 +62,10 @@ def clipped_share(samples: NDArray[np.float32]) -> float:
     A flat top betrays clipping at any later gain; of a pure tone no three samples in a row are equal.
     """
     magnitude = np.abs(samples)
-    near = np.flatnonzero(magnitude >= magnitude.max() * _NEAR_PEAK)
-    if len(near) < 3:
+    peak = magnitude.max()
+    if np.count_nonzero(magnitude == peak) < 3:
         return 0.0
+    near = np.flatnonzero(magnitude >= peak * _NEAR_PEAK)
     row = (near[2:] - near[:-2] == 2) & (samples[near[2:]] == samples[near[:-2]]) & (samples[near[1:-1]] == samples[near[:-2]])
     return float(np.count_nonzero(row)) / len(samples)
 
@@ -79,11 +81,11 @@ def _ended(speech: Speech) -> float:
     return 0.0 if "length" in (speech.meta.get("finish"), speech.meta.get("finish_reason")) else 1.0
 
 
-def _loudness(speech: Speech, powers: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[float, str]:
-    """LUFS where the pipeline measured it, else the level of the frames with sound in dBFS."""
+def _loudness(speech: Speech, powers: NDArray[np.float32], active: NDArray[np.bool_], sounding: int) -> tuple[float, str]:
+    """LUFS where the pipeline measured it, else the level of the `sounding` active frames in dBFS."""
     lufs = speech.meta.get("loudness_lufs")
     if isinstance(lufs, float | int) and math.isfinite(lufs):
         return float(lufs), "lufs"
-    if not active.any():
+    if not sounding:
         return _NO_LEVEL, "rms"
-    return 10 * math.log10(float(powers[active].mean())), "rms"
+    return 10 * math.log10(float(powers[active].sum()) / sounding), "rms"
