@@ -18,10 +18,12 @@ install-dev: .venv/.installed-dev
 	$(PIP) --editable '.[s3,postgres]'
 	touch $@
 
-# torch comes first and alone: what already satisfies its pin is kept, whatever build it is.
+# torch comes first and alone: what already satisfies its pin is kept, whatever build it is. DistillMOS comes without torchaudio,
+# which it needs for its own command line only and which has no build for this torch.
 .venv/.installed-dev: pyproject.toml requirements.lock | .venv/bin/python
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps distillmos==0.9.1 xls-r-sqa==0.1.0
 	touch .venv/.installed $@
 
 install-vllm: .venv/.installed-vllm
