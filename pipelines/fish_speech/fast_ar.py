@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,12 @@ from pipelines.fish_speech.weights import FAST, PROJECTIONS, TensorSource, halve
 Choose = Callable[[int, Tensor], Tensor]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm: float32 statistics, cast back, then the weight. x: [n, dim]."""
+def add_norm(x: Tensor, more: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + more, and its RMSNorm: float32 statistics, cast back, then the weight. x, more: [n, dim]."""
+    if more is not None:
+        x = x + more
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    return x, (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -31,6 +35,20 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotates half-split heads in float32. x: [n, heads, head_dim]; cosine, sine: [head_dim / 2], one position for all rows."""
     left, right = x.float().chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """What stands between the matrix products: plain functions, or compiled ones that are a kernel each."""
+
+    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]] = add_norm
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    rotate: Callable[[Tensor, Tensor, Tensor], Tensor] = rotate
+
+    @classmethod
+    def compiled(cls, backend: str = "inductor") -> Pieces:
+        made: list[Any] = [torch.compile(piece, dynamic=True, backend=backend) for piece in (add_norm, swiglu, rotate)]
+        return cls(*made)
 
 
 class FastLayer(nn.Module):
@@ -46,18 +64,31 @@ class FastLayer(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(2 * inner, dim))
         self.down = nn.Parameter(torch.empty(dim, inner))
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, position: int) -> Tensor:
-        """x: [n, dim]; keys, values: [n, kv_heads, positions, head_dim], filled up to `position` and written there."""
+    def forward(
+        self,
+        x: Tensor,
+        more: Tensor | None,
+        pieces: Pieces,
+        rotation: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        position: int,
+    ) -> tuple[Tensor, Tensor]:
+        """x, more: [n, dim], to be added; keys, values: [n, kv_heads, positions, head_dim], filled up to `position` and written there.
+
+        Returns two that are to be added likewise.
+        """
         config = self.config
-        packed = linear(rms_norm(x, self.norm1, config.eps), self.qkv).unflatten(-1, (-1, config.head_dim))
-        query, key, value = packed.split((config.heads, config.kv_heads, config.kv_heads), dim=1)
-        keys[:, :, position] = rotate(key, *rotation)
-        values[:, :, position] = value
+        x, inner = pieces.add_norm(x, more, self.norm1, config.eps)
+        packed = linear(inner, self.qkv).unflatten(-1, (-1, config.head_dim))
+        turned = pieces.rotate(packed[:, : config.heads + config.kv_heads], *rotation)
+        keys[:, :, position] = turned[:, config.heads :]
+        values[:, :, position] = packed[:, config.heads + config.kv_heads :]
         seen = slice(0, position + 1)
-        query = rotate(query, *rotation)[:, :, None]
+        query = turned[:, : config.heads, None]
         attended = scaled_dot_product_attention(query, keys[:, :, seen], values[:, :, seen], enable_gqa=config.heads != config.kv_heads)
-        x = x + linear(attended.flatten(1), self.out)
-        return x + linear(swiglu(linear(rms_norm(x, self.norm2, config.eps), self.gate_up)), self.down)
+        x, inner = pieces.add_norm(x, linear(attended.flatten(1), self.out), self.norm2, config.eps)
+        return x, linear(pieces.swiglu(linear(inner, self.gate_up)), self.down)
 
 
 class FastAr(nn.Module):
@@ -77,6 +108,7 @@ class FastAr(nn.Module):
         self.norm = nn.Parameter(torch.empty(stack.dim))
         self.output = nn.Parameter(torch.empty(stack.vocab, stack.dim))
         cosine, sine = rotary_table(config.codebooks, stack.head_dim, stack.rope_base)
+        self.pieces = Pieces()
         # Not of the state dictionary: rounded values in float32, whatever type the weights have.
         self._tables = (cosine, sine)
         self._caches: dict[int, tuple[Tensor, Tensor]] = {}
@@ -91,11 +123,13 @@ class FastAr(nn.Module):
         for position in range(self.codebooks):
             if position:
                 x = embedding(codes[-1], self.embeddings)
+            more = None
             for index, layer in enumerate(self.layers):
-                x = layer(x, (cosine[position], sine[position]), keys[index], values[index], position)
+                x, more = layer(x, more, self.pieces, (cosine[position], sine[position]), keys[index], values[index], position)
             # What follows the state alone would be code 0 again, which the slow AR has chosen already.
             if position:
-                codes.append(choose(position, linear(rms_norm(x, self.norm, self.config.eps), self.output)))
+                _, last = self.pieces.add_norm(x, more, self.norm, self.config.eps)
+                codes.append(choose(position, linear(last, self.output)))
         return torch.stack(codes, dim=-1)
 
     def _cache(self, rows: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.fast_ar import FastAr
+from pipelines.fish_speech.fast_ar import FastAr, Pieces
 from pipelines.fish_speech.sampling import (
     RETRY_TEMPERATURE,
     RETRY_TOP_P,
@@ -60,8 +60,13 @@ class Rows:
 class FrameMaker:
     """Draws the token, and runs the fast AR for the codes."""
 
-    def __init__(self, config: FishConfig, fast: FastAr, device: torch.device) -> None:
+    def __init__(self, config: FishConfig, fast: FastAr, device: torch.device, compiled: bool = False) -> None:
+        """`compiled`: what stands between the matrix products is compiled to few kernels, as is the noise."""
         self.fast = fast
+        self._noise: Any = uniform_noise
+        if compiled:
+            fast.pieces = Pieces.compiled()
+            self._noise = torch.compile(uniform_noise, dynamic=True)
         self.codebooks = config.codebooks
         self._semantic = config.semantic
         self._size = config.fast.vocab
@@ -71,7 +76,7 @@ class FrameMaker:
         """Tokens int64 [n], as ids of the vocabulary, and codes int64 [n, codebooks]; `ranks`: 0 for all. Noise is that of the seeds."""
         if noise is None:
             widest = ranks or max(rows.logits.shape[1], self._size)
-            uniform = uniform_noise(rows.seeds, rows.frames, self.codebooks + 1, widest)
+            uniform = self._noise(rows.seeds, rows.frames, self.codebooks + 1, widest)
             noise = lambda stream, order: uniform[:, stream, : order.shape[1]]  # noqa: E731
         settings = Settings(rows.temperature, rows.top_p, rows.top_k)
         found = ranked(rows.logits, ranks)

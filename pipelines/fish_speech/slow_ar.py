@@ -44,7 +44,8 @@ class FishState(FrameState):
         self._first = torch.zeros(slots, dtype=torch.int64, device=device)
         self._wide = np.zeros(slots, dtype=bool)
         graphed = not vllm_config.model_config.enforce_eager
-        self._frames = FrameGraphs(FrameMaker(config, model.fast, device), slots, graphed)
+        maker = FrameMaker(config, model.fast, device, compiled=graphed and device.type == "cuda")
+        self._frames = FrameGraphs(maker, slots, graphed)
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """Captures the graphs before vLLM measures the memory that is left."""
