@@ -1,0 +1,36 @@
+"""`python -m benchmarks.random_server FOLDER`: a server of random weights, which end when they like: what did not end counts as done."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipelines.registry import describe, open_pipeline
+from pipelines.serving.options import ServeOptions
+from pipelines.serving.server import Server
+
+
+@click.command()
+@click.argument("model")
+@click.option("--port", default=8000, show_default=True)
+@click.option("--slots", default=256, show_default=True, help="Requests in the engine at once.")
+@click.option("--waiting-room", default=256, show_default=True, help="Requests behind them.")
+@click.option("--option", "given", multiple=True, metavar="NAME=NUMBER", help="Option of the pipeline; may be given more than once.")
+def main(model: str, port: int, slots: int, waiting_room: int, given: tuple[str, ...]) -> None:
+    """Serves until SIGTERM; prints its address first."""
+    options: dict[str, Any] = {name: int(value) for name, _, value in (one.partition("=") for one in given)}
+    card = describe(model)
+    if card.engine != "cpu":
+        options["keep_unfinished"] = True
+    serve = ServeOptions((Path(card.name).name,), slots=slots, waiting_room=waiting_room)
+    server = Server(card, lambda: open_pipeline(model, **options), serve, "127.0.0.1", port)
+    print(server.url)
+    sys.stdout.flush()
+    server.run()
+
+
+if __name__ == "__main__":
+    main()
