@@ -26,11 +26,16 @@ def require_v2(*, whole_module: bool = True) -> None:
     pytest.skip("TRITON IS NOT INSTALLED: tests of vLLM's V2 runner do not run (make install-vllm)", allow_module_level=whole_module)
 
 
+def environment() -> dict[str, str]:
+    """What a process needs so that its engine cores take the V2 runner."""
+    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
 @contextmanager
 def v2_runner() -> Iterator[None]:
     """Engine cores that start inside take the V2 runner; open the host or the pipeline in it, and keep it open while it may start again."""
-    paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
-    wanted = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    wanted = environment()
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     # Our own process only checks its settings; it may have imported vLLM before, for tests of the other runner.

@@ -120,7 +120,8 @@ class Storer:
         return self._queue.qsize() >= self.max_backlog
 
     def submit(self, item: SpeechToStore) -> None:
-        self._queue.put((item, self._stored if item.quality is None else self._checked))
+        checked = item.quality is not None and not _text_only(item.made)
+        self._queue.put((item, self._checked if checked else self._stored))
 
     def close(self) -> None:
         """Stores what was submitted, then ends the threads. What waits for meters is dropped."""
@@ -161,7 +162,8 @@ class Storer:
         """The outcome of an item without quality checks."""
         if isinstance(item.made, NightjarError):
             raise item.made
-        check_speech(item.made)
+        if not _text_only(item.made):
+            check_speech(item.made)
         return Done(item.index, self._artifacts(item, item.made, item.seed, item.draw), item.engine_ms)
 
     def _checked(self, item: SpeechToStore) -> Outcome | None:
@@ -220,8 +222,10 @@ class Storer:
         return Failed(item.index, cast(ErrorCode, record.code), message, history.draws, (artifact,))
 
     def _artifacts(self, item: SpeechToStore, speech: Speech, seed: int, draw: int) -> tuple[Artifact, ...]:
-        """Stores an item's audio, and its text where the model wrote one."""
+        """Stores an item's audio, and its text where the model wrote one; the text alone where nothing else was asked for."""
         job = item.held.lease.job
+        if speech.text_out is not None and _text_only(speech):
+            return (self._store_text(item, speech.text_out, seed, draw),)
         key = audio_key(job.id, item.index, item.example_id, job.spec.format, draw)
         audio = self._store_audio(item, "audio", key, speech, seed)
         return (audio,) if speech.text_out is None else (audio, self._store_text(item, speech.text_out, seed, draw))
@@ -270,6 +274,11 @@ class Storer:
 def _reference(request: SynthesisRequest) -> bytes | None:
     """The encoded file of the voice that a request clones."""
     return next((message.content for message in request.messages if isinstance(message.content, bytes)), None)
+
+
+def _text_only(made: Speech | NightjarError) -> bool:
+    """Whether no audio was asked for."""
+    return isinstance(made, Speech) and made.text_out is not None and made.meta.get("mode") == "text_only"
 
 
 def _measure(store: ObjectStore, key: str) -> tuple[int, int]:

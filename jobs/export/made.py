@@ -27,6 +27,8 @@ class MadeItem(msgspec.Struct, frozen=True):
     dialogue: msgspec.Raw
     #: Place of a message -> key of its reference audio.
     references: Mapping[int, str] = {}
+    #: The text that the model wrote before its audio, where it writes text.
+    text_out: str | None = None
 
     @property
     def seconds(self) -> float:
@@ -86,6 +88,8 @@ class MadeItems:
         wanted: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._rows = ledger.items(job_id, after=after)
+        self._texts = ledger.artifact_keys(job_id, "text")
+        self._text = next(self._texts, None)
         self._inputs = ledger.shard_inputs(job_id)
         self._store = store
         self._last = last
@@ -108,7 +112,14 @@ class MadeItems:
             if self._inputs[row.shard_no] != loaded:
                 loaded = self._inputs[row.shard_no]
                 lines = {line.index: (line.dialogue, line.references) for line in read_raw_shard(self._store, *loaded)}
-            yield MadeItem(row.example_id, artifact, *lines[row.index])
+            yield MadeItem(row.example_id, artifact, *lines[row.index], self._text_of(row.index))
+
+    def _text_of(self, index: int) -> str | None:
+        while self._text is not None and self._text[0] < index:
+            self._text = next(self._texts, None)
+        if self._text is None or self._text[0] != index:
+            return None
+        return self._store.get(self._text[1]).decode()
 
 
 def _speaker(job: Job, item: MadeItem, voice: str | None) -> str:

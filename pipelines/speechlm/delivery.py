@@ -22,6 +22,8 @@ from pipelines.speechlm.prompt import TextCoder
 from pipelines.vllm_engine.host import Receiver
 from pipelines.vllm_engine.options import TokenRequest, Tokens
 
+#: Characters of the text that an error without audio quotes.
+_QUOTED = 2000
 #: Times that a pair is asked for again when it broke.
 _REDOS = 3
 
@@ -126,7 +128,8 @@ class Talker(Utterer[None]):
             return
         frames = np.zeros((0, order.config.streams), np.int64) if answer.rows is None else deinterleave(answer.rows)
         if not len(frames):
-            raise NoAudioError(_why(answer), "Try another seed, or a prompt that asks for audio.", text)
+            message = f"{_why(answer)} It wrote: {text[:_QUOTED]!r}."
+            raise NoAudioError(message, "Try another seed, or a prompt that asks for audio.", text)
         finish = "length" if answer.end == "length" else "stop"
         order.check_end(finish, len(frames))
         self.utter(Uttered(frames, finish, text_out=text))
