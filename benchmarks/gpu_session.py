@@ -78,7 +78,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("throughput 0.6B", "speed", small, 250),
         Step("soak", "speed", soak, 80),
         Step("throughput 1.7B", "speed", large, 140, gpu_only=True),
-        Step("plots", "speed", ("benchmarks.plots", str(out / "qwen3_tts.json")), 20),
+        Step("plots", "speed", ("benchmarks.plots", str(out / "qwen3_tts.json"), str(out / "qwen3_tts_1b7.json")), 20),
     ]
 
 

@@ -105,6 +105,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="+", type=Path, help="JSON files; each plot is written beside its file")
     for path in parser.parse_args().results:
+        if not path.exists():
+            print(f"{path} is not there")
+            continue
         path.with_suffix(".svg").write_text(plot(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
 
 

@@ -171,7 +171,7 @@ def headlines(rows: Sequence[dict[str, Any]]) -> list[str]:
             best, other = max(free.values()), max(row["audio_s_per_s"] for row in theirs)
             lines.append(f"{size}: {best:,.0f} audio-s/s, the reference at its best batch {other:,.0f}: {best / other:.1f} times")
         for row in ours:
-            if row["reproducible"] and row["slots"] in free:
+            if row["reproducible"] and free.get(row["slots"]):
                 lines.append(f"{size}, {row['slots']} slots: reproducible mode keeps {row['audio_s_per_s'] / free[row['slots']]:.0%}")
     return lines
 
@@ -211,7 +211,8 @@ def main() -> None:
             options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     if options.reference and options.reference.exists():
-        save(json.loads(options.reference.read_text(encoding="utf-8"))["rows"])
+        known = json.loads(options.reference.read_text(encoding="utf-8"))["rows"]
+        save([row for row in known if row["size"] in sizes])
     for size in sizes:
         bench = Bench(size, device, decoder, load)
         if options.codec and size == sizes[0]:

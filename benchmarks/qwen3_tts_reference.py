@@ -288,6 +288,7 @@ def main() -> int:
     device = torch.device(options.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.backends.cudnn.benchmark = True
+    torch.set_num_threads(1)  # the loop is bound by launches, and tiny models by the hand-over between threads
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     result: dict[str, Any] = {"commit": os.environ.get("NIGHTJAR_COMMIT", ""), "device": name, "torch": torch.__version__,
                               "transformers": transformers.__version__, "rows": []}  # fmt: skip
