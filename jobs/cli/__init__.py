@@ -37,6 +37,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "verify": ("verify", "verify", "Check a job's objects, and make some of its items again."),
     "serve": ("serve", "serve", "Serve a model over HTTP, as OpenAI's API does."),
     "evaluate": ("evaluate", "evaluate", "Ask a server every dialogue of a file, and keep its answers."),
+    "calibrate": ("calibrate", "calibrate", "Learn from a job how long its voices' speech is."),
     "models": ("models", "models", "List the models, or show one."),
     "doctor": ("doctor", "doctor", "Check that everything a job needs is there."),
     "db": ("admin", "db", "Set up the ledger's schema."),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from jobs.calibrate import as_toml, fit
 from jobs.ledger.records import JobSpec, Score
 from jobs.quality import PRESETS, Bound, Option, Quality, quality_of
 from jobs.spec import frozen_spec, spec_sha
@@ -302,3 +303,32 @@ class TestMeters:
         process._timeout_seconds = 60  # pyright: ignore[reportPrivateUsage]
         assert process.measure({}, sample) == {}
         process.close()
+
+
+class TestCalibration:
+    def lengths(self, count: int, bad: int = 0) -> list[tuple[bytes, float, float]]:
+        chance = np.random.default_rng(1)
+        units = chance.uniform(20, 120, count)
+        seconds = (0.3 + 0.06 * units) * chance.uniform(0.9, 1.1, count)
+        seconds[:bad] *= 4
+        return [(bytes([n % 256]), float(u), float(s)) for n, (u, s) in enumerate(zip(units, seconds))]
+
+    def test_a_fifth_of_bad_items_hardly_moves_the_line(self) -> None:
+        clean, soiled = fit(self.lengths(300)), fit(self.lengths(300, bad=60), "anna", "English")
+        for pace in (clean, soiled):
+            assert pace.expected_seconds("x" * 70) == pytest.approx(4.5, rel=0.15)
+        assert 0.7 < clean.low < 0.85
+        assert 1.15 < clean.high < 1.35
+        assert (soiled.voice, soiled.language) == ("anna", "English")
+
+    def test_texts_of_one_length_still_give_a_pace(self) -> None:
+        pace = fit([(b"", 50.0, 3.0), (b"", 50.0, 3.1), (b"", 50.0, 2.9)])
+        assert pace.expected_seconds("x" * 50) == pytest.approx(3.0)
+
+    def test_what_is_printed_is_a_config(self, tmp_path: Path) -> None:
+        paces = (fit(self.lengths(50), 'a "quoted" voice'), fit(self.lengths(50)))
+        path = tmp_path / "qa.toml"
+        path.write_text(as_toml(paces))
+        quality = quality_of("basic", path)
+        assert quality is not None
+        assert quality.paces == paces

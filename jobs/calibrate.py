@@ -1,0 +1,87 @@
+"""How long a voice's speech is, learned from a job that is done: the paces of later jobs' quality checks."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from jobs.dialogue import Dialogue, spoken_text
+from jobs.export.made import MadeItems
+from jobs.ledger.records import Job
+from jobs.store.base import ObjectStore
+from pipelines.errors import ErrorCode, NotFoundError
+from pipelines.pace import Pace, text_units
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+
+#: A voice with fewer items has no pace of its own.
+LEAST_ITEMS = 30
+#: Of one voice; more items would change little and cost the square of their number.
+MOST_ITEMS = 1000
+#: The bounds leave out this share of the items at each end, and then widen by `_MARGIN`.
+_TAIL, _MARGIN = 0.005, 0.15
+
+#: (hash, text's units, seconds)
+_Length = tuple[bytes, float, float]
+_decode = msgspec.json.Decoder(Dialogue).decode
+
+
+def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, ...]:
+    """The paces of a job's voices and languages, those with most items first, and last one for all others.
+
+    Items are chosen by a hash of their id, so the same job gives the same paces. Raises `NotFoundError` for a job with fewer
+    than `LEAST_ITEMS` made items.
+    """
+    lengths: dict[tuple[str, str], list[_Length]] = defaultdict(list)
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    for item in MadeItems(ledger, store, job.id):
+        dialogue = _decode(item.dialogue)
+        generation = dialogue.generation.over(job.spec.generation) if dialogue.generation else job.spec.generation
+        text = spoken_text(dialogue.typed_messages())
+        length = (hashlib.blake2b(item.example_id.encode(), digest_size=8).digest(), text_units(text), item.seconds)
+        for voice in {(generation.voice or "", generation.language or ""), ("", "")}:
+            counts[voice] += 1
+            heapq.heappush(lengths[voice], length)
+            if len(lengths[voice]) > MOST_ITEMS:
+                heapq.heappop(lengths[voice])
+    if counts["", ""] < LEAST_ITEMS:
+        raise NotFoundError(
+            ErrorCode.LEDGER_NOT_FOUND,
+            f"Job {job.id} has {counts['', '']} made items; a pace needs {LEAST_ITEMS}.",
+            "Calibrate on a larger job of the same model.",
+        )
+    order = sorted(counts, key=lambda voice: (voice == ("", ""), -counts[voice], voice))
+    return tuple([fit(lengths[voice], *voice) for voice in order if counts[voice] >= LEAST_ITEMS])
+
+
+def fit(lengths: list[_Length], voice: str = "", language: str = "") -> Pace:
+    """The pace of these lengths: the line after Theil and Sen, which a few bad items hardly move."""
+    from scipy.stats import theilslopes
+
+    line: Any
+    units, seconds = np.array([length[1:] for length in sorted(lengths)]).T
+    if np.ptp(units) == 0:
+        slope, base = float(np.median(seconds) / max(units[0], 1.0)), 0.0
+    else:
+        line = theilslopes(seconds, units)
+        slope, base = float(line[0]), float(line[1])
+    if slope <= 0 or base < 0:
+        slope, base = float(np.median(seconds / np.maximum(units, 1.0))), 0.0
+    low, high = np.quantile(seconds / (base + slope * units), [_TAIL, 1 - _TAIL])
+    return Pace(
+        round(base, 4), round(slope, 6), round(float(low) * (1 - _MARGIN), 3), round(float(high) * (1 + _MARGIN), 3),
+        voice=voice, language=language,
+    )  # fmt: skip
+
+
+def as_toml(paces: tuple[Pace, ...]) -> str:
+    """The paces as a part of a quality config."""
+    tables = [["[[paces]]", *(f"{name} = {json.dumps(value)}" for name, value in msgspec.structs.asdict(pace).items())] for pace in paces]
+    return "\n\n".join("\n".join(table) for table in tables)
