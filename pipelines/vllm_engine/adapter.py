@@ -126,6 +126,8 @@ class _MomentLogger(StatLoggerBase):
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
         if scheduler_stats is not None:
+            self._moment.steps += 1
+            self._moment.sequence_steps += scheduler_stats.num_running_reqs
             self._moment.running = scheduler_stats.num_running_reqs
             self._moment.waiting = scheduler_stats.num_waiting_reqs
             self._moment.kv_use = scheduler_stats.kv_cache_usage

@@ -99,5 +99,7 @@ class EngineMoment:
     waiting: int = 0
     kv_use: float = 0.0
     tokens: int = 0
-    #: Requests that lost their place to others, since the start.
+    #: Since the start: requests that lost their place to others, steps, and the sequences that ran in all of them together.
     preemptions: int = 0
+    steps: int = 0
+    sequence_steps: int = 0

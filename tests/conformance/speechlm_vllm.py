@@ -93,6 +93,7 @@ class Opened:
             try:
                 ids, rows = heard.result(SECONDS)
                 self.golden.check_written(case, ids, rows)
+                assert not heard.redone, f"its pair broke {heard.redone} times"
             except AssertionError as error:
                 problems.append(f"{case['id']}: {error}")
         assert not problems, "; ".join(problems)

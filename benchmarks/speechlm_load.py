@@ -1,0 +1,169 @@
+"""What both SpeechLM benchmarks share: a checkpoint's shape without weights, and requests of fixed lengths with their guided audio."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from pipelines.errors import NightjarError
+from pipelines.speechlm.config import SpeechLmConfig
+from pipelines.speechlm.lm import Draw, Script
+from pipelines.vllm_engine.host import VllmHost
+from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP
+from pipelines.vllm_engine.options import TokenRequest, Tokens
+
+GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "speechlm" / "checkpoint"
+#: `text_config` and offsets as published (speechlm-qwen3-8b).
+PUBLISHED_TEXT = {
+    "vocab_size": 160_392,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+}
+PUBLISHED = {
+    "vocab_size": 160_392,
+    "hidden_size": 4096,
+    "codec_base_offset": 152_192,
+    "codec_layer_size": 1025,
+    "text_token_offset": 256,
+    "text_token_end": 152_192,
+    "adaptor_input_dim": 2048,
+}
+
+
+def write_shape(folder: Path, published: bool) -> SpeechLmConfig:
+    """A folder with config.json alone: of the published size, or of the golden checkpoint's with heads that a CPU knows."""
+    content: dict[str, Any] = json.loads((GOLDEN / "config.json").read_text(encoding="utf-8"))
+    content |= PUBLISHED if published else {}
+    content["text_config"] |= PUBLISHED_TEXT if published else {"head_dim": 32}
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
+    return SpeechLmConfig.from_folder(folder)
+
+
+def make_plugin_known(folder: Path) -> None:
+    """Lets vLLM's own processes find our models where the package is not installed, as on a machine that has only a checkout."""
+    if any(entry.name == PLUGIN for entry in entry_points(group=PLUGIN_GROUP)):
+        return
+    info = folder / "nightjar_bench-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: nightjar-bench\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\n{PLUGIN} = pipelines.vllm_engine.plugin:register\n")
+    places = [str(folder), str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(places)
+    sys.path.insert(0, str(folder))
+
+
+@dataclass
+class Load:
+    """Requests of one kind: `text` steps, then `rows` of audio, guided when cfg is above 1."""
+
+    name: str
+    requests: int
+    prompt: int
+    text: int
+    rows: int
+    cfg: float = 1.0
+
+
+@dataclass
+class _Talk:
+    """One request's receiver: text first, then audio of its own, both of fixed lengths."""
+
+    load: Load
+    config: SpeechLmConfig
+    host: VllmHost
+    script: Script
+    done: threading.Semaphore
+    broken: list[int] = field(default_factory=list[int])
+    failures: list[str] = field(default_factory=list[str])
+    pair: bool = False
+    streamed: bool = False
+
+    def start(self) -> None:
+        if not self.load.text:
+            self._ask_for_audio([])
+            return
+        request = self.script.first_request(self.config)
+        self.host.submit(_fixed(request, self.load.text, ()), self)
+
+    def tokens(self, *_: Any) -> None: ...
+
+    def finished(self, tokens: Tokens) -> None:
+        if not self.pair and self.load.rows:
+            self._ask_for_audio(list(tokens.ids))
+            return
+        if self.pair and tokens.finish == "stop":
+            self.broken.append(1)
+        self.done.release()
+
+    def failed(self, error: NightjarError) -> None:
+        self.failures.append(str(error))
+        self.done.release()
+
+    def _ask_for_audio(self, written: Sequence[int]) -> None:
+        self.pair = True
+        request = self.script.audio_pair(self.config, written, self.script.request_id)
+        request = _fixed(request, self.load.rows, (self.config.specials.pad,))
+        if not self.script.guided:
+            extra = {key: value for key, value in request.extra.items() if key not in ("pair", "part", "scale")}
+            request = replace(request, shadow=None, extra=extra)
+        self.host.submit(request, self)
+
+
+def _fixed(request: TokenRequest, steps: int, stops: tuple[int, ...]) -> TokenRequest:
+    """The request with exactly so many steps, unless its pair breaks."""
+
+    def cut(one: TokenRequest) -> TokenRequest:
+        sampling = replace(one.sampling, max_tokens=steps, stop_ids=stops, ignore_end=True)
+        return replace(one, sampling=sampling, extra={**one.extra, "min_rows": 1 << 20})
+
+    made = cut(request)
+    return made if request.shadow is None else replace(made, shadow=cut(request.shadow))
+
+
+def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
+    """Runs a load to its end; tokens are stream-0 steps of the requests themselves, without null branches."""
+    done = threading.Semaphore(0)
+    draw = Draw(0.8, 20)
+    span = config.text_end - config.text_start
+    talks = []
+    for number in range(load.requests):
+        prompt = [config.specials.bos, *((config.text_start + (number * 7919 + n * 104_729) % span) for n in range(load.prompt - 1))]
+        script = Script(f"{load.name}-{number}", prompt, 1 << 20, number, Draw(0.6, 20), draw, load.rows > 0, load.cfg)
+        talks.append(_Talk(load, config, host, script, done))
+    moment = host._moment
+    steps, sequences, preempted = moment.steps, moment.sequence_steps, moment.preemptions
+    begin = time.perf_counter()
+    threading.Thread(target=lambda: [talk.start() for talk in talks], daemon=True).start()
+    for _ in talks:
+        done.acquire()
+    seconds = time.perf_counter() - begin
+    failures = [failure for talk in talks for failure in talk.failures]
+    tokens = load.requests * (load.text + load.rows)
+    return {
+        "load": load.name,
+        "requests": load.requests,
+        "prompt": load.prompt,
+        "text": load.text,
+        "rows": load.rows,
+        "cfg": load.cfg,
+        "tokens_per_s": tokens / seconds,
+        "seconds": seconds,
+        "engine_steps": moment.steps - steps,
+        "sequence_steps": moment.sequence_steps - sequences,
+        "preemptions": moment.preemptions - preempted,
+        "broken_pairs": sum(len(talk.broken) for talk in talks),
+        "failures": failures[:5],
+    }
