@@ -53,7 +53,7 @@ class Outcome:
 
 
 def steps(device: str, tiny: bool, out: Path) -> list[Step]:
-    """All steps in order. `check` proves the kernels and the modes, `speed` gives the table."""
+    """All steps in order. `check` proves the kernels and the modes, `speed` gives the table, `tune` tries other choices."""
     common = ("--device", device, *(["--tiny"] if tiny else []))
     golden = ("qwen3_tts", "tests/golden/qwen3_tts", "--device", device)
     tests = ("pytest", "-m", "gpu", "tests/gpu", "-q", "-rs", "--timeout=150", "--durations=8")
@@ -64,6 +64,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
     throughput = ("benchmarks.qwen3_tts_gpu", *common, "--seconds", "2.5", "--reference", str(out / "reference.json"))
     small = (*throughput, "--sizes", "0b6", "--codec", *slots, *more, "--json", str(out / "qwen3_tts.json"))
     large = (*throughput, "--sizes", "1b7", *slots, "--reproducible", "512", "--json", str(out / "qwen3_tts_1b7.json"))
+    sooner = (*throughput, "--sizes", "0b6", "--slots", "4" if tiny else "512", "--parts", "all", "--admit-turns", "2")
     soak = ("benchmarks.qwen3_tts_soak", *common, "--count", "20" if tiny else "10000", "--json", str(out / "soak.json"))
     bits = ("benchmarks.qwen3_tts_bits", *common, "--json", str(out / "bits.json"))
     reference = ("benchmarks.qwen3_tts_reference", *common, "--golden", "tests/golden/qwen3_tts", "--json", str(out / "reference.json"))
@@ -79,6 +80,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("soak", "speed", soak, 80),
         Step("throughput 1.7B", "speed", large, 140, gpu_only=True),
         Step("plots", "speed", ("benchmarks.plots", str(out / "qwen3_tts.json"), str(out / "qwen3_tts_1b7.json")), 20),
+        Step("newcomers sooner", "tune", (*sooner, "--json", str(out / "sooner.json")), 70),
     ]
 
 
@@ -149,7 +151,7 @@ def frame_lines(result: dict[str, Any]) -> list[str]:
 def summary(out: Path) -> list[str]:
     """The short table of what is in the folder."""
     lines: list[str] = []
-    for name in ("qwen3_tts.json", "qwen3_tts_1b7.json"):
+    for name in ("qwen3_tts.json", "qwen3_tts_1b7.json", "sooner.json"):
         if rows := read(out / name).get("rows"):
             lines += [table(rows), *headlines(rows)]
     lines += frame_lines(read(out / "lm_gpu.json"))
@@ -170,7 +172,7 @@ def summary(out: Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder for every result")
-    parser.add_argument("--steps", nargs="*", default=[], help="groups (check, speed) or names of steps; all without")
+    parser.add_argument("--steps", nargs="*", default=[], help="groups (check, speed, tune) or names of steps; all without")
     parser.add_argument("--minutes", type=float, default=9.0, help="minutes for everything")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try every step on a CPU")

@@ -85,6 +85,8 @@ class Bench:
 
     def __init__(self, size: str, device: torch.device, decoder: CodecDecoder, load: Load) -> None:
         self.size, self.device, self.decoder, self.load = size, device, decoder, load
+        #: Options of the engine that are not its own choice, to try others.
+        self.overrides: dict[str, int] = {}
         self.limits = device_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.model: Qwen3TTSModel = random_model(size, device, dtype, MAX_CONTEXT, ends=True)
@@ -95,6 +97,7 @@ class Bench:
         """The parts "all" (with the codec) and "lm" (without it) with so many slots."""
         clean(self.device)
         options = engine_options(self.model, slots, slots * -(-self.load.positions // PAGE_SIZE), PAGE_SIZE, MAX_CONTEXT)
+        options = replace(options, **self.overrides)
         began = time.perf_counter()
         on_cpu = self.device.type == "cpu"
         executor = Watched(open_executor(self.model, options, reproducible=reproducible and not on_cpu))
@@ -108,7 +111,14 @@ class Bench:
             loop = ClosedLoop(executor, options, pool, decoder if part == "all" else None)
             try:
                 settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
-                row = {"size": self.size, "part": part, "slots": slots, "frames_per_turn": options.frames_per_turn, "settled": settled}
+                row = {
+                    "size": self.size,
+                    "part": part,
+                    "slots": slots,
+                    "frames_per_turn": options.frames_per_turn,
+                    "admit_turns": options.admit_turns,
+                    "settled": settled,
+                }
                 row |= {"reproducible": reproducible, "open_s": opened, "context": context}
                 row |= loop.measure(self.load.seconds, windows) | memory(self.device)
                 row["floor_ms"] = floor_ms(part, self.size, slots, context, self.limits)
@@ -186,6 +196,8 @@ def main() -> None:
     parser.add_argument("--reproducible", nargs="*", type=int, default=[], help="numbers of slots for the whole in reproducible mode")
     parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each window")
     parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--turns", type=int, help="frames a scheduling turn, instead of the engine's choice")
+    parser.add_argument("--admit-turns", type=int, help="turns that newcomers may wait for company, instead of the engine's choice")
     parser.add_argument("--codec", action="store_true", help="measure the codec alone first")
     parser.add_argument("--reference", type=Path, help="JSON of the reference implementation's rows")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes and short utterances, to try this on a CPU")
@@ -215,6 +227,8 @@ def main() -> None:
         save([row for row in known if row["size"] in sizes])
     for size in sizes:
         bench = Bench(size, device, decoder, load)
+        chosen = {"frames_per_turn": options.turns, "admit_turns": options.admit_turns}
+        bench.overrides = {name: value for name, value in chosen.items() if value is not None}
         if options.codec and size == sizes[0]:
             row = {
                 "part": "codec",

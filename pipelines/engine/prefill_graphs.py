@@ -16,7 +16,7 @@ from pipelines.engine.model import PrefillRun
 from pipelines.engine.state import SlotState
 
 #: (prompts, pages of new positions, pages before them) that a graph is captured for, by pages, then prompts.
-SHAPES = ((8, 1, 0), (32, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
+SHAPES = ((8, 1, 0), (16, 1, 0), (32, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
 
 #: Which prompts share a replay: as many as fit the best shape ("free"), or those that fit the one shape that chunks of their size and
 #: place always meet ("fixed"), or none ("alone").
