@@ -34,3 +34,11 @@ def espnet_line(job: Job, item: MadeItem, where: str) -> bytes:
     messages[first : position + 1] = answer
     line["messages"] = msgspec.Raw(msgspec.json.encode(messages))
     return msgspec.json.encode(line) + b"\n"
+
+
+def espnet_text_line(dialogue: msgspec.Raw, text: str) -> bytes:
+    """The line of an item whose answer is text alone, with that answer at its end: all messages of the line were asked."""
+    line = _decode(dialogue)
+    messages = [*_decode_messages(line["messages"]), ["assistant", "text", text]]
+    line["messages"] = msgspec.Raw(msgspec.json.encode(messages))
+    return msgspec.json.encode(line) + b"\n"

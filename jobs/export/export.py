@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from jobs.export.audio import AudioPlace
 from jobs.export.card import dataset_card
-from jobs.export.espnet import espnet_line
+from jobs.export.espnet import espnet_line, espnet_text_line
 from jobs.export.espnet_dataset import write_espnet_dataset
 from jobs.export.files import PartFiles
 from jobs.export.folder import FolderExport, FolderFormat
 from jobs.export.kaldi import write_kaldi
 from jobs.export.lhotse import write_lhotse, write_shar
-from jobs.export.made import MadeItem, MadeItems
+from jobs.export.made import MadeItem, MadeItems, written_items
 from jobs.export.manifest import manifest_line
 from jobs.export.nemo import nemo_line
 from jobs.export.openai_batch import openai_batch_line, openai_error_line
@@ -116,6 +116,9 @@ class _Lines:
         self, ledger: Ledger, store: ObjectStore, job: Job, line: Callable[[Job, MadeItem, str], bytes], audio_root: Path | None
     ) -> None:
         self._items = MadeItems(ledger, store, job.id)
+        #: Answers that are text alone, for the format that holds them.
+        self._texts = written_items(ledger, store, job.id) if line is espnet_line else ()
+        self._written = 0
         self._store = store
         self._job = job
         self._line = line
@@ -124,13 +127,17 @@ class _Lines:
 
     @property
     def left_out(self) -> int:
-        return self._items.left_out
+        return self._items.left_out - self._written
 
     def __iter__(self) -> Iterator[bytes]:
         with AudioPlace(self._store, self._audio_root) as place:
             for item, where in place.located(self._items):
                 self.count += 1
                 yield self._line(self._job, item, where)
+        for dialogue, text in self._texts:
+            self.count += 1
+            self._written += 1
+            yield espnet_text_line(dialogue, text)
 
 
 class _ErrorLines:

@@ -122,6 +122,21 @@ class MadeItems:
         return self._store.get(self._text[1]).decode()
 
 
+def written_items(ledger: Ledger, store: ObjectStore, job_id: str) -> Iterator[tuple[msgspec.Raw, str]]:
+    """The lines of items whose answer is text alone, each with that text, in index order."""
+    texts = dict(ledger.artifact_keys(job_id, "text"))
+    inputs = ledger.shard_inputs(job_id)
+    loaded = ("", "")
+    lines: dict[int, msgspec.Raw] = {}
+    for row in ledger.items(job_id) if texts else ():
+        if row.state is not ItemState.DONE or row.artifact is not None or row.index not in texts:
+            continue
+        if inputs[row.shard_no] != loaded:
+            loaded = inputs[row.shard_no]
+            lines = {line.index: line.dialogue for line in read_raw_shard(store, *loaded)}
+        yield lines[row.index], store.get(texts[row.index]).decode()
+
+
 def _speaker(job: Job, item: MadeItem, voice: str | None) -> str:
     if voice and voice.strip():
         return voice.strip()
