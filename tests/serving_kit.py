@@ -49,7 +49,7 @@ class Running:
 
     def stop(self) -> None:
         self.server.stop()
-        self._thread.join(30)
+        self._thread.join(300)
         assert not self._thread.is_alive(), "the server did not end"
         self.http.close()
 

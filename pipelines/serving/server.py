@@ -20,6 +20,8 @@ from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
 
 _BACKLOG = 2048
+#: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is being closed.
+_KEEP_ALIVE_SECONDS = 75
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -40,6 +42,7 @@ class Server:
             ws="none",
             loop="asyncio",
             backlog=_BACKLOG,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=options.drain_seconds,  # pyright: ignore[reportArgumentType]
         )
         self._uvicorn = _Uvicorn(config, self._gate)
