@@ -19,6 +19,8 @@ from pipelines.errors import ErrorCode, NotFoundError
 from pipelines.pace import Pace, text_units
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from jobs.ledger import Ledger
 
 #: A voice with fewer items has no pace of its own.
@@ -27,6 +29,8 @@ LEAST_ITEMS = 30
 MOST_ITEMS = 1000
 #: The bounds leave out this share of the items at each end, and then widen by `_MARGIN`.
 _TAIL, _MARGIN = 0.005, 0.15
+#: Speech this many times too long or too short is a fault, not a slow voice.
+_OUTLIER = 1.6
 
 #: (hash, text's units, seconds)
 _Length = tuple[bytes, float, float]
@@ -62,23 +66,31 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
 
 
 def fit(lengths: list[_Length], voice: str = "", language: str = "") -> Pace:
-    """The pace of these lengths: the line after Theil and Sen, which a few bad items hardly move."""
-    from scipy.stats import theilslopes
-
-    line: Any
+    """The pace of these lengths: the line after Theil and Sen, drawn again without those that are `_OUTLIER` times off it."""
     units, seconds = np.array([length[1:] for length in sorted(lengths)]).T
-    if np.ptp(units) == 0:
-        slope, base = float(np.median(seconds) / max(units[0], 1.0)), 0.0
-    else:
-        line = theilslopes(seconds, units)
-        slope, base = float(line[0]), float(line[1])
-    if slope <= 0 or base < 0:
-        slope, base = float(np.median(seconds / np.maximum(units, 1.0))), 0.0
+    base, slope = _line(units, seconds)
+    ratio = seconds / (base + slope * units)
+    ratio = ratio / np.median(ratio)
+    usual = (ratio < _OUTLIER) & (ratio > 1 / _OUTLIER)
+    units, seconds = units[usual], seconds[usual]
+    base, slope = _line(units, seconds)
     low, high = np.quantile(seconds / (base + slope * units), [_TAIL, 1 - _TAIL])
     return Pace(
         round(base, 4), round(slope, 6), round(float(low) * (1 - _MARGIN), 3), round(float(high) * (1 + _MARGIN), 3),
         voice=voice, language=language,
     )  # fmt: skip
+
+
+def _line(units: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
+    """(base, slope), neither negative. `units`, `seconds`: [items]."""
+    from scipy.stats import theilslopes
+
+    if np.ptp(units) > 0:
+        line: Any = theilslopes(seconds, units)
+        slope, base = float(line[0]), float(line[1])
+        if slope > 0 and base >= 0:
+            return base, slope
+    return 0.0, float(np.median(seconds / np.maximum(units, 1.0)))
 
 
 def as_toml(paces: tuple[Pace, ...]) -> str:
