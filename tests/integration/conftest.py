@@ -1,4 +1,4 @@
-"""A migrated, empty ledger on each database."""
+"""A migrated, empty ledger on each database, and a folder with a job submitted by the command."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jobs.ledger import Ledger
+from tests.cli_kit import LINE, call
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -21,3 +22,18 @@ def ledger(ledger_url: str) -> Iterator[Ledger]:
     ledger.migrate()
     yield ledger
     ledger.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in.jsonl").write_text(LINE % ("a", "Good morning.") + LINE % ("b", "Good night.") + "broken\n")
+    return tmp_path
+
+
+@pytest.fixture
+def submitted(folder: Path, valkey_url: str) -> tuple[Path, str, str]:
+    """A folder with a submitted job that no worker runs: (folder, broker, job)."""
+    done = call(folder, "submit", "in.jsonl", "-q", "--name", "first", SPEECH_BROKER_URL=valkey_url)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return folder, valkey_url, done.stdout.strip()
