@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import gpu_session, plots, qwen3_tts_reference, qwen3_tts_soak, roofline
 from benchmarks.gpu_session import Outcome, Step
 from benchmarks.qwen3_tts_bits import differing
-from benchmarks.qwen3_tts_gpu import headlines, share, table
+from benchmarks.qwen3_tts_gpu import TINY_CODEC, codec_alone, headlines, open_decoder, share, table
 from benchmarks.qwen3_tts_load import Load, Mark, Tally, rates, thread_seconds
 from benchmarks.watched import profile
 from pipelines.errors import ErrorCode, SynthesisError
@@ -261,3 +262,12 @@ def test_summary_of_a_folder(tmp_path: Path) -> None:
     shown = "\n".join(gpu_session.summary(tmp_path))
     assert "5.55 ms     1.88    34%" in shown
     assert "same bits: False for 9 requests {'differ_alone': 1}" in shown
+
+
+def test_the_codec_alone_is_measured_through_its_stage() -> None:
+    decoder = open_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
+    pool = [(None, frames) for frames in (3, 5, 2)]
+    found = codec_alone(decoder, pool, 0.05, at_once=2)  # type: ignore[arg-type]
+    assert found["wrong_lengths"] == 0
+    assert found["us_per_frame"] == pytest.approx(1e6 / found["frames_per_s"])
+    assert found["audio_s_per_s"] > 0
