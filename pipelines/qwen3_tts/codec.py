@@ -15,6 +15,7 @@ from torch.nn.functional import embedding, linear, pad
 from kernels.transfer import to_device
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint
+from pipelines.nn.codec_fused import FusedStack
 from pipelines.qwen3_tts.codec_batches import FIXED_ROWS, alike, cheapest, round_up
 from pipelines.qwen3_tts.codec_blocks import (
     CausalConv,
@@ -29,7 +30,6 @@ from pipelines.qwen3_tts.codec_blocks import (
 )
 from pipelines.qwen3_tts.codec_config import CodecConfig, CodecDecoderConfig
 from pipelines.qwen3_tts.codec_encoder import CodecEncoder
-from pipelines.qwen3_tts.codec_fused import FusedStack
 
 PRE_CONV_KERNEL = 3
 USAGE_FLOOR = 1e-5
