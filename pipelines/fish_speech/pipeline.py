@@ -10,7 +10,7 @@ from pipelines.delivery.tokens import TokenUtterer, token_sampling
 from pipelines.engine.codec_stage import CodecStage
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.card import CAPABILITIES
-from pipelines.fish_speech.codec import Codec, load_codec
+from pipelines.fish_speech.codec import Codec, CodecDecoder, CodecState, load_codec
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.course import Course, TurnEngine
 from pipelines.fish_speech.delivery import FishOrder, FishStreamer
@@ -29,7 +29,8 @@ from pipelines.vllm_engine.library import load_vllm
 _CONTEXT = 16_384
 #: Of the GPU's memory: the LM has nine billion bytes, and the codec works beside it.
 _MEMORY_SHARE = 0.6
-_CODEC_BATCH = 64
+#: On a GPU finished utterances wait this long for company, or until there are so many of them or of their frames.
+_GATHER_SECONDS, _GATHER_UTTERANCES, _GATHER_FRAMES = 0.05, 256, 4096
 
 
 def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
@@ -78,8 +79,7 @@ class FishPipeline(SpeechPipeline[Course, FishOrder]):
         self._model = model
         self._keep_unfinished = keep_unfinished
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.decoder.dtype)}
-        stage = CodecStage(codec.decoder, _CODEC_BATCH, codec.decoder.device)
-        super().__init__(TurnEngine(host), stage, TokenUtterer, FishStreamer)
+        super().__init__(TurnEngine(host), _stage(codec.decoder), TokenUtterer, FishStreamer)
 
     def close(self) -> None:
         """Frees the engine; see `Pipeline.close`."""
@@ -117,3 +117,9 @@ class FishPipeline(SpeechPipeline[Course, FishOrder]):
         if generation.max_seconds is None:
             return None
         return frames_within(generation.max_seconds, self.config.frames_per_second, self.host.max_context)
+
+
+def _stage(decoder: CodecDecoder) -> CodecStage[CodecState]:
+    if decoder.device.type == "cpu":
+        return CodecStage(decoder)
+    return CodecStage(decoder, _GATHER_UTTERANCES, decoder.device, _GATHER_SECONDS, _GATHER_FRAMES)
