@@ -6,6 +6,7 @@ import io
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from pipelines.speechlm.phases import Phase, next_phase, phase_after
 from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.tower import check_length, feature_count, load_tower, window_ends
 from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
+from pipelines.vllm_engine.refusals import refuse
 
 CHECKPOINT = Path(__file__).parents[1] / "golden" / "speechlm" / "checkpoint"
 
@@ -255,3 +257,19 @@ def buffer(content: object) -> bytes:
     made = io.BytesIO()
     torch.save(content, made)
     return made.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"use_v2_model_runner": False}, "V2 model runner"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "pipeline parallelism"),
+        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=1, enable_batch_sharded_sampling=True)}, "sharded"),
+    ],
+)
+def test_engines_that_would_draw_frames_wrongly_are_refused(changes: dict[str, object], words: str) -> None:
+    sound = {"use_v2_model_runner": True, "speculative_config": None, "parallel_config": SimpleNamespace(pipeline_parallel_size=1)}
+    refuse(SimpleNamespace(**sound))
+    with pytest.raises(ValueError, match=words):
+        refuse(SimpleNamespace(**{**sound, **changes}))
