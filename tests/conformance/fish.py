@@ -63,6 +63,7 @@ class Golden:
         self.cases: dict[str, Item] = {case["name"]: case for case in content["cases"] if self._has(case)}
         self.arrays = cache(self._arrays)
         self.trace = cache(self._trace)
+        self._traces: dict[tuple[Any, ...], Trace] = {}
 
     @cached_property
     def checkpoint(self) -> Path:
@@ -142,9 +143,13 @@ class Golden:
         return all((self.folder / file).is_file() for file in files)
 
     def _trace(self, name: str, turn: int) -> Trace:
+        """The plain loop over a case's prompt; cases of one prompt share it."""
         case = self.cases[name]
-        prompt = torch.from_numpy(self.arrays(case["file"])[f"prompt_{turn}"])
-        return self.oracle.run(prompt, case["sampling"]["max_new_tokens"], case["sampling"])
+        prompt, sampling = self.arrays(case["file"])[f"prompt_{turn}"], case["sampling"]
+        key = (prompt.tobytes(), *sorted(sampling.items()))
+        if key not in self._traces:
+            self._traces[key] = self.oracle.run(torch.from_numpy(prompt), sampling["max_new_tokens"], sampling)
+        return self._traces[key]
 
 
 def same(what: str, got: Any, want: NDArray[Any]) -> None:
