@@ -24,6 +24,9 @@ class Metrics:
         self.items = Counter("speech_items", "Items that ended, by outcome and error code.", ["outcome", "code"], registry=self.registry)
         self.audio_seconds = Counter("speech_audio_seconds", "Seconds of speech that were made and committed.", registry=self.registry)
         self.bytes_stored = Counter("speech_stored_bytes", "Bytes of audio that were committed.", registry=self.registry)
+        self.refused_draws = Counter(
+            "speech_refused_draws", "Draws that did not pass their quality checks, by code.", ["code"], registry=self.registry
+        )
         self.shards = Counter("speech_shards", "Shards that ended here, by outcome.", ["outcome"], registry=self.registry)
         self.lease_lost = Counter("speech_lease_lost", "Leases that were lost to another worker or ran out.", registry=self.registry)
         self.retries = Counter(
@@ -45,8 +48,10 @@ class Metrics:
     def count(self, outcomes: Iterable[Outcome]) -> None:
         """Counts outcomes that were committed."""
         tally: Tally[tuple[str, str]] = Tally()
+        refused: Tally[str] = Tally()
         audio_ms = stored = 0
         for outcome in outcomes:
+            refused.update([draw.code.value for draw in outcome.draws if draw.code is not None])
             if isinstance(outcome, Done):
                 tally["done", ""] += 1
                 audio_ms += sum(artifact.duration_ms for artifact in outcome.artifacts)
@@ -55,6 +60,8 @@ class Metrics:
                 tally["failed", outcome.code.value] += 1
         for (outcome, code), number in tally.items():
             self.items.labels(outcome=outcome, code=code).inc(number)
+        for code, number in refused.items():
+            self.refused_draws.labels(code=code).inc(number)
         self.audio_seconds.inc(audio_ms / 1000)
         self.bytes_stored.inc(stored)
 

@@ -81,6 +81,7 @@ class ShardWork:
         self._wake_at = wake_at
         self._drawn_before = drawn_before or {}
         quality = held.lease.job.spec.quality
+        self._checked = quality is not None
         self._draws = 1 if quality is None else quality.draws
         self._by_index = {line.index: line for line in lines}
         self._again: deque[_Turn] = deque()
@@ -275,7 +276,7 @@ class ShardWork:
         index = turn.line.index
         error = future.exception()
         made = future.result() if error is None else error
-        stored = not isinstance(made, BaseException) or (self._draws > 1 and isinstance(made, NightjarError) and made.code in REDRAWN)
+        stored = not isinstance(made, BaseException) or (self._checked and isinstance(made, NightjarError) and made.code in REDRAWN)
         with self._changed:
             engine_ms = self._leave(index)
             if self._halted and error is not None:

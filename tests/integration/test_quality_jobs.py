@@ -120,6 +120,7 @@ def test_a_bad_draw_is_made_again_with_the_next_seed_and_the_good_one_is_kept(bu
         [ErrorCode.QA_CLIPPED, None],
         [ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_EOS, None],
     ]
+    assert rig.metrics.registry.get_sample_value("speech_refused_draws_total", {"code": "synth.no_eos"}) == 2
     assert [[draw.kept for draw in draws[index]] for index in range(3)] == [[True], [False, True], [False, False, True]]
     for row in rig.items(job):
         last = draws[row.index][-1]

@@ -29,11 +29,16 @@ class DistillMosMeter:
 
 
 def _model_class() -> Any:
-    # Only its command line reads files with torchaudio, which has no build for every torch: an empty module stands in.
-    if "torchaudio" not in sys.modules:
+    # Only its command line reads files with torchaudio, which has no build for every torch: an empty module stands in meanwhile,
+    # and goes again, or others would take it for the real one.
+    stands_in = "torchaudio" not in sys.modules
+    if stands_in:
         sys.modules["torchaudio"] = types.ModuleType("torchaudio")
-    from distillmos import ConvTransformerSQAModel
-
+    try:
+        from distillmos import ConvTransformerSQAModel
+    finally:
+        if stands_in:
+            del sys.modules["torchaudio"]
     return ConvTransformerSQAModel
 
 
