@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -38,10 +39,11 @@ REPOSITORY = Path(__file__).parents[1]
 @click.option("--count", default=300, show_default=True, help="Good sentences.")
 @click.option("--faults", default=25, show_default=True, help="Sentences with a planted fault, the five kinds in turn.")
 @click.option("--path", "path_items", default=0, help="Items of the whole path, with and without the cheap checks.")
-def main(folder: Path, count: int, faults: int, path_items: int) -> None:
+@click.option("--rounds", default=3, show_default=True, help="Rounds of the whole path.")
+def main(folder: Path, count: int, faults: int, path_items: int, rounds: int) -> None:
     """Measures the quality checks on this machine."""
     if path_items:
-        figures = path_cost(path_items)
+        figures = path_cost(path_items, rounds)
         show("What the cheap checks cost", figures)
         write("quality_path", figures)
         return
@@ -116,19 +118,32 @@ def _values(draws: list[Draw], name: str) -> list[float]:
 
 
 def path_cost(items: int, rounds: int = 3) -> list[Figure]:
-    """Items a second of the whole path without checks and with the cheap ones, in turns; the best round of each."""
+    """The whole path without checks and with the cheap ones, in turns: items a second, and processor time, the best of each."""
     rates: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):
         for preset in ("off", "basic"):
             folder = Path(tempfile.mkdtemp(prefix="nightjar-bench-"))
             folder.chmod(0o755)
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
             (figure,) = whole_path(folder, items, PRESETS[preset])
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
             rates[preset].append(figure.value)
+            times[preset].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
             shutil.rmtree(folder, ignore_errors=True)
     off, basic = max(rates["off"]), max(rates["basic"])
+    whole = 1e6 * min(times["off"]) / items
     return [
         Figure("whole path, free engine, no checks", off, "items/s"),
         Figure("whole path, free engine, cheap checks", basic, "items/s", ">= 95 %", off, "no checks, same run"),
+        Figure(
+            "cheap checks, processor time",
+            1e6 * min(times["basic"]) / items - whole,
+            "us an item",
+            "",
+            whole,
+            "worker and broker, no checks",
+        ),
     ]
 
 
