@@ -26,7 +26,8 @@ def report(job: str, to: Path | None, items: int, embed: bool, price: float | No
     output = Output(as_json=as_json, quiet=quiet)
     with found_job(job, home) as (settings, ledger, found):
         options = ReportOptions(items, embed, settings.price_per_gpu_hour if price is None else price)
-        place = to or default_place(settings, found.id)
+        # Absolute, so that no name means standard output.
+        place = to.absolute() if to else default_place(settings, found.id)
         written = write_report(ledger, open_store(found.store_url, settings.s3), found.id, place, options)
     if as_json:
         view = {"schema": "nightjar.report/1", "job": found.id, "to": written.path, "bytes": written.bytes}

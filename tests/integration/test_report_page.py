@@ -15,6 +15,7 @@ import soundfile
 from click.testing import CliRunner
 
 from jobs.cli import cli
+from jobs.ledger import Ledger
 from jobs.quality import PRESETS
 from jobs.report import clips, sample
 from jobs.settings import S3Settings
@@ -22,6 +23,7 @@ from jobs.store import open_store
 from pipelines.errors import ConfigError, StoreError
 from tests.report_kit import HOSTILE, Desk, Document, open_desk, read_page, rows_of
 from tests.services import MotoS3
+from tests.worker_rig import WORKER
 
 TEXTS = ["a" * (10 + 7 * n % 60) for n in range(40)]
 MIXED = [*TEXTS, "[[fail:synth.no_eos]]", "[[fail:synth.nan]]", "[[fail:synth.nan]] b", "x" * 500]
@@ -229,6 +231,23 @@ def test_the_audio_of_a_bucket_is_in_the_page(desk: Desk, moto: MotoS3) -> None:
     desk.rig.store = open_store(f"s3://{bucket}/out", settings)  # pyright: ignore[reportAttributeAccessIssue]
     document, _ = desk.report(desk.job(TEXTS[:3]))
     assert [player.attributes["src"][:16] for player in document.all("audio")] == ["data:audio/flac;"] * 3
+
+
+def test_a_ledger_on_postgresql_has_the_same_report(desk: Desk, postgres_url: str) -> None:
+    on_sqlite, _ = desk.report(desk.job(MIXED, quality=PRESETS["basic"]))
+    rig = desk.rig
+    rig.ledger.close()
+    rig.ledger = Ledger.open(postgres_url)
+    rig.ledger.migrate()
+    rig.ledger.register_worker(WORKER)
+    rig.runner = rig.runner_on(rig.ledger)
+    on_postgresql, _ = desk.report(desk.job(MIXED, quality=PRESETS["basic"]))
+    for document in (on_sqlite, on_postgresql):
+        assert {"Throughput", "ETA accuracy"} <= {caption.text.split(" (")[0].strip() for caption in document.all("figcaption")}
+    first, second = (
+        [row.all("td", class_="result")[0].whole_text().split() for row in rows_of(page)] for page in (on_sqlite, on_postgresql)
+    )
+    assert first == second
 
 
 def test_the_command_writes_it_into_the_home(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
