@@ -47,7 +47,8 @@ class Pieces:
 
     @classmethod
     def compiled(cls, backend: str = "inductor") -> Pieces:
-        made: list[Any] = [torch.compile(piece, dynamic=True, backend=backend) for piece in (add_norm, swiglu, rotate)]
+        # Without `dynamic` only the number of rows becomes a variable, after the first two of them: widths stay constants of the kernels.
+        made: list[Any] = [torch.compile(piece, backend=backend) for piece in (add_norm, swiglu, rotate)]
         return cls(*made)
 
 

@@ -66,7 +66,7 @@ class FrameMaker:
         self._noise: Any = uniform_noise
         if compiled:
             fast.pieces = Pieces.compiled()
-            self._noise = torch.compile(uniform_noise, dynamic=True)
+            self._noise = torch.compile(uniform_noise)
         self.codebooks = config.codebooks
         self._semantic = config.semantic
         self._size = config.fast.vocab

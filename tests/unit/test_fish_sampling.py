@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.fast_ar import FastAr, fast_tensors
+from pipelines.fish_speech.fast_ar import FastAr, Pieces, fast_tensors
 from pipelines.fish_speech.frame import RANKS, WINDOW, FrameGraphs, FrameMaker, Rows
 from pipelines.fish_speech.sampling import draw, probabilities, ranked, uniform_noise
 from pipelines.nn.checkpoint import Checkpoint
@@ -128,3 +128,17 @@ def test_top_k_of_one_is_the_likeliest(maker: FrameMaker) -> None:
     assert torch.equal(tokens, torch.tensor([*CONFIG.semantic, CONFIG.end])[best])
     assert torch.equal(tokens, again)
     assert torch.equal(codes, same)
+
+
+def test_compiled_pieces_draw_the_same(maker: FrameMaker) -> None:
+    """Through the compiler's own front; its kernels are for a GPU."""
+    rows, pieces = [some_rows(count) for count in (5, 9, 1, 2)], maker.fast.pieces
+    with torch.inference_mode():
+        plain = [maker(one) for one in rows]
+        maker.fast.pieces = Pieces.compiled(backend="eager")
+        try:
+            for one, before in zip(rows, plain):
+                for made, want in zip(maker(one), before):
+                    assert torch.equal(made, want)
+        finally:
+            maker.fast.pieces = pieces
