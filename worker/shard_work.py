@@ -275,21 +275,23 @@ class ShardWork:
     def _answered(self, turn: _Turn, request: SynthesisRequest, future: Future[Speech]) -> None:
         index = turn.line.index
         error = future.exception()
-        made = future.result() if error is None else error
-        stored = not isinstance(made, BaseException) or (self._checked and isinstance(made, NightjarError) and made.code in REDRAWN)
+        # A failure that another seed may mend goes the way of a draw that does not pass its checks.
+        redrawn = self._checked and isinstance(error, NightjarError) and error.code in REDRAWN
         with self._changed:
             engine_ms = self._leave(index)
             if self._halted and error is not None:
                 return
-            if stored:
+            if error is None or redrawn:
                 self._storing.add(index)
-        if isinstance(made, Speech) or (stored and isinstance(made, NightjarError)):
-            self._storer.submit(self._item(turn, request, made, round(engine_ms)))
-        elif isinstance(made, NightjarError):
-            self.settle(Failed(index, made.code, str(made), turn.history.draws))
+        if error is None:
+            self._storer.submit(self._item(turn, request, future.result(), round(engine_ms)))
+        elif not isinstance(error, NightjarError):
+            log.error("engine error", index=index, exc_info=error)
+            self.settle(Failed(index, ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}", turn.history.draws))
+        elif redrawn:
+            self._storer.submit(self._item(turn, request, error, round(engine_ms)))
         else:
-            log.error("engine error", index=index, exc_info=made)
-            self.settle(Failed(index, ErrorCode.SYNTH_ENGINE, f"The engine failed: {made!r}", turn.history.draws))
+            self.settle(Failed(index, error.code, str(error), turn.history.draws))
 
     def _item(self, turn: _Turn, request: SynthesisRequest, made: Speech | NightjarError, engine_ms: int) -> SpeechToStore:
         line = turn.line

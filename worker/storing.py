@@ -177,15 +177,14 @@ class Storer:
         if not checked.passed or not (meters := meters_of(quality)):
             return self._decided(item, checked)
         # While the draw waits, the pool alone holds its samples, in memory or in a file.
-        light = replace(item, made=replace(speech, samples=speech.samples[:0].copy()))
-        unheard = replace(checked, speech=None)
+        unheard = replace(speech, samples=speech.samples[:0].copy())
+        light, verdict = replace(item, made=unheard), replace(checked, speech=None)
         sample = Sample(speech.samples, speech.sample_rate, text, item.request.generation.language or "", _reference(item.request))
 
         def done(samples: NDArray[np.float32], readings: Readings | NightjarError) -> None:
-            heard = replace(unheard, speech=replace(speech_without, samples=samples))
+            heard = replace(verdict, speech=replace(unheard, samples=samples))
             self._queue.put((light, lambda waiting: self._measured(waiting, heard, readings)))
 
-        speech_without = cast(Speech, light.made)
         self._meters.submit(MeterTask(meters, sample, lambda: light.dropped, done, lambda: light.destination.forget(light.index)))
         return None
 

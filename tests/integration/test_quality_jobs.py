@@ -322,3 +322,15 @@ def test_whisper_hears_what_was_said_and_refuses_another_text(build: Build, tmp_
         assert drawn[-1].scores["wer"].value == 0.0
         assert drawn[-1].scores["silence"].detail == "silero"
     assert "different sentence" in draws[4][0].scores["wer"].detail.lower()
+
+
+def test_an_answer_without_audio_has_nothing_to_check(build: Build) -> None:
+    class Writer(FakePipeline):
+        def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
+            future.set_result(Speech(np.empty(0, np.float32), SAMPLE_RATE, "asked", "written", {"mode": "text_only"}))
+
+    rig = build(pipeline=Writer())
+    job = rig.submit(["asked"], quality=BASIC)
+    rig.run_next()
+    assert rig.status(job).job.state is JobState.COMPLETED
+    assert draws_of(rig, job) == {}
