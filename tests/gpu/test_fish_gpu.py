@@ -1,0 +1,57 @@
+"""Fish Speech S2 on a CUDA device: the golden folder, steps as graphs, and the codec on fused ops at its published size."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import fish_random
+from benchmarks.fish_gpu import random_fast, random_rows
+from pipelines.fish_speech.frame import FrameGraphs, FrameMaker, Rows
+from tests.conformance.__main__ import main
+from tests.fish_checkpoint import GOLDEN
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_conformance() -> None:
+    assert main(["fish", str(GOLDEN), "--device", "cuda"]) == 0
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_graphs_draw_what_plain_calls_draw(tmp_path: Path, compiled: bool) -> None:
+    """In float32, at batches between buckets, whose other rows must not matter."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    config, device = fish_random.write_checkpoint(tmp_path, tiny=True), torch.device("cuda")
+    bench = SimpleNamespace(config=config, device=device, dtype=torch.float32)
+    fast = random_fast(bench)  # pyright: ignore[reportArgumentType]
+    plain = FrameMaker(config, fast, device)
+    with torch.inference_mode():
+        rows = [random_rows(bench, count) for count in (1, 3, 7, 12, 5)]  # pyright: ignore[reportArgumentType]
+        want = [plain(one) for one in rows]
+        graphs = FrameGraphs(FrameMaker(config, fast, device, compiled=compiled), 12)
+        for one, (tokens, codes) in zip(rows, want):
+            made = graphs(Rows(*one.tensors()), False)
+            assert torch.equal(made[0], tokens)
+            assert torch.equal(made[1], codes)
+
+
+def test_the_fused_codec_is_the_plain_one(tmp_path: Path) -> None:
+    """Both in bfloat16 against float32: the fused ops round no worse."""
+    config, device = fish_random.write_checkpoint(tmp_path), torch.device("cuda")
+    codes = [torch.randint(1024, (frames, 10), generator=torch.Generator().manual_seed(frames)) for frames in (40, 25)]
+    exact = fish_random.codec(config, device, torch.float32, fused=False).decoder.decode(codes)
+    errors = []
+    for fused in (False, True):
+        decoder = fish_random.codec(config, device, torch.bfloat16, fused).decoder
+        waves = decoder.decode(codes)
+        errors.append(sum(float((one - other).square().mean()) for one, other in zip(waves, exact)) ** 0.5)
+        state = decoder.new_state()
+        streamed = torch.cat([decoder.decode_chunk([state], [part])[0] for part in codes[0].split([1, 2, 12, 25])])
+        assert (streamed - waves[0]).abs().max() < 0.1
+    assert errors[1] < 1.5 * errors[0]
