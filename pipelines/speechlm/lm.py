@@ -79,7 +79,8 @@ class Script:
         special = config.specials
         goes_on = self.with_audio and not self.guided
         stops = (special.eos,) if goes_on else (special.eos, special.eot)
-        extra = self._extra(Phase.TEXT_MARK, len(self.prompt_ids))
+        # Text has nothing beside its tokens: the guided audio that follows it, and others, may share its KV.
+        extra = self._extra(Phase.TEXT_MARK, private=goes_on)
         return TokenRequest(
             self.request_id, self.prompt_ids, self._sampling(self.max_tokens, stops), extra, codes=goes_on, cache_salt=self.salt
         )
@@ -94,7 +95,7 @@ class Script:
         null = [special.pad] * (len(prompt) - 1) + [special.audio]
         # A broken pair ends with the pad.
         sampling = self._sampling(self.max_tokens - len(written) - 2, (special.eos, special.pad))
-        main = {**self._extra(Phase.AUDIO, len(self.prompt_ids)), **pair_extra(pair, "main", self.cfg)}
+        main = {**self._extra(Phase.AUDIO, private=True), **pair_extra(pair, "main", self.cfg)}
         other = {key: value for key, value in main.items() if key != "features"} | pair_extra(pair, "null", self.cfg)
         shadow = TokenRequest(self.request_id, null, sampling, other, codes=False)
         return TokenRequest(self.request_id, prompt, sampling, main, cache_salt=self.salt, shadow=shadow)
@@ -102,15 +103,15 @@ class Script:
     def _sampling(self, most: int, stops: tuple[int, ...]) -> TokenSampling:
         return TokenSampling(most, temperature=1.0, seed=self.seed, stop_ids=stops, ignore_end=True)
 
-    def _extra(self, phase: Phase, origin: int) -> dict[str, Any]:
+    def _extra(self, phase: Phase, private: bool) -> dict[str, Any]:
         extra: dict[str, Any] = {
             "phase": int(phase),
             "text": self.text.values(),
             "audio": self.audio.values(),
             "min_rows": self.min_rows,
             "max_rows": self.max_rows,
-            "noise_origin": origin,
-            "private_kv": True,
+            "noise_origin": len(self.prompt_ids),
+            "private_kv": private,
         }
         if self.features:
             extra["features"] = [(position, features_bytes(rows), rows.element_size() == 2) for position, rows in self.features]

@@ -112,10 +112,6 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
         super().__init__(host, CodecStage(XcodecDecoder(codec), max_batch=_CODEC_BATCH), Talker, TalkStreamer)  # pyright: ignore[reportArgumentType]
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request; see `Pipeline.abort`."""
-        super().abort(request_id)
-
     def _chunks(self, wanted: TokenRequest, order: TalkOrder) -> Iterator[AudioChunk]:
         streamer = TalkStreamer(order, self._stage, lambda seconds: self._forget(wanted, streamer, seconds))
         self._send(wanted, streamer)

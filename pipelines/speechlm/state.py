@@ -16,9 +16,11 @@ from pipelines.engine.state import DrawFlags, DrawSettings
 from pipelines.speechlm.answer import ENDED_BY_EOT, ENDED_BY_LIMIT
 from pipelines.speechlm.phases import Phase, next_phase, phase_after
 from pipelines.vllm_engine.frames import Admitted, FrameState, FrameStep
-from pipelines.vllm_engine.pairs import Half, half_of, match
+from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
 
 _NEVER = float("-inf")
+#: Text ids that a row with a top_k up to this looks at.
+_CANDIDATES = 64
 
 
 @dataclass(slots=True)
@@ -44,7 +46,15 @@ class SpeechLmState(FrameState):
         self.min_rows = torch.zeros(slots, dtype=torch.int64, device=device)
         self.max_rows = torch.zeros(slots, dtype=torch.int64, device=device)
         self.text = DrawSettings(slots, device)
+        #: Whether a row's text is drawn among more than the likeliest.
+        self.wide = torch.zeros(slots, dtype=torch.bool, device=device)
         self.audio = DrawSettings(slots, device)
+        special, (start, end) = model.special, model.text_span
+        forced = (special.text_token_id, 0, special.assistant_token_id, special.audio_token_id, 0)
+        #: By phase, the token that is forced in it; ids of the ends, and of all text. On the device from the start: a copy would wait.
+        self._forced = torch.tensor(forced, device=device)
+        self._ends_ids = torch.tensor(model.ends, device=device)
+        self._text_ids = torch.arange(start, end, device=device)
         self._held: list[_Slot | None] = [None] * slots
         self._hearing: set[int] = set()
 
@@ -59,6 +69,7 @@ class SpeechLmState(FrameState):
         self.max_rows[slot] = extra["max_rows"]
         held = _Slot(tuple(extra["text"]), tuple(extra["audio"]), half_of(extra), self._features(extra))
         self._held[slot] = held
+        self.wide[slot] = _wide(held.text)
         self._hearing.discard(slot)
         if held.features:
             self._hearing.add(slot)
@@ -94,19 +105,26 @@ class SpeechLmState(FrameState):
         held = [self._held[slot] for slot in step.slots_host.tolist()]
         rows = self.model.frame_logits(hidden)
         pairs = match([None if one is None else one.half for one in held], step.positions_host, step.whole_host)
-        mains, nulls, scales = (to_device(part, self.device) for part in pairs.tensors())
-        if pairs.mains:
-            rows[mains] = scales[:, None] * rows[mains] + (1 - scales[:, None]) * rows[nulls]
+        both = self._merge(rows, pairs)
         audio = self._draw_audio(rows, step, noise, held)
         text = self._draw_text(logits, step, noise[:, 0], held)
         full = step.positions - self.audio_starts[step.slots] >= self.max_rows[step.slots]
         token, codes = self._assemble(phase, text, audio, full)
-        if pairs.mains:
+        if both is not None:
+            mains, nulls = both
             token[nulls], codes[nulls] = token[mains], codes[mains]
         if pairs.broken:
             token[to_device(torch.tensor(pairs.broken), self.device)] = self.model.special.pad_token_id
         self._move_on(phase, token, step)
         return token, codes
+
+    def _merge(self, rows: Tensor, pairs: Matched) -> tuple[Tensor, Tensor] | None:
+        """Guides the float32 logits of main rows in place; returns the rows of both halves, where there are any."""
+        if not pairs.mains:
+            return None
+        mains, nulls, scales = (to_device(part, self.device) for part in pairs.tensors())
+        rows[mains] = scales[:, None] * rows[mains] + (1 - scales[:, None]) * rows[nulls]
+        return mains, nulls
 
     def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, held: list[_Slot | None]) -> Tensor:
         """Places [n, streams] in each stream's ids; for stream 0 one place more is eos and two is eot."""
@@ -123,31 +141,31 @@ class SpeechLmState(FrameState):
         return drawn.view(count, streams)
 
     def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, held: list[_Slot | None]) -> Tensor:
-        """Text ids, eos or eot [n]. Only the likeliest are looked at where every row has a top_k: the vocabulary is wide."""
+        """Text ids, eos or eot [n]. A row looks at the likeliest alone where its own top_k allows it: the vocabulary is wide."""
         start, end = self.model.text_span
-        span, ends = logits[:, start:end], list(self.model.ends)
-        asked = [one.text for one in held if one is not None]
-        flags = DrawFlags.of(asked)
-        ids = torch.arange(start, end, device=self.device).expand_as(span)
-        if all(top_k or not temperature for temperature, top_k, _ in asked):
-            span, places = span.topk(min(max(flags.max_top_k, 1), span.shape[1]), dim=-1)
-            ids = places + start
-        candidates = torch.cat((span, logits[:, ends]), 1).float()
-        ids = torch.cat((ids, torch.tensor(ends, device=self.device).expand(len(ids), 2)), 1)
-        settings = self.text.rows(step.slots)
+        span, ends = logits[:, start:end], logits.index_select(1, self._ends_ids)
+        flags = DrawFlags.of([one.text for one in held if one is not None])
+        # Always as many, whatever the other rows ask for: the order and the width of the candidates are part of a draw.
+        likeliest, places = span.topk(min(_CANDIDATES, span.shape[1]), dim=-1)
+        token = self._drawn(likeliest, places + start, ends, step, noise, flags)
+        if any(one is not None and _wide(one.text) for one in held):
+            whole = self._drawn(span, self._text_ids.expand_as(span), ends, step, noise, flags)
+            token = torch.where(self.wide[step.slots], whole, token)
+        return token
+
+    def _drawn(self, logits: Tensor, ids: Tensor, ends: Tensor, step: FrameStep, noise: Tensor, flags: DrawFlags) -> Tensor:
+        """One of `ids` [n, candidates] or of the two ends for each row."""
+        candidates = torch.cat((logits, ends), 1).float()
         top_k = min(flags.max_top_k, candidates.shape[1])
-        drawn = sample(candidates, noise, *settings, top_k, flags.any_top_p, flags.all_greedy)
-        return ids.gather(1, drawn[:, None])[:, 0]
+        place = sample(candidates, noise, *self.text.rows(step.slots), top_k, flags.any_top_p, flags.all_greedy)
+        return torch.cat((ids, self._ends_ids.expand(len(ids), 2)), 1).gather(1, place[:, None])[:, 0]
 
     def _assemble(self, phase: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:
         """Token [n] and codes [n, width] of each row by its phase; `audio` holds the places of its draw, `full` rows at their limit."""
         special, layer = self.model.special, self.model.layer_size
         ended = (audio[:, 0] >= layer) | full
         first = torch.where(ended, special.eos_token_id, audio[:, 0] + self.model.codec_base)
-        forced = torch.tensor(
-            [special.text_token_id, 0, special.assistant_token_id, special.audio_token_id, 0], device=self.device, dtype=torch.int64
-        )
-        token = torch.where(phase == Phase.TEXT, text, torch.where(phase == Phase.AUDIO, first, forced[phase]))
+        token = torch.where(phase == Phase.TEXT, text, torch.where(phase == Phase.AUDIO, first, self._forced[phase]))
         codes = torch.where(((phase == Phase.AUDIO) & ~ended)[:, None], audio[:, 1:] + 1, 0)
         marks = torch.where(full, ENDED_BY_LIMIT, (audio[:, 0] == layer + 1).long() * ENDED_BY_EOT)
         codes[:, 0] += marks * ((phase == Phase.AUDIO) & ended)
@@ -171,3 +189,8 @@ class SpeechLmState(FrameState):
             )
             for position, data, short in extra.get("features", ())
         ]
+
+
+def _wide(text: tuple[float, int, float]) -> bool:
+    temperature, top_k, _ = text
+    return temperature > 0 and not 0 < top_k <= _CANDIDATES

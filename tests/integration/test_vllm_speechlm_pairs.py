@@ -59,6 +59,8 @@ def drawn(golden: Golden, name: str, seed: int) -> Script:
 def test_draws_are_those_of_the_plain_loop_alone_and_together(opened: Opened, golden: Golden) -> None:
     names = ("a0", "a0_cfg30", "t_eot", "u_d", "short_cfg", "a2_cfg15", "max_rows9")
     scripts = [drawn(golden, name, seed) for seed, name in enumerate(names, 1)]
+    # One that draws among all text: its neighbours' draws must not notice.
+    scripts.append(replace(drawn(golden, "t_think", 40), text=Draw(1.0, 0)))
     expected = [golden.oracle.write(script) for script in scripts]
     assert any(one.rows for one in expected)
     asked = [opened.ask(script) for script in scripts]
