@@ -115,7 +115,7 @@ class ChatRoute:
         mode = said or ("text_only" if "text_only" in modes else None)
         if mode == "text_only":
             for name in _XARG_ONLY_WITH_AUDIO:
-                if (value := getattr(body.vllm_xargs, name)) is not None and not (name == "cfg" and value == 1):
+                if (value := getattr(body.vllm_xargs, name)) is not None and not (name == "cfg" and 0 <= value <= 1):
                     message = f"`{name}` is about audio, which the mode text_only does not make. Remove it, or set mode to text_audio."
                     raise bad(message, ErrorCode.INPUT_BAD_GENERATION.value, f"vllm_xargs.{name}")
         stops = set(body.stop_token_ids)
