@@ -19,6 +19,8 @@ require_v2()
 from pipelines.errors import ConfigError, ErrorCode, InputError, NoAudioError, SynthesisError  # noqa: E402
 from pipelines.registry import open_pipeline  # noqa: E402
 from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest  # noqa: E402
+from tests.serving_kit import Running, error_of  # noqa: E402
+from tests.speechlm_clients import check_every_mode  # noqa: E402
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "speechlm"
@@ -158,14 +160,25 @@ def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> No
     done = jobs("run", str(source), "--model", CHECKPOINT, "--temperature", "0", "--json")
     final = json.loads(done.stdout.splitlines()[-1])
     assert (final["items"]["done"], final["items"]["failed"]) == (4, 1), done.stdout[-3000:] + done.stderr[-3000:]
-    out = tmp_path / "espnet"
-    exported = jobs("export", final["job"], "--format", "espnet", "--out", str(out))
+    out = tmp_path / "espnet.jsonl"
+    exported = jobs("export", final["job"], "--format", "espnet", "--to", str(out))
     assert exported.returncode == 0, exported.stderr
-    found = {
-        line["example_id"]: line["messages"] for path in out.rglob("*.jsonl") for line in map(json.loads, path.read_text().splitlines())
-    }
+    found = {line["example_id"]: line["messages"] for line in map(json.loads, out.read_text().splitlines())}
     assert sorted(found) == ["a0", "a0_cfg30", "t_eot", "u_a"]
     for name, messages in found.items():
         answer = messages[-2:]
         assert ["assistant", "text", CASES[name]["expected"]["text"]] in answer
         assert any(message[1] == "audio" for message in answer) is (CASES[name]["mode"] == "text_audio")
+
+
+def test_a_server_gives_the_golden_answers_to_both_clients(pipeline: Pipeline) -> None:
+    with Running(pipeline, slots=24, waiting_room=8) as server:
+        check_every_mode(server)
+        bell = {"role": "user", "content": "A bell."}
+        for fields, param in (
+            ({"vllm_xargs": {"mode": "text_audio", "cfg": -1}}, "vllm_xargs.cfg"),
+            ({"repetition_penalty": 1.2}, "repetition_penalty"),
+            ({"audio": {"voice": "alloy"}}, "audio.voice"),
+        ):
+            answer = server.chat(bell, **fields)
+            assert (answer.status_code, error_of(answer)["param"]) == (400, param)
