@@ -49,7 +49,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
     from pipelines.serving.server import Server
 
     setup_logging("warning" if quiet else settings.log_level, settings.log_format)
-    opening = _engine_options(settings, card)
+    opening = engine_options(settings, card)
     server = Server(card, lambda: open_pipeline(model, **opening), options, settings.serve.address, settings.serve.port)
     output = Output(as_json=as_json, quiet=quiet)
     if as_json:
@@ -101,9 +101,9 @@ def _bad_keys(message: str) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, message, "Write keys of visible ASCII signs, one a line.")
 
 
-def _engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
-    """As a worker opens it: the settings of its engine."""
-    options: dict[str, Any] = {}
+def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
+    """As a worker opens it, with the settings of its engine; but an answer that reaches its limit is one (`finish_reason` length)."""
+    options: dict[str, Any] = {"keep_unfinished": True} if card.capabilities.text_out else {}
     if settings.worker.threads is not None and card.engine == "cpu":
         options["threads"] = settings.worker.threads
     if card.engine == "vllm":

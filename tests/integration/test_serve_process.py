@@ -12,12 +12,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import httpx2
 import pytest
 
 from jobs.cli import main
+from jobs.cli.serve import engine_options
+from jobs.settings import load_settings
+from pipelines.registry import describe
 from tests.serving_kit import heard, scraped
 
 #: Text of about half a minute of speech, which takes the voice a while.
@@ -114,6 +118,14 @@ def test_what_keeps_a_server_from_starting(tmp_path: Path, monkeypatch: pytest.M
             patch.setenv(f"SPEECH_SERVE__{name}", value)
             assert start("--model", "hibari") == (4, "config.invalid"), (name, value)
     assert start()[0] == 2
+
+
+def test_a_model_is_opened_as_a_worker_opens_it_but_keeps_what_reached_its_limit() -> None:
+    settings = load_settings(worker={"threads": 3, "waiting_room": 9}, vllm={"slots": 5})
+    voice = describe("hibari")
+    assert engine_options(settings, voice) == {"threads": 3, "waiting_room": 9}
+    talker = replace(voice, engine="vllm", capabilities=replace(voice.capabilities, text_out=True))
+    assert engine_options(settings, talker) == {"keep_unfinished": True, "slots": 5, "waiting_room": 9}
 
 
 def test_other_commands_pay_for_no_server() -> None:
