@@ -83,7 +83,10 @@ class Conversation:
 
 
 def groups(text: str, most_bytes: int, most_turns: int) -> list[str]:
-    """The user messages of a text: its turns, one a line, as many together as fit; a text without speaker tags is never cut."""
+    """The user messages of a text: its turns, one a line, as many together as fit; a text without speaker tags is never cut.
+
+    Raises `InputError` (`input.empty_text`) for a speaker who says nothing.
+    """
     if not has_speaker(text):
         return [text]
     found: list[list[str]] = []

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from pipelines.errors import ErrorCode, InputError, ModelError
 from pipelines.fish_speech.config import FishConfig
+from pipelines.task import is_visible
 
 PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")
 #: Control tokens that prompts are made of.
@@ -98,9 +99,15 @@ def has_speaker(text: str) -> bool:
 
 
 def turns(text: str) -> list[str]:
-    """A text cut before every speaker tag, without white space around the parts; what stands before the first tag is one of them."""
+    """A text cut before every speaker tag, without white space around the parts; what stands before the first tag is one of them.
+
+    Raises `InputError` (`input.empty_text`) for a speaker who says nothing.
+    """
     starts = [match.start() for match in _SPEAKER.finditer(text)]
     parts = [text[start:end].strip() for start, end in pairwise([*sorted({0, *starts}), len(text)])]
+    for part in parts:
+        if part and not is_visible(_SPEAKER.sub("", part)):
+            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"Nothing follows the speaker tag {part}.", "Remove the tag, or say something.")
     return [part for part in parts if part]
 
 

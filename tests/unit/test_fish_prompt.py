@@ -65,12 +65,14 @@ def test_a_control_token_that_slips_through_is_seen_among_the_ids(name: str) -> 
 
 
 def test_turns_are_cut_before_their_tags() -> None:
-    assert turns("Before. <|speaker:0|> One. \n<|speaker:1|>Two.<|speaker:0|>") == [
-        "Before.",
-        "<|speaker:0|> One.",
-        "<|speaker:1|>Two.",
-        "<|speaker:0|>",
-    ]
+    assert turns("Before. <|speaker:0|> One. \n<|speaker:1|>Two.") == ["Before.", "<|speaker:0|> One.", "<|speaker:1|>Two."]
+
+
+@pytest.mark.parametrize("text", ["<|speaker:0|>", "<|speaker:0|>One. <|speaker:1|> \n", "<|speaker:0|><|speaker:1|>Two."])
+def test_a_speaker_who_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        groups(text, 200, 5)
+    assert caught.value.code is ErrorCode.INPUT_EMPTY_TEXT
 
 
 def test_text_without_speakers_is_never_cut() -> None:
