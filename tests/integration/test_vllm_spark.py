@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import httpx2
 import numpy as np
 import pytest
 
-from tests.vllm_kit import GOLDEN, checkpoint, require_vllm
+from tests.vllm_kit import GOLDEN, checkpoint, kill_core, require_vllm
 
 require_vllm()
 
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError  # noqa: E402
 from pipelines.registry import open_pipeline  # noqa: E402
 from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest  # noqa: E402
+from tests.serving_kit import Running, b64, error_of, heard  # noqa: E402
 
 SECONDS = 120
+#: An engine core takes 10 s to start on quiet cores, and minutes on busy ones.
+RESTART_SECONDS = 420
+TEXT = "Good morning, how are you today?"
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +139,35 @@ def test_another_sampling_of_the_line_is_used(pipeline: Pipeline) -> None:
     assert isinstance(one, np.ndarray)
     assert isinstance(two, np.ndarray)
     assert np.array_equal(one, two), "top_k of 1 is greedy"
+
+
+def test_a_server_speaks_with_it_and_outlives_its_core(pipeline: Pipeline) -> None:
+    greedy = {"voice": "female/high/low", "temperature": 0.0, "seed": 1}
+
+    def ask(number: int) -> httpx2.Response:
+        view = {"model": pipeline.name, "input": TEXT, "seed": number, "max_seconds": 60}
+        return httpx2.post(server.url + "/v1/audio/speech", json=view, timeout=RESTART_SECONDS, trust_env=False)
+
+    with Running(pipeline, slots=20, waiting_room=40) as server, ThreadPoolExecutor(40) as pool:
+        before = server.speak(TEXT, **greedy).content
+        samples, rate = heard(before)
+        assert rate == 16_000
+        assert len(server.speak(TEXT, stream=True, **greedy).content) - 44 == 2 * len(samples)
+        clone = {"voice": "default", "reference_audio": b64((GOLDEN / "wavs/ref_a.wav").read_bytes()), "seed": 3}
+        assert server.speak(TEXT, **clone).status_code == 200
+        assert any(name.startswith("vllm:") for name in server.metrics())
+
+        flying = [pool.submit(ask, number) for number in range(40)]
+        server.until(lambda: server.busy()[1] > 0 and server.busy()[2] > 0, RESTART_SECONDS)
+        kill_core(os.getpid())
+        server.until(lambda: server.health() == 503, RESTART_SECONDS)
+        away = server.speak(TEXT, **greedy)
+        assert (away.status_code, error_of(away)["code"]) == (503, "engine_starting")
+        assert away.headers["retry-after"]
+        answers = [future.result(RESTART_SECONDS) for future in flying]
+        assert {answer.status_code for answer in answers} <= {200, 422, 503}
+        failed = [error_of(answer)["code"] for answer in answers if answer.status_code == 503]
+        assert "synth.engine" in failed, "nothing was under way when the core was killed"
+        server.until(lambda: server.health() == 200, RESTART_SECONDS)
+        assert server.speak(TEXT, **greedy).content == before
+        server.until_idle()
