@@ -185,8 +185,9 @@ class _Paired:
         """Puts waiting pairs at the head of vLLM's queue; returns how many requests may run in this step."""
         if (late := next((pair for pair in self._waiting_pairs() if len(pair.outside) == 1), None)) is not None:
             # Its partner holds KV and waits for it: it goes before all others.
-            blocks = _blocks(late.outside[0].num_tokens, self.block_size)
-            if plan.left > 1 and blocks <= self._blocks_free() - self._blocks_needed(plan):
+            half = late.outside[0]
+            blocks = _blocks(half.num_tokens, self.block_size)
+            if plan.left > 1 and not _stale(half) and blocks <= self._blocks_free() - self._blocks_needed(plan):
                 self._let_in(plan, late)
                 return len(plan.run) + 1
             return len(plan.run)
@@ -200,7 +201,7 @@ class _Paired:
             if blocks > free and not self.running and not admitted:
                 self._give_up(pair)
                 continue
-            if room < 2 or blocks > free or any(getattr(one, "num_stale_output_tokens", 0) for one in pair.halves):
+            if room < 2 or blocks > free or any(map(_stale, pair.halves)):
                 break
             if wanted > plan.left:
                 if admitted or not self._alone(plan):
@@ -312,3 +313,8 @@ def _left(request: Any) -> int:
 
 def _blocks(tokens: int, size: int) -> int:
     return -(-tokens // size)
+
+
+def _stale(request: Any) -> bool:
+    """Whether tokens from before its preemption are still on their way (vLLM 0.32)."""
+    return bool(getattr(request, "num_stale_output_tokens", 0))
