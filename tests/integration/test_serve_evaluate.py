@@ -147,7 +147,7 @@ def test_a_line_that_cannot_be_asked_fails_alone(server: Running, folder: Path, 
 def test_a_killed_run_goes_on_and_asks_nothing_twice(server: Running, folder: Path, run: Runner) -> None:
     pipeline = server.pipeline
     assert isinstance(pipeline, DialoguePipeline)
-    write(folder, *(line(f"n{number}", ["user", "text", f"Number {number}. [[steps:60]]"]) for number in range(60)))
+    write(folder, *(line(f"n{number}", ["user", "text", f"Number {number}. [[steps:120]]"]) for number in range(60)))
     process = start(folder, server.url, "--mode", "text_audio", "--connections", "8")
     deadline = time.monotonic() + 60
     while not (folder / "out.jsonl").exists() or len((folder / "out.jsonl").read_text().splitlines()) < 12:
