@@ -38,17 +38,17 @@ REPOSITORY = Path(__file__).parents[1]
 @click.option("--folder", type=click.Path(path_type=Path), default=Path(tempfile.gettempdir()) / "nightjar-quality", show_default=True)
 @click.option("--count", default=300, show_default=True, help="Good sentences.")
 @click.option("--faults", default=25, show_default=True, help="Sentences with a planted fault, the five kinds in turn.")
+@click.option("--job", "job_id", default=None, help="Only the figures of this job of the folder, which has ended.")
 @click.option("--path", "path_items", default=0, help="Items of the whole path, with and without the cheap checks.")
 @click.option("--rounds", default=3, show_default=True, help="Rounds of the whole path.")
-def main(folder: Path, count: int, faults: int, path_items: int, rounds: int) -> None:
+def main(folder: Path, count: int, faults: int, job_id: str | None, path_items: int, rounds: int) -> None:
     """Measures the quality checks on this machine."""
     if path_items:
         figures = path_cost(path_items, rounds)
         show("What the cheap checks cost", figures)
         write("quality_path", figures)
         return
-    job_id = run(folder, count, faults)
-    figures, facts = measured(folder, job_id, count)
+    figures, facts = measured(folder, job_id or run(folder, count, faults), count)
     show("Quality checks on this machine", figures)
     write("quality", figures)
     print(json.dumps(facts, indent=1))
