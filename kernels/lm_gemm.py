@@ -1,5 +1,5 @@
 # ruff: noqa: N803
-# pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false, reportCallIssue=false
 """Matrix products of decoding with their epilogues in Triton: residual add, SwiGLU; for the batch sizes where they beat cuBLAS."""
 
 from __future__ import annotations
