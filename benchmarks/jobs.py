@@ -27,7 +27,7 @@ from jobs.dispatch import Dispatcher
 from jobs.ingest import submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
-from jobs.quality import DEFAULT, PRESETS, Quality
+from jobs.quality import Quality
 from jobs.settings import load_settings
 from jobs.store import open_store
 from pipelines.audio import encode
@@ -108,10 +108,10 @@ def _status_ms(url: str, job: str) -> float:
     return statistics.median(times)
 
 
-def whole_path(folder: Path, items: int, quality: Quality | None = PRESETS[DEFAULT]) -> list[Figure]:
+def whole_path(folder: Path, items: int, quality: Quality | None = None) -> list[Figure]:
     """Items a second from the queue to the committed artifact with an engine that costs nothing, on SQLite and a folder.
 
-    With the checks that a job has by default.
+    `quality`: checks of the job; None: none, `python -m benchmarks.quality --path` tells what the default ones add.
     """
     source = folder / "path.jsonl"
     write_lines(source, items)

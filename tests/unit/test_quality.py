@@ -18,7 +18,7 @@ from jobs.calibrate import as_toml, fit
 from jobs.ledger.records import JobSpec, Score
 from jobs.quality import PRESETS, Bound, Option, Quality, quality_of
 from jobs.spec import frozen_spec, spec_sha
-from pipelines.activity import trim_silence
+from pipelines.activity import active_frames, activity, frame_powers, trim_silence
 from pipelines.audio import encode
 from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError
 from pipelines.hibari.provider import describe as describe_hibari
@@ -26,7 +26,7 @@ from pipelines.pace import Pace, pace_of, text_units
 from pipelines.request import Generation, Message, Speech, SynthesisRequest
 from tests.fakes import sine
 from worker.quality.drawing import History, check_draw, with_readings
-from worker.quality.gates import cheap_scores, clipped_share
+from worker.quality.gates import cheap_scores, clipped_share, longest_pause
 from worker.quality.meters import ENTRY_POINT_GROUP, Readings, Sample, open_meter
 from worker.quality.pool import MeterPool, MeterTask, Spool
 from worker.quality.process import MeterError, MeterProcess
@@ -73,6 +73,15 @@ class TestGates:
         assert "loudness" in failed(scores_of(speech * np.float32(0.01)))
         assert failed(scores_of(speech, finish="length")) == {"ended"}
         assert failed(scores_of(speech, finish="stop")) == set()
+
+    def test_the_quick_count_of_frames_is_that_of_the_detector(self) -> None:
+        speech = np.concatenate([np.zeros(3000, np.float32), speechlike(1.0), np.zeros(9000, np.float32), speechlike(0.7, 3)])
+        powers = frame_powers(speech, RATE)
+        active = active_frames(powers)
+        sounding, pause, power = activity(powers)
+        assert (sounding, pause) == (np.count_nonzero(active), longest_pause(active))
+        assert power == pytest.approx(float(powers[active].mean()), rel=1e-5)
+        assert activity(np.zeros(5, np.float32)) == (0, 0, 0.0)
 
     def test_the_length_is_a_gate_only_where_a_pace_was_learned(self) -> None:
         paced = msgspec.structs.replace(BASIC, paces=(PACE,))

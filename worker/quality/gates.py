@@ -9,7 +9,7 @@ import numpy as np
 
 from jobs.ledger.records import Score
 from jobs.quality import Quality
-from pipelines.activity import FRAME_SECONDS, active_frames, frame_powers
+from pipelines.activity import FRAME_SECONDS, activity, frame_powers
 from pipelines.pace import pace_of
 from pipelines.request import Generation, Speech
 
@@ -21,21 +21,23 @@ _NEAR_PEAK = np.float32(0.98)
 _NO_LEVEL = -120.0
 
 
-def cheap_scores(speech: Speech, quality: Quality, text: str, generation: Generation) -> dict[str, Score]:
+def cheap_scores(
+    speech: Speech, quality: Quality, text: str, generation: Generation, extremes: tuple[int, int] | None = None
+) -> dict[str, Score]:
     """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` where lengths were learned; `passed` by the bounds.
 
-    `speech` holds finite samples, at least one. `text` is what it says, `generation` names its voice and language.
+    `speech` holds finite samples, at least one. `text` is what it says, `generation` names its voice and language; `extremes`
+    is what `check_speech` found. Each call of numpy may hand the interpreter to another thread, so there are few.
     """
     samples, rate = speech.samples, speech.sample_rate
     powers = frame_powers(samples, rate)
-    active = active_frames(powers)
-    sounding = int(np.count_nonzero(active))
+    sounding, pause, power = activity(powers)
     values: dict[str, tuple[float, str]] = {
         "ended": (_ended(speech), ""),
-        "clipped": (clipped_share(samples), ""),
-        "silence": (1.0 - sounding / len(active), "energy"),
-        "pause": (longest_pause(active) * FRAME_SECONDS if sounding < len(active) else 0.0, "energy"),
-        "loudness": _loudness(speech, powers, active, sounding),
+        "clipped": (clipped_share(samples) if extremes is None or _may_be_clipped(samples, extremes) else 0.0, ""),
+        "silence": (1.0 - sounding / len(powers), "energy"),
+        "pause": (pause * FRAME_SECONDS, "energy"),
+        "loudness": _loudness(speech, power),
     }
     scores = judged(values, quality)
     pace = pace_of(quality.paces, generation.voice, generation.language)
@@ -70,6 +72,11 @@ def clipped_share(samples: NDArray[np.float32]) -> float:
     return float(np.count_nonzero(row)) / len(samples)
 
 
+def _may_be_clipped(samples: NDArray[np.float32], extremes: tuple[int, int]) -> bool:
+    """Whether the first of the highest or of the lowest samples [samples] has an equal next one, as in a flat top."""
+    return any(at + 1 < len(samples) and samples[at] == samples[at + 1] for at in extremes)
+
+
 def longest_pause(active: NDArray[np.bool_]) -> int:
     """Most frames in a row without sound between two with, of [frames]."""
     places = np.flatnonzero(active)
@@ -81,11 +88,9 @@ def _ended(speech: Speech) -> float:
     return 0.0 if "length" in (speech.meta.get("finish"), speech.meta.get("finish_reason")) else 1.0
 
 
-def _loudness(speech: Speech, powers: NDArray[np.float32], active: NDArray[np.bool_], sounding: int) -> tuple[float, str]:
-    """LUFS where the pipeline measured it, else the level of the `sounding` active frames in dBFS."""
+def _loudness(speech: Speech, power: float) -> tuple[float, str]:
+    """LUFS where the pipeline measured it, else the level in dBFS of the frames with sound, of this mean power."""
     lufs = speech.meta.get("loudness_lufs")
     if isinstance(lufs, float | int) and math.isfinite(lufs):
         return float(lufs), "lufs"
-    if not sounding:
-        return _NO_LEVEL, "rms"
-    return 10 * math.log10(float(powers[active].sum()) / sounding), "rms"
+    return (10 * math.log10(power) if power else _NO_LEVEL), "rms"
