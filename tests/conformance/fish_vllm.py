@@ -38,7 +38,7 @@ class Opened:
         if device == "cpu":
             self._stack.enter_context(v2_runner())
         options: dict[str, Any] = {"device": device, "dtype": "float32", "codec_dtype": "float32", "slots": SLOTS}
-        pipeline = open_pipeline(self.golden.checkpoint, **options, keep_unfinished=True, max_context=1024)
+        pipeline = open_pipeline(self.golden.checkpoint, **options, keep_unfinished=True, max_context=2048)
         self._stack.callback(pipeline.close)
         return pipeline
 
@@ -123,9 +123,11 @@ def _stream(opened: Opened, case: Item) -> None:
 
 def _limits(opened: Opened, case: Item) -> ExitStack:
     """The golden turns' own limits in the place of the model's, while requests of the case are made."""
+    from tests.conformance.fish import CHUNK_BYTES
+
     pipeline = opened.pipeline
     before, stack = pipeline.config, ExitStack()
-    changed = {"max_new_tokens": case["sampling"]["max_new_tokens"], "chunk_bytes": case.get("chunk_length", 1 << 30)}
+    changed = {"max_new_tokens": case["sampling"]["max_new_tokens"], "chunk_bytes": case.get("chunk_length", CHUNK_BYTES)}
     pipeline.config = replace(before, sampling=replace(before.sampling, **changed))
     stack.callback(lambda: setattr(pipeline, "config", before))
     return stack
