@@ -18,7 +18,8 @@ _PAST = (
     "borrowed a ladder from the fire station", "sold the small boat to a stranger", "washed every window of the office",
 )  # fmt: skip
 _WHEN = (
-    "early in the morning", "after the heavy rain", "on a cold winter evening", "just before sunset", "last Saturday", "during the summer holiday",
+    "early in the morning", "after the heavy rain", "on a cold winter evening", "just before sunset", "last Saturday",
+    "during the summer holiday",
     "while the children slept", "shortly after lunch", "at the end of the week", "on the first day of spring",
 )  # fmt: skip
 _THEN = (
@@ -27,7 +28,8 @@ _THEN = (
     "while music played in the distance",
 )  # fmt: skip
 _QUESTIONS = (
-    "Where did {person} put the blue umbrella?", "Have you seen what {person} wrote on the board?", "Why does {person} always leave so early?",
+    "Where did {person} put the blue umbrella?", "Have you seen what {person} wrote on the board?",
+    "Why does {person} always leave so early?",
     "Could you please ask {person} to close the door?", "What will {person} think about our plan?",
 )  # fmt: skip
 _FACTS = (
@@ -37,7 +39,8 @@ _FACTS = (
 )  # fmt: skip
 _NUMBERS = ("twelve", "thirty", "forty five", "ninety", "two hundred", "seventeen", "sixty", "eleven")
 _SHORT = (
-    "The kettle is boiling.", "Please close the window.", "We will meet at the station.", "The soup tastes wonderful.", "Nobody answered the door.",
+    "The kettle is boiling.", "Please close the window.", "We will meet at the station.", "The soup tastes wonderful.",
+    "Nobody answered the door.",
     "The river froze last night.", "Keep the receipt, please.", "The lights went out again.", "She smiled and waved goodbye.",
     "This road leads to the sea.", "Breakfast is almost ready.", "The library opens at nine.",
 )  # fmt: skip
