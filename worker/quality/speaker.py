@@ -1,5 +1,7 @@
 """The meter `speaker`: likeness of the voice to the reference that was cloned, by resemblyzer's d-vectors (Wan et al., 2018)."""
 
+# resemblyzer is in no extra: its import is checked where it is installed.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import hashlib
