@@ -6,6 +6,7 @@ the others or on a retry: bounds that were learned come from a calibration, neve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -128,6 +129,8 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
 
 def checked(quality: Quality) -> Quality:
     """The same checks; raises `ConfigError` for values that make no sense."""
+    if _has_infinite(msgspec.to_builtins(quality)):
+        raise _invalid("The quality checks hold a number that is infinite or none.", "Take a bound out with `false` in its place.")
     if not 1 <= quality.draws <= MAX_DRAWS:
         raise _invalid(f"`draws` is {quality.draws}.", f"Use 1 to {MAX_DRAWS}.")
     if quality.trim_keep_ms < 0:
@@ -139,6 +142,15 @@ def checked(quality: Quality) -> Quality:
         if not (0 <= pace.low <= pace.high and pace.seconds_per_unit >= 0 and pace.base_seconds >= 0 and pace.slack_seconds >= 0):
             raise _invalid("A pace has a negative number, or its `low` is above its `high`.", "Make it with `jobs calibrate`.")
     return quality
+
+
+def _has_infinite(value: Any) -> bool:
+    """JSON has no infinity and no NaN, and the spec is kept as JSON."""
+    if isinstance(value, Mapping):
+        return any(map(_has_infinite, cast("Mapping[str, Any]", value).values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_infinite, cast("Sequence[Any]", value)))
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def code_of(score: str) -> ErrorCode:

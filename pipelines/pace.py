@@ -9,6 +9,8 @@ import msgspec
 
 #: Seconds that a length may always be off: breath, a pause, a codec's last frame.
 SLACK_SECONDS = 0.5
+#: Numbers are read in many words or few, markup is spelled out or skipped: such a text tells little of its length.
+WIDE_LOW, WIDE_HIGH = 0.1, 4.0
 
 
 _DIGITS, _MARKS = "0123456789", ".!?;:,"
@@ -36,10 +38,24 @@ def text_units(text: str) -> float:
     return units
 
 
+@lru_cache(maxsize=1)
+def _unlike_prose() -> re.Pattern[str]:
+    """Numbers, signs, markup, initials, runs of one mark or of spaces, lines: what a voice may spell out, skip or shorten."""
+    return re.compile(r"[0-9\u00bc-\u00be\u2150-\u215e<>/@#&=*_{}\[\]|~^%$+\\\n]|[A-Z]{2}|([^\w\s])\1|\s\s")
+
+
+def is_prose(text: str) -> bool:
+    """Whether the letters of a text tell how long its speech is: plain sentences of five words to two marks or more."""
+    marks = sum(map(text.count, _MARKS))
+    spaced = not _foreign_signs()[1][1].search(text)
+    return not (spaced and 2 * len(text.split()) < 5 * max(1, marks)) and not _unlike_prose().search(text)
+
+
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How fast a voice speaks: seconds = `base_seconds` + `seconds_per_unit` x `text_units(text)`.
 
-    Speech whose length is `low` to `high` times that, or off by no more than `slack_seconds`, is as long as it should be.
+    Speech whose length is `low` to `high` times that, or off by no more than `slack_seconds`, is as long as it should be; that of
+    a text that is no prose, `WIDE_LOW` to `WIDE_HIGH` times.
     """
 
     base_seconds: float
@@ -54,10 +70,10 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def expected_seconds(self, text: str) -> float:
         return self.base_seconds + self.seconds_per_unit * text_units(text)
 
-    def fits(self, seconds: float, expected_seconds: float) -> bool:
+    def fits(self, seconds: float, expected_seconds: float, text: str) -> bool:
         """Whether speech of this length is as long as it should be."""
-        low, high = self.low * expected_seconds - self.slack_seconds, self.high * expected_seconds + self.slack_seconds
-        return low <= seconds <= high
+        low, high = (self.low, self.high) if is_prose(text) else (min(self.low, WIDE_LOW), max(self.high, WIDE_HIGH))
+        return low * expected_seconds - self.slack_seconds <= seconds <= high * expected_seconds + self.slack_seconds
 
 
 def pace_of(paces: tuple[Pace, ...], voice: str | None, language: str | None) -> Pace | None:

@@ -130,6 +130,8 @@ class FolderExport:
             if not _same(found, _Identity, lambda begun: begun, identity):
                 raise _taken(place)
             return False
+        if place.holds_files():
+            raise _unusable(f"{place.address!r} holds files that are no export's.", "Choose an empty place.")
         _publish(place, "_export/plan.json", [_json(identity)])
         return False
 

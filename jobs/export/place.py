@@ -30,6 +30,10 @@ class Place(Protocol):
         """The content of a file, or None."""
         ...
 
+    def holds_files(self) -> bool:
+        """Whether there are files that a new export could write over."""
+        ...
+
     def publish(self, name: str, path: Path, sha256: str) -> None:
         """Moves a finished local file there."""
         ...
@@ -53,6 +57,12 @@ class FolderPlace:
             return path.read_bytes() if path.exists() else None
         except OSError as error:
             raise output_error(path, error) from error
+
+    def holds_files(self) -> bool:
+        try:
+            return any(entry.name != self.scratch.parent.name for entry in self._folder.iterdir())
+        except OSError as error:
+            raise output_error(self._folder, error) from error
 
     def publish(self, name: str, path: Path, sha256: str) -> None:
         target = self._folder / name
@@ -81,6 +91,10 @@ class BucketPlace:
 
     def read(self, name: str) -> bytes | None:
         return self._store.get(name) if self._store.head(name) is not None else None
+
+    def holds_files(self) -> bool:
+        # Objects are written once: whatever stands there is never written over.
+        return False
 
     def publish(self, name: str, path: Path, sha256: str) -> None:
         result = self._store.put_file(name, path)

@@ -129,6 +129,16 @@ def test_another_export_is_not_mixed_in(finished: Finished, other: dict[str, Any
     assert contents(to) == before
 
 
+@pytest.mark.parametrize("format", ["parquet", "kaldi"])
+def test_files_that_are_no_exports_are_never_written_over(finished: Finished, format: str) -> None:
+    to = finished.folder / "to"
+    to.mkdir()
+    (to / "README.md").write_text("mine")
+    with pytest.raises(ConfigError, match="no export's"):
+        run(finished, format, to)
+    assert contents(to) == {"README.md": b"mine"}
+
+
 def test_a_job_that_went_on_is_another_export(finished: Finished) -> None:
     to = finished.folder / "to"
     with pytest.raises(StoppedError):

@@ -18,7 +18,7 @@ from jobs.spec import frozen_spec, spec_sha
 from pipelines.activity import active_frames, activity, frame_powers, trim_silence
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from pipelines.hibari.provider import describe as describe_hibari
-from pipelines.pace import Pace, pace_of, text_units
+from pipelines.pace import Pace, is_prose, pace_of, text_units
 from pipelines.request import Generation, Speech
 from tests.fakes import sine
 from worker.quality.drawing import History, check_draw, with_readings
@@ -85,6 +85,27 @@ class TestGates:
         assert failed(scores_of(whole, paced)) == set()
         assert failed(scores_of(whole[: len(whole) // 2], paced)) == {"duration"}
         assert failed(scores_of(np.concatenate([whole, whole]), paced)) == {"duration"}
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "Yes. No. Yes. No.",
+            "Hi.",
+            "It costs $1,234.56.",
+            "<b>Bold</b> words are here",
+            "About 7,000,000 people came by",
+            "Help!!!! me now please",
+            "Use HTTP and FTP, said the man",
+        ],
+    )
+    def test_a_text_that_is_no_prose_may_be_of_nearly_any_length(self, text: str) -> None:
+        assert not is_prose(text)
+        expected = PACE.expected_seconds(text)
+        assert PACE.fits(expected * 3, expected, text)
+        assert not PACE.fits(expected * 6 + 6, expected, text)
+
+    def test_plain_sentences_are_prose(self) -> None:
+        assert all(map(is_prose, [TEXT, "The kettle is boiling.", "今天天气很好。", "Well, she said, that is a “fine” café."]))
 
     def test_units_of_other_scripts_and_a_pace_for_each_voice(self) -> None:
         assert text_units("abc 12.") == 7 + 2 * 4 + 2
@@ -158,10 +179,16 @@ class TestConfig:
         assert "pause" not in quality.bounds
 
     @pytest.mark.parametrize(
-        "override", ["draws=0", "draws=21", "nonsense=1", "bounds.wer.hihg=1", "novalue", "on_fail=throw", "trim_keep_ms=-1", "..=1"]
+        "override",
+        ["draws=0", "draws=21", "nonsense=1", "bounds.wer.hihg=1", "novalue", "on_fail=throw", "trim_keep_ms=-1", "..=1"],
     )
     def test_what_makes_no_sense_is_refused_before_anything_is_written(self, override: str) -> None:
         with pytest.raises(ConfigError):
+            quality_of("basic", None, [override])
+
+    @pytest.mark.parametrize("override", ["bounds.pause.high=Infinity", "bounds.wer.high=NaN", "meters.asr.beam=-Infinity"])
+    def test_a_number_that_json_does_not_have_is_refused(self, override: str) -> None:
+        with pytest.raises(ConfigError, match="infinite"):
             quality_of("basic", None, [override])
 
     def test_checks_that_are_off_cannot_be_configured(self) -> None:

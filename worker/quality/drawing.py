@@ -73,11 +73,11 @@ def trimmed(speech: Speech, quality: Quality) -> Speech:
 def check_draw(number: int, seed: int, speech: Speech, quality: Quality, text: str, generation: Generation) -> CheckedDraw:
     """What the cheap checks say. `speech` is as it would be stored; `text` is what it should say."""
     try:
-        extremes = check_speech(speech)
+        check_speech(speech)
     except SynthesisError as error:
         whole = None if error.code is not ErrorCode.SYNTH_SILENT else speech
         return failed_draw(number, seed, error, whole)
-    return _with_scores(number, seed, speech, quality, cheap_scores(speech, quality, text, generation, extremes))
+    return _with_scores(number, seed, speech, quality, cheap_scores(speech, quality, text, generation))
 
 
 def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | None = None) -> CheckedDraw:

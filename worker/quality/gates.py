@@ -21,20 +21,18 @@ _NEAR_PEAK = np.float32(0.98)
 _NO_LEVEL = -120.0
 
 
-def cheap_scores(
-    speech: Speech, quality: Quality, text: str, generation: Generation, extremes: tuple[int, int] | None = None
-) -> dict[str, Score]:
+def cheap_scores(speech: Speech, quality: Quality, text: str, generation: Generation) -> dict[str, Score]:
     """`ended`, `clipped`, `silence`, `pause`, `loudness`, and `duration` where lengths were learned; `passed` by the bounds.
 
-    `speech` holds finite samples, at least one. `text` is what it says, `generation` names its voice and language; `extremes`
-    is what `check_speech` found. Each call of numpy may hand the interpreter to another thread, so there are few.
+    `speech` holds finite samples, at least one. `text` is what it says, `generation` names its voice and language. Each call
+    of numpy may hand the interpreter to another thread, so there are few.
     """
     samples, rate = speech.samples, speech.sample_rate
     powers = frame_powers(samples, rate)
     sounding, pause, power = activity(powers)
     values: dict[str, tuple[float, str]] = {
         "ended": (_ended(speech), ""),
-        "clipped": (clipped_share(samples) if extremes is None or _may_be_clipped(samples, extremes) else 0.0, ""),
+        "clipped": (clipped_share(samples), ""),
         "silence": (1.0 - sounding / len(powers), "energy"),
         "pause": (pause * FRAME_SECONDS, "energy"),
         "loudness": _loudness(speech, power),
@@ -44,7 +42,7 @@ def cheap_scores(
     if pace is not None and text:
         seconds, expected = len(samples) / rate, pace.expected_seconds(text)
         ratio, bound = seconds / expected, quality.bounds.get("duration")
-        passed = None if bound is None else pace.fits(seconds, expected) and bound.allows(ratio)
+        passed = None if bound is None else pace.fits(seconds, expected, text) and bound.allows(ratio)
         scores["duration"] = Score(round(ratio, 4), passed, f"{expected:.2f} s expected")
     return scores
 
@@ -70,11 +68,6 @@ def clipped_share(samples: NDArray[np.float32]) -> float:
     near = np.flatnonzero(magnitude >= peak * _NEAR_PEAK)
     row = (near[2:] - near[:-2] == 2) & (samples[near[2:]] == samples[near[:-2]]) & (samples[near[1:-1]] == samples[near[:-2]])
     return float(np.count_nonzero(row)) / len(samples)
-
-
-def _may_be_clipped(samples: NDArray[np.float32], extremes: tuple[int, int]) -> bool:
-    """Whether the first of the highest or of the lowest samples [samples] has an equal next one, as in a flat top."""
-    return any(at + 1 < len(samples) and samples[at] == samples[at + 1] for at in extremes)
 
 
 def longest_pause(active: NDArray[np.bool_]) -> int:

@@ -191,7 +191,9 @@ def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 def _answer(meters: Meters, task: _Task, sample: Sample) -> _Answer:
     try:
-        return _Answer(dict(meters.measure(task.meters, sample)))
+        readings = meters.measure(task.meters, sample)
+        # Whatever number a meter returns, NumPy's too, travels as a plain one.
+        return _Answer({name: (float(value), str(detail)) for name, (value, detail) in readings.items()})
     except ModelError as error:
         return _Answer(model_error=(error.code, error.message, error.advice))
     except Exception as error:  # noqa: BLE001 - whatever a meter raises belongs to this draw

@@ -11,18 +11,13 @@ from pipelines.request import Speech
 SILENT_PEAK = 1e-3
 
 
-def check_speech(speech: Speech) -> tuple[int, int]:
-    """Where the first of the highest and of the lowest samples are.
-
-    Raises `SynthesisError`: `synth.no_audio` for no samples, `synth.nan` for NaN or infinity, `synth.silent` for silence.
-    """
+def check_speech(speech: Speech) -> None:
+    """Raises `SynthesisError`: `synth.no_audio` for no samples, `synth.nan` for NaN or infinity, `synth.silent` for silence."""
     samples = speech.samples
     if len(samples) == 0:
         raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The engine returned no samples.")
-    high_at, low_at = int(samples.argmax()), int(samples.argmin())
-    peak = max(float(samples[high_at]), -float(samples[low_at]))
+    peak = max(float(samples.max()), -float(samples.min()))
     if not math.isfinite(peak):
         raise SynthesisError(ErrorCode.SYNTH_NAN, "The audio holds values that are not numbers.")
     if peak < SILENT_PEAK:
         raise SynthesisError(ErrorCode.SYNTH_SILENT, f"The audio is silent: its peak is {peak:.2g} of full scale.")
-    return high_at, low_at
