@@ -17,6 +17,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 NOBODY = 65534
@@ -27,6 +28,23 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _stat(pid: str) -> list[str]:
+    """State, parent and so on of a process, as in /proc; empty where there is none."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _children(parent: int) -> list[int]:
+    pids = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [int(pid) for pid in pids if _stat(pid)[1:2] == [str(parent)]]
+
+
+def _runs(pid: int) -> bool:
+    return _stat(str(pid))[:1] not in ([], ["Z"], ["X"])
 
 
 class Service:
@@ -161,6 +179,17 @@ class Postgres(Service):
     def command(self) -> list[str]:
         options = ["-h", "127.0.0.1", "-p", str(self.port), "-k", str(self.folder), "-c", "max_connections=200"]
         return self._as_user([self._binary("postgres"), "-D", str(self.data), *options])
+
+    def kill(self) -> None:
+        # Backends have sessions of their own: for a moment they outlive their server, and may still answer.
+        backends = [] if self.process is None else _children(self.process.pid)
+        super().kill()
+        for pid in backends:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + START_SECONDS
+        while any(_runs(pid) for pid in backends) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def stop(self) -> None:
         # SIGTERM would wait for every client to leave.
