@@ -44,7 +44,7 @@ class AsrMeter:
         audio = soxr.resample(sample.samples, sample.sample_rate, SAMPLE_RATE) if sample.sample_rate != SAMPLE_RATE else sample.samples
         segments, _ = self._model.transcribe(
             audio,
-            language=_CODES.get(asked_language.casefold(), asked_language.casefold()),
+            language=_code(asked_language),
             beam_size=1,
             temperature=0.0,
             condition_on_previous_text=False,
@@ -53,6 +53,12 @@ class AsrMeter:
         heard = " ".join(segment.text.strip() for segment in segments)
         rates = error_rates(sample.text, heard, asked_language)
         return {name: (rate, heard[:MAX_HEARD_CHARACTERS]) for name, rate in rates.items()}
+
+
+def _code(language: str) -> str:
+    """Whisper's code of a language by its name or its tag (`zh-CN`)."""
+    name = language.casefold().replace("_", "-").partition("-")[0]
+    return _CODES.get(name, name)
 
 
 open_meter = AsrMeter
