@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import warnings
@@ -47,7 +48,14 @@ def run_beat(settings: Settings) -> None:
     app = create_app(settings)
     # Times of schedules are local times.
     app.conf.enable_utc = False
-    app.Beat(schedule=str(settings.state_folder / "beat"), loglevel=settings.log_level.upper(), quiet=True, redirect_stdouts=False).run()
+    beat = app.Beat(schedule=str(settings.state_folder / "beat"), loglevel=settings.log_level.upper(), quiet=True, redirect_stdouts=False)
+    # Celery's own handler writes the file within the signal, and fails where beat is just opening it; leaving its loop writes it too.
+    beat.install_sync_handler = lambda _: [signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGINT)]
+    beat.run()
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
 
 
 def run_flower(settings: Settings) -> None:
