@@ -182,19 +182,27 @@ class _Ingest:
     def _stage(
         self, write_all: Callable[..., Iterable[NewShard]], good: list[GoodLine], rejected: list[RejectedLine], lines_read: int
     ) -> None:
-        """Writes and stages one batch; example ids that the job has already are found by the ledger and left out."""
+        """Writes and stages one batch; example ids that the job has already are found by the ledger and left out.
+
+        Where another process ingests the same job, each batch is staged by one of them, and the other one goes on after it.
+        """
+        if lines_read <= self._lines:
+            return
         while True:
             self._refuse(rejected)
             shards = list(write_all(self._write, *self._numbered(good)))
             try:
-                self._ledger.stage(self._job.id, shards, rejected, lines_read)
+                staged = self._ledger.stage(self._job.id, shards, rejected, lines_read)
                 break
             except DuplicateExamples as error:
                 good, repeated = _without(good, set(error.example_ids))
                 rejected = sorted([*rejected, *repeated], key=lambda line: line.line)
+        self._rejected += len(rejected)
+        if not staged:
+            self._shards, self._items, self._lines = self._ledger.staged_shards(self._job.id)
+            return
         self._shards += len(shards)
         self._items += len(good)
-        self._rejected += len(rejected)
         self._lines = lines_read
 
     def _refuse(self, rejected: Sequence[RejectedLine]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from jobs.cli.output import Interrupted, ReaderLeft, exit_code, fail
+from jobs.cli.output import Interrupted, ReaderLeft, exit_code, fail, undisturbed
 from pipelines.errors import NightjarError
 
 #: Command: (module under jobs.cli, function, one line of help), in the order of `jobs --help`.
@@ -60,7 +60,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         module, function, _ = COMMANDS[cmd_name]
-        return getattr(importlib.import_module(f"jobs.cli.{module}"), function)
+        with undisturbed():
+            return getattr(importlib.import_module(f"jobs.cli.{module}"), function)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

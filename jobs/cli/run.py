@@ -14,7 +14,7 @@ import click
 
 from jobs.cli.context import common_options
 from jobs.cli.follow import POLL_SECONDS, Progress, exit_code_of
-from jobs.cli.output import Interrupted, Output, counted
+from jobs.cli.output import Interrupted, Output, counted, undisturbed
 from jobs.cli.show import status_lines
 from jobs.cli.spec import check_source, resolve_spec, spec_options, take_spec
 from jobs.cli.submit import job_options, no_items, submit_options
@@ -45,13 +45,20 @@ class Signals:
     def __init__(self) -> None:
         self.embedded: EmbeddedHome | None = None
         self.cleaning = False
+        self._number: int | None = None
 
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         if not self.cleaning:
             self.cleaning = True
+            self._number = number
             raise Interrupted(number)
         if self.embedded is not None:
             self.embedded.kill()
+
+    def check(self) -> None:
+        """Raises `Interrupted` where C code, or a `__del__`, has swallowed the one of a signal."""
+        if self._number is not None:
+            raise Interrupted(self._number)
 
     @contextmanager
     def installed(self) -> Iterator[Signals]:
@@ -80,9 +87,10 @@ def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any)
     check_source(source)
     options = submit_options(given)
 
-    from jobs.ingest import submit
-    from jobs.ledger import Ledger
-    from jobs.store import open_store
+    with undisturbed():
+        from jobs.ingest import submit
+        from jobs.ledger import Ledger
+        from jobs.store import open_store
 
     with Signals().installed() as signals, EmbeddedHome(settings) as embedded, Progress(quiet=quiet) as progress:
         signals.embedded = embedded
@@ -93,7 +101,7 @@ def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any)
             remember(result.job.id, settings.home)
             _explain(result.job, created=result.created, progress=progress)
             try:
-                status = _follow(ledger, result.job, embedded, progress)
+                status = _follow(ledger, result.job, embedded, progress, signals)
                 manifest = _manifest(ledger, store, status)
                 report = _report(ledger, store, status, settings, progress)
                 signals.cleaning = True
@@ -125,7 +133,7 @@ def _paused(job: Job) -> NightjarError:
     return ServiceError(ErrorCode.LEDGER_STATE, f"Job {job.id} is paused{reason}.", advice)
 
 
-def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress) -> JobStatus:
+def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress, signals: Signals) -> JobStatus:
     """Runs the job to its end. Raises `worker.crash`, `ledger.state` when it stands still because it is paused, and the
     error that a person has to mend, such as a full disk."""
     status = ledger.status(job.id)
@@ -140,6 +148,7 @@ def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress
     doubt_at = time.monotonic() + STALL_SECONDS
     while not status.job.state.final:
         time.sleep(POLL_SECONDS)
+        signals.check()
         embedded.tend(lambda: _requeue(ledger))
         status = ledger.status(job.id)
         progress.update(status)

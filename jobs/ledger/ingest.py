@@ -68,33 +68,34 @@ def begin_job(connection: sa.Connection, new: NewJob) -> Job:
     return job_from(connection.execute(by_key).mappings().one())
 
 
-def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> None:
-    """Adds shards with their items, and lines that became none, to an ingesting job.
+def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
+    """Adds shards with their items, and lines that became none, to an ingesting job; False: these lines are there already.
 
-    `lines_read` counts from the start of the input. A batch that is there already is left as it is, so a caller that lost
-    the connection may stage the same batch again.
+    `lines_read` counts from the start of the input. A caller that lost the connection may stage the same batch again.
     """
     job = _lock_ingesting(connection, job_id)
-    if not _staged_before(connection, job_id, shards):
-        job_no = job["no"]
-        _refuse_nul(shards)
-        _add_items(connection, job_no, shards)
-        bulk_copy(
-            connection,
-            schema.shards,
-            ("job_id", "job_no", "no", "first_index", "last_index", "n_items", "input_key", "input_sha256", "estimated_ms"),
-            [
-                (job_id, job_no, s.no, s.items[0][0], s.items[-1][0], len(s.items), s.input_key, s.input_sha256, s.estimated_ms)
-                for s in shards
-                if s.items
-            ],
-        )
-    added = _add_rejected(connection, job_id, rejected)
+    if job["lines_read"] >= lines_read:
+        return False
+    job_no = job["no"]
+    _refuse_nul(shards)
+    _add_items(connection, job_no, shards)
+    bulk_copy(
+        connection,
+        schema.shards,
+        ("job_id", "job_no", "no", "first_index", "last_index", "n_items", "input_key", "input_sha256", "estimated_ms"),
+        [
+            (job_id, job_no, s.no, s.items[0][0], s.items[-1][0], len(s.items), s.input_key, s.input_sha256, s.estimated_ms)
+            for s in shards
+            if s.items
+        ],
+    )
+    _add_rejected(connection, job_id, rejected)
     connection.execute(
         sa.update(schema.jobs)
         .where(schema.jobs.c.id == job_id)
-        .values(lines_read=max(job["lines_read"], lines_read), rejected_lines=schema.jobs.c.rejected_lines + added)
+        .values(lines_read=lines_read, rejected_lines=schema.jobs.c.rejected_lines + len(rejected))
     )
+    return True
 
 
 def _add_items(connection: sa.Connection, job_no: int, shards: Sequence[NewShard]) -> None:
@@ -159,9 +160,18 @@ def abandon_job(connection: sa.Connection, job_id: str) -> None:
 
 
 def staged_shards(connection: sa.Connection, job_id: str) -> tuple[int, int, int]:
-    """(shards, items, lines_read) that are committed."""
-    job = read_job(connection, job_id)
-    return *_totals(connection, job_id), job.lines_read
+    """(shards, items, lines_read) that are committed, in one statement: another process may stage between two."""
+    job, shards = schema.jobs.c, schema.shards.c
+    query = (
+        sa.select(sa.func.count(shards.no), sa.func.coalesce(sa.func.sum(shards.n_items), 0), job.lines_read)
+        .select_from(schema.jobs.outerjoin(schema.shards, shards.job_id == job.id))
+        .where(job.id == job_id)
+        .group_by(job.id, job.lines_read)
+    )
+    row = connection.execute(query).one_or_none()
+    if row is None:
+        raise no_such_job(job_id)
+    return int(row[0]), int(row[1]), int(row[2])
 
 
 def _lock_ingesting(connection: sa.Connection, job_id: str) -> sa.RowMapping:
@@ -173,29 +183,15 @@ def _lock_ingesting(connection: sa.Connection, job_id: str) -> sa.RowMapping:
     return row
 
 
-def _staged_before(connection: sa.Connection, job_id: str, shards: Sequence[NewShard]) -> bool:
-    wanted = {shard.no: shard.input_sha256 for shard in shards}
-    columns = schema.shards.c
-    query = sa.select(columns.no, columns.input_sha256).where(columns.job_id == job_id, columns.no.in_(list(wanted)))
-    found = {row.no: row.input_sha256 for row in connection.execute(query)}
-    if not found:
-        return False
-    if found != wanted:
-        raise ServiceError(
-            ErrorCode.LEDGER_STATE, f"Job {job_id} has other shards under the same numbers.", "Ingest a job from one process at a time."
-        )
-    return True
-
-
 def _refuse_nul(shards: Iterable[NewShard]) -> None:
     for shard in shards:
         if any("\x00" in example_id for _, example_id in shard.items):
             raise InputError(ErrorCode.INPUT_BAD_LINE, "An example_id holds a NUL character.", "Remove it from the input.")
 
 
-def _add_rejected(connection: sa.Connection, job_id: str, rejected: Sequence[RejectedLine]) -> int:
+def _add_rejected(connection: sa.Connection, job_id: str, rejected: Sequence[RejectedLine]) -> None:
     if not rejected:
-        return 0
+        return
     rows = [
         {
             "job_id": job_id,
@@ -206,14 +202,7 @@ def _add_rejected(connection: sa.Connection, job_id: str, rejected: Sequence[Rej
         }
         for line in rejected
     ]
-    before = _count_rejected(connection, job_id)
-    connection.execute(insert(connection, schema.rejected_lines).on_conflict_do_nothing(), rows)
-    return _count_rejected(connection, job_id) - before
-
-
-def _count_rejected(connection: sa.Connection, job_id: str) -> int:
-    query = sa.select(sa.func.count()).select_from(schema.rejected_lines).where(schema.rejected_lines.c.job_id == job_id)
-    return connection.scalar(query) or 0
+    connection.execute(insert(connection, schema.rejected_lines), rows)
 
 
 def _totals(connection: sa.Connection, job_id: str) -> tuple[int, int]:

@@ -82,16 +82,20 @@ class Ledger:
         """The job with this idempotency key: an old one in any state, or a new one in state ingesting."""
         return self._database.write(ingest.begin_job, new)
 
-    def stage(self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> None:
+    def stage(self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
         """Adds shards with their items, and lines that became none, in one transaction.
 
-        `lines_read` counts from the start of the input. Staging the same batch again changes nothing. Raises
-        `DuplicateExamples` with nothing written, and `ServiceError` with `ledger.state` where the job is not ingesting.
+        `lines_read` counts from the start of the input. Returns False with nothing written where these lines are there
+        already, also where another process staged them. Raises `DuplicateExamples` with nothing written, and `ServiceError`
+        with `ledger.state` where the job is not ingesting.
         """
         try:
-            self._database.write(ingest.stage, job_id, shards, rejected, lines_read)
+            return self._database.write(ingest.stage, job_id, shards, rejected, lines_read)
         except DuplicateRowsError as error:
             example_ids = self._database.read(ingest.duplicates, job_id, shards)
+            # Asked after the examples: what another process stages meanwhile are not this batch's duplicates.
+            if self.staged_shards(job_id)[2] >= lines_read:
+                return False
             if example_ids:
                 raise DuplicateExamples(example_ids) from error
             raise ServiceError(

@@ -185,13 +185,14 @@ class FailingLedger:
     def __getattr__(self, name: str) -> Callable[..., object]:
         return getattr(self.ledger, name)
 
-    def stage(self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> None:
+    def stage(self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
         self.calls += 1
         if self.calls == self.at_call and not self.after_commit:
             raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, "The connection was lost.")
-        self.ledger.stage(job_id, shards, rejected, lines_read)
+        staged = self.ledger.stage(job_id, shards, rejected, lines_read)
         if self.calls == self.at_call:
             raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, "The connection was lost.")
+        return staged
 
 
 @pytest.mark.parametrize("after_commit", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jobs.ledger import DuplicateExamples, Ledger
@@ -50,8 +52,8 @@ class TestIngest:
     def test_staging_a_batch_again_changes_nothing(self, ledger: Ledger) -> None:
         job = ledger.begin_job(new_job())
         batch = (shards_of((2,)), [RejectedLine(3, ErrorCode.INPUT_BAD_ROLE, "m")], 3)
-        ledger.stage(job.id, *batch)
-        ledger.stage(job.id, *batch)
+        assert ledger.stage(job.id, *batch)
+        assert not ledger.stage(job.id, *batch)
         assert ledger.staged_shards(job.id) == (1, 2, 3)
         assert ledger.job(job.id).rejected_lines == 1
 
@@ -63,6 +65,23 @@ class TestIngest:
         assert caught.value.example_ids == ("b", "d")
         assert caught.value.code is ErrorCode.INPUT_DUPLICATE_ID
         assert ledger.staged_shards(job.id) == (1, 2, 2)
+
+    def test_what_another_process_staged_is_no_duplicate(self, ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two processes meet a batch that repeats an example; one stages the rest of it before the other has looked which it is."""
+        job = ledger.begin_job(new_job())
+        ledger.stage(job.id, [NewShard(0, ((0, "a"), (1, "b")), "k", "s", 1)], [], 2)
+        read = ledger.database.read
+
+        def overtaken(*arguments: Any) -> Any:
+            monkeypatch.undo()
+            rest = [NewShard(1, ((2, "c"), (3, "d")), "k1", "s1", 1)]
+            assert ledger.stage(job.id, rest, [RejectedLine(4, ErrorCode.INPUT_DUPLICATE_ID, "m", "b")], 5)
+            return read(*arguments)
+
+        monkeypatch.setattr(ledger.database, "read", overtaken)
+        assert not ledger.stage(job.id, [NewShard(1, ((2, "c"), (3, "b"), (4, "d")), "k1", "s1", 1)], [], 5)
+        assert ledger.staged_shards(job.id) == (2, 4, 5)
+        assert ledger.job(job.id).rejected_lines == 1
 
     def test_example_ids_are_data(self, ledger: Ledger) -> None:
         names = ["../../x", "a\tb", "line\nbreak", "back\\slash", "'; DROP TABLE jobs; --", "\\N", "\\.", "ü" * 300, "日本", ""]
