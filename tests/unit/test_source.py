@@ -33,8 +33,8 @@ def lines_of(path: Path | str, after_line: int = 0) -> list[bytes | None]:
     [
         TEXT,
         b"\xef\xbb\xbf" + TEXT,
-        gzip.compress(TEXT),
-        gzip.compress(TEXT[:7]) + gzip.compress(TEXT[7:]),
+        gzip.compress(TEXT, mtime=0),
+        gzip.compress(TEXT[:7], mtime=0) + gzip.compress(TEXT[7:], mtime=0),
         zstandard.compress(TEXT),
         zstandard.compress(TEXT[:7]) + zstandard.compress(TEXT[7:]),
         b"\x50\x2a\x4d\x18\x04\x00\x00\x00skip" + zstandard.compress(TEXT),
@@ -81,10 +81,10 @@ def test_a_line_that_is_too_long_is_one_missing_line() -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        gzip.compress(TEXT * 1000)[:-9],
-        gzip.compress(TEXT * 1000)[:-1],
-        gzip.compress(TEXT * 1000)[:-8] + b"\0" * 8,
-        gzip.compress(TEXT)[:12] + b"\xff" * 20,
+        gzip.compress(TEXT * 1000, mtime=0)[:-9],
+        gzip.compress(TEXT * 1000, mtime=0)[:-1],
+        gzip.compress(TEXT * 1000, mtime=0)[:-8] + b"\0" * 8,
+        gzip.compress(TEXT, mtime=0)[:12] + b"\xff" * 20,
         zstandard.compress(TEXT * 1000)[:-1],
         zstandard.compress(TEXT) + zstandard.compress(TEXT)[:5],
         zstandard.compress(TEXT) + b"garbage",
@@ -108,7 +108,7 @@ def test_what_cannot_be_opened_is_unreadable(tmp_path: Path, name: str) -> None:
 def test_a_pipe_is_read(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    writer = threading.Thread(target=lambda: pipe.write_bytes(gzip.compress(TEXT)))
+    writer = threading.Thread(target=lambda: pipe.write_bytes(gzip.compress(TEXT, mtime=0)))
     writer.start()
     assert lines_of(pipe) == LINES
     writer.join()
