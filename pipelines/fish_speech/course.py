@@ -164,6 +164,8 @@ class _Turns:
                 if self._course.closed:
                     raise SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
                 self._host.submit(self._course.current, self)
+                if self._course.closed:  # by another thread meanwhile, which may have found no sequence to end
+                    self._host.cancel(self._course.current)
                 return
         except NightjarError as error:
             self.failed(error)

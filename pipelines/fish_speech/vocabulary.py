@@ -37,7 +37,8 @@ class Vocabulary:
                 raise _bad(f"{file} gives {name} the id {found}, config.json {names[name]}.")
             if found >= config.slow.vocab:
                 raise _bad(f"{file} gives {name} the id {found}, beyond the vocabulary of {config.slow.vocab}.")
-        self._spoken = frozenset(found for name in PHONEMES if (found := tokenizer.token_to_id(name)) is not None)
+        # Speakers are plain text in the published tokenizer; one that has tokens for them means the same.
+        self._spoken = frozenset(token for token, name in self._added.items() if name in PHONEMES or _SPEAKER.fullmatch(name))
 
     @classmethod
     def from_folder(cls, config: FishConfig) -> Vocabulary:

@@ -185,6 +185,27 @@ def test_an_abort_between_two_turns_starts_no_further_one() -> None:
     assert heard.end.code is ErrorCode.SYNTH_ABORTED
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_an_abort_while_the_next_turn_starts_ends_that_turn(before: bool) -> None:
+    """The host hears of the abort before it knows the turn, or after."""
+    heard = Heard()
+    host, engine, course = start(["One.", "Two."], heard)
+    send = host.submit
+
+    def submit(request: TokenRequest, receiver: Any) -> None:
+        if before:
+            engine.abort("item")
+            host.cancelled.clear()
+        send(request, receiver)
+        if not before:
+            engine.abort("item")
+
+    host.submit = submit
+    host.answer([1, 2])
+    assert course.current is host.sent[1][0]
+    assert course.current in host.cancelled
+
+
 def test_a_stream_that_is_left_cancels_the_turn_under_way() -> None:
     heard = Heard(True)
     host, engine, course = start(["One.", "Two."], heard)

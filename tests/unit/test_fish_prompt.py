@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.config import FishConfig
@@ -62,6 +65,16 @@ def test_control_tokens_are_refused(text: str) -> None:
 def test_a_control_token_that_slips_through_is_seen_among_the_ids(name: str) -> None:
     with pytest.raises(InputError, match="cannot be spoken"):
         VOCABULARY.spoken(f"a{name}b")
+
+
+def test_a_tokenizer_may_have_tokens_of_speakers() -> None:
+    tokenizer = Tokenizer.from_file(str(CONFIG.folder / "tokenizer.json"))
+    before = tokenizer.get_vocab_size()
+    tokenizer.add_tokens(["<|speaker:0|>", "<|speaker|>"])
+    vocabulary = Vocabulary(tokenizer, CONFIG, Path("tokenizer.json"))
+    assert vocabulary.spoken("<|speaker:0|>")[0] >= before
+    with pytest.raises(InputError, match="speaker"):
+        vocabulary.spoken("<|speaker|>Hello.")
 
 
 def test_turns_are_cut_before_their_tags() -> None:
