@@ -8,7 +8,7 @@ from typing import Any
 from pipelines.delivery.pipeline import SpeechPipeline
 from pipelines.delivery.tokens import TokenUtterer, token_sampling
 from pipelines.engine.codec_stage import CodecStage
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
@@ -21,7 +21,7 @@ from pipelines.spark_tts.prompt import clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder
 from pipelines.spark_tts.stage import BiCodecDecoder
 from pipelines.spark_tts.vocabulary import Vocabulary
-from pipelines.task import SpeechTask, check_room, frames_within, speech_task
+from pipelines.task import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 from pipelines.vllm_engine.options import TokenRequest, VllmOptions
@@ -38,9 +38,12 @@ _CODEC_BATCH = 64
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     """Loads a checkpoint folder.
 
-    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown.
+    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown or that it
+    cannot run with.
     """
     chosen = read_options(TokenModelOptions, options)
+    if chosen.dtype == "float16":
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "SparkTTS does not work in float16.", "Choose bfloat16 or float32.")
     load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
     config = SparkConfig.from_folder(folder)
@@ -81,6 +84,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkOrder]):
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkOrder]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""
         task = speech_task(request.messages, request.generation, self.capabilities)
+        check_seed(request.seed)
         prompt, voice = self._prompt(task)
         room = self.host.max_context - len(prompt)
         check_room(len(prompt), self.host.max_context, room, "a larger max_context")

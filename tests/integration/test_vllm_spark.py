@@ -123,6 +123,7 @@ def test_speech_that_does_not_end_fails_and_says_so(pipeline: Pipeline) -> None:
         (request("", instruct="whisper"), ErrorCode.INPUT_UNSUPPORTED),
         (request("", reference_text="without audio"), ErrorCode.INPUT_REFERENCE_TEXT),
         (request("", "word " * 990), ErrorCode.INPUT_TOO_LONG),
+        (request("", item_seed=2**63), ErrorCode.INPUT_BAD_GENERATION),
     ],
 )
 def test_what_the_model_cannot_do_is_refused_before_the_engine(pipeline: Pipeline, asked: SynthesisRequest, code: ErrorCode) -> None:

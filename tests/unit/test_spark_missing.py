@@ -22,3 +22,9 @@ def test_opening_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(ConfigError, match="'slot'"):
         open_pipeline(str(checkpoint()), slot=3)
+
+
+def test_a_type_that_the_model_does_not_work_in_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float16") as caught:
+        open_pipeline(str(checkpoint()), dtype="float16")
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
