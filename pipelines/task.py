@@ -19,6 +19,9 @@ _INVISIBLE_SYMBOLS = frozenset("\u2800\u115f\u1160\u3164\uffa0")
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl", "Zp", "Mn", "Me"})
 _INFINITY = float("inf")
 _MOST_SEED = 2**63 - 1
+#: Where float32 stays finite and an int32 can count. Settings beyond say the same, and would harm others of the batch.
+_LEAST_SETTING, _MOST_SETTING = 1e-4, 1e4
+_MOST_TOP_K = 2**31 - 1
 #: Of a frame: seconds that are whole frames must not become one more.
 _ROUNDING = 1e-6
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
@@ -143,6 +146,16 @@ def check_room(positions: int, held: int, room: int, setting: str) -> None:
 def frames_within(seconds: float, frames_per_second: float, most: int) -> int:
     """Frames of speech of at most `seconds`, rounded up: 1 to `most`, however long it is."""
     return max(math.ceil(min(seconds * frames_per_second - _ROUNDING, most)), 1)
+
+
+def bounded(setting: float) -> float:
+    """A temperature, penalty or scale as an engine takes it: 0, or 1e-4 to 1e4, whatever a request says."""
+    return setting and min(max(setting, _LEAST_SETTING), _MOST_SETTING)
+
+
+def bounded_top_k(top_k: int) -> int:
+    """A top_k as an engine takes it: at most 2**31 - 1."""
+    return min(top_k, _MOST_TOP_K)
 
 
 def either(asked: T | None, default: T) -> T:

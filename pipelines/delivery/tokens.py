@@ -12,7 +12,7 @@ from pipelines.delivery.speech import Order, Settled, Streamer, Uttered, Utterer
 from pipelines.engine.codec_stage import CodecStage
 from pipelines.errors import SynthesisError
 from pipelines.request import Generation
-from pipelines.task import either
+from pipelines.task import bounded, bounded_top_k, check_seed, either
 from pipelines.vllm_engine.options import Tokens, TokenSampling
 
 S = TypeVar("S")
@@ -112,13 +112,14 @@ class Drawing(Protocol):
 
 
 def token_sampling(defaults: Drawing, generation: Generation, most: int, seed: int, stops: tuple[int, ...]) -> TokenSampling:
-    """How a request is drawn: its own settings over the model's; at most `most` tokens."""
+    """How a request is drawn: its own settings over the model's; at most `most` tokens. Raises `InputError` for a seed out of range."""
+    check_seed(seed)
     return TokenSampling(
         max_tokens=most,
-        temperature=either(generation.temperature, defaults.temperature),
-        top_k=either(generation.top_k, defaults.top_k),
+        temperature=bounded(either(generation.temperature, defaults.temperature)),
+        top_k=bounded_top_k(either(generation.top_k, defaults.top_k)),
         top_p=either(generation.top_p, defaults.top_p),
-        repetition_penalty=either(generation.repetition_penalty, defaults.repetition_penalty),
+        repetition_penalty=bounded(either(generation.repetition_penalty, defaults.repetition_penalty)),
         seed=seed,
         stop_ids=stops,
     )

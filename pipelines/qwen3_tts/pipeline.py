@@ -28,13 +28,10 @@ from pipelines.qwen3_tts.tokenizer import TextTokenizer
 from pipelines.qwen3_tts.voices import PreparedVoice, VoiceCabinet
 from pipelines.qwen3_tts.weights import take_weights
 from pipelines.request import Generation, SynthesisRequest
-from pipelines.task import SpeechTask, check_room, check_seed, either, frames_within, speech_task
+from pipelines.task import SpeechTask, bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
 
 #: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
 MOST_TOKENS = 2048
-#: Temperatures and penalties beyond these say the same, and would leave the range of float32.
-_LEAST_SETTING, _MOST_SETTING = 1e-4, 1e4
-_MOST_TOP_K = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +142,14 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
 
     As in the published API they are the talker's; the predictor keeps its own, but a temperature of 0 makes both greedy.
     """
-
-    def within(setting: float) -> float:
-        return min(max(setting, _LEAST_SETTING), _MOST_SETTING)
-
     temperature = either(generation.temperature, defaults.temperature if defaults.do_sample else 0.0)
     predictor = defaults.predictor_temperature if defaults.predictor_do_sample and generation.temperature != 0 else 0.0
     return SamplingParams(
-        temperature=temperature and within(temperature),
-        top_k=min(int(either(generation.top_k, defaults.top_k)), _MOST_TOP_K),
+        temperature=bounded(temperature),
+        top_k=bounded_top_k(either(generation.top_k, defaults.top_k)),
         top_p=either(generation.top_p, defaults.top_p),
-        repetition_penalty=within(either(generation.repetition_penalty, defaults.repetition_penalty)),
-        predictor_temperature=predictor and within(predictor),
+        repetition_penalty=bounded(either(generation.repetition_penalty, defaults.repetition_penalty)),
+        predictor_temperature=bounded(predictor),
         predictor_top_k=defaults.predictor_top_k,
         predictor_top_p=defaults.predictor_top_p,
     )

@@ -28,7 +28,7 @@ from pipelines.speechlm.lm import Draw, Script, model_spec
 from pipelines.speechlm.names import check_names
 from pipelines.speechlm.prompt import Prompt, TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.tower import SAMPLE_RATE, AudioEncoder, load_tower
-from pipelines.task import check_room, either, frames_within, speech_task
+from pipelines.task import bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 from pipelines.vllm_engine.options import TokenRequest
@@ -125,6 +125,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
         """The engine's first request and what delivery must know. Raises `InputError` for what this model cannot do."""
         generation = request.generation
         task = speech_task(request.messages, generation, self.capabilities)
+        check_seed(request.seed)
         if either(generation.repetition_penalty, 1.0) != 1.0:
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model has no repetition penalty.", "Remove `repetition_penalty`.")
         mode = generation.mode or CAPABILITIES.modes[0]
@@ -161,10 +162,10 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
             prompt.ids,
             min(either(asked.max_tokens, _STEPS[mode]), room),
             request.seed,
-            Draw(temperatures[0], either(asked.top_k, config.text_top_k), top_p),
-            Draw(temperatures[1], either(asked.audio_top_k, either(asked.top_k, config.audio_top_k)), top_p),
+            Draw(bounded(temperatures[0]), bounded_top_k(either(asked.top_k, config.text_top_k)), top_p),
+            Draw(bounded(temperatures[1]), bounded_top_k(either(asked.audio_top_k, either(asked.top_k, config.audio_top_k))), top_p),
             with_audio=mode == "text_audio",
-            cfg=either(asked.cfg, 1.0),
+            cfg=bounded(either(asked.cfg, 1.0)),
             min_rows=self._options.min_rows,
             max_rows=self._most_rows(asked),
             features=[(position, rows) for (position, _), rows in zip(prompt.features, features)],

@@ -138,7 +138,9 @@ class SpeechLmState(FrameState):
         flat = logits.view(count * streams, layer + 2)
         most = min(flags.max_top_k, layer + 2)
         drawn = sample(flat, noise.reshape(-1), temperature, top_k, top_p, greedy, most, flags.any_top_p, flags.all_greedy)
-        return drawn.view(count, streams)
+        # Logits that are no numbers draw anything, and a code of another stream would be a row that nobody has.
+        drawn = drawn.view(count, streams)
+        return torch.cat((drawn[:, :1], drawn[:, 1:].clamp(max=layer - 1)), 1)
 
     def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, held: list[_Slot | None]) -> Tensor:
         """Text ids, eos or eot [n]. A row looks at the likeliest alone where its own top_k allows it: the vocabulary is wide."""

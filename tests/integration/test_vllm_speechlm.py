@@ -113,6 +113,20 @@ def test_refusals(pipeline: Pipeline) -> None:
         assert caught.value.code is code, settings
 
 
+def test_extreme_settings_harm_nobody(pipeline: Pipeline) -> None:
+    settings = (
+        {"temperature": 1e300, "cfg": 1e300},
+        {"temperature": 1e-300},
+        {"top_k": 1 << 63, "audio_top_k": 10**30, "temperature": 1.0},
+    )
+    extreme = [pipeline.submit(golden("a0_cfg30", max_tokens=40, **each)) for each in settings]
+    neighbour = pipeline.submit(golden("eot_audio_cfg"))
+    for future in extreme:
+        assert not isinstance(error := future.exception(SECONDS), SynthesisError) or error.code is ErrorCode.SYNTH_NO_AUDIO
+    check("eot_audio_cfg", neighbour.result(SECONDS))
+    assert pipeline.stats().state == "ready"
+
+
 def test_an_abort_ends_text_and_pair(pipeline: Pipeline) -> None:
     futures = [pipeline.submit(golden(name)) for name in ("a2_cfg30", "a2_cfg30", "a3")]
     stream = pipeline.stream(golden("a3_cfg15"))

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from pipelines.delivery.pipeline import SpeechPipeline
 from pipelines.delivery.speech import Uttered, no_audio
-from pipelines.delivery.tokens import TokenOrder, TokenStreamer, TokenUtterer
+from pipelines.delivery.tokens import TokenOrder, TokenStreamer, TokenUtterer, token_sampling
 from pipelines.engine.codec_stage import CodecStage
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.nn.keys import Keys
 from pipelines.nn.options import TokenModelOptions, read_options
 from pipelines.nn.recordings import RecordingCache, read_recording
-from pipelines.request import EngineStats, Message, SynthesisRequest
+from pipelines.request import EngineStats, Generation, Message, SynthesisRequest
 from pipelines.task import frames_within
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
 
@@ -143,7 +143,7 @@ def say(ids: list[int], finish: Any = "stop") -> Callable[[Any], None]:
 
 def test_tokens_become_speech_with_what_is_known_of_them(host: Host, pipeline: Pipeline) -> None:
     host.play = say([3, 5])
-    speech = pipeline.submit(REQUEST).result(10)
+    speech = pipeline.submit(REQUEST).result(60)
     assert speech.samples.tolist() == [3] * 4 + [5] * 4
     assert (speech.text, speech.text_out, speech.sample_rate) == ("text", "words", RATE)
     assert speech.meta == {"engine": "none", "frames": 2, "finish": "stop"}
@@ -198,12 +198,12 @@ def test_what_came_first_settles_a_future(host: Host, pipeline: Pipeline) -> Non
 
     def play(receiver: Any) -> None:
         receiver.finished(Tokens([1], "stop"))
-        receiver.future.result(10)
+        receiver.future.result(60)
         receiver.failed(NightjarError(ErrorCode.SYNTH_ABORTED, "too late"))
         heard.set()
 
     host.play = play
-    assert len(pipeline.submit(REQUEST).result(10).samples) == 4
+    assert len(pipeline.submit(REQUEST).result(60).samples) == 4
     assert heard.wait(10)
 
 
@@ -215,6 +215,18 @@ def test_options_are_checked_by_name_and_type() -> None:
     chosen = TokenModelOptions(memory_share=0.2).vllm(0.5, 8192, 4096)
     assert (chosen.memory_share, chosen.max_context) == (0.2, 4096)
     assert TokenModelOptions(max_context=100).vllm(0.5, 8192, 4096).max_context == 100
+
+
+def test_no_setting_leaves_the_range_of_an_engine() -> None:
+    """A number that float32 or int64 cannot hold would end the engine core, and all requests with it."""
+    least = Generation(temperature=1e-300, top_k=0, top_p=1.0, repetition_penalty=1e-300)
+    most = Generation(temperature=1e300, top_k=1 << 63, top_p=1.0, repetition_penalty=1e300)
+    for asked, temperature, top_k, penalty in ((least, 1e-4, 0, 1e-4), (most, 1e4, 2**31 - 1, 1e4)):
+        made = token_sampling(TokenSampling(1), asked, 10, 5, ())
+        assert (made.temperature, made.top_k, made.repetition_penalty) == (temperature, top_k, penalty)
+    assert token_sampling(TokenSampling(1), Generation(temperature=0.0), 10, 5, ()).temperature == 0.0
+    with pytest.raises(InputError):
+        token_sampling(TokenSampling(1), Generation(), 10, 1 << 63, ())
 
 
 def test_seconds_become_frames_whatever_their_size() -> None:
