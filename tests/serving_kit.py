@@ -75,7 +75,7 @@ class Running:
         names = ("speech_server_running", "speech_server_waiting", "speech_engine_batch_size", "speech_engine_waiting")
         return tuple(now[name] for name in names)
 
-    def until(self, true: Any, seconds: float = 30.0) -> None:
+    def until(self, true: Any, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < deadline, "it did not come about in time"

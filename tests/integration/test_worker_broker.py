@@ -26,7 +26,7 @@ def received(url: str, count: int) -> list[dict[str, object]]:
     with app.connection_for_read() as connection:
         queue = connection.SimpleQueue("nightjar")
         for _ in range(count):
-            message = queue.get(timeout=5)
+            message = queue.get(timeout=60)
             bodies.append(message.payload[1])
             message.ack()
         queue.close()
@@ -55,11 +55,12 @@ def test_keys_have_a_prefix(valkey_url: str) -> None:
 
 
 def test_thousands_of_messages_are_sent_in_batches(valkey_url: str) -> None:
-    publisher = Publisher(load_settings(broker_url=valkey_url))
-    started_at = time.monotonic()
+    publisher, broker = Publisher(load_settings(broker_url=valkey_url)), redis.Redis.from_url(valkey_url)
+    publisher.publish([Ticket("job", 0, 0)])
+    before = broker.info("stats")["total_reads_processed"]
     publisher.publish([Ticket("job", n, 0) for n in range(3000)])
-    assert time.monotonic() - started_at < 5
-    assert publisher.queue_depth() == 3000
+    assert broker.info("stats")["total_reads_processed"] - before < 1000
+    assert publisher.queue_depth() == 3001
 
 
 def test_a_broker_that_is_not_there_is_told_without_its_password() -> None:
@@ -70,7 +71,7 @@ def test_a_broker_that_is_not_there_is_told_without_its_password() -> None:
             ask()
         assert caught.value.code is ErrorCode.BROKER_UNREACHABLE
         assert "hunter2" not in str(caught.value)
-    assert time.monotonic() - started_at < 15
+    assert time.monotonic() - started_at < 60
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def socket_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     process = subprocess.Popen(
         [str(get_binary_path()), "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder)], stdout=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     yield f"redis+socket://{path}?virtual_host=0"

@@ -64,7 +64,7 @@ class Heard:
         return lambda samples: self.items.put((name, samples))
 
     def take(self, count: int) -> list[tuple[str, np.ndarray | NightjarError]]:
-        return [self.items.get(timeout=10) for _ in range(count)]
+        return [self.items.get(timeout=60) for _ in range(count)]
 
 
 def lists(items: list[tuple[str, np.ndarray | NightjarError]]) -> list[tuple[str, list[float]]]:

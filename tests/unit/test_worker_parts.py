@@ -234,7 +234,7 @@ class TestChore:
         chore.start()
         for count in (1, 2, 3):
             chore.nudge()
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 60
             while len(calls) < count and time.monotonic() < deadline:
                 time.sleep(0.005)
         chore.stop()
@@ -335,7 +335,7 @@ class TestSupervisor:
         code = f"import sys; from worker.supervisor import Supervisor; sys.exit(Supervisor([sys.executable, {str(tmp_path / 'child.py')!r}, {str(log)!r}], {gpus!r}).run())"  # noqa: E501
         process = subprocess.Popen([sys.executable, "-c", code])
         try:
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             while not until() and process.poll() is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
