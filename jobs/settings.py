@@ -144,8 +144,8 @@ class Schedule(_Part):
     )
     export_to: str | None = Field(
         default=None,
-        description="Where each of them goes; `{format}` stands for it, the night as in `input`; "
-        "unset: `datasets/NAME/{date}/{format}` in `home`.",
+        description="Where each of them goes; `{format}` stands for it, the night as in `input`. A format of one file gets its "
+        "extension where the place ends in either. Unset: `datasets/NAME/{date}/{format}` in `home`.",
     )
     splits: str | None = Field(default=None, description="Splits of the exports, such as train=0.98,dev=0.01,test=0.01.")
 

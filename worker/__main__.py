@@ -11,7 +11,8 @@ from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from pipelines.errors import NightjarError
 
-FAILED = 1
+#: Exit codes, as those of `jobs wait`.
+FAILED, NOT_ENDED = 1, 7
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -58,19 +59,23 @@ def beat() -> None:
 @click.option("--catch-up", type=click.IntRange(0, 366), default=0, help="Also run that many earlier nights that did not run.")
 @click.option("--schedule", "names", multiple=True, help="Only this schedule; may be given more than once.")
 @click.option("--wait", "wait_hours", type=click.FloatRange(min=0), default=0.0, metavar="HOURS", help="Wait so long for the jobs' end.")
+@click.option("--again", is_flag=True, help="Also submit the same file of a night whose job failed or was cancelled.")
 @click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
-def nightly(night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, as_json: bool) -> None:
-    """Submits the night's file of every schedule, and writes the exports of nights that have ended; no night runs twice."""
+def nightly(night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, again: bool, as_json: bool) -> None:
+    """Submits the night's file of every schedule, and writes the exports of nights that have ended; no night runs twice.
+
+    Exit code: 0 all is well, 1 a night or a dataset failed, 7 with --wait: a job has not ended.
+    """
     from worker.nightly import run_nights
 
     settings = _settings()
-    report = run_nights(settings, night, catch_up, names, wait_seconds=wait_hours * 3600)
+    report = run_nights(settings, night, catch_up, names, wait_seconds=wait_hours * 3600, again=again)
     for one in report.nights:
         if as_json:
             Output(as_json=True).data(one.view)
         else:
             click.echo(str(one))
-    sys.exit(FAILED if report.failed else 0)
+    sys.exit(FAILED if report.failed else NOT_ENDED if wait_hours and report.unfinished else 0)
 
 
 @cli.command()

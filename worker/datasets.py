@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
 
 from jobs.artifacts import slug
-from jobs.ledger.records import Job, JobState
+from jobs.ledger.records import Job
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 
 if TYPE_CHECKING:
@@ -21,7 +24,10 @@ log = structlog.get_logger(__name__)
 
 #: Stands among the formats for the job's report.
 REPORT = "report"
-_ENDED_WELL = {JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS}
+#: A place that ends so has no extension of its own.
+_OPEN_END = re.compile(r"(\{format\}|\{date\}|%[-_0^#]?[A-Za-z])\Z")
+#: Nights whose places are compared: those of a leap year and of one day more.
+_COMPARED_NIGHTS = [date(2027, 12, 1) + timedelta(days=days) for days in range(367)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +42,33 @@ class Dataset:
 
 
 def place_of(settings: Settings, name: str, schedule: Schedule, format: str, night: date) -> str:
-    """Where a night's export of a format goes."""
+    """Where a night's export of a format goes. A format that is one file gets its extension, unless the place has an end of its own."""
     from jobs.export.export import ERRORS, LINE_FORMATS
 
-    if schedule.export_to is not None:
-        return night.strftime(schedule.export_to.replace("{format}", format).replace("{date}", "%Y-%m-%d"))
     one_file = format == ERRORS or (format in LINE_FORMATS and schedule.splits is None)
     extension = ".html" if format == REPORT else ".jsonl" if one_file else ""
+    if (to := schedule.export_to) is not None:
+        end = extension if _OPEN_END.search(to) else ""
+        return night.strftime(to.replace("{format}", format).replace("{date}", "%Y-%m-%d")) + end
     return str(settings.home.absolute() / "datasets" / slug(name) / night.isoformat() / f"{format}{extension}")
 
 
-def check_exports(name: str, schedule: Schedule) -> None:
-    """Raises `config.invalid` for exports that could not be written, before a night's work rather than after it."""
+def check_exports(settings: Settings, names: Collection[str]) -> None:
+    """Raises `config.invalid` for exports of these schedules that could not be written, or that have one place with those of
+    another schedule: before a night's work rather than after it."""
+    for name in names:
+        _check_formats(name, settings.schedules[name])
+    owners: dict[str, str] = {}
+    for name, schedule in settings.schedules.items():
+        for wanted in schedule.exports:
+            place = place_of(settings, name, schedule, wanted, _COMPARED_NIGHTS[0])
+            owner = owners.setdefault(place if place.startswith("s3://") else os.path.abspath(place), name)
+            if owner != name and {owner, name} & set(names):
+                reason = f"The schedules {owner!r} and {name!r} export to one place."
+                raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Give each an `export_to` of its own.")
+
+
+def _check_formats(name: str, schedule: Schedule) -> None:
     from jobs.export import FORMATS, parse_splits
 
     known = (*FORMATS, REPORT)
@@ -58,40 +79,45 @@ def check_exports(name: str, schedule: Schedule) -> None:
     if schedule.splits is not None:
         parse_splits(schedule.splits)
     to = schedule.export_to
-    if to is not None and "{format}" not in to and len(schedule.exports) > 1:
+    if to is None or not schedule.exports:
+        return
+    if "{format}" not in to and len(schedule.exports) > 1:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, f"The schedule {name!r} has several exports and one place.", "Put `{format}` into `export_to`."
         )
-    if to is not None and "{date}" not in to and "%" not in to and schedule.exports:
+    dated = to.replace("{date}", "%Y-%m-%d")
+    if len({night.strftime(dated) for night in _COMPARED_NIGHTS}) < len(_COMPARED_NIGHTS):
         raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"The exports of {name!r} have one place for all nights.", "Put `{date}` into `export_to`."
+            ErrorCode.CONFIG_INVALID, f"The exports of {name!r} have one place for several nights.", "Put `{date}` into `export_to`."
         )
 
 
-def write_datasets(settings: Settings, ledger: Ledger, name: str, night: date, job: Job) -> tuple[Dataset, ...]:
-    """Writes the exports of a night whose job has ended. One that stands is left as it is, one that was stopped goes on; one
-    that fails keeps no other from being written."""
+def write_datasets(settings: Settings, ledger: Ledger, name: str, night: date, jobs: Sequence[Job]) -> tuple[Dataset, ...]:
+    """Writes the exports of a night whose last job has ended well. One that stands is left as it is, one that was stopped goes
+    on, and one that a job of this night left before it went on is written anew; one that fails keeps no other from being
+    written, and no file that is another's is touched."""
     schedule = settings.schedules[name]
-    if job.state not in _ENDED_WELL:
-        return ()
     places = [(wanted, place_of(settings, name, schedule, wanted, night)) for wanted in schedule.exports]
-    return tuple([_written(settings, ledger, schedule, job, wanted, to) for wanted, to in places])
+    return tuple([_written(settings, ledger, schedule, jobs, wanted, to) for wanted, to in places])
 
 
-def _written(settings: Settings, ledger: Ledger, schedule: Schedule, job: Job, format: str, to: str) -> Dataset:
+def _written(settings: Settings, ledger: Ledger, schedule: Schedule, jobs: Sequence[Job], format: str, to: str) -> Dataset:
+    job_id = jobs[-1].id
     try:
-        items = _write(settings, ledger, schedule, job, format, to)
+        items = _write(settings, ledger, schedule, jobs, format, to)
     except NightjarError as error:
-        log.error("dataset not written", job=job.id, format=format, to=to, code=error.code.value, error=str(error))
+        log.error("dataset not written", job=job_id, format=format, to=to, code=error.code.value, error=str(error))
         return Dataset(format, to, reason=str(error))
-    log.info("dataset written", job=job.id, format=format, to=to, items=items)
+    log.info("dataset written", job=job_id, format=format, to=to, items=items)
     return Dataset(format, to, items)
 
 
-def _write(settings: Settings, ledger: Ledger, schedule: Schedule, job: Job, format: str, to: str) -> int:
-    from jobs.export import export, parse_splits
+def _write(settings: Settings, ledger: Ledger, schedule: Schedule, jobs: Sequence[Job], format: str, to: str) -> int:
+    from jobs.export import export, own_output, parse_splits
     from jobs.store import open_store
 
+    job = jobs[-1]
+    own = {job.id for job in jobs}
     store = open_store(job.store_url, settings.s3)
     if format == REPORT:
         from jobs.report import ReportOptions, write_report
@@ -100,6 +126,7 @@ def _write(settings: Settings, ledger: Ledger, schedule: Schedule, job: Job, for
             raise ConfigError(
                 ErrorCode.CONFIG_INVALID, "A report is one local file.", "Let `export_to` name a folder, or leave `report` out."
             )
-        return write_report(ledger, store, job.id, Path(to), ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)).measured
+        options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)
+        return write_report(ledger, store, job.id, Path(to), options, lambda place: own_output(place, job.id, own)).measured
     splits = parse_splits(schedule.splits) if schedule.splits and not format.endswith("-errors") else None
-    return export(ledger, store, job.id, format, to, splits=splits, s3=settings.s3).items
+    return export(ledger, store, job.id, format, to, splits=splits, s3=settings.s3, replaces=own).items

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
-from jobs.ledger.records import JobSpec
-from jobs.quality import quality_of
-from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError
-from pipelines.request import Generation
+from jobs.cli.output import counted
+from jobs.ledger.records import Job, JobState
+from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError
 from worker.datasets import Dataset, check_exports, write_datasets
+from worker.night_jobs import ENDED_BADLY, bad_end, is_mended, night_jobs, submit_night
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
-    from jobs.settings import Schedule, Settings
+    from jobs.settings import Settings
 
 log = structlog.get_logger(__name__)
 
@@ -32,10 +32,11 @@ class NightEnd(StrEnum):
     """What became of a schedule's night."""
 
     SUBMITTED = "submitted"
-    #: It ran before.
+    #: It was submitted before.
     RAN = "ran"
     #: Its file is not there; the night can be caught up.
     MISSING = "missing"
+    #: It was not submitted, or its job failed or was cancelled; the night stays due.
     FAILED = "failed"
 
 
@@ -47,13 +48,24 @@ class Night:
     night: date
     end: NightEnd
     job_id: str = ""
+    #: State of its job.
+    state: JobState | None = None
+    #: Why it failed, or why its datasets are not there yet.
     reason: str = ""
+    code: ErrorCode | None = None
+    #: What is wrong in a job that ended well.
+    failed_items: int = 0
+    rejected_lines: int = 0
     #: What was exported of it, where its job has ended.
     datasets: tuple[Dataset, ...] = ()
 
     def __str__(self) -> str:
-        tail = " ".join(part for part in (self.job_id, self.reason) if part)
+        code = self.code.value if self.code else ""
+        tail = " ".join(part for part in (self.job_id, code, self.reason) if part)
         lines = [f"{self.schedule} {self.night.isoformat()} {self.end.value}{f' {tail}' if tail else ''}"]
+        if self.failed_items or self.rejected_lines:
+            counts = f"{counted(self.failed_items, 'item')} failed, {counted(self.rejected_lines, 'line')} refused"
+            lines.append(f"  {counts}; see why with: jobs errors {self.job_id}")
         lines += [f"  {one.format} {f'not written: {one.reason}' if one.reason else one.to}" for one in self.datasets]
         return "\n".join(lines)
 
@@ -66,7 +78,11 @@ class Night:
             "night": self.night.isoformat(),
             "end": self.end.value,
             "job": self.job_id or None,
+            "state": self.state.value if self.state else None,
+            "code": self.code.value if self.code else None,
             "reason": self.reason or None,
+            "failed_items": self.failed_items,
+            "rejected_lines": self.rejected_lines,
             "datasets": [{"format": one.format, "to": one.to, "items": one.items, "reason": one.reason or None} for one in self.datasets],
         }
 
@@ -79,13 +95,14 @@ class NightlyReport:
 
     @property
     def failed(self) -> bool:
+        """Whether a night is missing or failed, or a dataset was not written."""
         datasets = (dataset for night in self.nights for dataset in night.datasets)
         return any(night.end in {NightEnd.FAILED, NightEnd.MISSING} for night in self.nights) or any(one.reason for one in datasets)
 
-
-def input_of(schedule: Schedule, night: date) -> str:
-    """The schedule's input with the night filled in: `{date}` is the ISO date, strftime codes work too."""
-    return night.strftime(schedule.input.replace("{date}", "%Y-%m-%d"))
+    @property
+    def unfinished(self) -> bool:
+        """Whether a night's job has not ended."""
+        return any(night.state is not None and not night.state.final for night in self.nights)
 
 
 def last_night(now: datetime | None = None) -> date:
@@ -100,12 +117,14 @@ def run_nights(
     names: Collection[str] = (),
     *,
     wait_seconds: float = 0.0,
+    again: bool = False,
     now: datetime | None = None,
 ) -> NightlyReport:
     """Submits a night, and up to `catch_up` earlier ones that did not run, of every schedule (or of those named), and writes
-    the datasets of those whose jobs have ended, or end within `wait_seconds`.
+    the datasets of those whose jobs have ended, or end within `wait_seconds`. `again`: also the same file of a night whose
+    job failed or was cancelled.
 
-    Raises `ConfigError` for a date or a schedule that does not exist, and `ServiceError`.
+    Raises `ConfigError` for a date or a schedule that does not exist and for exports that cannot be, and `ServiceError`.
     """
     from jobs.ledger import Ledger
 
@@ -116,87 +135,106 @@ def run_nights(
     if unknown := set(names) - settings.schedules.keys():
         known = ", ".join(sorted(settings.schedules)) or "none"
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no schedule {sorted(unknown)[0]!r}.", f"Schedules are: {known}.")
+    check_exports(settings, names or settings.schedules)
     ledger = Ledger.open(settings.ledger_url)
     try:
         ledger.check_schema()
         dates = [last - timedelta(days=days) for days in range(catch_up, -1, -1)]
         chosen = [name for name in settings.schedules if not names or name in names]
-        for name in chosen:
-            check_exports(name, settings.schedules[name])
-        nights = [run_night(settings, ledger, name, one) for name in chosen for one in dates]
-        deadline = time.monotonic() + wait_seconds
-        return NightlyReport([_with_datasets(settings, ledger, one, deadline) for one in nights])
+        nights = [run_night(settings, ledger, name, one, again=again) for name in chosen for one in dates]
+        return NightlyReport(_to_their_ends(settings, ledger, nights, time.monotonic() + wait_seconds))
     finally:
         ledger.close()
 
 
-def run_night(settings: Settings, ledger: Ledger, name: str, night: date) -> Night:
-    """Submits one night of one schedule, unless it ran.
+def run_night(settings: Settings, ledger: Ledger, name: str, night: date, *, again: bool = False) -> Night:
+    """Submits one night of one schedule, unless it ran. A night whose job failed or was cancelled has not: it is submitted
+    once more where that can end otherwise, or with `again`.
 
     The job is submitted first and the night recorded then: a crash between makes the next run find the same job by its
     idempotency key. Raises `ServiceError`.
     """
-    schedule = settings.schedules[name]
-    if night.isoformat() in ledger.schedule_history(name):
+    jobs = night_jobs(ledger, name, night)
+    last = jobs[-1] if jobs else None
+    recorded = night.isoformat() in ledger.schedule_history(name)
+    if last is None and recorded:
         return Night(name, night, NightEnd.RAN)
     try:
-        job_id = _submit(settings, ledger, name, schedule, night)
-    except InputError as error:
-        end = NightEnd.MISSING if error.code in _MISSING else NightEnd.FAILED
-        log.error("night not submitted", schedule=name, night=night.isoformat(), code=error.code.value, error=str(error))
-        return Night(name, night, end, reason=str(error))
+        if last is not None and last.state in ENDED_BADLY:
+            if not again and not is_mended(settings, last, name, night):
+                return _failed(ledger, Night(name, night, NightEnd.FAILED, last.id, last.state), bad_end(last))
+            last = submit_night(settings, ledger, name, night, len(jobs))
+        elif last is None or last.state is JobState.INGESTING:
+            last = submit_night(settings, ledger, name, night, max(0, len(jobs) - 1))
+        elif recorded:
+            return Night(name, night, NightEnd.RAN, last.id, last.state)
     except NightjarError as error:
-        log.error("night not submitted", schedule=name, night=night.isoformat(), code=error.code.value, error=str(error))
-        return Night(name, night, NightEnd.FAILED, reason=str(error))
+        end = NightEnd.MISSING if isinstance(error, InputError) and error.code in _MISSING else NightEnd.FAILED
+        return _failed(ledger, Night(name, night, end, last.id if last else "", last.state if last else None), _explained(error, last))
+    if last.state in ENDED_BADLY:
+        return _failed(ledger, Night(name, night, NightEnd.FAILED, last.id, last.state), bad_end(last))
     ledger.schedule_ran(name, night.isoformat())
-    log.info("night submitted", schedule=name, night=night.isoformat(), job=job_id)
-    return Night(name, night, NightEnd.SUBMITTED, job_id)
+    log.info("night submitted", schedule=name, night=night.isoformat(), job=last.id)
+    return Night(name, night, NightEnd.SUBMITTED, last.id, last.state)
 
 
-def _with_datasets(settings: Settings, ledger: Ledger, night: Night, deadline: float) -> Night:
-    """The night with the datasets of its job, once that has ended; as it is where the time is over before."""
-    if not settings.schedules[night.schedule].exports or night.end not in {NightEnd.SUBMITTED, NightEnd.RAN}:
-        return night
-    job = ledger.job_of_key(_key(night.schedule, night.night))
-    while job is not None and not job.state.final and time.monotonic() < deadline:
+def _explained(error: NightjarError, job: Job | None) -> NightjarError:
+    """The error of a submit; that of a night whose file was changed after its first submit was stopped says how to go on."""
+    if job is None or job.state is not JobState.INGESTING or error.code is not ErrorCode.LEDGER_STATE:
+        return error
+    message = f"Its job {job.id} was made from another file or other settings, and its submit was stopped."
+    return ServiceError(error.code, message, f"Run the night again after `jobs cancel {job.id}`.")
+
+
+def _failed(ledger: Ledger, night: Night, error: NightjarError) -> Night:
+    """The night as one that has not run: it stays due."""
+    day, job = night.night.isoformat(), night.job_id or None
+    log.error("night failed", schedule=night.schedule, night=day, job=job, code=error.code.value, error=str(error))
+    if night.state in ENDED_BADLY:
+        ledger.schedule_forget(night.schedule, day)
+    return replace(night, reason=str(error), code=error.code)
+
+
+def _to_their_ends(settings: Settings, ledger: Ledger, nights: Sequence[Night], deadline: float) -> list[Night]:
+    """The nights with the ends of their jobs and their datasets, in the order in which they come; as they are where the time is
+    over before."""
+    ended: dict[int, Night] = {}
+    while True:
+        for place, night in enumerate(nights):
+            if place not in ended and (end := _at_its_end(settings, ledger, night)) is not None:
+                ended[place] = end
+        if len(ended) == len(nights) or time.monotonic() >= deadline:
+            return [ended[place] if place in ended else _unfinished(settings, ledger, night) for place, night in enumerate(nights)]
         time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
-        job = ledger.job(job.id)
-    if job is None:
+
+
+def _at_its_end(settings: Settings, ledger: Ledger, night: Night) -> Night | None:
+    """The night once its job has ended; None before."""
+    if not night.job_id or night.end not in {NightEnd.SUBMITTED, NightEnd.RAN}:
         return night
-    if not job.state.final:
-        return replace(night, job_id=job.id, reason=night.reason or f"its job is {job.state.value}; run this again for its datasets")
-    return replace(night, job_id=job.id, datasets=write_datasets(settings, ledger, night.schedule, night.night, job))
+    status = ledger.status(night.job_id)
+    night = replace(night, state=status.job.state)
+    if not status.job.state.final:
+        return None
+    if status.job.state in ENDED_BADLY:
+        return _failed(ledger, replace(night, end=NightEnd.FAILED), bad_end(status.job))
+    jobs = night_jobs(ledger, night.schedule, night.night)
+    datasets = write_datasets(settings, ledger, night.schedule, night.night, jobs)
+    return replace(night, failed_items=status.items.failed, rejected_lines=status.job.rejected_lines, datasets=datasets)
 
 
-def _key(name: str, night: date) -> str:
-    return f"nightly/{name}/{night.isoformat()}"
+def _unfinished(settings: Settings, ledger: Ledger, night: Night) -> Night:
+    job = ledger.job(night.job_id)
+    datasets = " for its datasets" if settings.schedules[night.schedule].exports else ""
+    if job.state is JobState.PAUSED:
+        why = f" ({job.state_reason})" if job.state_reason else ""
+        reason = f"its job is paused{why}; let it go on with `jobs resume {job.id}`, and run this again{datasets}"
+    else:
+        reason = f"its job is {job.state.value}; run this again{datasets}" if datasets else f"its job is {job.state.value}"
+    return replace(night, state=job.state, reason=reason)
 
 
 def run_schedule(settings: Settings, ledger: Ledger, name: str, now: datetime | None = None) -> str:
     """What Celery beat asks for: the last night of one schedule, as a line for people. Its datasets are `run_nights`' to write:
     an export must not hold up a worker."""
     return str(run_night(settings, ledger, name, last_night(now)))
-
-
-def _submit(settings: Settings, ledger: Ledger, name: str, schedule: Schedule, night: date) -> str:
-    from jobs.ingest import SubmitOptions, submit
-    from jobs.store import open_store
-
-    spec = JobSpec(
-        model=schedule.model,
-        generation=Generation(voice=schedule.voice, language=schedule.language, instruct=schedule.instruct),
-        seed=schedule.seed,
-        format=schedule.format,
-        quality=quality_of(schedule.qa, schedule.qa_config),
-    )
-    options = SubmitOptions(
-        name=f"{name} {night.isoformat()}",
-        priority=schedule.priority,
-        weight=schedule.weight,
-        labels={"schedule": name, "night": night.isoformat()},
-        on_error=schedule.on_error,
-        input_format=schedule.input_format,
-        idempotency_key=_key(name, night),
-    )
-    store = open_store(schedule.store_url or settings.effective_store_url, settings.s3)
-    return submit(settings, ledger, store, input_of(schedule, night), spec, options=options).job.id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -22,6 +22,7 @@ from jobs.export.manifest import manifest_line
 from jobs.export.nemo import nemo_line
 from jobs.export.openai_batch import openai_batch_line, openai_error_line
 from jobs.export.output import output
+from jobs.export.own_file import own_output
 from jobs.export.parquet import write_parquet
 from jobs.export.plan import Part
 from jobs.export.splits import WHOLE, Splits
@@ -80,6 +81,7 @@ def export(
     part_bytes: int = PART_BYTES,
     s3: S3Settings | None = None,
     on_part: Callable[[Part], None] = lambda _: None,
+    replaces: Collection[str] | None = None,
 ) -> ExportReport:
     """Writes the items of a job that have audio to `to`: a file or `-` for formats of one file, else a folder or `s3://` prefix.
 
@@ -87,6 +89,10 @@ def export(
     the local path `audio_root/<key>`, and fetched from the store where that file is not there yet. Formats that hold the
     audio end a file before its audio passes `part_bytes`. With `splits` every format is a folder. The same call goes on
     with an export that was stopped.
+
+    What stands at `to` already: a file is written over, and a folder that holds another export, or anything else, is refused.
+    With `replaces`, ids of jobs, an export of this format that is theirs makes room for this one, and everything else is
+    refused, also a file.
 
     Raises `config.invalid` for an unknown format or a place that cannot be used, `model.missing_extra` for a library that
     is missing, `NotFoundError`, `StoreError`, `ServiceError`.
@@ -98,14 +104,14 @@ def export(
         if splits is not None or to.startswith("s3://"):
             raise _invalid(f"The format {format} is one file.", "Name a local file, and no splits.")
         lines = _ErrorLines(ledger, job) if format == ERRORS else _Lines(ledger, store, job, LINE_FORMATS[format], audio_root)
-        with output(to) as file:
+        with output(to) if replaces is None else own_output(to, job_id, replaces) as file:
             for line in lines:
                 file.write(line)
         return ExportReport(format, to if to == "-" else str(Path(to).absolute()), lines.count, lines.left_out)
     if to in ("", "-"):
         raise _invalid(f"The format {format} is a folder.", "Name a folder with --to.")
     folder = FOLDER_FORMATS.get(format) or FolderFormat(partial(_write_lines, LINE_FORMATS[format]), "named")
-    plan = FolderExport(ledger, store, job, format, folder, splits or WHOLE, part_bytes, audio_root).run(to, s3, on_part)
+    plan = FolderExport(ledger, store, job, format, folder, splits or WHOLE, part_bytes, audio_root, replaces or ()).run(to, s3, on_part)
     return ExportReport(format, to if to.startswith("s3://") else str(Path(to).absolute()), plan.items, plan.left_out)
 
 

@@ -87,13 +87,15 @@ class HashedFile(io.RawIOBase):
 class PartFiles:
     """Opens the files of one part; `publish` moves them to their place once all are complete."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, label: str = "") -> None:
+        """`label` keeps the unfinished files of two that are open at once apart."""
         self.place = place
+        self._label = label
         self._open: dict[str, HashedFile] = {}
 
     def open(self, name: str) -> IO[bytes]:
         """A new file under a relative name. Raises `OSError`, as the file does."""
-        file = self._open[name] = HashedFile(self.place.scratch / f"{len(self._open):06d}")
+        file = self._open[name] = HashedFile(self.place.scratch / f"{self._label}{len(self._open):06d}")
         return cast(IO[bytes], file)
 
     @contextmanager
@@ -108,12 +110,16 @@ class PartFiles:
         path.mkdir(exist_ok=True)
         return path
 
+    def finish(self) -> list[WrittenFile]:
+        """Brings every file to the disk; none has its name yet. Raises `OSError` where the last bytes cannot be written."""
+        return [file.finish(name) for name, file in self._open.items()]
+
     def publish(self) -> list[WrittenFile]:
-        """Moves every file to its name. Raises as `Place`, and `OSError` where the last bytes cannot be written."""
-        finished = [(file, file.finish(name)) for name, file in self._open.items()]
-        for file, written in finished:
+        """Moves every file to its name. Raises as `Place`, and as `finish`."""
+        finished = self.finish()
+        for file, written in zip(self._open.values(), finished, strict=True):
             self.place.publish(written.name, file.path, written.sha256)
-        return [written for _, written in finished]
+        return finished
 
     def discard(self) -> None:
         """Closes what is open; the scratch folder goes with the export."""

@@ -1,16 +1,18 @@
 """A dataset of several files: written part by part, so that a stopped export goes on with the part it was in.
 
-While an export runs, `_export/plan.json` in its place says what it is and `_export/train-00000.json` that a part is complete;
-the end is `export.json`, with the hash of every file.
+While an export runs, `_export/plan.json` in its place says what it is, `_export/train-00000.files.json` which files a part is
+about to have, and `_export/train-00000.json` that it is complete; the end is `export.json`, with the hash of every file. So every
+file of an export is known as its own at any time, and an export may be replaced by another without touching other files:
+`_export/renewal.json` lists what has to go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
@@ -19,7 +21,7 @@ from jobs.export.files import PartFiles, WrittenFile
 from jobs.export.made import MadeItem, MadeItems
 from jobs.export.manifest import manifest_line
 from jobs.export.output import output_error
-from jobs.export.place import Place, open_place
+from jobs.export.place import RECORDS, Place, open_place
 from jobs.export.plan import Part, Plan, make_plan
 from jobs.export.splits import Splits
 from jobs.ledger.records import Job
@@ -31,8 +33,12 @@ from pipelines.errors import ConfigError, ErrorCode
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
+Record = TypeVar("Record", bound=msgspec.Struct)
 #: Raised when a format's files change for the same items.
 VERSION = 1
+_PLAN, _RENEWAL, _END = f"{RECORDS}/plan.json", f"{RECORDS}/renewal.json", "export.json"
+_AWAY = "Move it away; the export is then written anew."
+_decode_files = msgspec.json.Decoder(list[WrittenFile]).decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,15 @@ class _Finished(msgspec.Struct, frozen=True):
     schema: str = "nightjar.dataset/1"
 
 
+class _Renewal(msgspec.Struct, frozen=True):
+    """An export that is removed to make room for another."""
+
+    identity: _Identity
+    files: list[WrittenFile]
+    #: Files that it has beside them.
+    records: list[str]
+
+
 @dataclass(slots=True)
 class FolderExport:
     """One export to a place."""
@@ -85,6 +100,8 @@ class FolderExport:
     splits: Splits
     part_bytes: int
     audio_root: Path | None
+    #: Jobs whose export in this format is removed for this one.
+    replaces: Collection[str] = ()
 
     def run(self, to: str, s3: S3Settings | None, on_part: Callable[[Part], None]) -> Plan:
         """Writes what is not there yet. `on_part` hears of every part that is complete.
@@ -102,8 +119,8 @@ class FolderExport:
             files += self._beside(place, plan)
             counts = {name: sum(part.items for part in plan.parts if part.split == name) for name in self.splits.names}
             done = _Finished(identity, counts, plan.left_out, sorted(files, key=lambda file: file.name))
-            _publish(place, "export.json", [_json(done)])
-            _clear(place, plan)
+            _publish(place, _END, [_json(done)])
+            _clear(place)
             return plan
 
     def _check(self, place: Place, audio: AudioPlace) -> None:
@@ -122,23 +139,50 @@ class FolderExport:
 
     def _take(self, place: Place, identity: _Identity) -> bool:
         """Makes the place this export's; True: it is complete already."""
-        if (found := place.read("export.json")) is not None:
-            if _same(found, _Finished, lambda done: done.identity, identity):
+        if (found := place.read(_RENEWAL)) is not None:
+            self._renew(place, _read(found, _Renewal), identity)
+        elif (found := place.read(_END)) is not None:
+            done = _read(found, _Finished)
+            if done is not None and done.identity == identity:
+                if place.read(_PLAN) is not None:
+                    _clear(place)
                 return True
-            raise _taken(place)
-        if (found := place.read("_export/plan.json")) is not None:
-            if not _same(found, _Identity, lambda begun: begun, identity):
-                raise _taken(place)
-            return False
-        if place.holds_files():
+            self._renew(place, done and _Renewal(done.identity, done.files, place.records()), identity)
+        elif (found := place.read(_PLAN)) is not None:
+            begun = _read(found, _Identity)
+            if begun != identity:
+                self._renew(place, begun and _Renewal(begun, _files_of(place), place.records()), identity)
+        elif place.holds_files():
             raise _unusable(f"{place.address!r} holds files that are no export's.", "Choose an empty place.")
-        _publish(place, "_export/plan.json", [_json(identity)])
+        else:
+            _publish(place, _PLAN, [_json(identity)])
         return False
 
+    def _renew(self, place: Place, old: _Renewal | None, identity: _Identity) -> None:
+        """Removes an export that this one replaces and begins this one. Stopped at any point, it goes on where it was: the list
+        of what has to go is there until the plan of what comes is.
+
+        Raises `config.invalid` for an export of another job, and with nothing removed where a file is no export's any more.
+        """
+        if old is None or old.identity.job not in self.replaces or old.identity.format != self.name:
+            raise _unusable(f"{place.address!r} holds another export.", "Choose an empty place, or remove what is there.")
+        if (stranger := place.stranger({_END, *(file.name for file in old.files)})) is not None:
+            raise _unusable(f"{place.address!r} holds {stranger!r}, which is no export's.", _AWAY)
+        for file in old.files:
+            if place.sha256(file.name) not in (None, file.sha256):
+                reason = f"{file.name!r} in {place.address!r} was changed after it was exported."
+                raise _unusable(reason, _AWAY)
+        if place.read(_RENEWAL) is None:
+            _publish(place, _RENEWAL, [_json(old)])
+        for name in (_END, _PLAN, *(file.name for file in old.files), *old.records):
+            place.remove(name)
+        _publish(place, _PLAN, [_json(identity)])
+        place.remove(_RENEWAL)
+
     def _part(self, place: Place, audio: AudioPlace, part: Part, on_part: Callable[[Part], None]) -> list[WrittenFile]:
-        record = f"_export/{_name(part)}.json"
+        record = f"{RECORDS}/{_name(part)}.json"
         if (found := place.read(record)) is not None:
-            return msgspec.json.decode(found, type=list[WrittenFile])
+            return _decode_files(found)
         items = MadeItems(
             self.ledger,
             self.store,
@@ -150,7 +194,7 @@ class FolderExport:
         counted = _counted(items, part)
         with _files(place) as files:
             self.format.write(part, files, self.job, audio.loaded(counted) if self.format.audio == "inside" else audio.located(counted))
-            written = files.publish()
+            written = _publish_known(place, _name(part), files)
         _publish(place, record, [_json(written)])
         on_part(part)
         return written
@@ -164,7 +208,7 @@ class FolderExport:
             files.open("provenance.json").write(_json(records(self.store, self.job) or [exporters_record(self.job)]))
             if self.format.card is not None:
                 files.open("README.md").write(self.format.card(self.job, plan))
-            return files.publish()
+            return _publish_known(place, "beside", files)
 
 
 def _counted(items: Iterable[MadeItem], part: Part) -> Iterator[MadeItem]:
@@ -182,15 +226,21 @@ def _name(part: Part) -> str:
 
 
 def _publish(place: Place, name: str, content: Iterable[bytes]) -> None:
-    with _files(place) as files:
+    with _files(place, "record-") as files:
         files.open(name).writelines(content)
         files.publish()
 
 
+def _publish_known(place: Place, name: str, files: PartFiles) -> list[WrittenFile]:
+    """Publishes files that are known as the export's own before the first of them is there."""
+    _publish(place, f"{RECORDS}/{name}.files.json", [_json(files.finish())])
+    return files.publish()
+
+
 @contextmanager
-def _files(place: Place) -> Generator[PartFiles, None, None]:
+def _files(place: Place, label: str = "") -> Generator[PartFiles, None, None]:
     """The files of a part, which leave nothing behind unless they are published. Turns `OSError` into what a person can mend."""
-    files = PartFiles(place)
+    files = PartFiles(place, label)
     try:
         yield files
     except OSError as error:
@@ -199,25 +249,28 @@ def _files(place: Place) -> Generator[PartFiles, None, None]:
         files.discard()
 
 
-def _clear(place: Place, plan: Plan) -> None:
-    for part in plan.parts:
-        place.remove(f"_export/{_name(part)}.json")
-    place.remove("_export/plan.json")
+def _files_of(place: Place) -> list[WrittenFile]:
+    """The files that a stopped export has made or was about to make."""
+    lists = [place.read(name) for name in place.records() if name.endswith(".files.json")]
+    return [file for found in lists if found is not None for file in _decode_files(found)]
+
+
+def _clear(place: Place) -> None:
+    for name in [name for name in place.records() if name != _PLAN]:
+        place.remove(name)
+    place.remove(_PLAN)
 
 
 def _json(value: object) -> bytes:
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 
 
-def _same(data: bytes, type: type[Any], of: Callable[[Any], _Identity], identity: _Identity) -> bool:
+def _read(data: bytes, type: type[Record]) -> Record | None:
+    """A record of an export; None for a file that is none."""
     try:
-        return of(msgspec.json.decode(data, type=type)) == identity
+        return msgspec.json.decode(data, type=type)
     except msgspec.MsgspecError:
-        return False
-
-
-def _taken(place: Place) -> ConfigError:
-    return _unusable(f"{place.address!r} holds another export.", "Choose an empty place, or remove what is there.")
+        return None
 
 
 def _unusable(message: str, advice: str) -> ConfigError:

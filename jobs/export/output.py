@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -15,9 +15,10 @@ from pipelines.errors import ConfigError, ErrorCode, NightjarError, StoreError
 
 
 @contextmanager
-def output(to: str) -> Generator[IO[bytes], None, None]:
+def output(to: str, wanted: Callable[[Path, Path], bool] = lambda made, path: True) -> Generator[IO[bytes], None, None]:
     """Opens `to` for writing: what is written stands there once the block ends without an error; `-` is standard output.
 
+    `wanted` is asked with the finished file and its place: False leaves the place as it is, and so does an error.
     Raises `config.invalid` where it cannot be written, `store.full` where the disk is full.
     """
     if to == "-":
@@ -37,6 +38,9 @@ def output(to: str) -> Generator[IO[bytes], None, None]:
             yield file
             file.flush()
             os.fsync(descriptor)
+        if not wanted(Path(temporary), path):
+            os.unlink(temporary)
+            return
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except OSError as error:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +17,9 @@ from jobs.store import open_store
 from jobs.store.base import ObjectStore
 from jobs.store.s3 import S3Settings
 from pipelines.errors import ConfigError, ErrorCode, StoreError
+
+#: Subfolder of what an export that is not complete knows of itself.
+RECORDS = "_export"
 
 
 class Place(Protocol):
@@ -34,6 +38,18 @@ class Place(Protocol):
         """Whether there are files that a new export could write over."""
         ...
 
+    def stranger(self, own: Collection[str]) -> str | None:
+        """A file that is none of these and that a new export could write over."""
+        ...
+
+    def sha256(self, name: str) -> str | None:
+        """Hex SHA-256 of a file, or None."""
+        ...
+
+    def records(self) -> list[str]:
+        """The files of an export that is not complete: what it knows of itself."""
+        ...
+
     def publish(self, name: str, path: Path, sha256: str) -> None:
         """Moves a finished local file there."""
         ...
@@ -49,7 +65,7 @@ class FolderPlace:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.address = str(folder)
-        self.scratch = folder / "_export" / "scratch"
+        self.scratch = folder / RECORDS / "scratch"
 
     def read(self, name: str) -> bytes | None:
         path = self._folder / name
@@ -60,9 +76,37 @@ class FolderPlace:
 
     def holds_files(self) -> bool:
         try:
-            return any(entry.name != self.scratch.parent.name for entry in self._folder.iterdir())
+            return any(entry.name != RECORDS for entry in self._folder.iterdir())
         except OSError as error:
             raise output_error(self._folder, error) from error
+
+    def stranger(self, own: Collection[str]) -> str | None:
+        try:
+            return next((name for name in self._names() if name not in own), None)
+        except OSError as error:
+            raise output_error(self._folder, error) from error
+
+    def _names(self) -> Iterator[str]:
+        """All but the export's own records. A link is a file, wherever it leads."""
+        for folder, folders, files in os.walk(self._folder, onerror=_raise):
+            here = Path(folder)
+            if here == self._folder and RECORDS in folders:
+                folders.remove(RECORDS)
+            for name in (*files, *(name for name in folders if (here / name).is_symlink())):
+                yield str((here / name).relative_to(self._folder))
+
+    def sha256(self, name: str) -> str | None:
+        path = self._folder / name
+        try:
+            with path.open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise output_error(path, error) from error
+
+    def records(self) -> list[str]:
+        return [f"{RECORDS}/{path.name}" for path in sorted((self._folder / RECORDS).glob("*.json"))]
 
     def publish(self, name: str, path: Path, sha256: str) -> None:
         target = self._folder / name
@@ -79,6 +123,10 @@ class FolderPlace:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise output_error(path, error) from error
+        with suppress(OSError):
+            # Not empty, most of the time.
+            for folder in [folder for folder in path.parents if folder.is_relative_to(self._folder) and folder != self._folder]:
+                folder.rmdir()
 
 
 class BucketPlace:
@@ -95,6 +143,16 @@ class BucketPlace:
     def holds_files(self) -> bool:
         # Objects are written once: whatever stands there is never written over.
         return False
+
+    def stranger(self, own: Collection[str]) -> str | None:
+        return None
+
+    def sha256(self, name: str) -> str | None:
+        info = self._store.head(name)
+        return None if info is None else info.sha256
+
+    def records(self) -> list[str]:
+        return [info.key for info in self._store.list(f"{RECORDS}/") if info.key.endswith(".json")]
 
     def publish(self, name: str, path: Path, sha256: str) -> None:
         result = self._store.put_file(name, path)
@@ -134,6 +192,10 @@ def open_place(to: str, s3: S3Settings | None) -> Generator[Place, None, None]:
             # Not empty where the export was stopped.
             place.scratch.parent.rmdir()
         os.close(handle)
+
+
+def _raise(error: OSError) -> None:
+    raise error
 
 
 def _lock(handle: int, folder: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from jobs.cli.output import bytes_text, seconds_text
 from jobs.dialogue import clean
@@ -68,8 +69,16 @@ class ReportResult:
     measured: int
 
 
-def write_report(ledger: Ledger, store: ObjectStore, job_id: str, to: Path, options: ReportOptions | None = None) -> ReportResult:
-    """Writes the report of a job to the file `to`, complete or not at all. A job that has ended gives the same bytes each time.
+def write_report(
+    ledger: Ledger,
+    store: ObjectStore,
+    job_id: str,
+    to: Path,
+    options: ReportOptions | None = None,
+    opened: Callable[[str], AbstractContextManager[IO[bytes]]] = output,
+) -> ReportResult:
+    """Writes the report of a job to the file `to`, complete or not at all; `opened` opens it. A job that has ended gives the
+    same bytes each time.
 
     Looks at a bounded number of items, so that time and memory do not grow with them; only the leases are all read.
     Raises `config.invalid` for a file that cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
@@ -100,7 +109,7 @@ def write_report(ledger: Ledger, store: ObjectStore, job_id: str, to: Path, opti
         source=clean(redact(status.job.input_uri), 300),
     )
     size = 0
-    with output(str(to)) as file:
+    with opened(str(to)) as file:
         for part in render(page):
             data = part.encode()
             size += len(data)

@@ -51,7 +51,7 @@ def ids_of(site: Site, night: datetime) -> list[list[str]]:
     """The example ids of a night's two datasets."""
     folder = site.folder / "datasets" / f"{night:%Y-%m-%d}"
     (part,) = (folder / "parquet" / "data").glob("*.parquet")
-    lines = [json.loads(line) for line in (folder / "espnet").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "espnet.jsonl").read_text().splitlines()]
     return [pq.read_table(part).column("example_id").to_pylist(), [line["example_id"] for line in lines]]
 
 
@@ -69,7 +69,7 @@ def test_two_nights_are_two_dated_datasets(site: Site) -> None:
     assert len(site.ledger.jobs()) == 2
     for night in (FIRST, SECOND):
         assert ids_of(site, night) == [[f"{night:%d}-{n}" for n in range(ITEMS)]] * 2
-        assert "<h1" in (site.folder / "datasets" / f"{night:%Y-%m-%d}" / "report").read_text()
+        assert "<h1" in (site.folder / "datasets" / f"{night:%Y-%m-%d}" / "report.html").read_text()
     before = contents(site)
     again = run_nights(site.settings, None, 1, now=SECOND)
     assert [(one.end, len(one.datasets)) for one in again.nights] == [(NightEnd.RAN, 3)] * 2
@@ -147,7 +147,7 @@ def test_exports_that_cannot_be_are_refused_before_the_night(site: Site, wrong: 
 def test_an_export_that_fails_is_told_and_keeps_no_other_back(site: Site) -> None:
     write_night(site, FIRST)
     site.worker()
-    (site.folder / "datasets" / "2026-11-20" / "espnet").mkdir(parents=True)
+    (site.folder / "datasets" / "2026-11-20" / "espnet.jsonl").mkdir(parents=True)
     environment = os.environ | site.environment
     command = [sys.executable, "-m", "tests.fake_worker", "nightly", "--night", "2026-11-20", "--wait", "0.02", "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=False)

@@ -20,7 +20,8 @@ from pipelines.registry import register_pipeline
 from tests.fake_worker import fake_card
 from tests.fakes import SAMPLE_RATE, FakePipeline, sine
 from tests.worker_rig import Rig
-from worker.nightly import NightEnd, input_of, last_night, run_nights
+from worker.night_jobs import input_of
+from worker.nightly import NightEnd, last_night, run_nights
 from worker.sweep import sweep
 
 
