@@ -10,10 +10,13 @@ from numpy.typing import NDArray
 
 from pipelines.delivery.speech import Order, Settled, Streamer, Uttered, Utterer
 from pipelines.engine.codec_stage import CodecStage
-from pipelines.errors import SynthesisError
+from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import Generation
 from pipelines.task import bounded, bounded_top_k, check_seed, either
 from pipelines.vllm_engine.options import Tokens, TokenSampling
+
+#: The highest temperature that vLLM takes.
+MOST_TEMPERATURE = 2.0
 
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
@@ -112,11 +115,18 @@ class Drawing(Protocol):
 
 
 def token_sampling(defaults: Drawing, generation: Generation, most: int, seed: int, stops: tuple[int, ...]) -> TokenSampling:
-    """How a request is drawn: its own settings over the model's; at most `most` tokens. Raises `InputError` for a seed out of range."""
+    """How a request is drawn: its own settings over the model's; at most `most` tokens.
+
+    Raises `InputError` (`input.bad_generation`) for a seed out of range, and for a temperature that vLLM would refuse.
+    """
     check_seed(seed)
+    temperature = either(generation.temperature, defaults.temperature)
+    if temperature > MOST_TEMPERATURE:
+        message = f"`temperature` is {temperature!r}; this model takes 0 to {MOST_TEMPERATURE:g}."
+        raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
     return TokenSampling(
         max_tokens=most,
-        temperature=bounded(either(generation.temperature, defaults.temperature)),
+        temperature=bounded(temperature),
         top_k=bounded_top_k(either(generation.top_k, defaults.top_k)),
         top_p=either(generation.top_p, defaults.top_p),
         repetition_penalty=bounded(either(generation.repetition_penalty, defaults.repetition_penalty)),

