@@ -25,6 +25,7 @@ from pipelines.request import Generation, Message, Speech, SynthesisRequest  # n
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
 from pipelines.vllm_engine.library import load_vllm  # noqa: E402
 from pipelines.vllm_engine.options import VllmOptions  # noqa: E402
+from tests.serving_kit import Running, b64, error_of, heard  # noqa: E402
 
 SECONDS = 240
 #: KV blocks of the engine, of 32 positions: fewer than all requests of a test need at once, so that some are preempted.
@@ -200,3 +201,33 @@ def test_padded_heads_attend_as_they_are_stored() -> None:
     assert not made[:, width:].any()
     same_width = _wide_table(torch.zeros(steps, width), width, 1e6)
     assert torch.equal(same_width, torch.cat(rotary_table(steps, width, 1e6), dim=1))
+
+
+def test_a_server_speaks_with_it(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
+    """The last test that needs the engine: a server that ends closes its pipeline."""
+
+    def as_alone(index: int, data: bytes) -> bool:
+        """To the rounding of 16 bits."""
+        (samples, rate), wanted = heard(data), alone[index]
+        assert isinstance(wanted, np.ndarray)
+        return rate == 44_100 and samples.shape == wanted.shape and bool(np.abs(samples - wanted).max() < 1e-4)
+
+    limit, greedy = {"max_seconds": FRAMES / 21.5}, {"temperature": 0.0, "voice": "default"}
+    voices = [b64((GOLDEN / "wavs" / wav).read_bytes()) for wav in ("ref_a.wav", "ref_b.wav")]
+    words = f"{REFERENCE_TEXT}\n{REFERENCE_TEXT}"
+    with Running(pipeline) as server:
+        plain = "There are 12 months in a year, 7 days in a week."
+        assert as_alone(3, server.speak(plain, seed=1, **greedy, **limit).content)
+        streamed = server.speak(plain, seed=1, stream=True, response_format="pcm", **greedy, **limit)
+        assert (streamed.headers["x-sample-rate"], len(streamed.content)) == ("44100", 2 * len(alone[3]))  # pyright: ignore[reportArgumentType]
+        both = {"reference_audio": voices, "reference_text": words, "seed": 5}
+        assert as_alone(2, server.speak("The rain falls on the quiet street.", **both, **limit).content)
+        for refused, code, param in (
+            (server.speak("Say <|im_end|> now."), "input.unpronounceable", "input"),
+            (server.speak("Hello.", voice="alloy"), "input.unknown_voice", "voice"),
+            (server.speak("Hello.", reference_audio=voices), "input.reference_text", "reference_text"),
+            (server.speak("Hello.", repetition_penalty=1.1), "input.unsupported", "repetition_penalty"),
+        ):
+            error = error_of(refused)
+            assert (refused.status_code, error["code"], error["param"]) == (400, code, param)
+        server.until_idle()
