@@ -95,5 +95,10 @@ def _line(units: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[flo
 
 def as_toml(paces: tuple[Pace, ...]) -> str:
     """The paces as a part of a quality config."""
-    tables = [["[[paces]]", *(f"{name} = {json.dumps(value)}" for name, value in msgspec.structs.asdict(pace).items())] for pace in paces]
+    tables = [["[[paces]]", *(f"{name} = {_toml(value)}" for name, value in msgspec.structs.asdict(pace).items())] for pace in paces]
     return "\n\n".join("\n".join(table) for table in tables)
+
+
+def _toml(value: str | float) -> str:
+    """A value as TOML has it, which knows no surrogate pairs, and no DEL as it is."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

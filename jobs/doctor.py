@@ -61,6 +61,7 @@ def examine(home: str | None = None) -> Iterator[Finding]:
         ("disk", _disk),
         ("models", _models),
         ("audio", _audio),
+        ("meters", _meters),
         ("gpu", _gpu),
     )
     for name, check in checks:
@@ -186,6 +187,19 @@ def _audio(_settings: Settings) -> Finding:
         message = f"libsndfile {soundfile.__libsndfile_version__} cannot do {', '.join(sorted(missing))}."
         return Finding("audio", Health.WARN, message, "Install the soundfile wheel of PyPI, which brings a newer libsndfile.")
     return Finding("audio", Health.OK, f"libsndfile {soundfile.__libsndfile_version__}; no ffmpeg is needed")
+
+
+def _meters(_settings: Settings) -> Finding:
+    from jobs.meters import added_meters, known_meters, lacking, missing_libraries
+    from jobs.quality import PRESETS
+
+    strict, others = PRESETS["strict"], sorted(added_meters())
+    seen = [f"{name} needs {', '.join(missing)}" if (missing := missing_libraries(name)) else name for name in known_meters()]
+    message = "; ".join(seen) + (f" (of other packages: {', '.join(others)})" if others else "")
+    lack = None if strict is None else lacking(strict.meters)
+    if lack is None:
+        return Finding("meters", Health.OK, message)
+    return Finding("meters", Health.WARN, message, f"Only `--qa strict` needs them all. {lack.advice}")
 
 
 def _gpu(_settings: Settings) -> Finding:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
+from jobs.meters import BUILT_IN, added_meters, known_meters
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.pace import Pace
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_DRAWS = 20
+
+#: What is scored without a meter.
+CHEAP_SCORES = ("ended", "duration", "clipped", "silence", "pause", "loudness")
 
 #: What a failed score ends an item with; scores of other packages' meters have `qa.score`.
 SCORE_CODES: dict[str, ErrorCode] = {
@@ -108,7 +112,8 @@ DEFAULT = "basic"
 def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str] = ()) -> Quality | None:
     """The checks of a preset, changed by a TOML file and then by `KEY=VALUE` with dotted keys (`bounds.wer.high=0.2`).
 
-    A whole bound or meter is taken out with `false` in its place. Raises `ConfigError` (`config.invalid`).
+    A whole bound or meter is taken out with `false` in its place; the preset's bounds of a meter go with it. Raises `ConfigError`
+    (`config.invalid`).
     """
     base = PRESETS[preset]
     if base is None:
@@ -116,10 +121,10 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
             raise _invalid("Quality checks are off, and they are configured too.", "Choose `--qa basic` or `--qa strict`.")
         return None
     tree = cast("dict[str, Any]", msgspec.to_builtins(base))
-    if config is not None:
-        _merge(tree, _read(config))
-    for override in overrides:
-        _merge(tree, _override(override))
+    changes = [*([] if config is None else [_read(config)]), *map(_override, overrides)]
+    for change in changes:
+        _merge(tree, change)
+    _leave_out_bounds(tree, changes)
     try:
         quality = msgspec.convert(tree, Quality)
     except msgspec.ValidationError as error:
@@ -141,7 +146,26 @@ def checked(quality: Quality) -> Quality:
     for pace in quality.paces:
         if not (0 <= pace.low <= pace.high and pace.seconds_per_unit >= 0 and pace.base_seconds >= 0 and pace.slack_seconds >= 0):
             raise _invalid("A pace has a negative number, or its `low` is above its `high`.", "Make it with `jobs calibrate`.")
+    _check_names(quality)
     return quality
+
+
+def _check_names(quality: Quality) -> None:
+    """A name that nothing answers to would check nothing, and nobody would see it."""
+    own = quality.meters.keys() - BUILT_IN.keys()
+    if unknown := sorted(own - added_meters() if own else ()):
+        raise _invalid(f"There is no meter {unknown[0][:80]!r}.", f"There are: {', '.join(known_meters())}.")
+    if own:
+        # What another package's meter scores is known when it has measured.
+        return
+    scores = {*CHEAP_SCORES, *(score for name in quality.meters for score in BUILT_IN[name].scores)}
+    for name in quality.bounds:
+        if name not in scores:
+            meters = [meter for meter, card in BUILT_IN.items() if name in card.scores]
+            message = f"There is a bound of `{name[:80]}`, which nothing measures."
+            if meters:
+                raise _invalid(message, f"Add the meter with `[meters.{meters[0]}]`, or `--qa-set meters.{meters[0]}={{}}`.")
+            raise _invalid(message, f"The scores of these checks are: {', '.join(sorted(scores))}.")
 
 
 def _has_infinite(value: Any) -> bool:
@@ -185,6 +209,17 @@ def _override(text: str) -> dict[str, Any]:
     for name in reversed(names):
         leaf = {name: leaf}
     return cast("dict[str, Any]", leaf)
+
+
+def _leave_out_bounds(tree: dict[str, Any], changes: Sequence[Mapping[str, Any]]) -> None:
+    """Takes bounds that no change named out of the tree where the changes took out their meter."""
+    meters, bounds = tree.get("meters"), tree.get("bounds")
+    if not isinstance(meters, dict) or not isinstance(bounds, dict):
+        return
+    named = {name for change in changes if isinstance(chosen := change.get("bounds"), Mapping) for name in chosen}
+    scores = {*CHEAP_SCORES, *(score for name in meters if name in BUILT_IN for score in BUILT_IN[name].scores)}
+    for name in set(bounds) - named - scores:
+        del bounds[name]
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], depth: int = 0) -> None:

@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 
 from jobs.dialogue import spoken_text
-from jobs.ledger.records import Failed, Outcome
+from jobs.ledger.records import Draw, Failed, Outcome
 from jobs.ledger.states import LASTING_OUTAGES
 from jobs.payload import ShardLine
 from jobs.store.base import ObjectStore
@@ -46,6 +46,8 @@ class _InEngine:
     started_at: float
     #: Of the engine's meter.
     mark: float
+    #: The item's draws before this one.
+    draws: tuple[Draw, ...]
 
 
 class ShardWork:
@@ -93,6 +95,7 @@ class ShardWork:
         self._outcomes: list[Outcome] = []
         self._storing: set[int] = set()
         self._halted = False
+        self._closed = False
         self._error: BaseException | None = None
         in_context = contextvars.copy_context().run
         self._feeder = threading.Thread(target=in_context, args=(self._feed,), name=f"feeder-{held.lease.shard_no}", daemon=True)
@@ -100,6 +103,11 @@ class ShardWork:
     def start(self) -> None:
         self._held.on_gone(self._wake)
         self._feeder.start()
+
+    @property
+    def over(self) -> bool:
+        """Whether the work has ended, and takes no outcome any more."""
+        return self._closed or self._error is not None
 
     @property
     def finished(self) -> bool:
@@ -163,19 +171,20 @@ class ShardWork:
         Returns whether the engine is stuck: for as long as that it has not even taken the next request.
         """
         started_before = self._clock.monotonic() - timeout_seconds
-        late: list[tuple[int, str]] = []
+        late: list[tuple[int, _InEngine]] = []
         with self._changed:
             for index, entry in self._in_engine.items():
                 if entry.started_at > started_before:
                     break
-                late.append((index, entry.request_id))
+                late.append((index, entry))
             for index, _ in late:
                 self._leave(index)
             stuck = any(index == self._submitting for index, _ in late)
-        for index, request_id in late:
+        message = f"The item took more than {timeout_seconds:g} s in the engine."
+        for index, entry in late:
             # Settled first: the abort makes the future fail with `synth.aborted`, which then comes too late to count.
-            self.settle(Failed(index, ErrorCode.SYNTH_TIMEOUT, f"The item took more than {timeout_seconds:g} s in the engine."))
-            self._pipeline.abort(request_id)
+            self.settle(Failed(index, ErrorCode.SYNTH_TIMEOUT, message, entry.draws))
+            self._pipeline.abort(entry.request_id)
         return stuck
 
     def close(self, storing_seconds: float) -> list[Outcome]:
@@ -195,6 +204,7 @@ class ShardWork:
             self._changed.wait_for(lambda: not self._storing, storing_seconds)
             left, self._outcomes = self._outcomes, []
             self._unsettled.clear()
+            self._closed = True
         return left
 
     def _worth_waking(self) -> bool:
@@ -237,7 +247,7 @@ class ShardWork:
         index = turn.line.index
         try:
             request = self._build(turn.line, turn.draw)
-            self._start_clock(index, request.request_id)
+            self._start_clock(turn, request.request_id)
             self._submitting = index
             future = self._pipeline.submit(request)
         except NightjarError as error:
@@ -246,7 +256,7 @@ class ShardWork:
             if error.code in LASTING_OUTAGES:
                 self.interrupt(index, error)
             else:
-                self.settle(Failed(index, error.code, str(error)))
+                self.settle(Failed(index, error.code, str(error), turn.history.draws))
             return
         finally:
             self._submitting = None
@@ -255,9 +265,10 @@ class ShardWork:
             self._pipeline.abort(request.request_id)
         future.add_done_callback(partial(self._answered, turn, request))
 
-    def _start_clock(self, index: int, request_id: str) -> None:
+    def _start_clock(self, turn: _Turn, request_id: str) -> None:
         with self._changed:
-            self._in_engine[index] = _InEngine(request_id, self._clock.monotonic(), self._meter.enter())
+            started = self._clock.monotonic(), self._meter.enter()
+            self._in_engine[turn.line.index] = _InEngine(request_id, *started, turn.history.draws)
 
     def _restart_clock(self, index: int) -> None:
         """`submit` may have waited for room: an item's own time starts when it returns."""

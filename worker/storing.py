@@ -45,6 +45,11 @@ CONTENT_TYPES = {"wav": "audio/wav", "flac": "audio/flac"}
 class Destination(Protocol):
     """Where outcomes go."""
 
+    @property
+    def over(self) -> bool:
+        """Whether the work has ended, and takes no outcome any more."""
+        ...
+
     def settle(self, outcome: Outcome) -> None: ...
 
     def forget(self, index: int) -> None:
@@ -91,7 +96,7 @@ class SpeechToStore:
     @property
     def dropped(self) -> bool:
         """Whether nobody wants the outcome any more."""
-        return self.held.gone not in (None, GoneReason.DRAINED)
+        return self.held.gone not in (None, GoneReason.DRAINED) or self.destination.over
 
 
 class Storer:
@@ -151,12 +156,12 @@ class Storer:
         except NightjarError as error:
             if error.code in LASTING_OUTAGES:
                 raise
-            return Failed(item.index, error.code, error.message)
+            return Failed(item.index, error.code, error.message, item.history.draws)
         except LeaseGoneError:
             raise
         except Exception as error:
             log.exception("storing failed", index=item.index)
-            return Failed(item.index, ErrorCode.SYNTH_ENGINE, f"The audio could not be encoded or stored: {error!r}")
+            return Failed(item.index, ErrorCode.SYNTH_ENGINE, f"The audio could not be encoded or stored: {error!r}", item.history.draws)
 
     def _stored(self, item: SpeechToStore) -> Outcome:
         """The outcome of an item without quality checks."""
@@ -185,7 +190,8 @@ class Storer:
             heard = replace(verdict, speech=replace(unheard, samples=samples))
             self._queue.put((light, lambda waiting: self._measured(waiting, heard, readings)))
 
-        self._meters.submit(MeterTask(meters, sample, lambda: light.dropped, done, lambda: light.destination.forget(light.index)))
+        forgotten = lambda: light.destination.forget(light.index)  # noqa: E731
+        self._meters.submit(MeterTask(meters, sample, lambda: light.dropped, done, forgotten, item.request.request_id))
         return None
 
     def _measured(self, item: SpeechToStore, checked: CheckedDraw, readings: Readings | NightjarError) -> Outcome | None:

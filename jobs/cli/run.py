@@ -16,7 +16,7 @@ from jobs.cli.context import common_options
 from jobs.cli.follow import POLL_SECONDS, Progress, exit_code_of
 from jobs.cli.output import Interrupted, Output, counted, undisturbed
 from jobs.cli.show import status_lines
-from jobs.cli.spec import check_source, resolve_spec, spec_options, take_spec
+from jobs.cli.spec import check_source, lacking_meters, resolve_spec, spec_options, take_spec
 from jobs.cli.submit import job_options, no_items, submit_options
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome, embedded_overrides
 from jobs.homes import remember
@@ -84,6 +84,8 @@ def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any)
     settings = load_settings(home=home)
     settings = load_settings(home=str(settings.home), **embedded_overrides(settings))
     spec = resolve_spec(take_spec(given))
+    if (lack := lacking_meters(spec)) is not None:
+        raise lack
     check_source(source)
     options = submit_options(given)
 

@@ -14,7 +14,7 @@ import click
 
 from jobs.ledger.records import JobSpec
 from jobs.quality import DEFAULT, PRESETS, Quality, quality_of
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.request import Generation, Mode
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -93,6 +93,13 @@ def resolve_spec(options: SpecOptions) -> JobSpec:
 def _require(wanted: str | None, known: tuple[str, ...], code: ErrorCode, what: str, model: str) -> None:
     if wanted is not None and known and wanted.casefold() not in {name.casefold() for name in known}:
         raise InputError(code, f"The model {model} has no {what} {wanted!r}.", f"It has: {', '.join(known)}.")
+
+
+def lacking_meters(spec: JobSpec) -> NightjarError | None:
+    """What this machine lacks for the checks of a job that runs here (`model.missing_extra`), or None."""
+    from jobs.meters import lacking
+
+    return None if spec.quality is None else lacking(spec.quality.meters)
 
 
 def check_source(source: str) -> str:

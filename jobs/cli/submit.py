@@ -11,7 +11,7 @@ import msgspec
 from jobs.cli.context import PRIORITY, common_options
 from jobs.cli.follow import Progress
 from jobs.cli.output import Output, bytes_text, counted, printable, seconds_text
-from jobs.cli.spec import check_source, owner, resolve_spec, spec_options, take_spec
+from jobs.cli.spec import check_source, lacking_meters, owner, resolve_spec, spec_options, take_spec
 from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.openai_batch import InputFormat
 from jobs.settings import Settings, load_settings
@@ -70,6 +70,9 @@ def submit(source: str, dry_run: bool, home: str | None, as_json: bool, quiet: b
     output = Output(as_json=as_json, quiet=quiet)
     settings = load_settings(home=home)
     spec = resolve_spec(take_spec(given))
+    if (lack := lacking_meters(spec)) is not None:
+        # The worker may be another machine.
+        output.note(f"{lack.message} A worker without them refuses the items. {lack.advice}")
     check_source(source)
     if dry_run:
         return _dry_run(settings, source, spec, output, given["input_format"], abort=given["on_error"] == "abort")

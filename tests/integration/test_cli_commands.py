@@ -138,6 +138,26 @@ def test_doctor(folder: Path, valkey_url: str) -> None:
     assert "fail  broker" in bad.stdout
 
 
+def test_a_meter_that_is_not_installed_is_told_before_anything_is_made(folder: Path, valkey_url: str) -> None:
+    (folder / "sitecustomize.py").write_text("import sys\nsys.modules['faster_whisper'] = None\n")
+    lacking = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}", "SPEECH_BROKER_URL": valkey_url}
+    refused = call(folder, "run", "in.jsonl", "--out", "made", "--qa", "strict", "--json", **lacking)
+    assert (refused.returncode, error_code(refused)) == (1, "model.missing_extra")
+    assert "faster_whisper" in refused.stderr
+    assert "nightjar-speech[qa]" in refused.stderr
+    assert not (folder / "made").exists()
+    noted = call(folder, "submit", "in.jsonl", "--qa", "strict", **lacking)
+    assert noted.returncode == 0
+    assert len(noted.stdout.split()) == 1
+    assert "faster_whisper" in noted.stderr
+    (meters,) = [
+        view for view in map(json.loads, call(folder, "doctor", "--json", **lacking).stdout.splitlines()) if view["check"] == "meters"
+    ]
+    assert meters["health"] == "warn"
+    assert "asr needs faster_whisper" in meters["message"]
+    assert "nightjar-speech[qa]" in meters["advice"]
+
+
 def test_models(folder: Path) -> None:
     assert "hibari" in call(folder, "models").stdout
     view = json.loads(call(folder, "models", "hibari", "--json").stdout)

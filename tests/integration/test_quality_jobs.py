@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from jobs.export.made import MadeItems
+from jobs.ingest import SubmitOptions
 from jobs.ledger.records import QUARANTINE, Draw, ItemState, Job, JobState
+from jobs.meters import ENTRY_POINT_GROUP
 from jobs.quality import Option, Quality, quality_of
 from jobs.seeds import item_seed
 from pipelines.audio import decode, encode
-from pipelines.errors import ErrorCode
+from pipelines.errors import ErrorCode, InputError, ModelError
 from pipelines.registry import register_pipeline
 from pipelines.request import Speech, SynthesisRequest
 from tests.fake_worker import fake_card
@@ -73,6 +75,16 @@ class TextMeter:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+@pytest.fixture(autouse=True)
+def text_meter_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package here adds the meter `text`; the processes of meters do not have it."""
+    info = tmp_path / "meters" / "text_meter-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: text-meter\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\ntext = text_meter:Meter\n")
+    monkeypatch.syspath_prepend(info.parent)
 
 
 @pytest.fixture
@@ -264,6 +276,51 @@ def test_a_meter_that_this_worker_lacks_ends_the_shard_with_its_name(build: Buil
     rows = rig.items(job)
     assert {row.error_code for row in rows} == {ErrorCode.MODEL_UNKNOWN}
     assert "'text'" in (rows[0].error_message or "")
+
+
+class LateTrouble(UnluckyPipeline):
+    """From the second draw on it refuses `[[late:refused]]`, and never ends `[[late:hang]]`."""
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        late = Markers.of(spoken_text(request)).words.get("late")
+        if request.request_id.count("/") > 2 and late == "refused":
+            raise InputError(ErrorCode.INPUT_TOO_LONG, "Too long this time.")
+        if request.request_id.count("/") > 2 and late == "hang":
+            return Future()
+        return super().submit(request)
+
+
+@pytest.mark.parametrize(("late", "code"), [("refused", ErrorCode.INPUT_TOO_LONG), ("hang", ErrorCode.SYNTH_TIMEOUT)])
+def test_draws_that_were_made_stay_known_whatever_ends_the_item(build: Build, late: str, code: ErrorCode) -> None:
+    rig = build(pipeline=LateTrouble(), item_timeout_seconds=1)
+    job = rig.submit([f"[[clipped:1]] [[late:{late}]]"], quality=BASIC, options=SubmitOptions(max_attempts=1))
+    rig.run_next()
+    assert [row.error_code for row in rig.items(job)] == [code]
+    assert [(draw.draw, draw.code) for draw in draws_of(rig, job)[0]] == [(0, ErrorCode.QA_CLIPPED)]
+
+
+def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.shard_runner.STORING_SECONDS", 0.0)
+    ended = threading.Event()
+
+    class Away(TextMeter):
+        def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+            if self.measured:
+                assert ended.wait(60)
+            super().measure(meters, sample)
+            raise ModelError(ErrorCode.MODEL_UNREACHABLE, "The hub is away.", "Wait.")
+
+    meter = Away()
+    rig = build(host=meter)
+    job = rig.submit([f"text {n}" for n in range(20)], quality=metered(), options=SubmitOptions(max_attempts=1))
+    assert rig.run_next() is ShardEnd.FAILED
+    ended.set()
+    status = rig.status(job)
+    assert status.outage is not None
+    assert status.outage.code is ErrorCode.MODEL_UNREACHABLE
+    assert (status.items.failed, status.items.pending) == (0, 20)
+    rig.storer.close()
+    assert len(meter.measured) <= 2
 
 
 def test_verdicts_and_audio_do_not_depend_on_shards(build: Build, tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
-"""Quality checks without a model: gates, verdicts, the config of the spec, word errors, the pool of meters."""
+"""Quality checks without a model: gates, verdicts, the config of the spec, word errors."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,18 +12,17 @@ from numpy.typing import NDArray
 
 from jobs.calibrate import as_toml, fit
 from jobs.ledger.records import JobSpec, Score
-from jobs.quality import PRESETS, Bound, Option, Quality, quality_of
+from jobs.quality import PRESETS, Bound, Quality, quality_of
 from jobs.spec import frozen_spec, spec_sha
 from pipelines.activity import active_frames, activity, frame_powers, trim_silence
-from pipelines.errors import ConfigError, ErrorCode, NightjarError
+from pipelines.errors import ConfigError, ErrorCode
 from pipelines.hibari.provider import describe as describe_hibari
 from pipelines.pace import Pace, is_prose, pace_of, text_units
 from pipelines.request import Generation, Speech
 from tests.fakes import sine
 from worker.quality.drawing import History, check_draw, with_readings
 from worker.quality.gates import cheap_scores, clipped_share, longest_pause
-from worker.quality.meters import Readings, Sample
-from worker.quality.pool import MeterPool, MeterTask, Spool
+from worker.quality.meters import Reading
 from worker.quality.words import error_rates
 
 RATE = 16_000
@@ -191,6 +189,37 @@ class TestConfig:
         with pytest.raises(ConfigError, match="infinite"):
             quality_of("basic", None, [override])
 
+    def test_a_name_that_nothing_answers_to_is_refused_with_those_that_exist(self) -> None:
+        for preset, override, said in (
+            ("basic", "bounds.wer.high=0.2", "meters.asr={}"),
+            ("strict", "bounds.dnsmos.low=3", "meters.dnsmos={}"),
+            ("basic", "bounds.loudnes.low=-30", "loudness"),
+            ("strict", "bounds.wre.high=0.2", "wer"),
+            ("basic", "meters.whisper={}", "asr, distillmos, dnsmos, silero, speaker"),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                quality_of(preset, None, [override])
+            assert said in caught.value.advice
+
+    def test_a_bound_with_its_meter_is_taken_and_goes_with_its_meter(self) -> None:
+        quality = quality_of("basic", None, ["meters.asr={}", "bounds.wer.high=0.2"])
+        assert quality is not None
+        assert quality.bounds["wer"] == Bound(high=0.2)
+        without = quality_of("strict", None, ["meters.asr=false"])
+        assert without is not None
+        assert {"wer", "cer"}.isdisjoint(without.bounds)
+        assert "distillmos" in without.bounds
+        with pytest.raises(ConfigError):
+            quality_of("strict", None, ["meters.asr=false", "bounds.wer.high=0.2"])
+
+    def test_a_model_of_one_language_is_heard_in_it(self) -> None:
+        card = describe_hibari()
+        frozen = frozen_spec(JobSpec("hibari", quality=quality_of("strict")), card).quality
+        assert frozen is not None
+        assert frozen.meters["asr"] == {"language": "English"}
+        own = quality_of("strict", None, ["meters.asr.language=de"])
+        assert frozen_spec(JobSpec("hibari", quality=own), card).quality.meters["asr"] == {"language": "de"}  # pyright: ignore[reportOptionalMemberAccess]
+
     def test_checks_that_are_off_cannot_be_configured(self) -> None:
         assert quality_of("off") is None
         with pytest.raises(ConfigError):
@@ -210,84 +239,51 @@ class TestConfig:
 
 class TestWords:
     def test_spelling_numbers_and_contractions_are_no_errors(self) -> None:
-        assert error_rates("Mr. Smith didn't pay twenty-five dollars.", "mister smith did not pay $25") == {"cer": 0.0, "wer": 0.0}
+        rates = error_rates("Mr. Smith didn't pay twenty-five dollars.", "mister smith did not pay $25")
+        assert rates == {"cer": (0.0, True), "wer": (0.0, True)}
+
+    @pytest.mark.parametrize(
+        ("asked", "heard"),
+        [
+            ("John 3:16 is a verse that many know.", "John three sixteen is a verse that many know"),
+            ("Tom & Jerry ran to the house.", "Tom and Jerry ran to the house."),
+            ("It's 5% off for R&D today.", "It is five percent off for R and D today."),
+            ("Sales rose 12.5% at AT&T.", "Sales rose twelve point five percent at AT and T"),
+            ("We meet at 10:30 on May 5th, 2021.", "We meet at ten thirty on May 5, 2021."),
+            ("It was 20°C outside, not 68 °F.", "It was 20 degrees Celsius outside, not 68 degrees Fahrenheit."),
+            ("Take bus No. 7 to gate #12.", "Take bus number seven to gate number 12."),
+            ("About 7,000,000 people came by.", "About seven million people came by."),
+            ("Then 2+2=4, as it should.", "Then two plus two equals four, as it should."),
+        ],
+    )
+    def test_signs_and_numbers_are_compared_as_they_are_spoken(self, asked: str, heard: str) -> None:
+        assert error_rates(asked, heard) == error_rates(heard, asked) == {"cer": (0.0, True), "wer": (0.0, True)}
+
+    @pytest.mark.parametrize("text", ["Hi.", "John 3:16", "Tom & Jerry", "It's 5%", "Yes. No.", "你好"])
+    def test_of_a_short_text_the_rates_decide_nothing(self, text: str) -> None:
+        strict = quality_of("strict")
+        assert strict is not None
+        rates = error_rates(text, "something else entirely was heard", "zh" if text == "你好" else "en")
+        assert rates["cer"].value > 0.3
+        readings = {name: Reading(rate.value, "heard", rate.telling) for name, rate in rates.items()}
+        draw = with_readings(check_draw(0, 7, Speech(speechlike(), RATE), strict, text, Generation()), readings, strict)
+        assert draw.passed
+        assert [draw.record.scores[name].passed for name in rates] == [None] * len(rates)
+
+    def test_a_text_just_long_enough_is_judged(self) -> None:
+        assert error_rates("a b c d", "")["wer"] == (1.0, True)
+        assert error_rates("a b c", "")["wer"] == (1.0, False)
+        assert [error_rates(text, "")["cer"].telling for text in ("abcdefghijkl", "abcdefghijk")] == [True, False]
+        assert [error_rates(text, "", "zh")["cer"].telling for text in ("今天天气很好", "天气很好")] == [True, False]
 
     def test_rates_are_edits_over_what_was_asked(self) -> None:
-        assert error_rates("one red apple fell", "one red pear fell")["wer"] == 0.25
-        assert error_rates("stop", "stop stop stop")["wer"] == 2.0
-        assert error_rates("a cat", "") == {"cer": 1.0, "wer": 1.0}
+        assert error_rates("one red apple fell", "one red pear fell")["wer"].value == 0.25
+        assert error_rates("stop", "stop stop stop")["wer"].value == 2.0
+        assert error_rates("a cat", "") == {"cer": (1.0, False), "wer": (1.0, False)}
         assert error_rates("...", "anything") == {}
 
     def test_scripts_without_spaces_have_no_word_errors(self) -> None:
-        assert error_rates("今天天气很好", "今天天汽很好", "Chinese") == {"cer": pytest.approx(1 / 6)}
-
-
-class Blocked:
-    """A host that waits to be let go."""
-
-    def __init__(self, go: threading.Event, fail: NightjarError | None = None) -> None:
-        self._go = go
-        self._fail = fail
-        self.measured = 0
-
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
-        assert self._go.wait(30)
-        self.measured += 1
-        if self._fail is not None:
-            raise self._fail
-        return {"sum": (float(sample.samples.sum()), "")}
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-class TestPool:
-    def test_submitting_never_waits_and_every_sample_comes_back_whole(self) -> None:
-        go, results, all_done = threading.Event(), {}, threading.Event()
-        host = Blocked(go)
-        pool = MeterPool(in_memory=3, open_host=lambda: host)
-
-        def take(number: int, samples: NDArray[np.float32], readings: Readings | NightjarError) -> None:
-            results[number] = (samples, readings)
-            if len(results) == 20:
-                all_done.set()
-
-        for number in range(20):
-            samples = np.full(100 + number, number, np.float32)
-            done = lambda got, readings, number=number: take(number, got, readings)  # noqa: E731
-            pool.submit(MeterTask({}, Sample(samples, RATE, ""), lambda: False, done, lambda: None))
-        assert (host.measured, pool.waiting >= 19) == (0, True)
-        go.set()
-        assert all_done.wait(30)
-        for number, (samples, readings) in results.items():
-            assert np.array_equal(samples, np.full(100 + number, number, np.float32))
-            assert readings == {"sum": (number * (100.0 + number), "")}
-        pool.close()
-
-    def test_what_nobody_waits_for_is_dropped_and_closing_drops_the_rest(self) -> None:
-        go, dropped = threading.Event(), []
-        host = Blocked(go)
-        pool = MeterPool(open_host=lambda: host)
-        for number in range(4):
-            task = MeterTask(
-                {}, Sample(np.zeros(4, np.float32), RATE, ""), lambda number=number: number == 1, lambda *_: None,
-                lambda number=number: dropped.append(number),
-            )  # fmt: skip
-            pool.submit(task)
-        closer = threading.Thread(target=pool.close)
-        closer.start()
-        go.set()
-        closer.join(30)
-        assert not closer.is_alive()
-        assert 1 in dropped
-        assert host.measured + len(dropped) == 4
-
-    def test_a_file_of_samples_starts_anew_when_it_is_empty(self) -> None:
-        spool = Spool()
-        places = [spool.put(np.arange(count, dtype=np.float32)) for count in (3, 5)]
-        assert [spool.take(place).tolist() for place in reversed(places)] == [[0, 1, 2, 3, 4], [0, 1, 2]]
-        assert spool.put(np.ones(1, np.float32)) == (0, 1)
-        spool.close()
+        assert error_rates("今天天气很好", "今天天汽很好", "Chinese") == {"cer": (pytest.approx(1 / 6), True)}
 
 
 class TestCalibration:
@@ -311,9 +307,10 @@ class TestCalibration:
         assert pace.expected_seconds("x" * 50) == pytest.approx(3.0)
 
     def test_what_is_printed_is_a_config(self, tmp_path: Path) -> None:
-        paces = (fit(self.lengths(50), 'a "quoted" voice'), fit(self.lengths(50)))
+        voice = 'a "quoted"\\ voice 𝄞 安娜\t\x7f\x01'
+        paces = (fit(self.lengths(50), voice), fit(self.lengths(50)))
         path = tmp_path / "qa.toml"
-        path.write_text(as_toml(paces))
+        path.write_text(as_toml(paces), "utf-8")
         quality = quality_of("basic", path)
         assert quality is not None
         assert quality.paces == paces

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from jobs.meters import BUILT_IN, ENTRY_POINT_GROUP, lacking, missing_libraries
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.request import Message, Speech, SynthesisRequest
-from worker.quality.meters import ENTRY_POINT_GROUP, Sample, open_meter
-from worker.quality.process import MeterError, MeterProcess
+from worker.quality.asr import AsrMeter
+from worker.quality.meters import Reading, Sample, open_meter
+from worker.quality.process import MeterError, MeterHangError, MeterProcess
 
 RATE = 16_000
+
+
+def add_meter(folder: Path, code: str) -> str:
+    """Writes what pip would write of a package with the meter `peak`, whose class is `Meter`; the search path that has it."""
+    info = folder / "peak_meter-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peak-meter\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\npeak = peak_meter:Meter\n")
+    (folder / "peak_meter.py").write_text(code)
+    return f"{folder}:{Path(__file__).parents[2]}"
 
 
 class TestMeters:
@@ -35,6 +49,74 @@ class TestMeters:
         assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
         assert "nightjar-speech[qa]" in str(caught.value)
 
+    def test_every_built_in_meter_is_known_by_what_it_imports(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, card in BUILT_IN.items():
+            for library in card.libraries:
+                with monkeypatch.context() as patched:
+                    patched.setitem(sys.modules, library, None)
+                    assert library in missing_libraries(name)
+                    lack = lacking([name])
+                if name == "silero":
+                    assert lack is None
+                    continue
+                assert lack is not None
+                assert lack.code is ErrorCode.MODEL_MISSING_EXTRA
+                assert library in lack.message
+                assert card.install in lack.advice
+        assert lacking(["a-meter-of-another-package"]) is None
+
+    def test_weights_that_cannot_be_fetched_now_are_an_outage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import faster_whisper.utils
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        def code_of(answer: Exception | Path) -> ErrorCode:
+            def download(_: str) -> str:
+                if isinstance(answer, Exception):
+                    raise answer
+                return str(answer)
+
+            monkeypatch.setattr(faster_whisper.utils, "download_model", download)
+            with pytest.raises(ModelError) as caught:
+                open_meter("asr", {"model": "owner/model"})
+            return caught.value.code
+
+        class TransportError(Exception):
+            """What an HTTP library raises."""
+
+        for outage in (LocalEntryNotFoundError("not cached"), ConnectionError(), TransportError(), tmp_path):
+            assert code_of(outage) is ErrorCode.MODEL_UNREACHABLE
+        for fault in (ValueError("Invalid model size"), HFValidationError("Repo id")):
+            assert code_of(fault) is ErrorCode.MODEL_BAD_CHECKPOINT
+        (tmp_path / "model.bin").write_bytes(b"no weights")
+        assert code_of(tmp_path) is ErrorCode.MODEL_BAD_CHECKPOINT
+
+    def test_a_text_of_an_unnamed_language_is_heard_in_the_one_that_is_spoken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str | None] = []
+
+        class Whisper:
+            supported_languages = ("de", "en", "zh")
+
+            def __init__(self, *_: object, **__: object) -> None:
+                """Opens nothing."""
+
+            def transcribe(
+                self, _: NDArray[np.float32], language: str | None, **__: object
+            ) -> tuple[list[SimpleNamespace], SimpleNamespace]:
+                asked.append(language)
+                heard = "今天天汽很好。" if language in (None, "zh") else "Das Wetter ist heute schoen."
+                return [SimpleNamespace(text=heard)], SimpleNamespace(language=language or "zh")
+
+        monkeypatch.setattr("faster_whisper.WhisperModel", Whisper)
+        monkeypatch.setattr("worker.quality.asr._folder_of", str)
+        sample = Sample(np.zeros(RATE, np.float32), RATE, "今天天气很好。")
+        meter, german = AsrMeter(), AsrMeter(language="German")
+        assert meter.measure(sample) == {"cer": Reading(pytest.approx(1 / 6), "今天天汽很好。", True)}
+        assert set(meter.measure(replace(sample, language="zh-CN"))) == {"cer"}
+        assert set(meter.measure(replace(sample, language="auto"))) == {"cer"}
+        assert set(german.measure(replace(sample, text="Das Wetter ist heute schön."))) == {"cer", "wer"}
+        meter.measure(replace(sample, language="Klingon"))
+        assert asked == [None, "zh", None, "de", None]
+
     def test_options_and_weights_it_cannot_use(self) -> None:
         for options in ({"modle": "base"}, {"model": "/nowhere/at/all"}):
             with pytest.raises(ModelError) as caught:
@@ -45,7 +127,7 @@ class TestMeters:
         process = MeterProcess(60)
         silence = np.zeros(2 * RATE, np.float32)
         readings = process.measure({"silero": {}}, Sample(silence, RATE, ""))
-        assert readings["silence"] == (1.0, "silero")
+        assert readings["silence"] == (1.0, "silero", True)
         with pytest.raises(ModelError) as caught:
             process.measure({"no-such-meter": {}}, Sample(silence, RATE, ""))
         assert caught.value.code is ErrorCode.MODEL_UNKNOWN
@@ -62,13 +144,40 @@ class TestMeters:
         child.kill()
         child.wait()
         assert process.measure({}, sample) == {}
-        process._timeout_seconds = 0.0  # pyright: ignore[reportPrivateUsage]
-        with pytest.raises(MeterError) as caught:
-            process.measure({}, sample)
-        assert caught.value.code is ErrorCode.QA_METER
-        process._timeout_seconds = 60  # pyright: ignore[reportPrivateUsage]
-        assert process.measure({}, sample) == {}
         process.close()
+
+    def test_a_hang_ends_with_the_process_and_slow_weights_are_an_outage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        code = (
+            "import time\n"
+            "class Meter:\n"
+            "    def __init__(self, slow=False):\n"
+            "        if slow:\n"
+            "            time.sleep(600)\n"
+            "    def measure(self, sample):\n"
+            "        if sample.text == 'hang':\n"
+            "            time.sleep(600)\n"
+            "        return {'peak': (1.0, sample.text)}\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
+        sample = Sample(np.zeros(RATE // 10, np.float32), RATE, "well")
+        process = MeterProcess(draw_seconds=0.1, seconds_per_second=1.0)
+        with pytest.raises(MeterHangError, match="more than 0 s") as caught:
+            process.measure({"peak": {}}, replace(sample, text="hang"))
+        assert caught.value.code is ErrorCode.QA_METER
+        assert process._child is None  # pyright: ignore[reportPrivateUsage]
+        process = MeterProcess(opening_seconds=0.5)
+        with pytest.raises(ModelError, match="not open after") as slow:
+            process.measure({"peak": {"slow": True}}, sample)
+        assert slow.value.code is ErrorCode.MODEL_UNREACHABLE
+
+    def test_a_process_that_does_not_read_holds_nobody_up(self) -> None:
+        process = MeterProcess(60, opening_seconds=0.3)
+        child = process._start()  # pyright: ignore[reportPrivateUsage]
+        child.send_signal(signal.SIGSTOP)
+        with pytest.raises(ModelError) as caught:
+            process.measure({}, Sample(np.zeros(40 * RATE, np.float32), RATE, ""))
+        assert caught.value.code is ErrorCode.MODEL_UNREACHABLE
+        assert child.returncode is not None
 
 
 class TestBuiltInMeters:
@@ -108,24 +217,23 @@ class TestBuiltInMeters:
         assert "torchaudio" not in sys.modules
 
     def test_a_package_adds_a_meter_by_an_entry_point(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        info = tmp_path / "peak_meter-1.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peak-meter\nVersion: 1\n")
-        (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\npeak = peak_meter:PeakMeter\n")
-        (tmp_path / "peak_meter.py").write_text(
-            "class PeakMeter:\n"
+        code = (
+            "class Meter:\n"
             "    def __init__(self, times=1):\n"
             "        self.times = times\n"
             "    def measure(self, sample):\n"
             "        print('meters may print')\n"
             "        if sample.text == 'fail':\n"
             "            raise ValueError('no such text')\n"
+            "        if sample.text == 'short':\n"
+            "            return {'peak': (1, 'too short', False)}\n"
             "        return {'peak': (float(abs(sample.samples).max()) * self.times, sample.text)}\n"
         )
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+        monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
         process = MeterProcess(60)
         sample = Sample(np.array([0.25, -0.5], np.float32), RATE, "hello")
-        assert process.measure({"peak": {"times": 3}}, sample) == {"peak": (1.5, "hello")}
+        assert process.measure({"peak": {"times": 3}}, sample) == {"peak": (1.5, "hello", True)}
+        assert process.measure({"peak": {}}, replace(sample, text="short")) == {"peak": (1.0, "too short", False)}
         with pytest.raises(MeterError) as caught:
             process.measure({"peak": {}}, replace(sample, text="fail"))
         assert "no such text" in str(caught.value)

@@ -8,7 +8,7 @@ from typing import Any
 import soxr
 
 from pipelines.errors import ErrorCode, ModelError
-from worker.quality.meters import Readings, Sample
+from worker.quality.meters import Reading, Readings, Sample
 from worker.quality.words import error_rates, normalizer_of
 
 SAMPLE_RATE = 16_000
@@ -23,36 +23,79 @@ _CODES = {
 class AsrMeter:
     """Greedy decoding without fallback to sampling, one thread, int8: equal audio gives equal words."""
 
-    def __init__(self, model: str = "base", compute_type: str = "int8", threads: int = 1, language: str = "en") -> None:
+    def __init__(self, model: str = "base", compute_type: str = "int8", threads: int = 1, language: str = "") -> None:
         from faster_whisper import WhisperModel
 
         normalizer_of("")
         self._language = language
+        folder = _folder_of(model)
         try:
-            self._model: Any = WhisperModel(
-                str(Path(model).expanduser()) if "/" in model else model, device="cpu", compute_type=compute_type, cpu_threads=threads
-            )
+            self._model: Any = WhisperModel(folder, device="cpu", compute_type=compute_type, cpu_threads=threads)
         except Exception as error:
-            raise ModelError(
-                ErrorCode.MODEL_BAD_CHECKPOINT,
-                f"The ASR model {model[:200]!r} of the meter asr cannot be opened: {error}.",
-                "Set `meters.asr.model` to the folder of a faster-whisper model, or let the worker reach the model hub.",
-            ) from error
+            raise _unusable(model, error) from error
+        self._languages = frozenset(self._model.supported_languages)
 
     def measure(self, sample: Sample) -> Readings:
-        asked_language = sample.language if sample.language.casefold() not in ("", "auto") else self._language
+        language = self._language_of(sample.language) or self._language_of(self._language)
         audio = soxr.resample(sample.samples, sample.sample_rate, SAMPLE_RATE) if sample.sample_rate != SAMPLE_RATE else sample.samples
-        segments, _ = self._model.transcribe(
+        segments, info = self._model.transcribe(
             audio,
-            language=_code(asked_language),
+            language=language,
             beam_size=1,
             temperature=0.0,
             condition_on_previous_text=False,
             without_timestamps=len(audio) <= 30 * SAMPLE_RATE,
         )
         heard = " ".join(segment.text.strip() for segment in segments)
-        rates = error_rates(sample.text, heard, asked_language)
-        return {name: (rate, heard[:MAX_HEARD_CHARACTERS]) for name, rate in rates.items()}
+        rates = error_rates(sample.text, heard, language or info.language)
+        return {name: Reading(rate.value, heard[:MAX_HEARD_CHARACTERS], rate.telling) for name, rate in rates.items()}
+
+    def _language_of(self, name: str) -> str | None:
+        """Whisper's code of a language; None where it is to find out itself."""
+        code = _code(name)
+        return code if code in self._languages else None
+
+
+def _folder_of(model: str) -> str:
+    """The folder of a faster-whisper model; one that is not on this machine comes from the hub or its cache.
+
+    Raises `ModelError`: `model.bad_checkpoint` for a name that the hub does not know, `model.unreachable` where the hub cannot be
+    asked and the cache does not hold the whole model.
+    """
+    from faster_whisper.utils import download_model
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    named = str(Path(model).expanduser()) if "/" in model else model
+    if Path(named).is_dir():
+        return named
+    try:
+        folder = download_model(named)
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise _unusable(model, error) from error
+    except Exception as error:
+        # Some of the hub's own errors of a missing file are both.
+        if isinstance(error, ValueError) and not isinstance(error, OSError):
+            raise _unusable(model, error) from error
+        raise _unreachable(model, type(error).__name__) from error
+    if not (Path(folder) / "model.bin").exists():
+        raise _unreachable(model, "the cache holds a part of it")
+    return folder
+
+
+def _unusable(model: str, error: Exception) -> ModelError:
+    return ModelError(
+        ErrorCode.MODEL_BAD_CHECKPOINT,
+        f"The ASR model {model[:200]!r} of the meter asr cannot be opened: {error}.",
+        "Set `meters.asr.model` to the folder or the name of a faster-whisper model.",
+    )
+
+
+def _unreachable(model: str, reason: str) -> ModelError:
+    return ModelError(
+        ErrorCode.MODEL_UNREACHABLE,
+        f"The ASR model {model[:200]!r} of the meter asr is not in the hub's cache and could not be fetched ({reason}).",
+        "Let the worker reach the model hub, or set `meters.asr.model` to the folder of a faster-whisper model.",
+    )
 
 
 def _code(language: str) -> str:

@@ -90,7 +90,7 @@ def failed_draw(number: int, seed: int, error: NightjarError, speech: Speech | N
 def with_readings(draw: CheckedDraw, readings: Readings, quality: Quality) -> CheckedDraw:
     """The draw with what meters read; a reading takes the place of the cheap check's of the same name."""
     assert draw.speech is not None
-    scores = {**draw.record.scores, **judged(dict(readings), quality)}
+    scores = {**draw.record.scores, **judged(readings, quality)}
     return _with_scores(draw.record.draw, draw.record.seed, draw.speech, quality, scores)
 
 

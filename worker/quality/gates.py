@@ -12,6 +12,7 @@ from jobs.quality import Quality
 from pipelines.activity import FRAME_SECONDS, activity, frame_powers
 from pipelines.pace import pace_of
 from pipelines.request import Generation, Speech
+from worker.quality.meters import Reading, Readings
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +31,7 @@ def cheap_scores(speech: Speech, quality: Quality, text: str, generation: Genera
     samples, rate = speech.samples, speech.sample_rate
     powers = frame_powers(samples, rate)
     sounding, pause, power = activity(powers)
-    values: dict[str, tuple[float, str]] = {
+    values: Readings = {
         "ended": (_ended(speech), ""),
         "clipped": (clipped_share(samples), ""),
         "silence": (1.0 - sounding / len(powers), "energy"),
@@ -47,13 +48,15 @@ def cheap_scores(speech: Speech, quality: Quality, text: str, generation: Genera
     return scores
 
 
-def judged(values: dict[str, tuple[float, str]], quality: Quality) -> dict[str, Score]:
-    """Values with their details as scores, each passed or not where the spec has a bound for it."""
+def judged(readings: Readings, quality: Quality) -> dict[str, Score]:
+    """Readings as scores, each passed or not where the spec has a bound for it and there was enough to judge by."""
     bounds = quality.bounds
-    return {
-        name: Score(round(value, 4), None if (bound := bounds.get(name)) is None else bound.allows(value), detail)
-        for name, (value, detail) in values.items()
-    }
+    scores: dict[str, Score] = {}
+    for name, reading in readings.items():
+        value, detail, judging = Reading.of(reading)
+        bound = bounds.get(name) if judging else None
+        scores[name] = Score(round(value, 4), None if bound is None else bound.allows(value), detail)
+    return scores
 
 
 def clipped_share(samples: NDArray[np.float32]) -> float:

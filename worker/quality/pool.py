@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import queue
 import tempfile
@@ -10,13 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import numpy as np
 import structlog
 
 from jobs.quality import Option
-from pipelines.errors import NightjarError
+from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError
 from worker.quality.meters import Readings, Sample
-from worker.quality.process import MeterError, MeterProcess
+from worker.quality.process import MeterError, MeterHangError, MeterProcess
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -25,7 +27,9 @@ log = structlog.get_logger(__name__)
 
 #: Draws whose samples wait in memory; those of more wait in a file.
 IN_MEMORY = 64
-TIMEOUT_SECONDS = 600.0
+#: Items on which the same meters hang, without an answer in between: it is the meters then, and no more items are tried.
+HANGS_IN_A_ROW = 3
+_FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class MeterHost(Protocol):
@@ -47,10 +51,15 @@ class MeterTask:
     #: Takes the samples back with the readings, or with what failed.
     done: Callable[[NDArray[np.float32], Readings | NightjarError], None]
     dropped: Callable[[], None]
+    #: Whose draw it is.
+    item: str = ""
 
 
 class Spool:
-    """Samples in a file without a name, which is gone with the process. Its space is used again whenever it is empty."""
+    """Samples in a file without a name, which is gone with the process. Its space is used again whenever it is empty.
+
+    Raises `OSError` where there is no place for temporary files.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="nightjar-draws-")  # noqa: SIM115 - for the life of the pool
@@ -76,19 +85,41 @@ class Spool:
     def take(self, place: tuple[int, int]) -> NDArray[np.float32]:
         """The samples back; once for each `put`."""
         start, count = place
-        data = os.pread(self._file.fileno(), count * 4, start)
-        with self._lock:
-            self._held -= 1
+        try:
+            data = os.pread(self._file.fileno(), count * 4, start)
+        finally:
+            with self._lock:
+                self._held -= 1
         return np.frombuffer(data, np.float32)
 
     def close(self) -> None:
         self._file.close()
 
 
+class Breaker:
+    """Tells meters that hang on everything from an item that everything hangs on."""
+
+    def __init__(self) -> None:
+        self._hung: dict[bytes, set[str]] = {}
+        self._lock = threading.Lock()
+
+    def answered(self, meters: Mapping[str, Mapping[str, Option]]) -> None:
+        with self._lock:
+            self._hung.pop(msgspec.json.encode(meters), None)
+
+    def hung(self, meters: Mapping[str, Mapping[str, Option]], item: str) -> bool:
+        """Notes one more hang; whether so many items hung since the last answer that it is the meters."""
+        with self._lock:
+            items = self._hung.setdefault(msgspec.json.encode(meters), set())
+            items.add(item)
+            return len(items) >= HANGS_IN_A_ROW
+
+
 class MeterPool:
     """`processes` meter processes, one thread each. `submit` never blocks: a slow meter delays items, not the engine.
 
     Draws that wait are bounded by the shards in flight; memory holds the samples of the first `in_memory`, a file the others'.
+    After hangs on `HANGS_IN_A_ROW` items in a row a hang is an outage (`model.unreachable`), until the meters answer again.
     """
 
     def __init__(
@@ -96,7 +127,7 @@ class MeterPool:
         processes: int = 1,
         *,
         in_memory: int = IN_MEMORY,
-        open_host: Callable[[], MeterHost] = lambda: MeterProcess(TIMEOUT_SECONDS),
+        open_host: Callable[[], MeterHost] = MeterProcess,
     ) -> None:
         self._processes = processes
         self._in_memory = in_memory
@@ -106,6 +137,7 @@ class MeterPool:
         self._lock = threading.Lock()
         self._spool: Spool | None = None
         self._closing = False
+        self._breaker = Breaker()
 
     @property
     def waiting(self) -> int:
@@ -113,6 +145,7 @@ class MeterPool:
         return self._queue.qsize()
 
     def submit(self, task: MeterTask) -> None:
+        """Raises `StoreError` (`store.full`, `store.forbidden`) where the samples have to wait in a file and cannot."""
         self._start()
         place = None
         if self.waiting >= self._in_memory:
@@ -138,29 +171,36 @@ class MeterPool:
                 self._threads.append(thread)
                 thread.start()
 
-    def _spooled(self, samples: NDArray[np.float32]) -> tuple[int, int] | None:
-        with self._lock:
-            if self._spool is None:
-                self._spool = Spool()
+    def _spooled(self, samples: NDArray[np.float32]) -> tuple[int, int]:
         try:
+            with self._lock:
+                if self._spool is None:
+                    self._spool = Spool()
             return self._spool.put(samples)
         except OSError as error:
-            log.warning("draws that wait for meters stay in memory", error=str(error))
-            return None
+            raise _disk_error(error) from error
 
     def _run(self) -> None:
         host = self._open_host()
         try:
             while (entry := self._queue.get()) is not None:
                 task, place = entry
-                if place is not None and self._spool is not None:
-                    task = replace(task, sample=replace(task.sample, samples=self._spool.take(place)))
+                try:
+                    task = self._with_samples(task, place)
+                except OSError as error:
+                    task.done(task.sample.samples, _disk_error(error))
+                    continue
                 if self._closing or task.abandoned():
                     task.dropped()
                 else:
                     self._measure(host, task)
         finally:
             host.close()
+
+    def _with_samples(self, task: MeterTask, place: tuple[int, int] | None) -> MeterTask:
+        if place is None or self._spool is None:
+            return task
+        return replace(task, sample=replace(task.sample, samples=self._spool.take(place)))
 
     def _measure(self, host: MeterHost, task: MeterTask) -> None:
         try:
@@ -170,4 +210,27 @@ class MeterPool:
         except Exception as error:
             log.exception("meter failed")
             result = MeterError(f"A meter failed: {error!r}")
-        task.done(task.sample.samples, result)
+        task.done(task.sample.samples, self._outage(task, result))
+
+    def _outage(self, task: MeterTask, result: Readings | NightjarError) -> Readings | NightjarError:
+        """The result, or an outage in the place of one hang too many."""
+        if not isinstance(result, MeterHangError):
+            if not isinstance(result, ModelError):
+                self._breaker.answered(task.meters)
+            return result
+        if not self._breaker.hung(task.meters, task.item):
+            return result
+        log.error("meters hang", meters=list(task.meters), error=result.message)
+        return ModelError(
+            ErrorCode.MODEL_UNREACHABLE,
+            f"The meters {', '.join(task.meters)} hung on {HANGS_IN_A_ROW} items in a row: {result.message}",
+            "Items wait until they answer again; a smaller model or more cores may help.",
+        )
+
+
+def _disk_error(error: OSError) -> StoreError:
+    code = ErrorCode.STORE_FORBIDDEN if error.errno in _FORBIDDEN else ErrorCode.STORE_FULL
+    reason = os.strerror(error.errno) if error.errno else type(error).__name__
+    return StoreError(
+        code, f"Draws that wait for meters cannot be kept in a temporary file: {reason}.", "Free space there, or set TMPDIR elsewhere."
+    )

@@ -1,7 +1,7 @@
 """A process of its own for meters: they share neither the interpreter lock nor the GPU with the engine, and may crash.
 
 Both ends are here. A message is its length in four bytes and that many bytes of MessagePack; after a task come its samples as
-float32. Nothing that is decoded can run code.
+float32. A task has two answers: its meters are open, and what they read. Nothing that is decoded can run code.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ import msgspec
 
 from jobs.quality import Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError
-from worker.quality.meters import Meter, Readings, Sample, open_meter
+from worker.quality.meters import Meter, Reading, Readings, Sample, open_meter
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 _LENGTH = struct.Struct(">I")
 _KILL_SECONDS = 5.0
+#: Bytes that a pipe which can be written takes without waiting.
+_PIPE_BYTES = select.PIPE_BUF
+#: What a meter may take to open, fetching its weights too.
+OPENING_SECONDS = 600.0
+#: What the meters may take for one draw, and more of it for each second of audio.
+DRAW_SECONDS, DRAW_SECONDS_PER_SECOND = 60.0, 10.0
 
 
 class MeterError(NightjarError):
@@ -35,6 +41,10 @@ class MeterError(NightjarError):
 
     def __init__(self, message: str) -> None:
         super().__init__(ErrorCode.QA_METER, message, "See the worker's log.")
+
+
+class MeterHangError(MeterError):
+    """A meter did not answer in time (`qa.meter`); its process was killed."""
 
 
 class _Task(msgspec.Struct, frozen=True):
@@ -47,7 +57,7 @@ class _Task(msgspec.Struct, frozen=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    readings: dict[str, tuple[float, str]] = {}
+    readings: dict[str, tuple[float, str, bool]] = {}
     #: Code, message and advice of what no other draw would mend.
     model_error: tuple[ErrorCode, str, str] | None = None
     #: What failed on this draw.
@@ -60,16 +70,16 @@ class Meters:
     def __init__(self) -> None:
         self._open: dict[bytes, Meter | None] = {}
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
-        """The readings of all these meters. Raises `ModelError` for one that cannot be opened."""
-        readings: dict[str, tuple[float, str]] = {}
+    def open(self, meters: Mapping[str, Mapping[str, Option]]) -> list[Meter]:
+        """These meters. Raises `ModelError` for one that cannot be opened."""
+        opened: list[Meter] = []
         for name, options in meters.items():
             key = msgspec.json.encode([name, options])
             if key not in self._open:
                 self._open[key] = _opened(name, options)
             if (meter := self._open[key]) is not None:
-                readings.update(meter.measure(sample))
-        return readings
+                opened.append(meter)
+        return opened
 
 
 def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
@@ -83,14 +93,22 @@ def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
 
 
 class MeterProcess:
-    """A child process that measures one draw at a time; started at the first, and anew after a crash."""
+    """A child process that measures one draw at a time; started at the first, and anew after a crash or a hang."""
 
-    def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
+    def __init__(
+        self,
+        draw_seconds: float = DRAW_SECONDS,
+        seconds_per_second: float = DRAW_SECONDS_PER_SECOND,
+        opening_seconds: float = OPENING_SECONDS,
+    ) -> None:
+        self._draw_seconds = draw_seconds
+        self._seconds_per_second = seconds_per_second
+        self._opening_seconds = opening_seconds
         self._child: subprocess.Popen[bytes] | None = None
 
     def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
-        """Raises `MeterError` where a meter fails, crashes or takes too long, and `ModelError` where it cannot be opened."""
+        """Raises `MeterError` where a meter fails or crashes, `MeterHangError` where it takes too long, and `ModelError` where one
+        cannot be opened (`model.unreachable` where that takes too long)."""
         child = self._child if self._child is not None and self._child.poll() is None else self._start()
         task = _Task(
             {name: dict(options) for name, options in meters.items()},
@@ -100,15 +118,25 @@ class MeterProcess:
             sample.language,
             sample.reference,
         )
+        seconds = self._draw_seconds + self._seconds_per_second * len(sample.samples) / sample.sample_rate
+        opened = False
         try:
-            assert child.stdin is not None
-            _send(child.stdin, msgspec.msgpack.encode(task))
-            child.stdin.write(_as_floats(sample.samples).tobytes())
-            child.stdin.flush()
-            answer = msgspec.msgpack.decode(self._receive(child), type=_Answer)
+            deadline = time.monotonic() + self._opening_seconds
+            _write_until(child, _framed(msgspec.msgpack.encode(task)), deadline)
+            _write_until(child, _as_floats(sample.samples).tobytes(), deadline)
+            answer = _receive_until(child, deadline)
+            if answer.model_error is None and not answer.error:
+                opened = True
+                answer = _receive_until(child, time.monotonic() + seconds)
         except TimeoutError as error:
             self.close()
-            raise MeterError(f"The meters took more than {self._timeout_seconds:g} s for one draw.") from error
+            if opened:
+                raise MeterHangError(f"The meters took more than {seconds:.0f} s for one draw.") from error
+            raise ModelError(
+                ErrorCode.MODEL_UNREACHABLE,
+                f"The meters {', '.join(meters)} were not open after {self._opening_seconds:g} s.",
+                "See the worker's log; weights that are fetched slowly are better fetched before.",
+            ) from error
         except (OSError, EOFError) as error:
             self.close()
             raise MeterError(f"The meters' process ended with status {child.returncode}.") from error
@@ -116,7 +144,7 @@ class MeterProcess:
             raise ModelError(*answer.model_error)
         if answer.error:
             raise MeterError(f"A meter failed: {answer.error}")
-        return answer.readings
+        return {name: Reading(*reading) for name, reading in answer.readings.items()}
 
     def close(self) -> None:
         """Ends the process. May be called more than once."""
@@ -138,12 +166,6 @@ class MeterProcess:
         )
         return self._child
 
-    def _receive(self, child: subprocess.Popen[bytes]) -> bytes:
-        assert child.stdout is not None
-        deadline = time.monotonic() + self._timeout_seconds
-        length = _LENGTH.unpack(_read_until(child.stdout, _LENGTH.size, deadline))[0]
-        return _read_until(child.stdout, length, deadline)
-
 
 def _as_floats(samples: NDArray[np.float32]) -> NDArray[np.float32]:
     import numpy
@@ -151,9 +173,25 @@ def _as_floats(samples: NDArray[np.float32]) -> NDArray[np.float32]:
     return numpy.ascontiguousarray(samples, dtype=numpy.float32)
 
 
-def _send(stream: IO[bytes], data: bytes) -> None:
-    stream.write(_LENGTH.pack(len(data)))
-    stream.write(data)
+def _framed(data: bytes) -> bytes:
+    return _LENGTH.pack(len(data)) + data
+
+
+def _write_until(child: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
+    """All of `data`, past the stream's buffer. A child that does not read cannot hold it up: raises `TimeoutError` after the deadline."""
+    assert child.stdin is not None
+    left = memoryview(data)
+    while left:
+        seconds = deadline - time.monotonic()
+        if seconds <= 0 or not select.select([], [child.stdin], [], seconds)[1]:
+            raise TimeoutError
+        left = left[os.write(child.stdin.fileno(), left[:_PIPE_BYTES]) :]
+
+
+def _receive_until(child: subprocess.Popen[bytes], deadline: float) -> _Answer:
+    assert child.stdout is not None
+    length = _LENGTH.unpack(_read_until(child.stdout, _LENGTH.size, deadline))[0]
+    return msgspec.msgpack.decode(_read_until(child.stdout, length, deadline), type=_Answer)
 
 
 def _read_until(stream: IO[bytes], size: int, deadline: float) -> bytes:
@@ -185,19 +223,27 @@ def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
         task = msgspec.msgpack.decode(requests.read(_LENGTH.unpack(head)[0]), type=_Task)
         samples = numpy.frombuffer(requests.read(task.samples * 4), numpy.float32)
         sample = Sample(samples, task.sample_rate, task.text, task.language, task.reference)
-        _send(replies, msgspec.msgpack.encode(_answer(meters, task, sample)))
-        replies.flush()
+        for answer in _answers(meters, task, sample):
+            replies.write(_framed(msgspec.msgpack.encode(answer)))
+            replies.flush()
 
 
-def _answer(meters: Meters, task: _Task, sample: Sample) -> _Answer:
+def _answers(meters: Meters, task: _Task, sample: Sample) -> Iterator[_Answer]:
+    """One without readings once the meters are open, and then the readings; or one that says what failed, and nothing after it."""
     try:
-        readings = meters.measure(task.meters, sample)
-        # Whatever number a meter returns, NumPy's too, travels as a plain one.
-        return _Answer({name: (float(value), str(detail)) for name, (value, detail) in readings.items()})
+        opened = meters.open(task.meters)
+        yield _Answer()
+        readings: dict[str, tuple[float, str, bool]] = {}
+        for meter in opened:
+            for name, found in meter.measure(sample).items():
+                # Whatever number a meter returns, NumPy's too, travels as a plain one.
+                reading = Reading.of(found)
+                readings[name] = float(reading.value), str(reading.detail), bool(reading.judged)
+        yield _Answer(readings)
     except ModelError as error:
-        return _Answer(model_error=(error.code, error.message, error.advice))
+        yield _Answer(model_error=(error.code, error.message, error.advice))
     except Exception as error:  # noqa: BLE001 - whatever a meter raises belongs to this draw
-        return _Answer(error=f"{type(error).__name__}: {error}"[:500])
+        yield _Answer(error=f"{type(error).__name__}: {error}"[:500])
 
 
 def main() -> None:

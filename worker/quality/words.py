@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 #: Languages whose script puts no spaces between words: their word error rate means nothing.
 UNSPACED = frozenset({"zh", "chinese", "yue", "cantonese", "ja", "japanese", "th", "thai", "lo", "lao", "km", "khmer", "my", "burmese"})
+
+
+#: In a shorter text one word misheard is more than any bound, and homophones and names are misheard in good speech too.
+LEAST_WORDS, LEAST_CHARACTERS, LEAST_UNSPACED = 4, 12, 6
+
+#: Signs as an English voice reads them and an ASR model may write them.
+_ENGLISH_SIGNS = tuple(
+    (re.compile(sign), spoken)
+    for sign, spoken in (
+        (r"&", " and "),
+        (r"(?<=\d)\s*%", " percent"),
+        (r"#(?=\d)|\b[Nn]o\.\s*(?=\d)", " number "),
+        (r"\+", " plus "),
+        (r"=", " equals "),
+        (r"@", " at "),
+        (r"°\s*C\b", " degrees celsius "),
+        (r"°\s*F\b", " degrees fahrenheit "),
+        (r"°", " degrees "),
+    )
+)
+#: `3:16`, `3.16` and `3 16` are heard alike, as are `5th` and `5`.
+_BETWEEN_DIGITS, _ORDINAL = re.compile(r"(?<=\d)[ .,:](?=\d)"), re.compile(r"(?<=\d)(?:st|nd|rd|th)\b")
 
 
 class Normalizer(Protocol):
@@ -22,14 +45,23 @@ def normalizer_of(language: str) -> Normalizer:
     if language.casefold() in ("", "en", "english"):
         from whisper_normalizer.english import EnglishTextNormalizer
 
-        return EnglishTextNormalizer()
+        whisper = EnglishTextNormalizer()
+        return lambda text: _BETWEEN_DIGITS.sub("", _ORDINAL.sub("", whisper(_spoken_signs(text))))
     from whisper_normalizer.basic import BasicTextNormalizer
 
     return BasicTextNormalizer()
 
 
-def error_rates(asked: str, heard: str, language: str = "") -> dict[str, float]:
-    """`wer` and `cer` (edits over the length of what was asked, which may pass 1); without `wer` for scripts without spaces.
+class Rate(NamedTuple):
+    """Edits over the length of what was asked, which may pass 1."""
+
+    value: float
+    #: Whether the text is long enough to judge speech by it.
+    telling: bool
+
+
+def error_rates(asked: str, heard: str, language: str = "") -> dict[str, Rate]:
+    """`wer` and `cer`; without `wer` for scripts without spaces.
 
     Empty where nothing is left of `asked` in its normal form. Spaces are no characters.
     """
@@ -39,11 +71,18 @@ def error_rates(asked: str, heard: str, language: str = "") -> dict[str, float]:
     wanted, found = (_words(normal(text)) for text in (asked, heard))
     if not wanted:
         return {}
-    letters = "".join(wanted)
-    rates = {"cer": Levenshtein.distance(letters, "".join(found)) / len(letters)}
-    if language.casefold() not in UNSPACED:
-        rates["wer"] = Levenshtein.distance(wanted, found) / len(wanted)
+    letters, unspaced = "".join(wanted), language.casefold() in UNSPACED
+    least = LEAST_UNSPACED if unspaced else LEAST_CHARACTERS
+    rates = {"cer": Rate(Levenshtein.distance(letters, "".join(found)) / len(letters), len(letters) >= least)}
+    if not unspaced:
+        rates["wer"] = Rate(Levenshtein.distance(wanted, found) / len(wanted), len(wanted) >= LEAST_WORDS)
     return rates
+
+
+def _spoken_signs(text: str) -> str:
+    for sign, spoken in _ENGLISH_SIGNS:
+        text = sign.sub(spoken, text)
+    return text
 
 
 def _words(text: str) -> list[str]:
