@@ -47,7 +47,7 @@ def parse_dialogue(raw: bytes) -> Dialogue:
         raise InputError(ErrorCode.INPUT_BAD_JSON, f"The line is not JSON: {clean(reason)}.", "Write one JSON object a line.") from None
     example_id = dialogue.example_id
     if len(example_id) > 500 or not example_id.isprintable() or not example_id:
-        _check_example_id(example_id)
+        check_example_id(example_id, "example_id", _SHAPE)
     if not dialogue.messages:
         raise InputError(ErrorCode.INPUT_BAD_LINE, "The line has no messages.", _SHAPE)
     return dialogue
@@ -77,17 +77,18 @@ def clean(text: str, limit: int = 500) -> str:
     return short if short.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in short)
 
 
-def _check_example_id(example_id: str) -> None:
+def check_example_id(example_id: str, key: str, shape: str) -> None:
+    """Raises `input.bad_line` for an id that cannot be an item's; `key` is what the line calls it, `shape` how a line is written."""
     if not example_id:
-        raise InputError(ErrorCode.INPUT_BAD_LINE, "The `example_id` is empty.", _SHAPE)
+        raise InputError(ErrorCode.INPUT_BAD_LINE, f"The `{key}` is empty.", shape)
     if len(example_id) > MAX_EXAMPLE_ID_CHARACTERS or len(example_id.encode()) > MAX_EXAMPLE_ID_BYTES:
         raise InputError(
             ErrorCode.INPUT_BAD_LINE,
-            f"The `example_id` is longer than {MAX_EXAMPLE_ID_CHARACTERS} characters or {MAX_EXAMPLE_ID_BYTES} bytes.",
+            f"The `{key}` is longer than {MAX_EXAMPLE_ID_CHARACTERS} characters or {MAX_EXAMPLE_ID_BYTES} bytes.",
             "Use a shorter one.",
         )
     if "\0" in example_id:
-        raise InputError(ErrorCode.INPUT_BAD_LINE, "The `example_id` holds a NUL character.", "Databases cannot store it; remove it.")
+        raise InputError(ErrorCode.INPUT_BAD_LINE, f"The `{key}` holds a NUL character.", "Databases cannot store it; remove it.")
 
 
 def _shape_error(reason: str) -> InputError:

@@ -66,7 +66,7 @@ def dry_run(settings: Settings, store: ObjectStore, source: str, spec: JobSpec, 
         checker = LineChecker(card, spec.generation, lambda content: reader.read(content).sha256, form)
         for batch in opened.batches(BATCH_LINES, BATCH_BYTES):
             good, bad = checker.check(batch)
-            good, repeated = seen.add(good)
+            good, repeated = seen.add(good, checker.id_key)
             bad = sorted([*bad, *repeated], key=lambda line: line.line)
             items += len(good)
             milliseconds += sum(line.estimated_ms for line in good)
@@ -97,8 +97,8 @@ class _SeenIds:
         self._database.close()
         self._folder.cleanup()
 
-    def add(self, good: Sequence[GoodLine]) -> tuple[list[GoodLine], list[RejectedLine]]:
-        """The lines with new ids, and the others as rejected lines."""
+    def add(self, good: Sequence[GoodLine], key: str) -> tuple[list[GoodLine], list[RejectedLine]]:
+        """The lines with new ids, and the others as rejected lines; `key` is what lines call an id."""
         new: list[GoodLine] = []
         repeated: list[RejectedLine] = []
         self._database.execute("BEGIN")
@@ -108,7 +108,7 @@ class _SeenIds:
             if insert("INSERT OR IGNORE INTO seen VALUES (?)", (hashed,)).rowcount:
                 new.append(line)
             else:
-                error = duplicate(line.example_id)
+                error = duplicate(line.example_id, key)
                 repeated.append(RejectedLine(line.line, error.code, str(error), line.example_id))
         self._database.execute("COMMIT")
         return new, repeated

@@ -195,7 +195,7 @@ class _Ingest:
                 staged = self._ledger.stage(self._job.id, shards, rejected, lines_read)
                 break
             except DuplicateExamples as error:
-                good, repeated = _without(good, set(error.example_ids))
+                good, repeated = _without(good, set(error.example_ids), self._checker.id_key)
                 rejected = sorted([*rejected, *repeated], key=lambda line: line.line)
         self._rejected += len(rejected)
         if not staged:
@@ -240,12 +240,12 @@ def _refuse_another(job: Job, input_sha256: str, sha: str, key: str, input_forma
         )
 
 
-def _without(good: list[GoodLine], example_ids: set[str]) -> tuple[list[GoodLine], list[RejectedLine]]:
+def _without(good: list[GoodLine], example_ids: set[str], key: str) -> tuple[list[GoodLine], list[RejectedLine]]:
     kept = [line for line in good if line.example_id not in example_ids]
     repeated = [line for line in good if line.example_id in example_ids]
     if len(kept) == len(good):
         raise RuntimeError("The ledger reports duplicates that are not in the batch.")
-    errors = [(line, duplicate(line.example_id)) for line in repeated]
+    errors = [(line, duplicate(line.example_id, key)) for line in repeated]
     return kept, [RejectedLine(line.line, error.code, str(error), line.example_id) for line, error in errors]
 
 

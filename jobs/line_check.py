@@ -48,6 +48,8 @@ class LineChecker:
         self._defaults = defaults
         self._reference_key = reference_key
         self._form = form
+        #: What lines call the id of an example.
+        self.id_key = "example_id" if form is None else form.id_key
         self._ms_per_character = card.seconds_per_character * 1000
         try:
             speech_task([Message("user", "text", "a")], defaults, card.capabilities)
@@ -75,7 +77,7 @@ class LineChecker:
                 dialogue = parse_dialogue(line)
                 example_id = dialogue.example_id
                 if example_id in seen:
-                    raise duplicate(example_id)
+                    raise duplicate(example_id, self.id_key)
                 if (characters := self._plain_characters(dialogue)) is None:
                     characters, references = self._accept(dialogue)
             except InputError as error:
@@ -118,10 +120,10 @@ class LineChecker:
         return len(text) if "!" <= text[0] <= "~" or is_visible(text) else None
 
 
-def duplicate(example_id: str) -> InputError:
-    """The error of a line whose example_id an earlier line has."""
+def duplicate(example_id: str, key: str = "example_id") -> InputError:
+    """The error of a line whose example_id an earlier line has; `key` is what the line calls it."""
     return InputError(
-        ErrorCode.INPUT_DUPLICATE_ID, f"An earlier line has the example_id {clean(example_id, 100)!r}.", "Give every line its own."
+        ErrorCode.INPUT_DUPLICATE_ID, f"An earlier line has the {key} {clean(example_id, 100)!r}.", "Give every line its own."
     )
 
 

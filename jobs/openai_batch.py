@@ -13,10 +13,11 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from jobs.dialogue import MAX_EXAMPLE_ID_BYTES, MAX_EXAMPLE_ID_CHARACTERS, clean
+from jobs.dialogue import check_example_id, clean
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Generation
+from pipelines.task import is_visible
 
 URL = "/v1/audio/speech"
 _SHAPE = (
@@ -30,6 +31,9 @@ InputFormat = Literal["dialogues", "openai-batch"]
 
 class LineForm(Protocol):
     """How an input writes dialogues."""
+
+    #: What its lines call the id of an example.
+    id_key: str
 
     def dialogue(self, line: bytes) -> bytes:
         """The dialogue of a line, as one line of JSON. Raises `InputError`."""
@@ -80,21 +84,26 @@ def line_form(format: InputFormat, card: ModelCard, encoding: str) -> LineForm |
 class OpenAiBatchForm:
     """Lines of a batch for one job: its model, and the encoding of its audio."""
 
+    id_key = "custom_id"
+
     def __init__(self, card: ModelCard, encoding: str) -> None:
         #: A checkpoint folder may be named by its last part.
         self._models = (card.name, card.name.rpartition("/")[2])
+        self._instruct = card.capabilities.instruct
         self._encoding = encoding
 
     def dialogue(self, line: bytes) -> bytes:
         """The dialogue: `custom_id` is its `example_id`, `input` the user's text, `voice` and `instructions` its generation.
 
-        Raises `InputError`: `input.bad_json`, `input.bad_line`, and `input.unsupported` for what cannot be honoured.
+        Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.empty_text`, and `input.unsupported` for what cannot be
+        honoured. What is wrong is said in the words of a batch.
         """
         request = _read(line)
         body = request.body
         if request.method != "POST" or request.url != URL:
             asked = clean(f"{request.method} {request.url}", 100)
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {asked!r}.", f"Only POST {URL} is made here.")
+        check_example_id(request.custom_id, self.id_key, _SHAPE)
         self._check(body)
         # An empty voice or instruction asks for nothing.
         generation = Generation(voice=body.voice or None, instruct=body.instructions or None)
@@ -105,17 +114,21 @@ class OpenAiBatchForm:
         """The `custom_id` of a line, however wrong the rest of it is."""
         try:
             custom_id = _decode_id(line).custom_id
-            size = len(custom_id.encode())
-        except (msgspec.MsgspecError, UnicodeError, RecursionError):
+            check_example_id(custom_id, self.id_key, _SHAPE)
+        except (msgspec.MsgspecError, UnicodeError, RecursionError, InputError):
             return None
-        fits = 0 < len(custom_id) <= MAX_EXAMPLE_ID_CHARACTERS and size <= MAX_EXAMPLE_ID_BYTES and "\0" not in custom_id
-        return custom_id if fits else None
+        return custom_id
 
     def _check(self, body: _Body) -> None:
         if body.model not in self._models:
             raise _unsupported(
                 "model", body.model, f"This job's model is {self._models[0]}; submit with another --model, or change the line."
             )
+        if not is_visible(body.input):
+            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "The `input` holds nothing to speak.", "Give it the text.")
+        if body.instructions and not self._instruct:
+            advice = "Leave `instructions` out, or submit with a --model that follows them."
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model takes no instructions.", advice)
         if body.response_format is not None and body.response_format != self._encoding:
             advice = f"This job's audio is {self._encoding}; `--format flac` makes FLAC, and a job has one of the two."
             raise _unsupported("response_format", body.response_format, advice)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import pytest
 from jobs.export import export
 from jobs.ingest import SubmitOptions, SubmitResult, dry_run, submit
 from jobs.ledger.records import JobSpec, RejectedLine
+from jobs.openai_batch import OpenAiBatchForm
 from jobs.payload import read_shard
-from pipelines.errors import ErrorCode, ServiceError
+from pipelines.errors import ErrorCode, InputError, ServiceError
 from pipelines.registry import register_pipeline
 from pipelines.request import Generation
 from tests.fake_worker import fake_card
@@ -95,13 +97,15 @@ REFUSED: list[tuple[dict[str, Any] | bytes, ErrorCode, str | None, str]] = [
     (line("id") | {"method": "GET"}, ErrorCode.INPUT_UNSUPPORTED, "id", "GET"),
     (line("id", voice="alloy"), ErrorCode.INPUT_UNKNOWN_VOICE, "id", "alloy"),
     (line("id", voice={"id": "voice_1"}), ErrorCode.INPUT_BAD_LINE, "id", "voice"),
-    (line("id", ""), ErrorCode.INPUT_EMPTY_TEXT, "id", ""),
+    (line("id", ""), ErrorCode.INPUT_EMPTY_TEXT, "id", "`input`"),
+    (line("id", " \u200b"), ErrorCode.INPUT_EMPTY_TEXT, "id", "`input`"),
     (line("id", 7), ErrorCode.INPUT_BAD_LINE, "id", "input"),
     ({"custom_id": "id", "method": "POST", "url": "/v1/audio/speech"}, ErrorCode.INPUT_BAD_LINE, "id", "body"),
     (line(7), ErrorCode.INPUT_BAD_LINE, None, "custom_id"),
-    (line(""), ErrorCode.INPUT_BAD_LINE, None, "example_id"),
-    (line("x" * 1001), ErrorCode.INPUT_BAD_LINE, None, "longer"),
-    (line("nul\0"), ErrorCode.INPUT_BAD_LINE, None, "NUL"),
+    (line(""), ErrorCode.INPUT_BAD_LINE, None, "`custom_id` is empty"),
+    (line("x" * 1001), ErrorCode.INPUT_BAD_LINE, None, "`custom_id` is longer"),
+    (line("nul\0"), ErrorCode.INPUT_BAD_LINE, None, "`custom_id` holds a NUL"),
+    (line("good"), ErrorCode.INPUT_DUPLICATE_ID, "good", "custom_id 'good'"),
     ({"example_id": "id", "messages": [["user", "text", "a"]]}, ErrorCode.INPUT_UNSUPPORTED, None, "example_id"),
     (b"[" * 10_000, ErrorCode.INPUT_BAD_LINE, None, "object"),
     (b'{"custom_id": ' + b"[" * 10_000, ErrorCode.INPUT_BAD_LINE, None, "custom_id"),
@@ -118,6 +122,26 @@ def test_what_cannot_be_honoured_is_a_refused_line(
     (found,) = rig.ledger.rejected_lines(result.job.id)
     assert found == RejectedLine(2, code, found.message, example_id)
     assert words in found.message
+    if "example_id" not in words:
+        assert not [word for word in ("example_id", "messages", "dialogue", "generation") if word in found.message]
+
+
+def test_a_custom_id_that_comes_back_far_behind(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("ingest", "estimate"):
+        monkeypatch.setattr(f"jobs.{module}.BATCH_LINES", 1)
+    result = submitted(rig, line("a"), line("b"), line("a", "again"))
+    (found,) = rig.ledger.rejected_lines(result.job.id)
+    assert (found.line, "custom_id 'a'" in found.message) == (3, True)
+    (estimated,) = dry_run(rig.settings, rig.store, str(rig.folder / "batch.jsonl"), JobSpec(model="fake"), "openai-batch").rejected_lines
+    assert estimated == found
+
+
+def test_instructions_that_a_model_cannot_follow() -> None:
+    card = fake_card()
+    form = OpenAiBatchForm(replace(card, capabilities=replace(card.capabilities, instruct=False)), "wav")
+    form.dialogue(json.dumps(line("a", instructions="")).encode())
+    with pytest.raises(InputError, match="`instructions`"):
+        form.dialogue(json.dumps(line("a", instructions="Calm.")).encode())
 
 
 def test_the_encoding_of_the_job_is_what_lines_may_ask_for(rig: Rig) -> None:
