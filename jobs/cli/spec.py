@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from jobs.cli.context import FiniteRange
 from jobs.ledger.records import JobSpec
 from jobs.quality import DEFAULT, PRESETS, Quality, quality_of
 from pipelines.errors import ErrorCode, InputError, NightjarError
@@ -25,15 +26,15 @@ _GENERATION: tuple[tuple[str, Any, str], ...] = (
     ("voice", str, "Voice of lines that name none."),
     ("language", str, "Language of lines that name none."),
     ("instruct", str, "Instruction of lines that have none."),
-    ("temperature", click.FloatRange(min=0), "Sampling temperature."),
+    ("temperature", FiniteRange(min=0), "Sampling temperature."),
     ("top_k", click.IntRange(min=0), "Sample among the likeliest codes."),
-    ("top_p", click.FloatRange(0, 1, min_open=True), "Sample among the codes that hold this probability."),
-    ("repetition_penalty", click.FloatRange(min=0, min_open=True), "Penalty of repeated codes."),
-    ("cfg", click.FloatRange(min=0), "Scale of the guidance."),
-    ("max_seconds", click.FloatRange(min=0, min_open=True), "Longest audio of an item."),
+    ("top_p", FiniteRange(0, 1, min_open=True), "Sample among the codes that hold this probability."),
+    ("repetition_penalty", FiniteRange(min=0, min_open=True), "Penalty of repeated codes."),
+    ("cfg", FiniteRange(min=0), "Scale of the guidance."),
+    ("max_seconds", FiniteRange(min=0, min_open=True), "Longest audio of an item."),
     ("mode", click.Choice(get_args(Mode)), "What a model that can do both writes: text, or text and then audio."),
-    ("text_temperature", click.FloatRange(min=0), "Sampling temperature of such a model's text."),
-    ("audio_temperature", click.FloatRange(min=0), "Sampling temperature of its audio."),
+    ("text_temperature", FiniteRange(min=0), "Sampling temperature of such a model's text."),
+    ("audio_temperature", FiniteRange(min=0), "Sampling temperature of its audio."),
     ("audio_top_k", click.IntRange(min=0), "Sample its audio among the likeliest codes."),
     ("max_tokens", click.IntRange(min=1), "Most steps of such a model: text tokens and frames together."),
 )
@@ -54,7 +55,7 @@ def spec_options(function: F) -> F:
     """Adds the options of a spec, handed over as keyword arguments that `take_spec` takes."""
     for name, kind, text in reversed(_GENERATION):
         function = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)(function)
-    text = "One value of the checks, as bounds.wer.high=0.2; may be given again."
+    text = "One value of the checks, as bounds.pause.high=2; may be given again."
     function = click.option("--qa-set", multiple=True, metavar="KEY=VALUE", help=text)(function)
     text = "TOML file that changes the checks."
     function = click.option("--qa-config", type=click.Path(path_type=Path), metavar="FILE", help=text)(function)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -211,6 +213,19 @@ class TestConfig:
         assert "distillmos" in without.bounds
         with pytest.raises(ConfigError):
             quality_of("strict", None, ["meters.asr=false", "bounds.wer.high=0.2"])
+
+    def test_the_examples_of_the_page_can_be_used(self, tmp_path: Path) -> None:
+        page = (Path(__file__).parents[2] / "docs" / "quality.md").read_text("utf-8")
+        block = page[page.index("    draws = 5") :].partition("\n\n")[0]
+        path = tmp_path / "qa.toml"
+        path.write_text(textwrap.dedent(block), "utf-8")
+        for preset in ("basic", "strict"):
+            quality = quality_of(preset, path)
+            assert quality is not None
+            assert (quality.meters, quality.bounds["wer"]) == ({"asr": {"model": "small"}}, Bound(high=0.2))
+        for line in re.findall(r"`--qa (\w+) ((?:--qa-set \S+ ?)+)`", page):
+            assert quality_of(line[0], None, re.findall(r"--qa-set (\S+)", line[1])) is not None
+        assert "--qa strict --qa-set bounds.wer.high=0.2" in page
 
     def test_a_model_of_one_language_is_heard_in_it(self) -> None:
         card = describe_hibari()
