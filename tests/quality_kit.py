@@ -1,19 +1,25 @@
-"""What tests and benchmarks of the quality checks share: ASR weights from two packages, and a voice that makes known faults."""
+"""What tests and benchmarks of the quality checks share: ASR weights, voices that make known faults, a meter without a model."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
+from jobs.quality import Option
 from pipelines.hibari.pipeline import HibariPipeline
 from pipelines.hibari.provider import describe as describe_hibari
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
 from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest
+from tests.fakes import SAMPLE_RATE, FakePipeline, Markers, sine, spoken_text
+from worker.quality.meters import Readings, Sample
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -107,3 +113,42 @@ def install(folder: Path) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-voice\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nfaulty-hibari = {__name__}\n")
     return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[1]}"}
+
+
+class UnluckyPipeline(FakePipeline):
+    """`[[clipped:N]]` in a text clips its first N draws, `[[no_eos:N]]` lets them run into their limit."""
+
+    def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
+        text = spoken_text(request)
+        words = Markers.of(text).words
+        draw = int([*request.request_id.split("/"), "0"][3])
+        if draw < int(words.get("clipped") or 0):
+            samples = np.clip(sine(text, request.seed) * 9, -0.5, 0.5).astype(np.float32)
+            future.set_result(Speech(samples, SAMPLE_RATE, text))
+        elif draw < int(words.get("no_eos") or 0):
+            super()._finish(with_text(request, "[[fail:synth.no_eos]]"), future)
+        else:
+            super()._finish(request, future)
+
+
+def with_text(request: SynthesisRequest, text: str) -> SynthesisRequest:
+    """The request with another text."""
+    message = msgspec.structs.replace(request.messages[0], content=text)
+    return SynthesisRequest(request.request_id, (message,), request.generation, request.seed)
+
+
+class TextMeter:
+    """A host in this process: `score` is what `[[score:X]]` in the text says, or 1."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.gate = gate
+        self.measured: list[str] = []
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+        if self.gate is not None:
+            assert self.gate.wait(60)
+        self.measured.append(sample.text)
+        return {"score": (float(Markers.of(sample.text).words.get("score", 1)), "as the text says")}
+
+    def close(self) -> None:
+        """Nothing to end."""

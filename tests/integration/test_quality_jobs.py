@@ -24,8 +24,8 @@ from pipelines.errors import ErrorCode, InputError, ModelError
 from pipelines.registry import register_pipeline
 from pipelines.request import Speech, SynthesisRequest
 from tests.fake_worker import fake_card
-from tests.fakes import SAMPLE_RATE, FakePipeline, Markers, sine, spoken_text
-from tests.quality_kit import whisper_base
+from tests.fakes import SAMPLE_RATE, FakeClock, FakePipeline, Markers, sine, spoken_text
+from tests.quality_kit import TextMeter, UnluckyPipeline, whisper_base
 from tests.worker_rig import Rig
 from worker.quality.meters import Readings, Sample
 from worker.quality.pool import MeterPool
@@ -36,45 +36,6 @@ from worker.sweep import orphans
 BASIC = quality_of("basic")
 assert BASIC is not None
 Build = Callable[..., Rig]
-
-
-class UnluckyPipeline(FakePipeline):
-    """`[[clipped:N]]` in a text clips its first N draws, `[[no_eos:N]]` lets them run into their limit."""
-
-    def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
-        text = spoken_text(request)
-        words = Markers.of(text).words
-        draw = int([*request.request_id.split("/"), "0"][3])
-        if draw < int(words.get("clipped") or 0):
-            samples = np.clip(sine(text, request.seed) * 9, -0.5, 0.5).astype(np.float32)
-            future.set_result(Speech(samples, SAMPLE_RATE, text))
-        elif draw < int(words.get("no_eos") or 0):
-            super()._finish(with_text(request, "[[fail:synth.no_eos]]"), future)
-        else:
-            super()._finish(request, future)
-
-
-def with_text(request: SynthesisRequest, text: str) -> SynthesisRequest:
-    """The request with another text."""
-    message = msgspec.structs.replace(request.messages[0], content=text)
-    return SynthesisRequest(request.request_id, (message,), request.generation, request.seed)
-
-
-class TextMeter:
-    """A host in this process: `score` is what `[[score:X]]` in the text says, or 1."""
-
-    def __init__(self, gate: threading.Event | None = None) -> None:
-        self.gate = gate
-        self.measured: list[str] = []
-
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
-        if self.gate is not None:
-            assert self.gate.wait(60)
-        self.measured.append(sample.text)
-        return {"score": (float(Markers.of(sample.text).words.get("score", 1)), "as the text says")}
-
-    def close(self) -> None:
-        """Nothing to end."""
 
 
 @pytest.fixture(autouse=True)
@@ -93,9 +54,15 @@ def build(tmp_path: Path) -> Iterator[Build]:
     forget = register_pipeline("fake", fake_card(), FakePipeline)
     rigs: list[Rig] = []
 
-    def build_rig(host: TextMeter | None = None, folder: str = "a", pipeline: FakePipeline | None = None, **options: float) -> Rig:
+    def build_rig(
+        host: TextMeter | None = None,
+        folder: str = "a",
+        pipeline: FakePipeline | None = None,
+        clock: FakeClock | None = None,
+        **options: float,
+    ) -> Rig:
         (tmp_path / folder).mkdir(exist_ok=True)
-        rig = Rig(tmp_path / folder, pipeline=pipeline or UnluckyPipeline(), **options)
+        rig = Rig(tmp_path / folder, pipeline=pipeline or UnluckyPipeline(), clock=clock, **options)
         if host is not None:
             rig.storer = Storer(rig.metrics.waited_for, meters=MeterPool(in_memory=4, open_host=lambda: host))
             rig.runner = rig.runner_on(rig.ledger)
@@ -278,21 +245,37 @@ def test_a_meter_that_this_worker_lacks_ends_the_shard_with_its_name(build: Buil
     assert "'text'" in (rows[0].error_message or "")
 
 
+class Endless(Future[Speech]):
+    """Is waited for a day by the clock, and never done."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def add_done_callback(self, fn: Callable[[Future[Speech]], object]) -> None:
+        self._clock.advance(86_400)
+
+
 class LateTrouble(UnluckyPipeline):
     """From the second draw on it refuses `[[late:refused]]`, and never ends `[[late:hang]]`."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self._clock = clock
 
     def submit(self, request: SynthesisRequest) -> Future[Speech]:
         late = Markers.of(spoken_text(request)).words.get("late")
         if request.request_id.count("/") > 2 and late == "refused":
             raise InputError(ErrorCode.INPUT_TOO_LONG, "Too long this time.")
         if request.request_id.count("/") > 2 and late == "hang":
-            return Future()
+            return Endless(self._clock)
         return super().submit(request)
 
 
 @pytest.mark.parametrize(("late", "code"), [("refused", ErrorCode.INPUT_TOO_LONG), ("hang", ErrorCode.SYNTH_TIMEOUT)])
 def test_draws_that_were_made_stay_known_whatever_ends_the_item(build: Build, late: str, code: ErrorCode) -> None:
-    rig = build(pipeline=LateTrouble(), item_timeout_seconds=1)
+    clock = FakeClock()
+    rig = build(pipeline=LateTrouble(clock), clock=clock, lease_seconds=10_000_000)
     job = rig.submit([f"[[clipped:1]] [[late:{late}]]"], quality=BASIC, options=SubmitOptions(max_attempts=1))
     rig.run_next()
     assert [row.error_code for row in rig.items(job)] == [code]
