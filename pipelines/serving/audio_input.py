@@ -14,7 +14,9 @@ from pipelines.errors import ErrorCode, InputError
 #: What each name may be, in libsndfile's words.
 _KINDS = {"wav": ("WAV", "WAVEX", "RF64"), "flac": ("FLAC",), "ogg": ("OGG",), "opus": ("OGG",), "mp3": ("MP3",)}
 _KNOWN = frozenset(kind for kinds in _KINDS.values() for kind in kinds)
-_DATA_URL = re.compile(r"data:[\w.+-]*/?[\w.+-]*(?:;[\w.+-]+=[\w.+-]*)*;base64,", re.ASCII)
+_DATA_URL = re.compile(r"data:[\w.+/-]*(?:;[\w.+-]+=[\w.+-]*)*;base64,", re.ASCII)
+#: Of a data URL, up to its comma.
+_HEAD_CHARACTERS = 256
 _SCHEME = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*:")
 
 
@@ -46,7 +48,7 @@ def read_audio(text: str, max_seconds: float, declared: str | None = None) -> by
 def _decoded(text: str) -> bytes:
     payload = text
     if _SCHEME.match(text[:64]):
-        found = _DATA_URL.match(text)
+        found = _DATA_URL.match(text[:_HEAD_CHARACTERS])
         if found is None:
             if text[:5].lower() == "data:":
                 raise _unreadable("The data URL is not base64", "Write it as data:audio/wav;base64,...")

@@ -4,45 +4,42 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from pipelines.request import Mode
+from pipelines.serving.body import Body
 
 MOST_MESSAGES = 1000
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class TextPart(_Body):
+class TextPart(Body):
     """A piece of text."""
 
     type: Literal["text"]
     text: str
 
 
-class InputAudio(_Body):
+class InputAudio(Body):
     """A file as base64 or a data URL, and its format."""
 
     data: str
     format: str
 
 
-class AudioPart(_Body):
+class AudioPart(Body):
     """Audio, as OpenAI has it."""
 
     type: Literal["input_audio"]
     input_audio: InputAudio
 
 
-class AudioUrl(_Body):
+class AudioUrl(Body):
     """A data URL."""
 
     url: str
 
 
-class AudioUrlPart(_Body):
+class AudioUrlPart(Body):
     """Audio, as vLLM has it."""
 
     type: Literal["audio_url"]
@@ -69,14 +66,14 @@ Content = Annotated[
 ]
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One turn."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
 
-class Xargs(_Body):
+class Xargs(Body):
     """The settings of a model that writes text and audio, in the spelling of its published server."""
 
     mode: Mode | None = None
@@ -89,20 +86,20 @@ class Xargs(_Body):
     cfg: float | None = None
 
 
-class AudioOut(_Body):
+class AudioOut(Body):
     """How the audio of an answer comes."""
 
     format: Literal["wav", "flac", "pcm16"] = "wav"
     voice: str | None = None
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """OpenAI's."""
 
     include_usage: bool = False
 
 
-class ChatBody(_Body):
+class ChatBody(Body):
     """The whole request."""
 
     model: str
@@ -118,7 +115,7 @@ class ChatBody(_Body):
     repetition_penalty: float | None = None
     max_seconds: float | None = None
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[int] = Field(default_factory=list[int])
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: Literal[1] = 1

@@ -17,6 +17,8 @@ from pipelines.serving.refusal import unavailable
 
 log = logging.getLogger(__name__)
 
+#: What clients send that must name a voice, to a model that has none to choose from.
+DEFAULT_VOICE = "default"
 #: Threads that prepare requests: prompts, phonemes, reference audio. More would only share the cores.
 _SUBMIT_THREADS = 16
 _LOOK_SECONDS = 0.5
@@ -35,6 +37,10 @@ class ServedModel:
         self._pullers = ThreadPoolExecutor(2 * slots, "stream")
         #: Why the model could not be opened the first time, which ends the server.
         self.failure: BaseException | None = None
+
+    def voice(self, asked: str | None) -> str | None:
+        """The voice that a client means; None for the model's own."""
+        return None if asked == DEFAULT_VOICE and DEFAULT_VOICE not in self.card.capabilities.voices else asked
 
     @property
     def state(self) -> EngineState:

@@ -10,11 +10,12 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
 from pipelines.serving.audio_input import read_audio
+from pipelines.serving.body import Body
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
 from pipelines.serving.gate import Ticket
 from pipelines.serving.metrics import ServerMetrics
@@ -24,8 +25,6 @@ from pipelines.serving.refusal import bad, named_field, refusal_of
 from pipelines.serving.reply import EVENT_STREAM, Head, Parts, event
 
 ROUTE = "/v1/audio/speech"
-#: Of a voice: what clients send that must name one to a model that has none to choose from.
-DEFAULT_VOICE = "default"
 _PARAMS = {
     ErrorCode.INPUT_UNKNOWN_VOICE: "voice",
     ErrorCode.INPUT_UNKNOWN_LANGUAGE: "language",
@@ -45,10 +44,8 @@ References = Annotated[list[str], BeforeValidator(lambda given: [given] if isins
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
-class SpeechBody(BaseModel):
+class SpeechBody(Body):
     """What a client sends: OpenAI's fields, and those of ours that a line's `generation` has."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     model: str
     input: str
@@ -121,11 +118,8 @@ class SpeechRoute:
         seconds = self._options.max_audio_seconds
         messages = [Message("user", "audio", read_audio(audio, seconds)) for audio in body.reference_audio or ()]
         messages.append(Message("user", "text", body.input))
-        voice = body.voice
-        if voice == DEFAULT_VOICE and DEFAULT_VOICE not in self._model.card.capabilities.voices:
-            voice = None
         generation = Generation(
-            voice=voice,
+            voice=self._model.voice(body.voice),
             language=body.language,
             instruct=body.instructions or None,
             reference_text=body.reference_text,

@@ -125,6 +125,14 @@ def test_what_is_no_usable_audio_has_a_reason(text: str, declared: str | None, c
     assert caught.value.code is code
 
 
+@pytest.mark.parametrize("head", ["data:", "data:a/", "data:audio/wav;a=", "data:audio/wav;a"])
+def test_a_long_head_of_a_data_url_is_not_searched_over_and_over(head: str) -> None:
+    """With a pattern that can split it in many ways, this would hold the server for days."""
+    with pytest.raises(InputError) as caught:
+        read_audio(head + "a" * 2_000_000, 600.0)
+    assert caught.value.code is ErrorCode.INPUT_AUDIO_UNREADABLE
+
+
 @pytest.mark.parametrize("kind", ["wav", "flac", "pcm"])
 def test_a_stream_holds_the_samples_of_the_whole_file(kind: SpeechFormat) -> None:
     samples = tone(50_000)
