@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 
@@ -127,14 +128,15 @@ class SynthesisError(NightjarError):
 
 
 class NoAudioError(SynthesisError):
-    """The model wrote text but no audio (`synth.no_audio`); `text_out` is that text."""
+    """The model wrote text but no audio (`synth.no_audio`); `text_out` is that text, `meta` what a `Speech` would say of it."""
 
-    def __init__(self, message: str, advice: str, text_out: str) -> None:
+    def __init__(self, message: str, advice: str, text_out: str, meta: Mapping[str, str | int | float | bool] | None = None) -> None:
         super().__init__(ErrorCode.SYNTH_NO_AUDIO, message, advice)
         self.text_out = text_out
+        self.meta = dict(meta or {})
 
-    def __reduce__(self) -> tuple[type[NightjarError], tuple[str, str, str]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return type(self), (self.message, self.advice, self.text_out)
+    def __reduce__(self) -> tuple[type[NightjarError], tuple[object, ...]]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self), (self.message, self.advice, self.text_out, self.meta)
 
 
 class StoreError(NightjarError):

@@ -164,16 +164,16 @@ def _said(messages: tuple[Message, ...]) -> str:
 def _finish(sequence: _Sequence) -> None:
     text = "".join(sequence.words).strip()
     words = Markers.of(_said(sequence.request.messages)).words
+    cut = sequence.request.generation.max_tokens is not None and sequence.steps > sequence.request.generation.max_tokens
+    meta: dict[str, str | int | float | bool] = {"prompt_positions": 5, "tokens": sequence.steps - 1}
+    meta["finish"] = "length" if cut else "stop"
     if code := words.get("fail"):
         _fail(sequence, SynthesisError(ErrorCode(code), "The engine was asked to fail."))
     elif "no_audio" in words and sequence.frames:
-        _fail(sequence, NoAudioError("The model ended after its text.", "Try another seed.", text))
+        _fail(sequence, NoAudioError("The model ended after its text.", "Try another seed.", text, meta))
     else:
         pitch = 200 + sequence.request.seed % 400
         samples = (0.3 * np.sin(2 * np.pi * pitch / RATE * np.arange(FRAME * sequence.frames))).astype(np.float32)
-        cut = sequence.request.generation.max_tokens is not None and sequence.steps > sequence.request.generation.max_tokens
-        finish = "length" if cut else "stop"
-        meta: dict[str, str | int | float | bool] = {"finish": finish, "prompt_positions": 5, "tokens": sequence.steps - 1}
         sequence.future.set_result(Speech(samples, RATE, _said(sequence.request.messages), text, meta))
         sequence.heard.put(None)
 

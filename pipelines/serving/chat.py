@@ -85,7 +85,7 @@ class ChatRoute:
         messages = tuple(message for turn in body.messages for message in self._messages(turn))
         xargs = body.vllm_xargs
         generation = Generation(
-            voice=body.audio.voice,
+            voice=self._model.voice(body.audio.voice),
             temperature=body.temperature,
             top_k=body.top_k,
             top_p=body.top_p,
@@ -228,7 +228,7 @@ class ChatRoute:
 
 
 def _text_alone(error: NoAudioError, sample_rate: int) -> Speech:
-    return Speech(np.zeros(0, np.float32), sample_rate, text_out=error.text_out)
+    return Speech(np.zeros(0, np.float32), sample_rate, text_out=error.text_out, meta=dict(error.meta))
 
 
 def _finish(speech: Speech) -> str:

@@ -71,8 +71,12 @@ class Talker(Utterer[None]):
         except NightjarError as error:
             self.failed(error)
 
-    def end_pair(self) -> None:
-        """Ends the guided audio, if it is under way."""
+    def hang_up(self) -> None:
+        """Nobody waits any longer: ends the guided audio if it is under way, and none is asked for from now on."""
+        self.failed(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
+        self._end_pair()
+
+    def _end_pair(self) -> None:
         if self._pair is not None:
             self._talk.cancel(self._pair)
 
@@ -96,7 +100,7 @@ class Talker(Utterer[None]):
             self._pair = order.script.audio_pair(order.config, self._written, order.pair_name())
         order.submit(self._pair, self)
         if not self._open:  # aborted meanwhile
-            self.end_pair()
+            self._end_pair()
 
     def _pair_finished(self, tokens: Tokens) -> None:
         special = self._talk.config.specials
@@ -120,8 +124,8 @@ class Talker(Utterer[None]):
         self._answer = answer
         text = order.coder.decode(answer.text_ids)
         order.meta["tokens"] = len(answer.ids)
+        finish = "length" if answer.end == "length" else "stop"
         if not order.script.with_audio:
-            finish = "length" if answer.end == "length" else "stop"
             if self._settle(0.0):
                 none = np.zeros(0, np.float32)
                 self.future.set_result(Speech(none, order.sample_rate, order.text, text, {**order.meta, "finish": finish}))
@@ -129,8 +133,7 @@ class Talker(Utterer[None]):
         frames = np.zeros((0, order.config.streams), np.int64) if answer.rows is None else deinterleave(answer.rows)
         if not len(frames):
             message = f"{_why(answer)} It wrote: {text[:_QUOTED]!r}."
-            raise NoAudioError(message, "Try another seed, or a prompt that asks for audio.", text)
-        finish = "length" if answer.end == "length" else "stop"
+            raise NoAudioError(message, "Try another seed, or a prompt that asks for audio.", text, {**order.meta, "finish": finish})
         order.check_end(finish, len(frames))
         self.utter(Uttered(frames, finish, text_out=text))
 

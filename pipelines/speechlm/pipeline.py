@@ -118,8 +118,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
         try:
             yield from streamer.chunks()
         finally:
+            streamer.hang_up()
             self._engine.cancel(wanted)
-            streamer.end_pair()
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, TalkOrder]:
         """The engine's first request and what delivery must know. Raises `InputError` for what this model cannot do."""

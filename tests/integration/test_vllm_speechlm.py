@@ -88,7 +88,10 @@ def test_text_without_audio_is_an_error_that_keeps_the_text(pipeline: Pipeline, 
     with pytest.raises(NoAudioError) as caught:
         pipeline.submit(golden(name)).result(SECONDS)
     assert caught.value.code is ErrorCode.SYNTH_NO_AUDIO
-    assert caught.value.text_out == CASES[name]["expected"]["text"]
+    expected, meta = CASES[name]["expected"], caught.value.meta
+    assert caught.value.text_out == expected["text"]
+    said = (meta["finish"], meta["tokens"], meta["prompt_positions"])
+    assert said == tuple(expected[key] for key in ("finish_reason", "completion_tokens", "prompt_tokens"))
 
 
 def test_max_seconds_is_a_limit_of_the_audio(pipeline: Pipeline) -> None:

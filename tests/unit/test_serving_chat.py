@@ -126,6 +126,21 @@ def test_settings_reach_the_engine_as_they_were_said(server: Running) -> None:
     assert (made.temperature, made.top_k, made.top_p, made.max_tokens, seen.seed) == (0.7, 5, 0.9, 90, 9)
 
 
+def test_null_is_a_field_that_was_left_out(server: Running) -> None:
+    names = ("vllm_xargs", "audio", "stream", "stream_options", "stop_token_ids", "n", "max_tokens", "seed", "stop", "tools")
+    assert server.chat(user("A bell."), **dict.fromkeys(names)).status_code == 200
+    assert server.chat(user("A bell."), vllm_xargs={**AUDIO, "cfg": None}, stream_options={"include_usage": None}).status_code == 200
+
+
+def test_the_voice_that_openais_client_must_name_may_be_the_models_own(server: Running, client: openai.OpenAI) -> None:
+    made = client.chat.completions.create(
+        model="dialogues", messages=[user("A bell.")], modalities=["text", "audio"], audio={"voice": "default", "format": "wav"}
+    )
+    assert made.choices[0].message.audio is not None
+    refused = server.chat(user("A bell."), modalities=["text", "audio"], audio={"voice": "alloy", "format": "wav"})
+    assert (refused.status_code, error_of(refused)["param"]) == (400, "audio.voice")
+
+
 def test_audio_reaches_the_engine_byte_for_byte(server: Running) -> None:
     for message in (sound(b64(wav(0.3))), link(f"data:audio/wav;base64,{b64(wav(0.3))}")):
         assert server.chat(message).status_code == 200
@@ -133,8 +148,10 @@ def test_audio_reaches_the_engine_byte_for_byte(server: Running) -> None:
 
 
 def test_text_without_its_audio_is_an_answer(server: Running, client: openai.OpenAI) -> None:
-    answer = server.chat(user("[[no_audio]] A bell."), vllm_xargs=AUDIO).json()["choices"][0]
+    view = server.chat(user("[[no_audio]] A bell."), vllm_xargs=AUDIO).json()
+    answer = view["choices"][0]
     assert answer["message"]["audio"] is None
+    assert (answer["finish_reason"], view["usage"]["prompt_tokens"]) == ("stop", 5)
     assert "A bell." in answer["message"]["content"]
     stream = client.chat.completions.create(
         model="dialogues", messages=[user("[[no_audio]] A bell.")], stream=True, extra_body={"vllm_xargs": AUDIO}
@@ -145,6 +162,9 @@ def test_text_without_its_audio_is_an_answer(server: Running, client: openai.Ope
 
 
 def test_a_limit_that_was_reached_is_said(server: Running) -> None:
+    mute = server.chat(user("[[no_audio]] A bell."), vllm_xargs=AUDIO, max_tokens=8).json()
+    assert (mute["choices"][0]["message"]["audio"], mute["choices"][0]["finish_reason"]) == (None, "length")
+    assert mute["usage"]["completion_tokens"] == 8
     assert server.chat(user("A bell."), vllm_xargs=AUDIO, max_tokens=6).json()["choices"][0]["finish_reason"] == "length"
 
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from jobs.cli.models import models
-from pipelines.errors import ErrorCode, InputError, ModelError
+from pipelines.errors import ErrorCode, InputError, ModelError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.registry import describe
 from pipelines.request import Message
@@ -24,11 +24,13 @@ from pipelines.speechlm.answer import ENDED_BY_EOT, ENDED_BY_LIMIT, read_answer
 from pipelines.speechlm.codec import load_codec
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.convert import convert, refuse_pickle
+from pipelines.speechlm.delivery import Talker, TalkOrder
 from pipelines.speechlm.lm import Draw, Script
 from pipelines.speechlm.names import check_names
 from pipelines.speechlm.phases import Phase, next_phase, phase_after
 from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.tower import check_length, feature_count, load_tower, window_ends
+from pipelines.vllm_engine.options import TokenRequest, Tokens
 from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
 from pipelines.vllm_engine.refusals import refuse
 
@@ -136,6 +138,30 @@ def test_an_answer_says_what_ended_it(config: SpeechLmConfig) -> None:
     assert (cut.end, len(cut.rows)) == ("length", 2)
     assert read_answer(config, [7, 300, 2], None, finished=True).end == "eos"
     assert read_answer(config, [7, 300], None, finished=False).end == "length"
+
+
+def test_whoever_hangs_up_leaves_no_guided_audio_behind(config: SpeechLmConfig) -> None:
+    submitted: list[TokenRequest] = []
+    cancelled: list[TokenRequest] = []
+
+    def talker() -> Talker:
+        script = Script("r", [1, 6], 50, 0, Draw(0, 0), Draw(0, 0), cfg=3.0)
+        send = lambda request, receiver: submitted.append(request)  # noqa: E731
+        order = TalkOrder("", 16_000, {}, True, config, TextCoder(config), script, lambda: "pair", send, cancelled.append)
+        return Talker(order, None, lambda seconds: None)  # pyright: ignore[reportArgumentType]
+
+    text = Tokens([config.specials.text, config.text_start, config.specials.eot], "stop")
+    gone = talker()
+    gone.hang_up()
+    gone.finished(text)
+    assert not submitted
+    speaking = talker()
+    speaking.finished(text)
+    assert len(submitted) == 1
+    assert submitted[0].shadow is not None
+    speaking.hang_up()
+    assert cancelled == submitted
+    assert isinstance(speaking.future.exception(0), SynthesisError)
 
 
 def test_cfg_of_one_and_less_is_no_guidance(config: SpeechLmConfig) -> None:
