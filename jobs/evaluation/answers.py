@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,10 +89,13 @@ class AnswerFile:
         self._file.flush()
         self._count(record)
 
-    def put_audio(self, line: int, data: bytes) -> str:
-        """Writes a WAV; its path from the folder of the answers. It is there before the record that names it."""
+    def put_audio(self, line: int, example_id: str, data: bytes) -> str:
+        """Writes a WAV; its path from the folder of the answers. It is there before the record that names it.
+
+        The name is of the id too: where the input has grown since, another dialogue stands in this line.
+        """
         self.audio_folder.mkdir(exist_ok=True)
-        path = self.audio_folder / f"{line:08d}.wav"
+        path = self.audio_folder / f"{line:08d}-{hashlib.sha256(example_id.encode()).hexdigest()[:16]}.wav"
         unfinished = path.with_suffix(".part")
         unfinished.write_bytes(data)
         unfinished.replace(path)

@@ -102,8 +102,9 @@ def _read(answer: httpx2.Response, attempts: int) -> Answer:
     try:
         view = answer.json()
         if answer.status_code == 200:
-            view["choices"][0]["message"]
-            return Answer(view, "", "", attempts)
+            if isinstance(view["choices"][0]["message"].get("content"), str | None):
+                return Answer(view, "", "", attempts)
+            raise TypeError("the content is no text")
         error = view["error"]
         return Answer(None, str(error.get("code") or answer.status_code), str(error.get("message") or ""), attempts)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):

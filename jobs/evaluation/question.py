@@ -13,7 +13,7 @@ from jobs.references import ReferenceReader
 from jobs.seeds import item_seed
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import Generation, Mode
-from pipelines.task import check_generation
+from pipelines.task import check_generation, either
 
 #: Where a text ends for the published server, which has to be told; ours knows.
 _END_OF_TURN = 3
@@ -59,7 +59,7 @@ def question(dialogue: Dialogue, manner: Manner, reader: ReferenceReader) -> Que
     """
     generation = (dialogue.generation or Generation()).over(manner.generation)
     mode: Mode = generation.mode or manner.mode
-    generation = generation.over(_DEFAULTS[mode])
+    generation = _one_by_one(generation, mode).over(_DEFAULTS[mode])
     check_generation(generation)
     _refuse_unsendable(generation)
     last = max((place for place, message in enumerate(dialogue.messages) if message[0] == "user"), default=-1)
@@ -81,6 +81,19 @@ def question(dialogue: Dialogue, manner: Manner, reader: ReferenceReader) -> Que
         xargs = {theirs: value for ours, theirs in _XARGS.items() if (value := getattr(generation, ours)) is not None}
         body["vllm_xargs"] = {"mode": mode, "phase": "text", **xargs}
     return Question(body, seed, "\n".join(expected) or None)
+
+
+def _one_by_one(generation: Generation, mode: Mode) -> Generation:
+    """Settings of one modality said by those of both, so that no default goes before what was asked for.
+
+    The published server draws stream 0 of the audio by `temperature`, which has to be `audio_temperature`.
+    """
+    text = either(generation.text_temperature, generation.temperature)
+    if mode == "text_only":
+        return msgspec.structs.replace(generation, temperature=text)
+    audio = either(generation.audio_temperature, generation.temperature)
+    top_k = either(generation.audio_top_k, generation.top_k)
+    return msgspec.structs.replace(generation, temperature=audio, text_temperature=text, audio_temperature=audio, audio_top_k=top_k)
 
 
 def _refuse_unsendable(generation: Generation) -> None:

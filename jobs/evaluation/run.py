@@ -136,7 +136,7 @@ class Evaluation:
             data = base64.b64decode(audio["data"], validate=True)
         except (binascii.Error, ValueError, KeyError, TypeError):
             return Record(outcome="failed", code=ErrorCode.SYNTH_ENGINE.value, message="The audio of the answer is no base64.", **facts)
-        return Record(outcome="ok", audio=self._answers.put_audio(line, data), **facts)
+        return Record(outcome="ok", audio=self._answers.put_audio(line, example_id, data), **facts)
 
 
 def _lines(source: Source) -> Iterator[tuple[int, bytes | None]]:

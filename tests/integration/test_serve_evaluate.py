@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from jobs.cli import main
+from jobs.evaluation.client import _read
 from tests.fake_dialogues import FRAME, DialoguePipeline
 from tests.serving_kit import Running, heard, wav
 
@@ -112,6 +114,47 @@ def test_audio_with_guidance_leaves_the_assistant_out(server: Running, folder: P
     assert found["mine"]["text"].startswith("<think>cfg 1.5</think>")
     assert (found["mine"]["seed"], found["mute"]["outcome"]) == (5, "no_audio")
     assert "Silence." in found["mute"]["text"]
+
+
+def test_what_is_asked_for_goes_before_what_published_clients_send(server: Running, folder: Path, run: Runner) -> None:
+    pipeline = server.pipeline
+    assert isinstance(pipeline, DialoguePipeline)
+
+    def sent(*words: str) -> tuple[float | int | None, ...]:
+        (folder / "out.jsonl").unlink(missing_ok=True)
+        assert run(server.url, *words)[0] == 0
+        made = pipeline.seen[-1].generation
+        return made.temperature, made.text_temperature, made.audio_temperature, made.top_k, made.audio_top_k
+
+    write(folder, line("a", ["user", "text", "A bell."]))
+    speech = ("--mode", "text_audio")
+    assert sent(*speech) == (0.8, 0.6, 0.8, 20, 20)
+    assert sent(*speech, "--temperature", "0", "--top-k", "5") == (0.0, 0.0, 0.0, 5, 5)
+    assert sent(*speech, "--temperature", "1", "--audio-temperature", "0.5", "--audio-top-k", "7") == (0.5, 1.0, 0.5, 20, 7)
+    assert sent() == (0.6, None, None, 20, None)
+    assert sent("--temperature", "1") == (1.0, None, None, 20, None)
+    assert sent("--text-temperature", "0") == (0.0, None, None, 20, None)
+
+
+def test_a_dialogue_that_was_put_before_others_takes_nobodys_audio(server: Running, folder: Path, run: Runner) -> None:
+    lines = [line(name, ["user", "text", f"The bell {name}."]) for name in ("a", "b", "c")]
+    write(folder, *lines[1:])
+    assert run(server.url, "--mode", "text_audio")[0] == 0
+    before = {name: (folder / one["audio"]).read_bytes() for name, one in records(folder).items()}
+    write(folder, *lines)
+    code, view, _ = run(server.url, "--mode", "text_audio")
+    assert (code, view["ok"], view["skipped"]) == (0, 3, 2)
+    found = [json.loads(one) for one in (folder / "out.jsonl").read_text().splitlines()[1:]]
+    after = {one["example_id"]: (folder / one["audio"]).read_bytes() for one in found}
+    assert {name: after[name] for name in before} == before
+    assert len(set(after.values())) == 3
+
+
+def test_an_answer_that_is_of_no_form_is_a_failure_of_its_line() -> None:
+    for message in (None, "text", {"content": ["text"]}, {"content": 3}):
+        answer = _read(httpx2.Response(200, json={"choices": [{"message": message}]}), 1)
+        assert (answer.completion, answer.message) == (None, "The server's answer is not of OpenAI's form.")
+    assert _read(httpx2.Response(200, json={"choices": [{"message": {"content": None}}]}), 1).completion is not None
 
 
 def test_a_line_that_cannot_be_asked_fails_alone(server: Running, folder: Path, run: Runner) -> None:
