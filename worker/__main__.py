@@ -6,6 +6,7 @@ import sys
 
 import click
 
+from jobs.cli.context import FiniteRange
 from jobs.cli.output import Output, exit_code, fail
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
@@ -58,7 +59,7 @@ def beat() -> None:
 @click.option("--night", help="The night to run, YYYY-MM-DD; default: the last one.")
 @click.option("--catch-up", type=click.IntRange(0, 366), default=0, help="Also run that many earlier nights that did not run.")
 @click.option("--schedule", "names", multiple=True, help="Only this schedule; may be given more than once.")
-@click.option("--wait", "wait_hours", type=click.FloatRange(min=0), default=0.0, metavar="HOURS", help="Wait so long for the jobs' end.")
+@click.option("--wait", "wait_hours", type=FiniteRange(min=0), default=0.0, metavar="HOURS", help="Wait so long for the jobs' end.")
 @click.option("--again", is_flag=True, help="Also submit the same file of a night whose job failed or was cancelled.")
 @click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
 def nightly(night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, again: bool, as_json: bool) -> None:
@@ -88,7 +89,7 @@ def flower() -> None:
 
 @cli.command()
 @click.option("--delete", is_flag=True, help="Delete what was found; without it, it is only counted.")
-@click.option("--grace-hours", type=click.FloatRange(min=0), default=24.0, show_default=True, help="Age of the end of a job.")
+@click.option("--grace-hours", type=FiniteRange(min=0), default=24.0, show_default=True, help="Age of the end of a job.")
 def sweep(delete: bool, grace_hours: float) -> None:
     """Finds objects of finished jobs that no artifact names."""
     from worker.sweep import sweep_all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,6 +17,17 @@ from pipelines.errors import ErrorCode, NightjarError, NotFoundError
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.ledger.records import Job
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers without infinity and NaN, which click takes for one that is in every range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no number that can be used.", param, ctx)
+        return number
+
 
 PRIORITY = click.IntRange(-100, 100)
 
@@ -40,7 +52,7 @@ def home_option(function: F) -> F:
 def price_option(function: F) -> F:
     """`--price` as `price`; None: the setting's."""
     text = "Price of a GPU hour. [default: the setting price_per_gpu_hour]"
-    return click.option("--price", type=click.FloatRange(min=0), metavar="PRICE", help=text)(function)
+    return click.option("--price", type=FiniteRange(min=0), metavar="PRICE", help=text)(function)
 
 
 class JobId(click.ParamType):

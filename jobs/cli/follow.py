@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.context import common_options, found_job, job_argument
+from jobs.cli.context import FiniteRange, common_options, found_job, job_argument
 from jobs.cli.output import CANCELLED, FAILED, TIMEOUT, Output, seconds_text
 from jobs.cli.show import status_lines
 from jobs.ledger.records import JobState, JobStatus
@@ -143,9 +143,7 @@ def exit_code_of(state: JobState) -> int:
 
 @click.command()
 @job_argument
-@click.option(
-    "--timeout", "timeout_seconds", type=click.FloatRange(min=0), metavar="SECONDS", help="Longest time to wait. [default: no limit]"
-)
+@click.option("--timeout", "timeout_seconds", type=FiniteRange(min=0), metavar="SECONDS", help="Longest time to wait. [default: no limit]")
 @common_options
 def wait(job: str, timeout_seconds: float | None, home: str | None, as_json: bool, quiet: bool) -> int:
     """Wait for JOB's end. Exit code: 0 completed, 1 with errors, 6 cancelled, 7 timeout."""

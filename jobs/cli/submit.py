@@ -8,7 +8,7 @@ from typing import Any
 import click
 import msgspec
 
-from jobs.cli.context import PRIORITY, common_options
+from jobs.cli.context import PRIORITY, FiniteRange, common_options
 from jobs.cli.follow import Progress
 from jobs.cli.output import Output, bytes_text, counted, printable, seconds_text
 from jobs.cli.spec import check_source, lacking_meters, owner, resolve_spec, spec_options, take_spec
@@ -34,7 +34,7 @@ def job_options(function: Any) -> Any:
         click.option("--idempotency-key", metavar="KEY", help="The same key is the same job. [default: the file and the spec]"),
         click.option("--max-attempts", default=3, show_default=True, type=click.IntRange(1, 100), help="Attempts of an item."),
         click.option("--max-in-flight", type=click.IntRange(min=1), help="Most shards of this job at once."),
-        click.option("--error-budget", type=click.FloatRange(0, 1), help="Share of failed items that pauses the job."),
+        click.option("--error-budget", type=FiniteRange(0, 1), help="Share of failed items that pauses the job."),
     )
     for option in reversed(options):
         function = option(function)

@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from jobs.quality import Quality
-from pipelines.errors import ErrorCode
+from pipelines.errors import ConfigError, ErrorCode
 from pipelines.request import Generation
 
 
@@ -86,6 +86,13 @@ class NewJob:
     #: Pauses the job when failed / (done + failed) passes it after 100 items; None: never.
     error_budget: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def __post_init__(self) -> None:
+        """Raises `config.invalid` for an error budget that would never, or always, be spent."""
+        # So also not a number.
+        if self.error_budget is not None and not 0 <= self.error_budget <= 1:
+            message = f"The error budget is {self.error_budget}."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Give the share of failed items that pauses the job, from 0 to 1.")
 
 
 @dataclass(frozen=True, slots=True)

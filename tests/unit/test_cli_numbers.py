@@ -1,0 +1,46 @@
+"""Numbers on the command line that are none: refused before anything is read or made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from jobs.cli import cli
+from jobs.ledger.records import JobSpec, NewJob
+from pipelines.errors import ConfigError
+from worker.__main__ import cli as worker_cli
+
+OPTIONS = ["error-budget", "temperature", "top-p", "repetition-penalty", "cfg", "max-seconds", "text-temperature", "audio-temperature"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "NaN", "1e999"])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_is_no_number_is_wrong_usage(option: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"example_id": "a", "messages": [["user", "text", "Hello."]]}\n')
+    for command in ("submit", "run"):
+        done = CliRunner().invoke(cli, [command, "in.jsonl", f"--{option}={value}"])
+        assert (done.exit_code, f"--{option}" in done.output) == (2, True), done.output
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("words", [["wait", "j", "--timeout=nan"], ["report", "j", "--price=nan"], ["status", "j", "--price=inf"]])
+def test_of_other_commands_too(words: list[str]) -> None:
+    assert CliRunner().invoke(cli, words).exit_code == 2
+
+
+@pytest.mark.parametrize("words", [["nightly", "--wait=nan"], ["nightly", "--wait=inf"], ["sweep", "--grace-hours=nan"]])
+def test_of_the_worker_too(words: list[str]) -> None:
+    assert CliRunner().invoke(worker_cli, words).exit_code == 2
+
+
+@pytest.mark.parametrize("budget", [float("nan"), float("inf"), -0.1, 1.1])
+def test_the_ledger_takes_no_budget_that_is_none(budget: float) -> None:
+    with pytest.raises(ConfigError):
+        NewJob(JobSpec("m"), "", "", "", "", "", error_budget=budget)
+
+
+def test_budgets_that_are_some_are_taken() -> None:
+    assert [NewJob(JobSpec("m"), "", "", "", "", "", error_budget=budget).error_budget for budget in (None, 0.0, 1.0)] == [None, 0.0, 1.0]
