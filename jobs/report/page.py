@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from typing import Any
 
 import jinja2
 
+from jobs.dialogue import clean
 from jobs.ledger.records import Job
 from jobs.report import charts, pictures
 from jobs.report.charts import Histogram, Lines, number
@@ -64,9 +66,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """All that a report shows."""
+    """All that a report shows. Texts are fit for a page, as in `Row`; those of `job` are shown where nobody chooses them."""
 
     job: Job
+    #: The job's name, or its id; its model, its voice, and why it is in its state.
+    name: str
+    model: str
+    voice: str
+    reason: str
     state: str
     #: When the figures were true, ISO 8601.
     at: str
@@ -98,7 +105,15 @@ def render(page: Page) -> Iterator[str]:
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
         "media-src 'self' file: data:; base-uri 'none'; form-action 'none'"
     )
-    return _template().generate(page=page, policy=policy, style=style, script=script, charts=charts, pictures=pictures, number=number)
+    return _template().generate(page=page, policy=policy, style=style, script=script, **_TOOLS)
+
+
+def _shown(name: str) -> str:
+    return clean(name, 60)
+
+
+#: What the template calls.
+_TOOLS: dict[str, Any] = {"charts": charts, "pictures": pictures, "number": number, "shown": _shown}
 
 
 @lru_cache(maxsize=1)

@@ -92,6 +92,10 @@ def write_report(
     checks = eta_checks(line) if line and status.job.state.final and line.spans >= FEWEST_FOR_ETA else []
     page = Page(
         job=status.job,
+        name=clean(status.job.name or status.job.id, 200),
+        model=clean(status.job.spec.model, 300),
+        voice=clean(status.job.spec.generation.voice or "", 100),
+        reason=clean(redact(status.job.state_reason), _MESSAGE_CHARACTERS),
         state=status.job.state.value,
         at=utc(status.job.finished_at if status.job.state.final else status.now) or "",
         facts=_facts(status, options.price_per_gpu_hour),

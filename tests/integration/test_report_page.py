@@ -15,7 +15,9 @@ import soundfile
 from click.testing import CliRunner
 
 from jobs.cli import cli
+from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
+from jobs.ledger.records import JobSpec
 from jobs.quality import PRESETS
 from jobs.report import clips, sample
 from jobs.settings import S3Settings
@@ -77,7 +79,7 @@ def test_scores_and_draws_of_the_checks_are_shown(desk: Desk) -> None:
     job = desk.job([*TEXTS[:8], "[[silent]]"], quality=PRESETS["basic"])
     document, _ = desk.report(job)
     (table,) = [table for table in document.all("table") if "data-sortable" in table.attributes]
-    headings = [button.text for button in table.all("button")]
+    headings = [button.whole_text().strip() for button in table.all("button")]
     assert {"silence", "clipped", "ended"} <= set(headings)
     assert any(caption.text.startswith("Score: ") for caption in document.all("figcaption"))
 
@@ -267,3 +269,32 @@ def test_the_command_writes_it_into_the_home(desk: Desk, tmp_path: Path, monkeyp
     }
     assert facts(read_page(place.read_text()))["Cost"] == "0.00"
     assert CliRunner().invoke(cli, ["report", job.id, "--home", str(tmp_path), "--items", "501"]).exit_code == 2
+
+
+def test_signs_that_turn_text_round_are_shown_and_do_nothing(desk: Desk) -> None:
+    signs = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+    name = f"night{signs} {HOSTILE}"
+    path = desk.rig.folder / "in.jsonl"
+    ids = [f"{sign}example{number}" for number, sign in enumerate(signs)]
+    texts = [f"good {sign} night" for sign in signs[:-1]] + ["[[fail:synth.nan]]" + signs]
+    path.write_text("".join(json.dumps({"example_id": one, "messages": [["user", "text", text]]}) + "\n" for one, text in zip(ids, texts)))
+    options = SubmitOptions(name=name)
+    job = submit(desk.rig.settings, desk.rig.ledger, desk.rig.store, str(path), JobSpec(model="fake"), options=options).job
+    while not desk.rig.ledger.job(job.id).state.final:
+        desk.rig.run_next()
+    document, _ = desk.report(job)
+    page = (desk.rig.folder / "report.html").read_text()
+    assert not [sign for sign in signs if sign in page]
+    heading, title = document.all("h1")[0].text, document.all("title")[0].text
+    assert heading.startswith("night\\u200e\\u200f\\u202a")
+    assert heading in title
+    shown = [row.all("bdi", class_="id")[0].text for row in rows_of(document)]
+    assert sorted(shown) == sorted(ascii(one)[1:-1] for one in ids)
+    assert len(document.all("script")) == 1
+
+
+def test_names_are_kept_apart_from_the_text_around_them(desk: Desk) -> None:
+    document, _ = desk.report(desk.job([*TEXTS[:8], "[[silent]]"], quality=PRESETS["basic"]))
+    (items,) = [table for table in document.all("table") if "data-sortable" in table.attributes]
+    assert {"silence", "ended"} <= {button.all("bdi")[0].text for button in items.all("button") if button.all("bdi")}
+    assert [one.text for one in document.all("header")[0].all("bdi")] == ["fake"]
