@@ -4,7 +4,7 @@
 
 `lm` is our host alone; `speech` goes through the pipeline: text and recording in, samples out, so all stages share the GPU. `loop` is
 transformers' `generate` at several batches, then BiCodec one utterance after the other: the published code at its best batch. A table
-comes last; JSON goes to $OUT (or the working folder) as spark_gpu.json. Needs vLLM; written for 0.26 and 0.32.
+comes last; JSON goes to $OUT (or the working folder) as spark_gpu.json, after every part. Needs vLLM; written for 0.26 and 0.32.
 """
 
 from __future__ import annotations
@@ -161,18 +161,11 @@ def speech_part(pipeline: SparkPipeline, requests: list[int], seconds: float) ->
 
 def _steady(pipeline: SparkPipeline, number: int, seconds: float) -> tuple[float, float]:
     """Three times `number` requests of lengths from half to whole, `number` at a time; audio seconds, and ms to a stream's first chunk."""
-    slots, lock, total = threading.Semaphore(number), threading.Lock(), [0.0]
-    futures = []
-
-    def ended(future: Any) -> None:
-        with lock:
-            total[0] += future.result().duration_ms / 1000
-        slots.release()
-
+    slots, futures, chunk = threading.Semaphore(number), [], 0.0
     for index in range(3 * number):
         slots.acquire()
         future = pipeline.submit(request(index, f"t{number}", seconds * (0.5 + 0.5 * (index % 8) / 7)))
-        future.add_done_callback(ended)
+        future.add_done_callback(lambda _: slots.release())
         futures.append(future)
         if index == 2 * number:
             begin = time.perf_counter()
@@ -180,9 +173,7 @@ def _steady(pipeline: SparkPipeline, number: int, seconds: float) -> tuple[float
             next(stream)
             chunk = 1000 * (time.perf_counter() - begin)
             list(stream)
-    for future in futures:
-        future.result()
-    return total[0], chunk
+    return sum(future.result().duration_ms for future in futures) / 1000, chunk
 
 
 def loop_part(folder: Path, codec: Any, seconds: float) -> list[Row]:
@@ -237,10 +228,18 @@ def main() -> None:
     tokenizer, codec = spark_random.codecs(settings, device, getattr(torch, options.codec_dtype))
     encoder = spark_random.references(settings, tokenizer, device)
     rows: list[Row] = []
+    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm, "codec_dtype": options.codec_dtype}
+    out = Path(os.environ.get("OUT", ".")) / "spark_gpu.json"
+
+    def keep(found: list[Row]) -> None:
+        """A later part that fails must not take the earlier ones along."""
+        rows.extend(found)
+        out.write_text(json.dumps({**facts, "seconds": options.seconds, "aim": AIM, "must": MUST, "rows": rows}, indent=1) + "\n")
+
     if "codec" in parts:
-        rows += codec_part(codec, options.seconds)
+        keep(codec_part(codec, options.seconds))
     if "tokenizer" in parts:
-        rows += tokenizer_part(encoder)
+        keep(tokenizer_part(encoder))
     if {"lm", "speech"} & set(parts):
         chosen = TokenModelOptions(memory_share=options.memory_share, slots=max(requests), max_context=2048)
         begin = time.perf_counter()
@@ -248,15 +247,12 @@ def main() -> None:
         print(f"vLLM {vllm} started in {time.perf_counter() - begin:.0f} s", flush=True)
         pipeline = SparkPipeline(settings, spark_random.AnyIdSpeaks(), encoder, codec, host, keep_unfinished=True)
         if "lm" in parts:
-            rows += lm_part(host, requests, options.seconds)
+            keep(lm_part(host, requests, options.seconds))
         if "speech" in parts:
-            rows += speech_part(pipeline, requests, options.seconds)
+            keep(speech_part(pipeline, requests, options.seconds))
         pipeline.close()
     if "loop" in parts:
-        rows += loop_part(folder, codec, options.seconds)
-    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm, "codec_dtype": options.codec_dtype}
-    out = Path(os.environ.get("OUT", ".")) / "spark_gpu.json"
-    out.write_text(json.dumps({**facts, "seconds": options.seconds, "aim": AIM, "must": MUST, "rows": rows}, indent=1) + "\n")
+        keep(loop_part(folder, codec, options.seconds))
     print("\n" + "\n".join(f"{row['part']:22}{row['batch']:6d}{row['audio_s_per_s']:12,.1f} audio-s/s" for row in rows))
     print(f"aim {AIM}, must {MUST} audio-s/s end to end; {facts}")
 
