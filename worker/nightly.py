@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from jobs.cli.output import counted
+from jobs.dialogue import clean
 from jobs.ledger.records import Job, JobState
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError
 from worker.datasets import Dataset, check_exports, write_datasets
@@ -62,11 +63,13 @@ class Night:
     def __str__(self) -> str:
         code = self.code.value if self.code else ""
         tail = " ".join(part for part in (self.job_id, code, self.reason) if part)
-        lines = [f"{self.schedule} {self.night.isoformat()} {self.end.value}{f' {tail}' if tail else ''}"]
+        lines = [f"{clean(self.schedule, 100)} {self.night.isoformat()} {self.end.value}{f' {tail}' if tail else ''}"]
         if self.failed_items or self.rejected_lines:
             counts = f"{counted(self.failed_items, 'item')} failed, {counted(self.rejected_lines, 'line')} refused"
             lines.append(f"  {counts}; see why with: jobs errors {self.job_id}")
-        lines += [f"  {one.format} {f'not written: {one.reason}' if one.reason else one.to}" for one in self.datasets]
+        for one in self.datasets:
+            written = f"{one.to} ({counted(one.items, 'item')})"
+            lines.append(f"  {one.format} {f'not written: {one.reason}' if one.reason else written}")
         return "\n".join(lines)
 
     @property
@@ -201,11 +204,22 @@ def _to_their_ends(settings: Settings, ledger: Ledger, nights: Sequence[Night], 
     ended: dict[int, Night] = {}
     while True:
         for place, night in enumerate(nights):
-            if place not in ended and (end := _at_its_end(settings, ledger, night)) is not None:
+            if place not in ended and (end := _patient(settings, ledger, night, deadline)) is not None:
                 ended[place] = end
         if len(ended) == len(nights) or time.monotonic() >= deadline:
             return [ended[place] if place in ended else _unfinished(settings, ledger, night) for place, night in enumerate(nights)]
         time.sleep(max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
+
+
+def _patient(settings: Settings, ledger: Ledger, night: Night, deadline: float) -> Night | None:
+    """As `_at_its_end`, but a ledger that is away for a while does not end hours of waiting."""
+    try:
+        return _at_its_end(settings, ledger, night)
+    except ServiceError as error:
+        if not error.code.retryable or time.monotonic() >= deadline:
+            raise
+        log.warning("still waiting", schedule=night.schedule, job=night.job_id, code=error.code.value, error=str(error))
+        return None
 
 
 def _at_its_end(settings: Settings, ledger: Ledger, night: Night) -> Night | None:

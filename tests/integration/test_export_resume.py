@@ -250,6 +250,13 @@ def test_a_bucket_to_a_bucket(tmp_path: Path, moto: MotoS3, format: str) -> None
         assert hashlib.sha256(target.get(file["name"])).hexdigest() == file["sha256"]
     with pytest.raises(ConfigError, match="another export"):
         run(finished, format, to, s3=access, part_bytes=20_001)
+    target.put("notes.txt", b"mine")
+    with pytest.raises(ConfigError, match="another export"):
+        run(finished, format, to, s3=access, part_bytes=20_001, replaces=["another-job"])
+    assert run(finished, format, to, s3=access, part_bytes=40_000, replaces=[finished.job_id]) == 20
+    about = json.loads(target.get("export.json"))
+    assert about["identity"]["part_bytes"] == 40_000
+    assert {info.key for info in target.list("")} == {file["name"] for file in about["files"]} | {"export.json", "notes.txt"}
     finished.ledger.close()
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from jobs.export.place import FolderPlace
 from jobs.ledger import Ledger
-from jobs.ledger.records import Job, JobState
+from jobs.ledger.records import Job, JobState, JobStatus
 from jobs.settings import Schedule, Settings
 from jobs.store import open_store
 from pipelines.audio import encode
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, ServiceError
 from pipelines.registry import register_pipeline
 from tests.export_kit import run_all
 from tests.fake_worker import fake_card
@@ -381,3 +381,34 @@ def test_a_file_changed_after_its_submit_was_stopped_is_explained(house: House, 
     assert (night.end, f"jobs cancel {job.id}" in night.reason) == (NightEnd.FAILED, True)
     house.ledger.cancel(job.id)
     assert house.run().end is NightEnd.SUBMITTED
+
+
+def test_a_ledger_that_is_away_for_a_moment_ends_no_wait(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    house.write(line("a"))
+    house.make(house.run())
+    monkeypatch.setattr("worker.nightly.POLL_SECONDS", 0.01)
+    whole, away = Ledger.status, iter([True])
+
+    def status(self: Ledger, job_id: str) -> JobStatus:
+        if next(away, False):
+            raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, "The ledger is away.")
+        return whole(self, job_id)
+
+    monkeypatch.setattr(Ledger, "status", status)
+    assert len(house.run(wait_seconds=60).datasets) == 4
+    away = iter([True])
+    with pytest.raises(ServiceError):
+        house.run()
+
+
+def test_what_names_hold_cannot_forge_a_line(house: House) -> None:
+    news = house.settings.schedules["news"].model_copy(update={"export_to": None})
+    names = ("../../up", "a/b", "\u202enews\nnews 2026-11-20 ran")
+    house.settings = house.settings.model_copy(update={"schedules": dict.fromkeys(names, news)})
+    house.write(line("../../x"), line("\u202eabc\n"))
+    for night in house.report().nights:
+        house.make(night)
+    nights = house.report().nights
+    assert [len(str(one).splitlines()) for one in nights] == [5, 5, 5]
+    assert not any("\u202e" in str(one) for one in nights)
+    assert all(Path(one.to).is_relative_to(house.settings.home.absolute() / "datasets") for night in nights for one in night.datasets)
