@@ -77,6 +77,7 @@ def main() -> None:
         stack.callback(host.close)
         run(Load("warm", min(32, options.requests), options.prompt, 8, 8, 2.0), config, host)
         rows: list[dict[str, Any]] = []
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         for load in loads(options):
             row = run(load, config, host)
             rows.append(row)
@@ -87,9 +88,9 @@ def main() -> None:
                 f"{len(row['failures'])} failed",
                 flush=True,
             )
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        result = {"device": device, "stock": STOCK, "aim": AIM, "must": MUST, "options": vars(options), "rows": rows}
-        (Path(os.environ.get("OUT", ".")) / "speechlm_gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+            # After every part: a later one may fail.
+            result = {"device": device, "stock": STOCK, "aim": AIM, "must": MUST, "options": vars(options), "rows": rows}
+            (Path(os.environ.get("OUT", ".")) / "speechlm_gpu.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -96,9 +96,9 @@ class _Talk:
             self._ask_for_audio([])
             return
         request = self.script.first_request(self.config)
-        self.host.submit(_fixed(request, self.load.text, ()), self)
+        self._submit(_fixed(request, self.load.text, ()))
 
-    def tokens(self, *_: Any) -> None: ...
+    def tokens(self, ids: list[int], codes: Any) -> None: ...
 
     def finished(self, tokens: Tokens) -> None:
         if not self.pair and self.load.rows:
@@ -119,7 +119,14 @@ class _Talk:
         if not self.script.guided:
             extra = {key: value for key, value in request.extra.items() if key not in ("pair", "part", "scale")}
             request = replace(request, shadow=None, extra=extra)
-        self.host.submit(request, self)
+        self._submit(request)
+
+    def _submit(self, request: TokenRequest) -> None:
+        """An engine that is given up takes nothing, and nobody may wait for what it did not take."""
+        try:
+            self.host.submit(request, self)
+        except NightjarError as error:
+            self.failed(error)
 
 
 def _fixed(request: TokenRequest, steps: int, stops: tuple[int, ...]) -> TokenRequest:
