@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
 export OMP_NUM_THREADS ?= 1
+# Each may hold an engine and its own services: 4 GB a process.
+TEST_PROCESSES ?= 2
 
 .PHONY: install install-dev install-vllm demo test lint unit integration bench lock clean
 
@@ -46,10 +48,11 @@ lint: install-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: install-dev
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/unit
 
+# A file stays in one process: its tests share an engine.
 integration: install-dev
-	$(BIN)/python -m pytest tests --ignore=tests/unit
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests --ignore=tests/unit
 
 bench: install-dev
 	$(BIN)/python -m benchmarks

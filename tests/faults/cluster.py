@@ -159,11 +159,17 @@ class Cluster:
 
 
 class Chaos(threading.Thread):
-    """Kills parts of a cluster at moments drawn from a seed, until told to stop."""
+    """Kills parts of a cluster at moments drawn from a seed, until told to stop.
 
-    def __init__(self, cluster: Cluster, seed: int) -> None:
+    After a few kills it lets the job make some progress: on a slow machine nothing comes up between two of them otherwise.
+    """
+
+    KILLS_WITHOUT_PROGRESS = 3
+
+    def __init__(self, cluster: Cluster, job: str, seed: int) -> None:
         super().__init__(name=f"chaos-{seed}")
         self.cluster = cluster
+        self.job = job
         self.random = random.Random(seed)
         self.kills: Counter[str] = Counter()
         self.error: BaseException | None = None
@@ -175,8 +181,21 @@ class Chaos(threading.Thread):
                 victim = self.random.choice(["worker", "worker", "broker", "database", "store"])
                 self._kill(victim)
                 self.kills[victim] += 1
+                if sum(self.kills.values()) % self.KILLS_WITHOUT_PROGRESS == 0:
+                    self._let_work()
         except BaseException as error:  # noqa: BLE001 - re-raised by `halt` in the test's own thread
             self.error = error
+
+    def _let_work(self) -> None:
+        """Waits until more items are done than before."""
+        before: int | None = None
+        while not self._halt.wait(0.1):
+            status = self.cluster.status(self.job)
+            if status is None:
+                continue
+            if before is not None and status.items.done > before:
+                return
+            before = status.items.done if before is None else before
 
     def _kill(self, victim: str) -> None:
         if victim == "worker":

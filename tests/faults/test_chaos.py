@@ -14,7 +14,7 @@ SEEDS = (11, 29, 47)
 def test_every_item_is_made_exactly_once_whatever_is_killed(cluster: Cluster, seed: int) -> None:
     texts = {f"item-{seed}-{number}": f"Sentence number {number} of the night {seed}." for number in range(ITEMS)}
     job = cluster.submit(texts)
-    chaos = Chaos(cluster, seed)
+    chaos = Chaos(cluster, job, seed)
     chaos.start()
     try:
         cluster.wait(job, seconds=300)
