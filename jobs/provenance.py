@@ -131,6 +131,9 @@ def put_provenance(store: ObjectStore, job: Job) -> ObjectInfo:
     return put_numbered(store, provenance_key(job.id), data, hashlib.sha256(data).hexdigest(), "application/json").info
 
 
+_decode = msgspec.json.Decoder(Provenance).decode
+
+
 class ProvenanceBook:
     """Writes a worker's record of each job it takes part in, once a process. May be called from any thread."""
 
@@ -150,7 +153,7 @@ def records(store: ObjectStore, job: Job) -> list[Provenance]:
     """The records that workers left, in order. Raises `StoreError`."""
     found: list[Provenance] = []
     while store.head(key := numbered_key(provenance_key(job.id), len(found) + 1)) is not None:
-        found.append(msgspec.json.decode(store.get(key), type=Provenance))
+        found.append(_decode(store.get(key)))
     return found
 
 

@@ -200,6 +200,9 @@ class _Config(msgspec.Struct):
     model_type: str
 
 
+_decode_config = msgspec.json.Decoder(_Config).decode
+
+
 def _model_type(path: Path) -> str:
     folder = path.parent
     try:
@@ -210,7 +213,7 @@ def _model_type(path: Path) -> str:
             data = file.read(_CONFIG_BYTES + 1)
         if len(data) > _CONFIG_BYTES:
             raise _bad_checkpoint(folder, f"has a config.json over {_CONFIG_BYTES >> 20} MiB")
-        return msgspec.json.decode(data, type=_Config).model_type
+        return _decode_config(data).model_type
     except OSError as error:
         raise _bad_checkpoint(folder, f"has a config.json that cannot be read ({error.strerror})", "Check its permissions.") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -379,3 +379,8 @@ class ReconcileReport:
     @property
     def changed(self) -> bool:
         return any((self.ended_jobs, self.expired_leases, self.lost_messages, self.bisected_shards, self.dead_items, self.stale_workers))
+
+
+# msgspec learns a class at its first use, and crashes where two threads do so at once. Here the import's lock keeps them apart.
+msgspec.json.Decoder(JobSpec)
+msgspec.json.Decoder(Score)

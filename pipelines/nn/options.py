@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeVar
@@ -13,6 +14,9 @@ from pipelines.errors import ConfigError, ErrorCode
 from pipelines.vllm_engine.options import VllmOptions
 
 T = TypeVar("T")
+
+#: msgspec crashes where two threads use a class for the first time at once.
+_converting = threading.Lock()
 Precision = Literal["float32", "bfloat16", "float16"]
 
 
@@ -25,7 +29,8 @@ def read_options(kind: type[T], given: Mapping[str, Any]) -> T:
     if unknown := sorted(set(given) - known):
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown option {unknown[0]!r}.", f"Options are: {', '.join(sorted(known))}.")
     try:
-        return msgspec.convert(dict(given), kind)
+        with _converting:
+            return msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"An option has a wrong value: {error}.", "Correct it, or leave it out.") from error
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from jobs.ledger.records import ItemState, JobState
@@ -71,3 +74,26 @@ def test_a_job_ends_with_errors_when_a_line_or_an_item_is_missing() -> None:
     assert final_state(0, 0) is JobState.COMPLETED
     assert final_state(1, 0) is JobState.COMPLETED_WITH_ERRORS
     assert final_state(0, 1) is JobState.COMPLETED_WITH_ERRORS
+
+
+FIRST_USE = """
+import sys, threading, msgspec
+sys.setswitchinterval(1e-6)
+from jobs.ledger.records import JobSpec, Score
+start = threading.Barrier(8)
+def read():
+    start.wait()
+    for _ in range(50):
+        msgspec.convert({"model": "m", "generation": {"seed": 1}, "quality": {"draws": 2}}, JobSpec)
+        msgspec.convert({"wer": [0.5, None, ""]}, dict[str, Score])
+threads = [threading.Thread(target=read) for _ in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+
+def test_many_threads_may_be_the_first_to_read_a_job() -> None:
+    """Without what `jobs.ledger.records` does at its import, about every second of these processes is ended by SIGSEGV."""
+    for _ in range(4):
+        done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
