@@ -64,6 +64,10 @@ class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
+_decode_task = msgspec.msgpack.Decoder(_Task).decode
+_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
+
+
 class Meters:
     """The meters of this process or thread, opened at first use."""
 
@@ -191,7 +195,7 @@ def _write_until(child: subprocess.Popen[bytes], data: bytes, deadline: float) -
 def _receive_until(child: subprocess.Popen[bytes], deadline: float) -> _Answer:
     assert child.stdout is not None
     length = _LENGTH.unpack(_read_until(child.stdout, _LENGTH.size, deadline))[0]
-    return msgspec.msgpack.decode(_read_until(child.stdout, length, deadline), type=_Answer)
+    return _decode_answer(_read_until(child.stdout, length, deadline))
 
 
 def _read_until(stream: IO[bytes], size: int, deadline: float) -> bytes:
@@ -220,7 +224,7 @@ def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
     meters = Meters()
     while len(head := requests.read(_LENGTH.size)) == _LENGTH.size:
-        task = msgspec.msgpack.decode(requests.read(_LENGTH.unpack(head)[0]), type=_Task)
+        task = _decode_task(requests.read(_LENGTH.unpack(head)[0]))
         samples = numpy.frombuffer(requests.read(task.samples * 4), numpy.float32)
         sample = Sample(samples, task.sample_rate, task.text, task.language, task.reference)
         for answer in _answers(meters, task, sample):
