@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import click
@@ -101,7 +102,12 @@ def sweep(delete: bool, grace_hours: float) -> None:
 def main() -> None:
     """Runs the command line; an error that a person can mend is a sentence, not a traceback."""
     try:
-        cli(prog_name="python -m worker")
+        cli(prog_name="python -m worker", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        sys.exit(128 + signal.SIGINT)
     except NightjarError as error:
         fail(error, as_json="--json" in sys.argv)
         sys.exit(exit_code(error))

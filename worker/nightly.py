@@ -54,6 +54,7 @@ class Night:
     #: Why it failed, or why its datasets are not there yet.
     reason: str = ""
     code: ErrorCode | None = None
+    done_items: int = 0
     #: What is wrong in a job that ended well.
     failed_items: int = 0
     rejected_lines: int = 0
@@ -73,6 +74,11 @@ class Night:
         return "\n".join(lines)
 
     @property
+    def empty(self) -> bool:
+        """Whether its job has ended and every item failed."""
+        return self.failed_items > 0 and self.done_items == 0
+
+    @property
     def view(self) -> dict[str, Any]:
         """`nightjar.night/1`."""
         return {
@@ -84,6 +90,7 @@ class Night:
             "state": self.state.value if self.state else None,
             "code": self.code.value if self.code else None,
             "reason": self.reason or None,
+            "done_items": self.done_items,
             "failed_items": self.failed_items,
             "rejected_lines": self.rejected_lines,
             "datasets": [{"format": one.format, "to": one.to, "items": one.items, "reason": one.reason or None} for one in self.datasets],
@@ -98,9 +105,11 @@ class NightlyReport:
 
     @property
     def failed(self) -> bool:
-        """Whether a night is missing or failed, or a dataset was not written."""
-        datasets = (dataset for night in self.nights for dataset in night.datasets)
-        return any(night.end in {NightEnd.FAILED, NightEnd.MISSING} for night in self.nights) or any(one.reason for one in datasets)
+        """Whether a night is missing or failed, made nothing, or lacks a dataset."""
+        return any(
+            night.end in {NightEnd.FAILED, NightEnd.MISSING} or night.empty or any(one.reason for one in night.datasets)
+            for night in self.nights
+        )
 
     @property
     def unfinished(self) -> bool:
@@ -234,7 +243,9 @@ def _at_its_end(settings: Settings, ledger: Ledger, night: Night) -> Night | Non
         return _failed(ledger, replace(night, end=NightEnd.FAILED), bad_end(status.job))
     jobs = night_jobs(ledger, night.schedule, night.night)
     datasets = write_datasets(settings, ledger, night.schedule, night.night, jobs)
-    return replace(night, failed_items=status.items.failed, rejected_lines=status.job.rejected_lines, datasets=datasets)
+    return replace(
+        night, done_items=status.items.done, failed_items=status.items.failed, rejected_lines=status.job.rejected_lines, datasets=datasets
+    )
 
 
 def _unfinished(settings: Settings, ledger: Ledger, night: Night) -> Night:

@@ -205,6 +205,18 @@ def test_errors_of_a_night_that_ended_well_are_counted(house: House) -> None:
     assert [one.items for one in night.datasets] == [2, 3, 2, 2]
 
 
+def test_a_night_that_made_nothing_is_no_success(house: House) -> None:
+    house.write(line("fails-1"), "no json")
+    house.make(house.run())
+    report = house.report()
+    (night,) = report.nights
+    assert (night.end, night.state, night.done_items, report.failed) == (NightEnd.RAN, JobState.COMPLETED_WITH_ERRORS, 0, True)
+    house.ledger.retry(night.job_id, None)
+    house.make(night, mended=True)
+    report = house.report()
+    assert (report.nights[0].done_items, report.failed) == (1, False)
+
+
 def test_a_retry_makes_the_datasets_of_its_night_anew(house: House) -> None:
     house.write(line("a"), line("fails-1"), line("b"))
     night = house.run()
