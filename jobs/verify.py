@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from jobs.ledger.records import ItemState, Job
+from jobs.ledger.records import QUARANTINE, ItemState, Job
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, StoreError
 
@@ -41,7 +41,8 @@ class Expected:
 
 
 class ObjectCheck:
-    """Goes once over the input of a job's shards and the audio of its items, and yields what is wrong, in bounded memory.
+    """Goes once over the input of a job's shards, the audio and texts of its items and what is in quarantine, and yields what is
+    wrong, in bounded memory.
 
     A folder's files are read. A bucket's objects are read with `deep`, else their checksum is asked of the server.
     """
@@ -71,6 +72,9 @@ class ObjectCheck:
         for row in self._ledger.items(self._job.id, state=ItemState.DONE):
             if row.artifact is not None:
                 yield Expected(row.artifact.key, row.artifact.sha256, row.example_id)
+        for kind in ("text", QUARANTINE):
+            for key, sha256 in self._ledger.artifact_hashes(self._job.id, kind):
+                yield Expected(key, sha256)
 
     def _result(self, expected: Expected, future: Future[Fault | None]) -> Iterator[tuple[Expected, Fault]]:
         self.objects += 1

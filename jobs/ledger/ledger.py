@@ -287,6 +287,13 @@ class Ledger:
 
     def artifact_keys(self, job_id: str, kind: str) -> Iterator[tuple[int, str]]:
         """(index, key) of the artifacts of one kind in index order; a page in memory at a time."""
+        return ((index, key) for index, key, _ in self._artifacts(job_id, kind))
+
+    def artifact_hashes(self, job_id: str, kind: str) -> Iterator[tuple[str, str]]:
+        """(key, SHA-256) of the artifacts of one kind in index order; a page in memory at a time."""
+        return ((key, sha256) for _, key, sha256 in self._artifacts(job_id, kind))
+
+    def _artifacts(self, job_id: str, kind: str) -> Iterator[tuple[int, str, str]]:
         page, after = [], -1
         while page := self._database.read(views.artifacts_page, job_id, kind, after, views.PAGE_ROWS):
             yield from page

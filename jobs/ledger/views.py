@@ -31,7 +31,12 @@ PAGE_ROWS = 1000
 _SUMS = ("n_items", "n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out")
 
 #: Engine time of one item of a shard, see `records.ShardSpread`.
-_ITEM_MS = sa.cast(schema.shards.c.engine_ms, sa.Double) / sa.func.nullif(schema.shards.c.n_done, 0)
+_ITEM_MS = sa.case(
+    (
+        schema.shards.c.n_done > 0,
+        sa.cast(schema.shards.c.engine_ms, sa.Double) / (schema.shards.c.n_done + schema.shards.c.n_failed),
+    )
+)
 
 _SHARD_AUDIO = (
     sa.select(
@@ -186,13 +191,13 @@ def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[M
     return [MadeAudio(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
 
 
-def artifacts_page(connection: sa.Connection, job_id: str, kind: str, after: int, limit: int) -> list[tuple[int, str]]:
-    """(index, key) of up to `limit` artifacts of a kind with an index above `after`, in index order."""
+def artifacts_page(connection: sa.Connection, job_id: str, kind: str, after: int, limit: int) -> list[tuple[int, str, str]]:
+    """(index, key, SHA-256) of up to `limit` artifacts of a kind with an index above `after`, in index order."""
     artifacts = schema.artifacts.c
-    query = sa.select(artifacts.idx, artifacts.key).where(
+    query = sa.select(artifacts.idx, artifacts.key, artifacts.sha256).where(
         artifacts.job_no == number_of(job_id), artifacts.idx > after, artifacts.kind == kind
     )
-    return [(index, key) for index, key in connection.execute(query.order_by(artifacts.idx).limit(limit))]
+    return [(index, key, sha256) for index, key, sha256 in connection.execute(query.order_by(artifacts.idx).limit(limit))]
 
 
 def shard_inputs(connection: sa.Connection, job_id: str) -> dict[int, tuple[str, str]]:

@@ -12,7 +12,7 @@ import pytest
 
 from jobs.cli import main
 from jobs.export import export
-from jobs.ledger.records import JobSpec
+from jobs.ledger.records import QUARANTINE, JobSpec
 from jobs.provenance import ProvenanceBook, model_provenance, provenance_key, put_provenance, records
 from jobs.redraw import Likeness, redraw, sample_items, snr_db
 from jobs.store import FolderStore, open_store
@@ -24,6 +24,7 @@ from pipelines.request import Capabilities
 from tests.export_kit import Finished, finished_job
 from tests.fakes import FakePipeline
 from tests.integration.test_s3_store import Access
+from tests.ledger_kit import execute
 from tests.services import MotoS3
 
 LINES = [{"example_id": f"u{number}", "messages": [["user", "text", f"Text number {number}."]]} for number in range(7)]
@@ -50,6 +51,14 @@ def damage(finished: Finished) -> list[tuple[str, Fault]]:
     data = finished.audio[changed]
     finished.store.put(changed, data[:-1] + bytes([data[-1] ^ 1]))
     return [(gone, Fault.MISSING), (changed, Fault.CHANGED)]
+
+
+@pytest.mark.parametrize("kind", ["text", QUARANTINE])
+def test_texts_and_quarantine_are_looked_at_too(finished: Finished, kind: str) -> None:
+    execute(finished.ledger, "UPDATE artifacts SET kind = :kind WHERE idx IN (1, 2)", kind=kind)
+    assert faults(finished) == (11, [])
+    wanted = damage(finished)
+    assert faults(finished) == (11, wanted)
 
 
 @pytest.mark.parametrize("deep", [False, True])
