@@ -21,7 +21,7 @@ import msgspec
 from jobs.artifacts import job_prefix, numbered_key, put_numbered
 from jobs.ledger.records import Job, JobSpec
 from jobs.store.base import ObjectInfo, ObjectStore
-from pipelines.errors import ModelError
+from pipelines.errors import ErrorCode, ModelError, StoreError
 from pipelines.registry import describe
 
 PACKAGE = "nightjar-speech"
@@ -150,10 +150,15 @@ class ProvenanceBook:
 
 
 def records(store: ObjectStore, job: Job) -> list[Provenance]:
-    """The records that workers left, in order. Raises `StoreError`."""
+    """The records that workers left, in order. Raises `StoreError`, `store.conflict` for an object that is no record."""
     found: list[Provenance] = []
     while store.head(key := numbered_key(provenance_key(job.id), len(found) + 1)) is not None:
-        found.append(_decode(store.get(key)))
+        data = store.get(key)
+        try:
+            found.append(_decode(data))
+        except ValueError as error:
+            message = f"The object {key} is no record of what the job was made with."
+            raise StoreError(ErrorCode.STORE_CONFLICT, message, "Restore it from a backup, or remove it.") from error
     return found
 
 

@@ -108,6 +108,10 @@ def _written(settings: Settings, ledger: Ledger, schedule: Schedule, jobs: Seque
     except NightjarError as error:
         log.error("dataset not written", job=job_id, format=format, to=to, code=error.code.value, error=str(error))
         return Dataset(format, to, reason=str(error))
+    except Exception as error:
+        # One dataset keeps no other back, whatever is wrong with it.
+        log.exception("dataset not written", job=job_id, format=format, to=to)
+        return Dataset(format, to, reason=f"The export failed unexpectedly: {error!r}.")
     log.info("dataset written", job=job_id, format=format, to=to, items=items)
     return Dataset(format, to, items)
 

@@ -182,7 +182,7 @@ class FolderExport:
     def _part(self, place: Place, audio: AudioPlace, part: Part, on_part: Callable[[Part], None]) -> list[WrittenFile]:
         record = f"{RECORDS}/{_name(part)}.json"
         if (found := place.read(record)) is not None:
-            return _decode_files(found)
+            return _files_in(place, record, found)
         items = MadeItems(
             self.ledger,
             self.store,
@@ -251,8 +251,16 @@ def _files(place: Place, label: str = "") -> Generator[PartFiles, None, None]:
 
 def _files_of(place: Place) -> list[WrittenFile]:
     """The files that a stopped export has made or was about to make."""
-    lists = [place.read(name) for name in place.records() if name.endswith(".files.json")]
-    return [file for found in lists if found is not None for file in _decode_files(found)]
+    lists = {name: place.read(name) for name in place.records() if name.endswith(".files.json")}
+    return [file for name, found in lists.items() if found is not None for file in _files_in(place, name, found)]
+
+
+def _files_in(place: Place, name: str, data: bytes) -> list[WrittenFile]:
+    """The files that a record lists. Raises `config.invalid` for a file that is no record of an export."""
+    try:
+        return _decode_files(data)
+    except ValueError as error:
+        raise _unusable(f"{place.address!r} holds {name!r}, which is no export's.", _AWAY) from error
 
 
 def _clear(place: Place) -> None:
@@ -269,7 +277,7 @@ def _read(data: bytes, type: type[Record]) -> Record | None:
     """A record of an export; None for a file that is none."""
     try:
         return msgspec.json.decode(data, type=type)
-    except msgspec.MsgspecError:
+    except ValueError:
         return None
 
 

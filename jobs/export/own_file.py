@@ -70,5 +70,5 @@ def _sha256(path: Path) -> str | None:
 def _read(path: Path) -> _Stamp | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Stamp)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError):
         return None

@@ -204,3 +204,6 @@ def _lock(handle: int, folder: Path) -> None:
     except BlockingIOError:
         message = f"Another export writes to {str(folder)!r} now."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Wait for it, or choose another place.") from None
+    except OSError as error:
+        # A file system without locks.
+        raise output_error(folder, error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -21,6 +22,7 @@ import pytest
 from jobs.export import export, parse_splits
 from jobs.export.plan import Part
 from jobs.ledger.records import Artifact, Done, ItemState
+from jobs.provenance import provenance_key
 from jobs.store import FolderStore, open_store
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 from tests.export_kit import Finished, finished_job
@@ -165,6 +167,38 @@ def test_two_at_once(finished: Finished) -> None:
         run(finished, "kaldi", to)
     os.close(handle)
     assert run(finished, "kaldi", to) == 20
+
+
+def test_a_file_system_without_locks_is_said(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_handle: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match="No locks"):
+        run(finished, "kaldi", finished.folder / "to")
+
+
+@pytest.mark.parametrize("content", [b"{}", b'[{"name": "\xff"}]'])
+@pytest.mark.parametrize("name", ["train-00000.json", "mine.files.json"])
+def test_records_that_are_no_exports_are_said(finished: Finished, name: str, content: bytes) -> None:
+    to = finished.folder / "to"
+    with pytest.raises(StoppedError):
+        run(finished, "webdataset", to, on_part=stop_at(1))
+    (to / "_export" / name).write_bytes(content)
+    before = contents(to)
+    other = {"part_bytes": PART + 1, "replaces": [finished.job_id]} if name == "mine.files.json" else {}
+    with pytest.raises(ConfigError, match=f"{name}.*no export's"):
+        run(finished, "webdataset", to, **other)
+    assert contents(to) == before
+    (to / "_export" / name).unlink()
+    assert run(finished, "webdataset", to, **other) == 20
+
+
+def test_a_damaged_record_of_the_making_is_said(finished: Finished) -> None:
+    finished.store.put(provenance_key(finished.job_id), b'{"job": 1}')
+    with pytest.raises(StoreError, match=r"provenance\.json") as caught:
+        run(finished, "kaldi", finished.folder / "to")
+    assert caught.value.code is ErrorCode.STORE_CONFLICT
 
 
 @pytest.mark.parametrize("format", ["webdataset", "shar", "parquet"])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import jobs.export
 from jobs.export.place import FolderPlace
 from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobState, JobStatus
@@ -329,6 +330,22 @@ def test_a_file_that_was_there_before_is_never_written_over(house: House) -> Non
     night = house.run()
     assert {one.format for one in night.datasets if one.reason} == {"espnet", "report"}
     assert {(house.sets / name).read_text() for name in ("espnet.jsonl", "report.html")} == {"mine"}
+
+
+def test_an_error_that_nobody_foresaw_keeps_no_other_dataset_back(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = jobs.export.export
+
+    def export(*given: Any, **options: Any) -> Any:
+        if given[3] == "espnet":
+            raise ValueError("a surprise")
+        return write(*given, **options)
+
+    monkeypatch.setattr(jobs.export, "export", export)
+    house.write(line("a"))
+    house.make(house.run())
+    night = house.run()
+    assert [(one.format, "a surprise" in one.reason) for one in night.datasets] == [(name, name == "espnet") for name in EXPORTS]
+    assert {one.items for one in night.datasets if not one.reason} == {0, 1}
 
 
 def test_a_night_run_again_takes_the_place_of_its_own_datasets(house: House) -> None:
