@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Generator
@@ -27,8 +28,7 @@ def output(to: str, wanted: Callable[[Path, Path], bool] = lambda made, path: Tr
         return
     path = Path(to).absolute()
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        path = _file_of(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
     except OSError as error:
@@ -49,6 +49,20 @@ def output(to: str, wanted: Callable[[Path, Path], bool] = lambda made, path: Tr
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _file_of(path: Path) -> Path:
+    """Where a file is written that is given as `path`: a link stays, and what it leads to is written. Raises `OSError` for what
+    is no regular file, because a file would take its place."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "Not a regular file")
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def output_error(path: Path, error: OSError) -> NightjarError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,21 @@ def test_a_file_that_was_there_stays_when_an_export_fails(finished: Finished) ->
         export(finished.ledger, finished.store, finished.job_id, "espnet", str(to))
     assert to.read_text() == "before"
     assert [path.name for path in to.parent.iterdir()] == ["out.jsonl"]
+
+
+def test_a_link_leads_to_the_file_and_what_is_no_file_stays(finished: Finished) -> None:
+    folder = finished.folder / "links"
+    folder.mkdir()
+    target, link, pipe, to_pipe = (folder / name for name in ("target.jsonl", "link.jsonl", "pipe", "to-pipe"))
+    target.write_text("before")
+    link.symlink_to(target)
+    export(finished.ledger, finished.store, finished.job_id, "manifest", str(link))
+    assert link.is_symlink()
+    assert len(target.read_text().splitlines()) == 3
+    os.mkfifo(pipe)
+    to_pipe.symlink_to(pipe)
+    for to in (pipe, to_pipe):
+        with pytest.raises(ConfigError, match="regular file"):
+            export(finished.ledger, finished.store, finished.job_id, "manifest", str(to))
+    assert pipe.is_fifo()
+    assert len(list(folder.iterdir())) == 4
