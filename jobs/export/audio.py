@@ -87,7 +87,7 @@ class AudioPlace:
     def _fetch(self, root: Path, artifact: Artifact) -> str:
         path = root.joinpath(*split_key(artifact.key))
         try:
-            if path.is_file() and path.stat().st_size == artifact.bytes:
+            if path.is_file() and path.stat().st_size == artifact.bytes and _sha256(path) == artifact.sha256:
                 return str(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             self._download(artifact, path)
@@ -105,11 +105,17 @@ class AudioPlace:
                 if digest.hexdigest() != artifact.sha256:
                     raise _changed(artifact)
                 copy.flush()
+                os.fsync(copy.fileno())
                 os.chmod(copy.name, 0o644)
                 os.replace(copy.name, path)
             except BaseException:
                 os.unlink(copy.name)
                 raise
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _changed(artifact: Artifact) -> StoreError:

@@ -173,3 +173,12 @@ def test_a_link_leads_to_the_file_and_what_is_no_file_stays(finished: Finished) 
             export(finished.ledger, finished.store, finished.job_id, "manifest", str(to))
     assert pipe.is_fifo()
     assert len(list(folder.iterdir())) == 4
+
+
+def test_a_wrong_file_below_the_audio_root_is_fetched_anew(finished: Finished) -> None:
+    root = finished.folder / "local"
+    key, data = next(iter(finished.audio.items()))
+    exported(finished, "espnet", audio_root=root)
+    (root / key).write_bytes(bytes(len(data)))
+    exported(finished, "espnet", audio_root=root)
+    assert (root / key).read_bytes() == data
