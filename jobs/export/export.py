@@ -110,6 +110,8 @@ def export(
         return ExportReport(format, to if to == "-" else str(Path(to).absolute()), lines.count, lines.left_out)
     if to in ("", "-"):
         raise _invalid(f"The format {format} is a folder.", "Name a folder with --to.")
+    if format == "espnet" and next(written_items(ledger, store, job_id), None) is not None:
+        raise _invalid("Answers of this job are text alone, which splits have no place for.", "Leave the splits out.")
     folder = FOLDER_FORMATS.get(format) or FolderFormat(partial(_write_lines, LINE_FORMATS[format]), "named")
     plan = FolderExport(ledger, store, job, format, folder, splits or WHOLE, part_bytes, audio_root, replaces or ()).run(to, s3, on_part)
     return ExportReport(format, to if to.startswith("s3://") else str(Path(to).absolute()), plan.items, plan.left_out)

@@ -88,8 +88,7 @@ class MadeItems:
         wanted: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._rows = ledger.items(job_id, after=after)
-        self._texts = ledger.artifact_keys(job_id, "text")
-        self._text = next(self._texts, None)
+        self._texts = _TextKeys(ledger, job_id)
         self._inputs = ledger.shard_inputs(job_id)
         self._store = store
         self._last = last
@@ -115,26 +114,42 @@ class MadeItems:
             yield MadeItem(row.example_id, artifact, *lines[row.index], self._text_of(row.index))
 
     def _text_of(self, index: int) -> str | None:
-        while self._text is not None and self._text[0] < index:
-            self._text = next(self._texts, None)
-        if self._text is None or self._text[0] != index:
-            return None
-        return self._store.get(self._text[1]).decode()
+        key = self._texts.of(index)
+        return None if key is None else self._store.get(key).decode()
 
 
 def written_items(ledger: Ledger, store: ObjectStore, job_id: str) -> Iterator[tuple[msgspec.Raw, str]]:
     """The lines of items whose answer is text alone, each with that text, in index order."""
-    texts = dict(ledger.artifact_keys(job_id, "text"))
+    texts = _TextKeys(ledger, job_id)
     inputs = ledger.shard_inputs(job_id)
     loaded = ("", "")
     lines: dict[int, msgspec.Raw] = {}
-    for row in ledger.items(job_id) if texts else ():
-        if row.state is not ItemState.DONE or row.artifact is not None or row.index not in texts:
+    for row in ledger.items(job_id) if texts.left else ():
+        key = texts.of(row.index)
+        if key is None or row.state is not ItemState.DONE or row.artifact is not None:
             continue
         if inputs[row.shard_no] != loaded:
             loaded = inputs[row.shard_no]
             lines = {line.index: line.dialogue for line in read_raw_shard(store, *loaded)}
-        yield lines[row.index], store.get(texts[row.index]).decode()
+        yield lines[row.index], store.get(key).decode()
+
+
+class _TextKeys:
+    """The keys of the texts that a job's model wrote, asked for in index order; a page of them in memory at a time."""
+
+    def __init__(self, ledger: Ledger, job_id: str) -> None:
+        self._keys = ledger.artifact_keys(job_id, "text")
+        self._next = next(self._keys, None)
+
+    @property
+    def left(self) -> bool:
+        """Whether there is one that has not been passed."""
+        return self._next is not None
+
+    def of(self, index: int) -> str | None:
+        while self._next is not None and self._next[0] < index:
+            self._next = next(self._keys, None)
+        return self._next[1] if self._next is not None and self._next[0] == index else None
 
 
 def _speaker(job: Job, item: MadeItem, voice: str | None) -> str:

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import soundfile
 
-from jobs.export import export
+from jobs.artifacts import text_key
+from jobs.export import export, parse_splits
 from jobs.export.manifest import put_manifest
+from jobs.ledger.records import Artifact, Done
 from jobs.manifest import read_manifest
 from jobs.store import FolderStore, open_store
 from pipelines.errors import ConfigError, ErrorCode, NotFoundError, StoreError
@@ -182,3 +184,23 @@ def test_a_wrong_file_below_the_audio_root_is_fetched_anew(finished: Finished) -
     (root / key).write_bytes(bytes(len(data)))
     exported(finished, "espnet", audio_root=root)
     assert (root / key).read_bytes() == data
+
+
+def test_answers_in_text_alone_are_in_the_file_and_splits_refuse_them(finished: Finished) -> None:
+    finished.ledger.retry(finished.job_id, None)
+    (ticket,) = finished.ledger.take_ready(5)
+    lease = finished.ledger.claim(ticket, "w", 60)
+    assert lease is not None
+    ((index, (example_id, _)),) = lease.open_items.items()
+    key = text_key(finished.job_id, index, example_id)
+    info = finished.store.put(key, b"drei").info
+    finished.ledger.commit(lease.ticket, [Done(index, (Artifact(index, "text", key, info.sha256, 4, 0, 0, 0, 0),))])
+    to = finished.folder / "out.jsonl"
+    report = export(finished.ledger, finished.store, finished.job_id, "espnet", str(to))
+    assert (report.items, report.left_out) == (4, 0)
+    assert json.loads(to.read_text().splitlines()[-1])["messages"] == [["user", "text", "three"], ["assistant", "text", "drei"]]
+    splits = parse_splits("train=0.5,dev=0.5")
+    with pytest.raises(ConfigError, match="text alone"):
+        export(finished.ledger, finished.store, finished.job_id, "espnet", str(finished.folder / "sets"), splits=splits)
+    assert not (finished.folder / "sets").exists()
+    assert export(finished.ledger, finished.store, finished.job_id, "nemo", str(finished.folder / "sets"), splits=splits).items == 3
