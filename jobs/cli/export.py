@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from jobs.cli.context import common_options, found_job, job_argument
-from jobs.cli.output import Output
+from jobs.cli.output import Output, counted
 
 
 @click.command()
@@ -61,11 +61,11 @@ def export(
             splits=splits,
             part_bytes=part_mb * 10**6 if part_mb else PART_BYTES,
             s3=settings.s3,
-            on_part=lambda part: output.note(f"{part.split} {part.number + 1} of {part.of}: {part.items} items"),
+            on_part=lambda part: output.note(f"{part.split} {part.number + 1} of {part.of}: {counted(part.items, 'item')}"),
         )
     if output.as_json:
         counts = {"items": report.items, "left_out": report.left_out}
         output.data({"schema": "nightjar.export/1", "job": found.id, "format": report.format, "to": report.to, **counts})
         return
-    left_out = f", {report.left_out} items without audio left out" if report.left_out else ""
-    output.note(f"{report.items} items written{'' if to == '-' else f' to {report.to}'}{left_out}.")
+    left_out = f", {counted(report.left_out, 'item')} without audio left out" if report.left_out else ""
+    output.note(f"{counted(report.items, 'item')} written{'' if to == '-' else f' to {report.to}'}{left_out}.")

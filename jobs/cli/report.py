@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from jobs.cli.context import common_options, found_job, job_argument, price_option
-from jobs.cli.output import Output, bytes_text
+from jobs.cli.output import Output, bytes_text, counted
 from jobs.settings import Settings
 
 
@@ -34,7 +34,7 @@ def report(job: str, to: Path | None, items: int, embed: bool, price: float | No
         output.data({**view, "items": written.shown, "measured": written.measured})
         return
     output.line(written.path)
-    output.note(f"{written.shown} items shown, {written.measured} measured, {bytes_text(written.bytes)}.")
+    output.note(f"{counted(written.shown, 'item')} shown, {written.measured} measured, {bytes_text(written.bytes)}.")
 
 
 def default_place(settings: Settings, job_id: str) -> Path:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import soundfile
+from click.testing import CliRunner
 
 from jobs.artifacts import text_key
+from jobs.cli import cli
 from jobs.export import export, parse_splits
 from jobs.export.manifest import put_manifest
 from jobs.ledger.records import Artifact, Done
@@ -204,3 +206,12 @@ def test_answers_in_text_alone_are_in_the_file_and_splits_refuse_them(finished: 
         export(finished.ledger, finished.store, finished.job_id, "espnet", str(finished.folder / "sets"), splits=splits)
     assert not (finished.folder / "sets").exists()
     assert export(finished.ledger, finished.store, finished.job_id, "nemo", str(finished.folder / "sets"), splits=splits).items == 3
+
+
+def test_what_is_said_counts_in_english(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    (home / ".nightjar").mkdir(parents=True)
+    finished = finished_job(home / ".nightjar", FolderStore(home), [LINES[0], LINES[2]])
+    finished.ledger.close()
+    done = CliRunner().invoke(cli, ["export", finished.job_id, "--home", str(home), "--to", str(tmp_path / "x")])
+    assert done.stderr == f"1 item written to {tmp_path / 'x'}, 1 item without audio left out.\n"
