@@ -191,7 +191,9 @@ class Storer:
             self._queue.put((light, lambda waiting: self._measured(waiting, heard, readings)))
 
         forgotten = lambda: light.destination.forget(light.index)  # noqa: E731
-        self._meters.submit(MeterTask(meters, sample, lambda: light.dropped, done, forgotten, item.request.request_id))
+        # The item itself: a request's id is another one in each attempt and draw.
+        name = f"{item.held.lease.job.id}/{item.index}"
+        self._meters.submit(MeterTask(meters, sample, lambda: light.dropped, done, forgotten, name))
         return None
 
     def _measured(self, item: SpeechToStore, checked: CheckedDraw, readings: Readings | NightjarError) -> Outcome | None:

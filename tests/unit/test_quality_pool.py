@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from jobs.quality import Option
 from pipelines.errors import ErrorCode, NightjarError, StoreError
 from worker.quality.meters import Readings, Sample
-from worker.quality.pool import HANGS_IN_A_ROW, MeterPool, MeterTask, Spool
+from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask, Spool
 from worker.quality.process import MeterHangError
 
 RATE = 16_000
@@ -116,6 +116,22 @@ class TestPoolFaults:
         host.fail = MeterHangError("It took long.")
         (found,) = self.results(pool, ["f"])
         assert isinstance(found, MeterHangError)
+        pool.close()
+
+    def test_outages_in_a_row_are_told_so_often_and_anew_after_an_answer(self) -> None:
+        go = threading.Event()
+        go.set()
+        host = Blocked(go, MeterHangError("It took long."))
+        pool = MeterPool(open_host=lambda: host)
+        for _ in range(2):
+            host.fail = MeterHangError("It took long.")
+            items = ["a", "b", "c"] * OUTAGES_IN_A_ROW
+            codes = [found.code for found in self.results(pool, items) if isinstance(found, NightjarError)]
+            outages = [ErrorCode.MODEL_UNREACHABLE] * OUTAGES_IN_A_ROW
+            assert codes[: HANGS_IN_A_ROW - 1 + OUTAGES_IN_A_ROW] == [ErrorCode.QA_METER] * (HANGS_IN_A_ROW - 1) + outages
+            assert set(codes[HANGS_IN_A_ROW - 1 + OUTAGES_IN_A_ROW :]) == {ErrorCode.QA_METER}
+            host.fail = None
+            assert self.results(pool, ["d"]) == [{"sum": (0.0, "")}]
         pool.close()
 
     @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, ErrorCode.STORE_FULL), (errno.EACCES, ErrorCode.STORE_FORBIDDEN)])

@@ -8,7 +8,7 @@ import queue
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -29,6 +29,8 @@ log = structlog.get_logger(__name__)
 IN_MEMORY = 64
 #: Items on which the same meters hang, without an answer in between: it is the meters then, and no more items are tried.
 HANGS_IN_A_ROW = 3
+#: Outages that are told without an answer in between; then hangs are the items' again, or a job whose last items all hang never ends.
+OUTAGES_IN_A_ROW = 5
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -51,7 +53,7 @@ class MeterTask:
     #: Takes the samples back with the readings, or with what failed.
     done: Callable[[NDArray[np.float32], Readings | NightjarError], None]
     dropped: Callable[[], None]
-    #: Whose draw it is.
+    #: The item whose draw it is, the same in all its attempts.
     item: str = ""
 
 
@@ -96,11 +98,20 @@ class Spool:
         self._file.close()
 
 
+@dataclass(slots=True)
+class _Hangs:
+    """What hung since the last answer."""
+
+    items: set[str] = field(default_factory=set[str])
+    #: Of these hangs, those that were told as an outage.
+    outages: int = 0
+
+
 class Breaker:
     """Tells meters that hang on everything from an item that everything hangs on."""
 
     def __init__(self) -> None:
-        self._hung: dict[bytes, set[str]] = {}
+        self._hung: dict[bytes, _Hangs] = {}
         self._lock = threading.Lock()
 
     def answered(self, meters: Mapping[str, Mapping[str, Option]]) -> None:
@@ -108,18 +119,22 @@ class Breaker:
             self._hung.pop(msgspec.json.encode(meters), None)
 
     def hung(self, meters: Mapping[str, Mapping[str, Option]], item: str) -> bool:
-        """Notes one more hang; whether so many items hung since the last answer that it is the meters."""
+        """Notes one more hang; whether it is told as an outage: so many items hung since the last answer that it is the meters."""
         with self._lock:
-            items = self._hung.setdefault(msgspec.json.encode(meters), set())
-            items.add(item)
-            return len(items) >= HANGS_IN_A_ROW
+            hangs = self._hung.setdefault(msgspec.json.encode(meters), _Hangs())
+            hangs.items.add(item)
+            if len(hangs.items) < HANGS_IN_A_ROW or hangs.outages >= OUTAGES_IN_A_ROW:
+                return False
+            hangs.outages += 1
+            return True
 
 
 class MeterPool:
     """`processes` meter processes, one thread each. `submit` never blocks: a slow meter delays items, not the engine.
 
     Draws that wait are bounded by the shards in flight; memory holds the samples of the first `in_memory`, a file the others'.
-    After hangs on `HANGS_IN_A_ROW` items in a row a hang is an outage (`model.unreachable`), until the meters answer again.
+    After hangs on `HANGS_IN_A_ROW` items in a row a hang is an outage (`model.unreachable`), until the meters answer again or
+    `OUTAGES_IN_A_ROW` were told.
     """
 
     def __init__(
