@@ -60,7 +60,7 @@ def done(index: int, seed: int = 7) -> Done:
 
 
 def failed(index: int, code: ErrorCode = ErrorCode.SYNTH_NO_EOS, message: str = "It went wrong.") -> Failed:
-    return Failed(index, code, message)
+    return Failed(index, code, message, engine_ms=7)
 
 
 def worker(worker_id: str = "w1", host: str = "here", slots: int = 2) -> WorkerInfo:

@@ -13,7 +13,7 @@ from functools import partial
 import structlog
 
 from jobs.dialogue import spoken_text
-from jobs.ledger.records import Draw, Failed, Outcome
+from jobs.ledger.records import Failed, Outcome
 from jobs.ledger.states import LASTING_OUTAGES
 from jobs.payload import ShardLine
 from jobs.store.base import ObjectStore
@@ -47,7 +47,7 @@ class _InEngine:
     #: Of the engine's meter.
     mark: float
     #: The item's draws before this one.
-    draws: tuple[Draw, ...]
+    history: History
 
 
 class ShardWork:
@@ -177,13 +177,12 @@ class ShardWork:
                 if entry.started_at > started_before:
                     break
                 late.append((index, entry))
-            for index, _ in late:
-                self._leave(index)
+            engine_ms = {index: self._leave(index) for index, _ in late}
             stuck = any(index == self._submitting for index, _ in late)
         message = f"The item took more than {timeout_seconds:g} s in the engine."
         for index, entry in late:
             # Settled first: the abort makes the future fail with `synth.aborted`, which then comes too late to count.
-            self.settle(Failed(index, ErrorCode.SYNTH_TIMEOUT, message, entry.draws))
+            self._fail(index, ErrorCode.SYNTH_TIMEOUT, message, entry.history, engine_ms[index])
             self._pipeline.abort(entry.request_id)
         return stuck
 
@@ -252,11 +251,11 @@ class ShardWork:
             future = self._pipeline.submit(request)
         except NightjarError as error:
             with self._changed:
-                self._leave(index)
+                engine_ms = self._leave(index)
             if error.code in LASTING_OUTAGES:
                 self.interrupt(index, error)
             else:
-                self.settle(Failed(index, error.code, str(error), turn.history.draws))
+                self._fail(index, error.code, str(error), turn.history, engine_ms)
             return
         finally:
             self._submitting = None
@@ -268,7 +267,7 @@ class ShardWork:
     def _start_clock(self, turn: _Turn, request_id: str) -> None:
         with self._changed:
             started = self._clock.monotonic(), self._meter.enter()
-            self._in_engine[turn.line.index] = _InEngine(request_id, *started, turn.history.draws)
+            self._in_engine[turn.line.index] = _InEngine(request_id, *started, turn.history)
 
     def _restart_clock(self, index: int) -> None:
         """`submit` may have waited for room: an item's own time starts when it returns."""
@@ -298,11 +297,15 @@ class ShardWork:
             self._storer.submit(self._item(turn, request, future.result(), round(engine_ms)))
         elif not isinstance(error, NightjarError):
             log.error("engine error", index=index, exc_info=error)
-            self.settle(Failed(index, ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}", turn.history.draws))
+            self._fail(index, ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}", turn.history, engine_ms)
         elif redrawn:
             self._storer.submit(self._item(turn, request, error, round(engine_ms)))
         else:
-            self.settle(Failed(index, error.code, str(error), turn.history.draws))
+            self._fail(index, error.code, str(error), turn.history, engine_ms)
+
+    def _fail(self, index: int, code: ErrorCode, message: str, history: History, engine_ms: float) -> None:
+        """Settles an item that failed in the engine; `engine_ms` is its last draw's."""
+        self.settle(Failed(index, code, message, history.draws, engine_ms=history.engine_ms + round(engine_ms)))
 
     def _item(self, turn: _Turn, request: SynthesisRequest, made: Speech | NightjarError, engine_ms: int) -> SpeechToStore:
         line = turn.line

@@ -156,12 +156,12 @@ class Storer:
         except NightjarError as error:
             if error.code in LASTING_OUTAGES:
                 raise
-            return Failed(item.index, error.code, error.message, item.history.draws)
+            return _failed(item, error.code, error.message)
         except LeaseGoneError:
             raise
         except Exception as error:
             log.exception("storing failed", index=item.index)
-            return Failed(item.index, ErrorCode.SYNTH_ENGINE, f"The audio could not be encoded or stored: {error!r}", item.history.draws)
+            return _failed(item, ErrorCode.SYNTH_ENGINE, f"The audio could not be encoded or stored: {error!r}")
 
     def _stored(self, item: SpeechToStore) -> Outcome:
         """The outcome of an item without quality checks."""
@@ -218,7 +218,7 @@ class Storer:
         best = cast(CheckedDraw, history.best)
         record, speech = best.record, best.speech
         if speech is None:
-            return Failed(item.index, cast(ErrorCode, record.code), best.message, history.draws)
+            return Failed(item.index, cast(ErrorCode, record.code), best.message, history.draws, engine_ms=history.engine_ms)
         if cast(Quality, item.quality).on_fail == "keep" and record.scores:
             artifacts = self._artifacts(item, speech, record.seed, record.draw)
             return Done(item.index, artifacts, history.engine_ms, kept(history.draws, record.draw))
@@ -226,7 +226,7 @@ class Storer:
         key = quarantine_key(job.id, item.index, item.example_id, job.spec.format, record.draw)
         artifact = self._store_audio(item, QUARANTINE, key, speech, record.seed)
         message = f"None of {len(history.draws)} draws passed; the best: {best.message}"
-        return Failed(item.index, cast(ErrorCode, record.code), message, history.draws, (artifact,))
+        return Failed(item.index, cast(ErrorCode, record.code), message, history.draws, (artifact,), history.engine_ms)
 
     def _artifacts(self, item: SpeechToStore, speech: Speech, seed: int, draw: int) -> tuple[Artifact, ...]:
         """Stores an item's audio, and its text where the model wrote one; the text alone where nothing else was asked for."""
@@ -276,6 +276,11 @@ class Storer:
                 ErrorCode.STORE_CONFLICT, f"Another job's object stands under {key}.", "Use another store or prefix for this job."
             )
         return result
+
+
+def _failed(item: SpeechToStore, code: ErrorCode, message: str) -> Failed:
+    """The outcome of an item whose last draw has no verdict, but took its time in the engine."""
+    return Failed(item.index, code, message, item.history.draws, engine_ms=item.history.engine_ms + item.engine_ms)
 
 
 def _reference(request: SynthesisRequest) -> bytes | None:

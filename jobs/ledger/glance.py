@@ -26,7 +26,7 @@ BUSY_SECONDS = 30
 _SUMS = ("n_items", "n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out")
 _JOB_FIELDS = tuple(Job.__dataclass_fields__)
 _JOB = f"SELECT {', '.join(_JOB_FIELDS)} FROM jobs WHERE id >= :low AND id < :high ORDER BY id LIMIT 2"  # noqa: S608 - names of ours
-_ITEM_MS = "1.0 * engine_ms / NULLIF(n_done, 0)"
+_ITEM_MS = "CASE WHEN n_done > 0 THEN 1.0 * engine_ms / (n_done + n_failed) END"
 _SPREAD = f"count(NULLIF(n_done, 0)), sum({_ITEM_MS}), sum({_ITEM_MS} * {_ITEM_MS})"
 _SHARDS = f"SELECT state, count(*), {_SPREAD}, {', '.join(f'sum({name})' for name in _SUMS)} FROM shards WHERE job_id = :job GROUP BY state"  # noqa: S608
 _ERRORS = """

@@ -58,12 +58,12 @@ def commit(connection: sa.Connection, ticket: Ticket, outcomes: Sequence[Outcome
     done = [outcome for outcome in first.values() if isinstance(outcome, Done)]
     failed = [outcome for outcome in first.values() if isinstance(outcome, Failed)]
     n_done = _commit_done(connection, shard, done)
-    n_failed, n_waiting = _commit_failed(connection, shard, failed, attempts) if failed else (0, 0)
+    n_failed, n_waiting, failed_ms = _commit_failed(connection, shard, failed, attempts) if failed else (0, 0, 0)
     more = {
         "n_done": n_done,
         "n_failed": n_failed,
         "audio_ms": sum([artifact.duration_ms for outcome in done for artifact in outcome.artifacts if artifact.kind == "audio"]),
-        "engine_ms": sum([outcome.engine_ms for outcome in done]),
+        "engine_ms": sum([outcome.engine_ms for outcome in done]) + failed_ms,
         "bytes_out": sum([artifact.bytes for outcome in done for artifact in outcome.artifacts]),
     }
     of = {"of_job": ticket.job_id, "of_shard": ticket.shard_no}
@@ -127,10 +127,10 @@ def _pending(shard: sa.RowMapping, indexes: Iterable[int]) -> str:
     return f"job_no = {shard['job_no']:d} AND idx IN ({numbers}) AND shard_no = {shard['no']:d} AND state = {_PENDING}"
 
 
-def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list[Failed], attempts: dict[int, int]) -> tuple[int, int]:
-    """(items that failed for good, items that wait for another attempt)."""
+def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list[Failed], attempts: dict[int, int]) -> tuple[int, int, int]:
+    """(items that failed for good, items that wait for another attempt, engine time in milliseconds of what was not told before)."""
     told = _told_before(connection, shard, [outcome.index for outcome in failed])
-    ended = waiting = 0
+    ended = waiting = engine_ms = 0
     errors = []
     refused: list[Failed] = []
     for outcome in failed:
@@ -138,6 +138,7 @@ def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list
         state = after_failure(tries, shard["max_attempts"], outcome.code)
         if state is ItemState.PENDING and outcome.index in told:
             continue
+        engine_ms += outcome.engine_ms
         errors.append((outcome.index, outcome.code, outcome.message))
         items = schema.items.c
         changed = connection.execute(
@@ -156,7 +157,7 @@ def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list
         _leave_quarantine(connection, shard, [outcome.index for outcome in refused])
         _add_artifacts(connection, shard, [artifact for outcome in refused for artifact in outcome.artifacts])
         add_draws(connection, shard["job_no"], [(outcome.index, draw) for outcome in refused for draw in outcome.draws])
-    return ended, waiting
+    return ended, waiting, engine_ms
 
 
 def _told_before(connection: sa.Connection, shard: sa.RowMapping, indexes: list[int]) -> set[int]:

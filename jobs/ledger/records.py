@@ -253,6 +253,8 @@ class Failed(msgspec.Struct, frozen=True):
     draws: tuple[Draw, ...] = ()
     #: The audio of its best draw, in quarantine.
     artifacts: tuple[Artifact, ...] = ()
+    #: Engine time of the attempt, for cost; 0 where the engine had no part in it.
+    engine_ms: int = 0
 
 
 Outcome = Done | Failed
@@ -294,7 +296,7 @@ class ShardSpread:
 
     #: Shards that ended and made speech.
     shards: int = 0
-    #: Sum over them of the engine time of one item, in milliseconds, and the sum of its squares.
+    #: Sum over them of the engine time of one item that ended, in milliseconds, and the sum of its squares.
     item_ms: float = 0.0
     item_ms_squared: float = 0.0
 

@@ -212,7 +212,7 @@ class TestCommit:
         assert_exact(ledger, job.id)
         status = ledger.status(job.id)
         assert (status.items.total, status.items.done, status.items.failed, status.items.pending) == (4, 1, 1, 2)
-        assert (status.audio_ms, status.bytes_out, status.engine_ms) == (1500, 100, 20)
+        assert (status.audio_ms, status.bytes_out, status.engine_ms) == (1500, 100, 20 + 7 + 7)
         first = next(ledger.items(job.id))
         assert first.artifact == done(0).artifacts[0]
         assert first.attempts == 1
@@ -249,6 +249,7 @@ class TestCommit:
         (item,) = ledger.items(job.id)
         assert (item.state, item.attempts, item.error_code) == (ItemState.FAILED, 2, ErrorCode.SYNTH_TIMEOUT)
         assert len(item.error_message or "") == 2000
+        assert ledger.status(job.id).engine_ms == 2 * 7
         assert rows(ledger, "SELECT epoch, code, retryable FROM item_errors ORDER BY epoch") == [
             (1, "synth.timeout", True),
             (2, "synth.timeout", True),

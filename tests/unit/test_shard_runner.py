@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ from jobs.ingest import SubmitOptions
 from jobs.ledger import Ledger
 from jobs.ledger.records import CommitResult, ItemState, JobState, Outcome, ShardState, Ticket
 from jobs.manifest import read_manifest
+from jobs.quality import quality_of
 from jobs.store.base import PutResult
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ServiceError, StoreError
 from pipelines.registry import register_pipeline
+from pipelines.request import Speech, SynthesisRequest
 from tests.fake_worker import fake_card
 from tests.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
+from tests.ledger_kit import wake
 from tests.worker_rig import WORKER, Rig
 from worker.shard_runner import ShardEnd
 from worker.storing import SPEC_SHA_CHARACTERS
@@ -117,6 +121,25 @@ def test_the_engines_time_is_shared_out_among_its_items(build: Build) -> None:
     started_at = time.monotonic()
     rig.run_next()
     assert 380 <= rig.status(job).engine_ms <= (time.monotonic() - started_at) * 1000 + 8
+
+
+def test_what_failed_items_took_of_the_engine_is_counted_in_every_attempt(build: Build) -> None:
+    clock = FakeClock()
+
+    class Slow(FakePipeline):
+        def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
+            clock.advance(1)
+            super()._finish(request, future)
+
+    rig = build(clock=clock, pipeline=Slow(), lease_seconds=1000)
+    options, basic = SubmitOptions(max_attempts=2), quality_of("basic")
+    plain = [rig.submit([text], options=options) for text in ("fine", "[[fail:synth.oom]]", "[[silent]]")]
+    checked = [rig.submit([text], options=options, quality=basic) for text in ("[[silent]]", "[[nan]]")]
+    while not all(rig.status(job).job.state.final for job in (*plain, *checked)):
+        wake(rig.ledger)
+        rig.run_next()
+    assert [rig.status(job).engine_ms for job in plain] == [1000, 2000, 1000]
+    assert [rig.status(job).engine_ms for job in checked] == [3000, 3000]
 
 
 def test_items_that_are_done_are_not_run_again(build: Build) -> None:
@@ -290,6 +313,8 @@ def test_a_slow_item_times_out_and_the_others_are_kept(build: Build) -> None:
     assert rig.run_next() is ShardEnd.FINISHED
     assert [row.error_code for row in rig.items(job)] == [None, ErrorCode.SYNTH_TIMEOUT, ErrorCode.SYNTH_TIMEOUT]
     assert len(rig.pipeline.aborted) == 2
+    # They kept the engine at work for all their time.
+    assert rig.status(job).engine_ms >= 290
 
 
 def test_an_engine_that_takes_no_more_requests_is_opened_anew(build: Build) -> None:
