@@ -41,15 +41,16 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
     """The paces of a job's voices and languages, those with most items first, and last one for all others.
 
     Items are chosen by a hash of their id, so the same job gives the same paces. Raises `NotFoundError` for a job with fewer
-    than `LEAST_ITEMS` made items.
+    than `LEAST_ITEMS` made items that have a text.
     """
     lengths: dict[tuple[str, str], list[_Length]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for item in MadeItems(ledger, store, job.id):
         dialogue = _decode(item.dialogue)
         generation = dialogue.generation.over(job.spec.generation) if dialogue.generation else job.spec.generation
-        text = spoken_text(dialogue.typed_messages())
-        length = (hashlib.blake2b(item.example_id.encode(), digest_size=8).digest(), text_units(text), item.seconds)
+        if not (units := text_units(spoken_text(dialogue.typed_messages()))):
+            continue
+        length = (hashlib.blake2b(item.example_id.encode(), digest_size=8).digest(), units, item.seconds)
         for voice in {(generation.voice or "", generation.language or ""), ("", "")}:
             counts[voice] += 1
             heapq.heappush(lengths[voice], length)
@@ -58,7 +59,7 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
     if counts["", ""] < LEAST_ITEMS:
         raise NotFoundError(
             ErrorCode.LEDGER_NOT_FOUND,
-            f"Job {job.id} has {counts['', '']} made items; a pace needs {LEAST_ITEMS}.",
+            f"Job {job.id} has {counts['', '']} made items with a user's text; a pace needs {LEAST_ITEMS}.",
             "Calibrate on a larger job of the same model.",
         )
     order = sorted(counts, key=lambda voice: (voice == ("", ""), -counts[voice], voice))

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MAX_DRAWS = 20
+#: Parts of the longest key, as in `bounds.wer.high`.
+_KEY_PARTS = 3
 
 #: What is scored without a meter.
 CHEAP_SCORES = ("ended", "duration", "clipped", "silence", "pause", "loudness")
@@ -124,6 +126,8 @@ def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str]
     changes = [*([] if config is None else [_read(config)]), *map(_override, overrides)]
     for change in changes:
         _merge(tree, change)
+    if tree.get("vad") == "silero" and _taken_out("silero", changes):
+        raise _invalid("`vad` is `silero`, and the meter silero is taken out.", "Set `vad` to `energy`, as with `--qa-set vad=energy`.")
     _leave_out_bounds(tree, changes)
     try:
         quality = msgspec.convert(tree, Quality)
@@ -146,6 +150,8 @@ def checked(quality: Quality) -> Quality:
     for pace in quality.paces:
         if not (0 <= pace.low <= pace.high and pace.seconds_per_unit >= 0 and pace.base_seconds >= 0 and pace.slack_seconds >= 0):
             raise _invalid("A pace has a negative number, or its `low` is above its `high`.", "Make it with `jobs calibrate`.")
+        if not pace.base_seconds + pace.seconds_per_unit:
+            raise _invalid("A pace expects speech of no length: both its seconds are 0.", "Make it with `jobs calibrate`.")
     _check_names(quality)
     return quality
 
@@ -191,7 +197,7 @@ def _read(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise _invalid(f"The quality config {path} cannot be read: {error.strerror}.", "Give a TOML file.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _invalid(f"The quality config {path} is not TOML: {error}.", "Correct it.") from None
 
 
@@ -204,11 +210,17 @@ def _override(text: str) -> dict[str, Any]:
         raise _invalid(f"The quality setting {text[:80]!r} is not KEY=VALUE.", "As in bounds.wer.high=0.2.")
     try:
         leaf = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         leaf = value
     for name in reversed(names):
         leaf = {name: leaf}
     return cast("dict[str, Any]", leaf)
+
+
+def _taken_out(meter: str, changes: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last change that names the meter takes it out."""
+    named = [meters[meter] for change in changes if isinstance(meters := change.get("meters"), Mapping) and meter in meters]
+    return bool(named) and named[-1] is False
 
 
 def _leave_out_bounds(tree: dict[str, Any], changes: Sequence[Mapping[str, Any]]) -> None:
@@ -223,6 +235,8 @@ def _leave_out_bounds(tree: dict[str, Any], changes: Sequence[Mapping[str, Any]]
 
 
 def _merge(into: dict[str, Any], values: Mapping[str, Any], depth: int = 0) -> None:
+    if depth >= _KEY_PARTS:
+        raise _invalid(f"A key of the quality checks has more than {_KEY_PARTS} parts.", "See docs/quality.md for the keys.")
     for key, value in values.items():
         old = into.get(key)
         if isinstance(value, Mapping):

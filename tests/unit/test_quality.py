@@ -6,23 +6,25 @@ import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jobs.calibrate import as_toml, fit
+from jobs.calibrate import LEAST_ITEMS, as_toml, fit, learned_paces
 from jobs.ledger.records import JobSpec, Score
 from jobs.quality import PRESETS, Bound, Quality, quality_of
 from jobs.spec import frozen_spec, spec_sha
 from pipelines.activity import active_frames, activity, frame_powers, trim_silence
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, NotFoundError
 from pipelines.hibari.provider import describe as describe_hibari
 from pipelines.pace import Pace, is_prose, pace_of, text_units
 from pipelines.request import Generation, Speech
 from tests.fakes import sine
-from worker.quality.drawing import History, check_draw, with_readings
+from worker.quality.drawing import History, check_draw, meters_of, with_readings
 from worker.quality.gates import cheap_scores, clipped_share, longest_pause
 from worker.quality.meters import Reading
 from worker.quality.words import error_rates
@@ -180,7 +182,17 @@ class TestConfig:
 
     @pytest.mark.parametrize(
         "override",
-        ["draws=0", "draws=21", "nonsense=1", "bounds.wer.hihg=1", "novalue", "on_fail=throw", "trim_keep_ms=-1", "..=1"],
+        [
+            "draws=0",
+            "draws=21",
+            "nonsense=1",
+            "bounds.wer.hihg=1",
+            "novalue",
+            "on_fail=throw",
+            "trim_keep_ms=-1",
+            "..=1",
+            f"draws={'[' * 9999}",
+        ],
     )
     def test_what_makes_no_sense_is_refused_before_anything_is_written(self, override: str) -> None:
         with pytest.raises(ConfigError):
@@ -190,6 +202,33 @@ class TestConfig:
     def test_a_number_that_json_does_not_have_is_refused(self, override: str) -> None:
         with pytest.raises(ConfigError, match="infinite"):
             quality_of("basic", None, [override])
+
+    @pytest.mark.parametrize("where", ["override", "file"])
+    def test_a_key_of_thousands_of_parts_is_refused_in_a_sentence(self, tmp_path: Path, where: str) -> None:
+        line = f"bounds{'.x' * 3000}=1"
+        path = tmp_path / "qa.toml"
+        path.write_text(line)
+        with pytest.raises(ConfigError, match="more than 3 parts"):
+            quality_of("basic", path if where == "file" else None, [line] if where == "override" else [])
+
+    def test_silero_is_taken_out_by_vad_alone(self, tmp_path: Path) -> None:
+        path = tmp_path / "qa.toml"
+        path.write_text("[meters]\nsilero = false\n")
+        with pytest.raises(ConfigError, match="taken out") as caught:
+            quality_of("strict", path)
+        assert "vad=energy" in caught.value.advice
+        without = quality_of("strict", path, ["vad=energy"])
+        assert without is not None
+        assert "silero" not in meters_of(without)
+        assert quality_of("strict", path, ["meters.silero={}"]) is not None
+
+    def test_a_pace_without_seconds_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "qa.toml"
+        path.write_text(as_toml((Pace(0, 0, 0.5, 2),)))
+        with pytest.raises(ConfigError, match="no length"):
+            quality_of("basic", path)
+        path.write_text(as_toml((Pace(1, 0, 0.5, 2), Pace(0, 0.1, 0.5, 2))))
+        assert quality_of("basic", path) is not None
 
     def test_a_name_that_nothing_answers_to_is_refused_with_those_that_exist(self) -> None:
         for preset, override, said in (
@@ -320,6 +359,21 @@ class TestCalibration:
     def test_texts_of_one_length_still_give_a_pace(self) -> None:
         pace = fit([(b"", 50.0, 3.0), (b"", 50.0, 3.1), (b"", 50.0, 2.9)])
         assert pace.expected_seconds("x" * 50) == pytest.approx(3.0)
+
+    def test_items_without_a_text_teach_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def paces(texts: list[str]) -> tuple[Pace, ...]:
+            lines = [msgspec.json.encode({"example_id": str(n), "messages": [["user", "text", text]]}) for n, text in enumerate(texts)]
+            made = [SimpleNamespace(example_id=str(n), dialogue=msgspec.Raw(line), seconds=2.0) for n, line in enumerate(lines)]
+            monkeypatch.setattr("jobs.calibrate.MadeItems", lambda *_: made)
+            job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
+            unused: Any = None
+            return learned_paces(unused, unused, job)
+
+        with pytest.raises(NotFoundError, match="0 made items with a user's text"):
+            paces([""] * LEAST_ITEMS)
+        with pytest.raises(NotFoundError, match=f"{LEAST_ITEMS - 1} made items"):
+            paces(["", *["words"] * (LEAST_ITEMS - 1)])
+        assert paces(["", *["words"] * LEAST_ITEMS]) == paces(["words"] * LEAST_ITEMS)
 
     def test_what_is_printed_is_a_config(self, tmp_path: Path) -> None:
         voice = 'a "quoted"\\ voice 𝄞 安娜\t\x7f\x01'
