@@ -241,8 +241,8 @@ def test_a_retry_makes_the_datasets_of_its_night_anew(house: House) -> None:
     assert house.contents() == second
 
 
-class StoppedError(Exception):
-    pass
+class StoppedError(BaseException):
+    """The process is killed: no handler of errors sees it."""
 
 
 def stop_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
