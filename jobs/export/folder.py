@@ -117,6 +117,9 @@ class FolderExport:
                 return plan
             files = [file for part in plan.parts for file in self._part(place, audio, part, on_part)]
             files += self._beside(place, plan)
+            if (hole := _hole(place, files)) is not None:
+                reason = f"{hole!r} in {place.address!r} is missing or was changed before the export was complete."
+                raise _unusable(reason, "Remove what is there, and export again.")
             counts = {name: sum(part.items for part in plan.parts if part.split == name) for name in self.splits.names}
             done = _Finished(identity, counts, plan.left_out, sorted(files, key=lambda file: file.name))
             _publish(place, _END, [_json(done)])
@@ -143,7 +146,7 @@ class FolderExport:
             self._renew(place, _read(found, _Renewal), identity)
         elif (found := place.read(_END)) is not None:
             done = _read(found, _Finished)
-            if done is not None and done.identity == identity:
+            if done is not None and done.identity == identity and _hole(place, done.files) is None:
                 if place.read(_PLAN) is not None:
                     _clear(place)
                 return True
@@ -159,12 +162,13 @@ class FolderExport:
         return False
 
     def _renew(self, place: Place, old: _Renewal | None, identity: _Identity) -> None:
-        """Removes an export that this one replaces and begins this one. Stopped at any point, it goes on where it was: the list
-        of what has to go is there until the plan of what comes is.
+        """Removes an export that this one replaces, or its own that lacks files, and begins this one. Stopped at any point, it goes
+        on where it was: the list of what has to go is there until the plan of what comes is.
 
         Raises `config.invalid` for an export of another job, and with nothing removed where a file is no export's any more.
         """
-        if old is None or old.identity.job not in self.replaces or old.identity.format != self.name:
+        replaced = old is not None and old.identity.job in self.replaces and old.identity.format == self.name
+        if old is None or not (replaced or old.identity == identity):
             raise _unusable(f"{place.address!r} holds another export.", "Choose an empty place, or remove what is there.")
         if (stranger := place.stranger({_END, *(file.name for file in old.files)})) is not None:
             raise _unusable(f"{place.address!r} holds {stranger!r}, which is no export's.", _AWAY)
@@ -261,6 +265,13 @@ def _files_in(place: Place, name: str, data: bytes) -> list[WrittenFile]:
         return _decode_files(data)
     except ValueError as error:
         raise _unusable(f"{place.address!r} holds {name!r}, which is no export's.", _AWAY) from error
+
+
+def _hole(place: Place, files: Iterable[WrittenFile]) -> str | None:
+    """A file that is not there, or not in the size in which it was written."""
+    written = {file.name: file.bytes for file in files}
+    found = place.sizes(written)
+    return next((name for name, size in written.items() if found.get(name) != size), None)
 
 
 def _clear(place: Place) -> None:

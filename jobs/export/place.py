@@ -46,6 +46,10 @@ class Place(Protocol):
         """Hex SHA-256 of a file, or None."""
         ...
 
+    def sizes(self, names: Collection[str]) -> dict[str, int]:
+        """Bytes of those of these files that are there."""
+        ...
+
     def records(self) -> list[str]:
         """The files of an export that is not complete: what it knows of itself."""
         ...
@@ -105,6 +109,12 @@ class FolderPlace:
         except OSError as error:
             raise output_error(path, error) from error
 
+    def sizes(self, names: Collection[str]) -> dict[str, int]:
+        try:
+            return {name: path.stat().st_size for name in names if (path := self._folder / name).is_file()}
+        except OSError as error:
+            raise output_error(self._folder, error) from error
+
     def records(self) -> list[str]:
         return [f"{RECORDS}/{path.name}" for path in sorted((self._folder / RECORDS).glob("*.json"))]
 
@@ -150,6 +160,9 @@ class BucketPlace:
     def sha256(self, name: str) -> str | None:
         info = self._store.head(name)
         return None if info is None else info.sha256
+
+    def sizes(self, names: Collection[str]) -> dict[str, int]:
+        return {info.key: info.bytes for info in self._store.list("") if info.key in names}
 
     def records(self) -> list[str]:
         return [info.key for info in self._store.list(f"{RECORDS}/") if info.key.endswith(".json")]

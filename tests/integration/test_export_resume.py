@@ -116,6 +116,32 @@ def test_a_complete_export_is_left_as_it_is(finished: Finished) -> None:
     assert {path: path.stat().st_mtime_ns for path in to.rglob("*") if path.is_file()} == before
 
 
+def test_a_complete_export_that_lacks_a_file_is_written_anew(finished: Finished) -> None:
+    to = finished.folder / "to"
+    run(finished, "webdataset", to)
+    whole = contents(to)
+    lost = next(name for name in whole if name.endswith(".tar"))
+    (to / lost).unlink()
+    assert run(finished, "webdataset", to) == 20
+    assert contents(to) == whole
+    (to / lost).write_bytes(b"mine")
+    before = contents(to)
+    with pytest.raises(ConfigError, match="was changed after it was exported"):
+        run(finished, "webdataset", to)
+    assert contents(to) == before
+
+
+def test_a_stopped_export_that_lacks_a_file_does_not_end_well(finished: Finished) -> None:
+    to = finished.folder / "to"
+    with pytest.raises(StoppedError):
+        run(finished, "webdataset", to, on_part=stop_at(1))
+    (lost,) = to.rglob("*.tar")
+    lost.unlink()
+    with pytest.raises(ConfigError, match=f"{lost.name}.*missing"):
+        run(finished, "webdataset", to)
+    assert not (to / "export.json").exists()
+
+
 @pytest.mark.parametrize("other", [{"format": "shar"}, {"part_bytes": PART + 1}, {"splits": None}])
 @pytest.mark.parametrize("complete", [True, False])
 def test_another_export_is_not_mixed_in(finished: Finished, other: dict[str, Any], complete: bool) -> None:
@@ -291,6 +317,19 @@ def test_a_bucket_to_a_bucket(tmp_path: Path, moto: MotoS3, format: str) -> None
     about = json.loads(target.get("export.json"))
     assert about["identity"]["part_bytes"] == 40_000
     assert {info.key for info in target.list("")} == {file["name"] for file in about["files"]} | {"export.json", "notes.txt"}
+    finished.ledger.close()
+
+
+def test_a_bucket_that_lacks_a_file_is_written_anew(tmp_path: Path, moto: MotoS3) -> None:
+    access = Access(moto.endpoint, moto.secret_key)
+    finished = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES[:2], seconds=0.1)
+    bucket = moto.create_bucket(f"export-{tmp_path.name.replace('_', '-')[-20:]}".strip("-").lower())
+    to = f"s3://{bucket}/set"
+    target = open_store(to, access)
+    for _ in range(2):
+        assert run(finished, "nemo", to, s3=access, splits=parse_splits("train=1")) == 2
+        assert {info.key for info in target.list("")} == {"export.json", "manifest.jsonl.gz", "provenance.json", "train.jsonl"}
+        target.delete("train.jsonl")
     finished.ledger.close()
 
 
