@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
+import tempfile
 import threading
+from collections import deque
 from collections.abc import Mapping
+from typing import IO
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from numpy.typing import NDArray
 from jobs.quality import Option
 from pipelines.errors import ErrorCode, NightjarError, StoreError
 from worker.quality.meters import Readings, Sample
-from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask, Spool
+from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask, Place, Spool
 from worker.quality.process import MeterHangError
 
 RATE = 16_000
@@ -83,8 +87,30 @@ class TestPool:
         spool = Spool()
         places = [spool.put(np.arange(count, dtype=np.float32)) for count in (3, 5)]
         assert [spool.take(place).tolist() for place in reversed(places)] == [[0, 1, 2, 3, 4], [0, 1, 2]]
-        assert spool.put(np.ones(1, np.float32)) == (0, 1)
+        place = spool.put(np.ones(1, np.float32))
+        assert (place.start, place.count) == (0, 1)
         spool.close()
+
+    def test_a_full_file_of_samples_goes_when_nothing_of_it_is_held(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        files: list[IO[bytes]] = []
+        make = tempfile.TemporaryFile
+
+        def noted(**options: str) -> IO[bytes]:
+            files.append(make(**options))
+            return files[-1]
+
+        monkeypatch.setattr("worker.quality.pool.tempfile.TemporaryFile", noted)
+        spool, waiting = Spool(file_bytes=100), deque[Place]()
+        for number in range(200):
+            waiting.append(spool.put(np.full(10, number, np.float32)))
+            if len(waiting) > 4:
+                assert spool.take(waiting.popleft()).tolist() == [number - 4] * 10
+        open_files = [file for file in files if not file.closed]
+        assert sum(os.fstat(file.fileno()).st_size for file in open_files) <= 3 * 120
+        while waiting:
+            spool.take(waiting.popleft())
+        spool.close()
+        assert all(file.closed for file in files)
 
 
 class TestPoolFaults:

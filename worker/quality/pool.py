@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 #: Draws whose samples wait in memory; those of more wait in a file.
 IN_MEMORY = 64
+#: A temporary file of so many bytes takes no more of them.
+SPOOL_FILE_BYTES = 256 << 20
 #: Items on which the same meters hang, without an answer in between: it is the meters then, and no more items are tried.
 HANGS_IN_A_ROW = 3
 #: Outages that are told without an answer in between; then hangs are the items' again, or a job whose last items all hang never ends.
@@ -57,45 +59,79 @@ class MeterTask:
     item: str = ""
 
 
-class Spool:
-    """Samples in a file without a name, which is gone with the process. Its space is used again whenever it is empty.
-
-    Raises `OSError` where there is no place for temporary files.
-    """
+class _SpoolFile:
+    """A file without a name, which is gone with the process, and what of it is in use."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile(prefix="nightjar-draws-")  # noqa: SIM115 - for the life of the pool
-        self._lock = threading.Lock()
-        self._end = 0
-        self._held = 0
+        self.file = tempfile.TemporaryFile(prefix="nightjar-draws-")  # noqa: SIM115 - closed when it is full and nothing of it is held
+        self.end = 0
+        self.held = 0
 
-    def put(self, samples: NDArray[np.float32]) -> tuple[int, int]:
-        """Where the samples [samples] are: (byte, number of samples). Raises `OSError` on a full disk."""
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where samples are."""
+
+    file: _SpoolFile
+    #: Their first byte.
+    start: int
+    #: How many samples.
+    count: int
+
+
+class Spool:
+    """Samples in temporary files. A file's space is free again when nothing of it is held; one of `file_bytes` takes no more.
+
+    Draws leave in nearly the order they came in, so the disk holds those that wait and a file or two more.
+    """
+
+    def __init__(self, file_bytes: int = SPOOL_FILE_BYTES) -> None:
+        self._file_bytes = file_bytes
+        self._current: _SpoolFile | None = None
+        self._lock = threading.Lock()
+
+    def put(self, samples: NDArray[np.float32]) -> Place:
+        """Takes samples [samples]. Raises `OSError` on a full disk and where there is no place for temporary files."""
         with self._lock:
-            if self._held == 0:
-                self._file.truncate(0)
-                self._end = 0
+            into = self._with_room()
             data = samples.astype(np.float32, copy=False).tobytes()
             written = 0
             while written < len(data):
-                written += os.pwrite(self._file.fileno(), data[written:], self._end + written)
-            place = self._end, len(samples)
-            self._end += len(data)
-            self._held += 1
+                written += os.pwrite(into.file.fileno(), data[written:], into.end + written)
+            place = Place(into, into.end, len(samples))
+            into.end += len(data)
+            into.held += 1
             return place
 
-    def take(self, place: tuple[int, int]) -> NDArray[np.float32]:
+    def take(self, place: Place) -> NDArray[np.float32]:
         """The samples back; once for each `put`."""
-        start, count = place
         try:
-            data = os.pread(self._file.fileno(), count * 4, start)
+            data = os.pread(place.file.file.fileno(), place.count * 4, place.start)
         finally:
             with self._lock:
-                self._held -= 1
+                place.file.held -= 1
+                if not place.file.held:
+                    self._free(place.file)
         return np.frombuffer(data, np.float32)
 
     def close(self) -> None:
-        self._file.close()
+        """Closes the file that takes samples; call it when nothing is held."""
+        with self._lock:
+            current, self._current = self._current, None
+            if current is not None:
+                current.file.close()
+
+    def _with_room(self) -> _SpoolFile:
+        if self._current is None or self._current.end >= self._file_bytes:
+            self._current = _SpoolFile()
+        return self._current
+
+    def _free(self, empty: _SpoolFile) -> None:
+        if empty is self._current:
+            empty.file.truncate(0)
+            empty.end = 0
+        else:
+            empty.file.close()
 
 
 @dataclass(slots=True)
@@ -147,10 +183,10 @@ class MeterPool:
         self._processes = processes
         self._in_memory = in_memory
         self._open_host = open_host
-        self._queue: queue.SimpleQueue[tuple[MeterTask, tuple[int, int] | None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[MeterTask, Place | None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._spool: Spool | None = None
+        self._spool = Spool()
         self._closing = False
         self._breaker = Breaker()
 
@@ -176,8 +212,7 @@ class MeterPool:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
-        if self._spool is not None:
-            self._spool.close()
+        self._spool.close()
 
     def _start(self) -> None:
         with self._lock:
@@ -186,11 +221,8 @@ class MeterPool:
                 self._threads.append(thread)
                 thread.start()
 
-    def _spooled(self, samples: NDArray[np.float32]) -> tuple[int, int]:
+    def _spooled(self, samples: NDArray[np.float32]) -> Place:
         try:
-            with self._lock:
-                if self._spool is None:
-                    self._spool = Spool()
             return self._spool.put(samples)
         except OSError as error:
             raise _disk_error(error) from error
@@ -212,8 +244,8 @@ class MeterPool:
         finally:
             host.close()
 
-    def _with_samples(self, task: MeterTask, place: tuple[int, int] | None) -> MeterTask:
-        if place is None or self._spool is None:
+    def _with_samples(self, task: MeterTask, place: Place | None) -> MeterTask:
+        if place is None:
             return task
         return replace(task, sample=replace(task.sample, samples=self._spool.take(place)))
 
