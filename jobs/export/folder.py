@@ -21,7 +21,7 @@ from jobs.export.files import PartFiles, WrittenFile
 from jobs.export.made import MadeItem, MadeItems
 from jobs.export.manifest import manifest_line
 from jobs.export.output import output_error
-from jobs.export.place import RECORDS, Place, open_place
+from jobs.export.place import END, RECORDS, Place, open_place
 from jobs.export.plan import Part, Plan, make_plan
 from jobs.export.splits import Splits
 from jobs.ledger.records import Job
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Record = TypeVar("Record", bound=msgspec.Struct)
 #: Raised when a format's files change for the same items.
 VERSION = 1
-_PLAN, _RENEWAL, _END = f"{RECORDS}/plan.json", f"{RECORDS}/renewal.json", "export.json"
+_PLAN, _RENEWAL = f"{RECORDS}/plan.json", f"{RECORDS}/renewal.json"
 _AWAY = "Move it away; the export is then written anew."
 _decode_files = msgspec.json.Decoder(list[WrittenFile]).decode
 
@@ -122,7 +122,7 @@ class FolderExport:
                 raise _unusable(reason, "Remove what is there, and export again.")
             counts = {name: sum(part.items for part in plan.parts if part.split == name) for name in self.splits.names}
             done = _Finished(identity, counts, plan.left_out, sorted(files, key=lambda file: file.name))
-            _publish(place, _END, [_json(done)])
+            _publish(place, END, [_json(done)])
             _clear(place)
             return plan
 
@@ -144,7 +144,7 @@ class FolderExport:
         """Makes the place this export's; True: it is complete already."""
         if (found := place.read(_RENEWAL)) is not None:
             self._renew(place, _read(found, _Renewal), identity)
-        elif (found := place.read(_END)) is not None:
+        elif (found := place.read(END)) is not None:
             done = _read(found, _Finished)
             if done is not None and done.identity == identity and _hole(place, done.files) is None:
                 if place.read(_PLAN) is not None:
@@ -170,7 +170,7 @@ class FolderExport:
         replaced = old is not None and old.identity.job in self.replaces and old.identity.format == self.name
         if old is None or not (replaced or old.identity == identity):
             raise _unusable(f"{place.address!r} holds another export.", "Choose an empty place, or remove what is there.")
-        if (stranger := place.stranger({_END, *(file.name for file in old.files)})) is not None:
+        if (stranger := place.stranger({END, *(file.name for file in old.files)})) is not None:
             raise _unusable(f"{place.address!r} holds {stranger!r}, which is no export's.", _AWAY)
         for file in old.files:
             if place.sha256(file.name) not in (None, file.sha256):
@@ -178,7 +178,7 @@ class FolderExport:
                 raise _unusable(reason, _AWAY)
         if place.read(_RENEWAL) is None:
             _publish(place, _RENEWAL, [_json(old)])
-        for name in (_END, _PLAN, *(file.name for file in old.files), *old.records):
+        for name in (END, _PLAN, *(file.name for file in old.files), *old.records):
             place.remove(name)
         _publish(place, _PLAN, [_json(identity)])
         place.remove(_RENEWAL)

@@ -20,6 +20,10 @@ from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 #: Subfolder of what an export that is not complete knows of itself.
 RECORDS = "_export"
+#: What a complete export knows of itself.
+END = "export.json"
+#: The scratch file of an export's first record: until that is there, nothing tells whose the scratch folder is.
+_FIRST = "record-000000"
 
 
 class Place(Protocol):
@@ -70,6 +74,25 @@ class FolderPlace:
         self._folder = folder
         self.address = str(folder)
         self.scratch = folder / RECORDS / "scratch"
+
+    def begin(self) -> None:
+        """Makes an empty scratch folder in place of what a stopped export left. Raises `config.invalid` where no export is known."""
+        try:
+            left = {path.name for path in self.scratch.glob("*")}
+            if left - {_FIRST} and not self.records() and not (self._folder / END).exists():
+                message = f"{str(self.scratch)!r} holds files that are no export's."
+                raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Choose an empty place.")
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch.mkdir(parents=True)
+        except OSError as error:
+            raise output_error(self.scratch, error) from error
+
+    def end(self) -> None:
+        """Removes the scratch folder."""
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        with suppress(OSError):
+            # Not empty where the export was stopped.
+            self.scratch.parent.rmdir()
 
     def read(self, name: str) -> bytes | None:
         path = self._folder / name
@@ -193,17 +216,12 @@ def open_place(to: str, s3: S3Settings | None) -> Generator[Place, None, None]:
         raise output_error(folder, error) from error
     try:
         _lock(handle, folder)
-        shutil.rmtree(place.scratch, ignore_errors=True)
+        place.begin()
         try:
-            place.scratch.mkdir(parents=True)
-        except OSError as error:
-            raise output_error(place.scratch, error) from error
-        yield place
+            yield place
+        finally:
+            place.end()
     finally:
-        shutil.rmtree(place.scratch, ignore_errors=True)
-        with suppress(OSError):
-            # Not empty where the export was stopped.
-            place.scratch.parent.rmdir()
         os.close(handle)
 
 

@@ -167,6 +167,25 @@ def test_files_that_are_no_exports_are_never_written_over(finished: Finished, fo
     assert contents(to) == {"README.md": b"mine"}
 
 
+def test_a_persons_scratch_folder_is_left_as_it_is(finished: Finished) -> None:
+    to = finished.folder / "to"
+    scratch = to / "_export" / "scratch"
+    scratch.mkdir(parents=True)
+    (scratch / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="no export's"):
+        run(finished, "kaldi", to)
+    assert contents(to) == {"_export/scratch/notes.txt": b"mine"}
+
+
+def test_an_export_killed_before_it_had_a_plan_goes_on(finished: Finished) -> None:
+    to = finished.folder / "to"
+    scratch = to / "_export" / "scratch"
+    scratch.mkdir(parents=True)
+    (scratch / "record-000000").write_text("{")
+    assert run(finished, "kaldi", to) == 20
+    assert not (to / "_export").exists()
+
+
 def test_a_job_that_went_on_is_another_export(finished: Finished) -> None:
     to = finished.folder / "to"
     with pytest.raises(StoppedError):
