@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.ingest import SubmitOptions
 from jobs.ledger.records import JobState
 from jobs.quality import Option, quality_of
 from pipelines.errors import ErrorCode
@@ -45,15 +46,15 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 @pytest.mark.parametrize("hanging", [1, HANGS_IN_A_ROW + 1])
 def test_items_that_meters_hang_on_spend_their_attempts_and_the_job_ends(rig: Rig, hanging: int) -> None:
-    made = 4
+    made, attempts = 4, HANGS_IN_A_ROW + 1
     texts = [*(f"text {n}" for n in range(made)), *(f"Hang {n}" for n in range(hanging))]
-    job = rig.submit(texts, quality=quality_of("basic", None, ["vad=silero"]))
-    # Each lease tells an outage, so often after each answer, or is one of three attempts of every item that is left.
-    for _ in range(OUTAGES_IN_A_ROW * (made + 1) + 3):
+    job = rig.submit(texts, quality=quality_of("basic", None, ["vad=silero"]), options=SubmitOptions(max_attempts=attempts))
+    # Each lease tells an outage, so often after each answer, or is one of the attempts of every item that is left.
+    for _ in range(OUTAGES_IN_A_ROW * (made + 1) + attempts):
         if not rig.status(job).job.state.final:
             wake(rig.ledger)
             rig.run_next()
     assert rig.status(job).job.state is JobState.COMPLETED_WITH_ERRORS
     rows = rig.items(job)
     assert [row.error_code for row in rows] == [None] * made + [ErrorCode.QA_METER] * hanging
-    assert {row.attempts for row in rows[made:]} == {3}
+    assert {row.attempts for row in rows[made:]} == {attempts}
