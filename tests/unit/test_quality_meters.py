@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,6 +22,7 @@ from pipelines.errors import ErrorCode, ModelError
 from pipelines.request import Message, Speech, SynthesisRequest
 from worker.quality.asr import AsrMeter
 from worker.quality.meters import Reading, Sample, open_meter
+from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.process import MeterError, MeterHangError, MeterProcess
 
 RATE = 16_000
@@ -178,6 +181,31 @@ class TestMeters:
             process.measure({}, Sample(np.zeros(40 * RATE, np.float32), RATE, ""))
         assert caught.value.code is ErrorCode.MODEL_UNREACHABLE
         assert child.returncode is not None
+
+    def test_closing_the_pool_cuts_a_measurement_short_and_settles_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        code = (
+            "import pathlib, time\n"
+            "class Meter:\n"
+            "    def measure(self, sample):\n"
+            "        pathlib.Path(sample.text).touch()\n"
+            "        time.sleep(600)\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
+        measuring, ended = tmp_path / "measuring", list[str]()
+        sample = Sample(np.zeros(RATE, np.float32), RATE, str(measuring))
+        task = MeterTask({"peak": {}}, sample, lambda: False, lambda *_: ended.append("done"), lambda: ended.append("dropped"))
+        pool = MeterPool()
+        pool.submit(task)
+        deadline = time.monotonic() + 60
+        while not measuring.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        closer = threading.Thread(target=pool.close, daemon=True)
+        closer.start()
+        closer.join(30)
+        assert not closer.is_alive()
+        pool.submit(task)
+        assert ended == ["dropped", "dropped"]
 
 
 class TestBuiltInMeters:

@@ -41,6 +41,10 @@ class MeterHost(Protocol):
 
     def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings: ...
 
+    def stop(self) -> None:
+        """Cuts short what is measured, from another thread, and measures nothing more."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -184,6 +188,7 @@ class MeterPool:
         self._in_memory = in_memory
         self._open_host = open_host
         self._queue: queue.SimpleQueue[tuple[MeterTask, Place | None] | None] = queue.SimpleQueue()
+        self._hosts: list[MeterHost] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._spool = Spool()
@@ -203,11 +208,19 @@ class MeterPool:
             place = self._spooled(task.sample.samples)
         if place is not None:
             task = replace(task, sample=replace(task.sample, samples=np.empty(0, np.float32)))
-        self._queue.put((task, place))
+        with self._lock:
+            closed = self._closing
+            if not closed:
+                self._queue.put((task, place))
+        if closed:
+            task.dropped()
 
     def close(self) -> None:
-        """Drops what waits and ends the processes; a measurement that runs is waited for."""
-        self._closing = True
+        """Drops what waits and what is measured now, and ends the processes."""
+        with self._lock:
+            self._closing = True
+        for host in self._hosts:
+            host.stop()
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -216,8 +229,10 @@ class MeterPool:
 
     def _start(self) -> None:
         with self._lock:
-            while len(self._threads) < self._processes:
-                thread = threading.Thread(target=self._run, name=f"meter-{len(self._threads)}", daemon=True)
+            while not self._closing and len(self._threads) < self._processes:
+                host = self._open_host()
+                thread = threading.Thread(target=self._run, args=(host,), name=f"meter-{len(self._threads)}", daemon=True)
+                self._hosts.append(host)
                 self._threads.append(thread)
                 thread.start()
 
@@ -227,8 +242,7 @@ class MeterPool:
         except OSError as error:
             raise _disk_error(error) from error
 
-    def _run(self) -> None:
-        host = self._open_host()
+    def _run(self, host: MeterHost) -> None:
         try:
             while (entry := self._queue.get()) is not None:
                 task, place = entry
@@ -257,6 +271,10 @@ class MeterPool:
         except Exception as error:
             log.exception("meter failed")
             result = MeterError(f"A meter failed: {error!r}")
+        if self._closing and isinstance(result, NightjarError):
+            # It was cut short: that says nothing of the draw.
+            task.dropped()
+            return
         task.done(task.sample.samples, self._outage(task, result))
 
     def _outage(self, task: MeterTask, result: Readings | NightjarError) -> Readings | NightjarError:

@@ -109,6 +109,7 @@ class MeterProcess:
         self._seconds_per_second = seconds_per_second
         self._opening_seconds = opening_seconds
         self._child: subprocess.Popen[bytes] | None = None
+        self._stopped = False
 
     def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
         """Raises `MeterError` where a meter fails or crashes, `MeterHangError` where it takes too long, and `ModelError` where one
@@ -150,6 +151,12 @@ class MeterProcess:
             raise MeterError(f"A meter failed: {answer.error}")
         return {name: Reading(*reading) for name, reading in answer.readings.items()}
 
+    def stop(self) -> None:
+        """Kills the process, and each that is started later; safe from another thread than the one that measures."""
+        self._stopped = True
+        if (child := self._child) is not None:
+            child.kill()
+
     def close(self) -> None:
         """Ends the process. May be called more than once."""
         child, self._child = self._child, None
@@ -168,6 +175,9 @@ class MeterProcess:
         self._child = subprocess.Popen(
             [sys.executable, "-m", "worker.quality.process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )
+        if self._stopped:
+            # It was stopped while this process was started.
+            self._child.kill()
         return self._child
 
 
