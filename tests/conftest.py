@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.services import S3, MotoS3, Postgres, SeaweedFS, Valkey
+from tests.services import S3, MotoS3, Postgres, SeaweedFS, Valkey, running_postgres
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in [name for name in os.environ if name.startswith("SPEECH_")]:
@@ -36,13 +35,8 @@ def valkey_url(valkey: Valkey) -> str:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    # Not in pytest's own folder: that is closed to the user that PostgreSQL runs as when the tests run as root.
-    with tempfile.TemporaryDirectory(prefix="nightjar-postgres-", ignore_cleanup_errors=True) as folder:
-        Path(folder).chmod(0o755)
-        server = Postgres(Path(folder))
-        server.start()
+    with running_postgres() as server:
         yield server
-        server.stop()
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NOBODY = 65534
@@ -215,6 +216,19 @@ class Postgres(Service):
         with psycopg.connect(self.admin_url, autocommit=True) as connection:
             connection.execute(f'CREATE DATABASE "{name}"')
         return f"postgresql://nightjar@127.0.0.1:{self.port}/{name}"
+
+
+@contextmanager
+def running_postgres() -> Iterator[Postgres]:
+    """A server that runs; not in pytest's own folder, which is closed to `nobody`."""
+    with tempfile.TemporaryDirectory(prefix="nightjar-postgres-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        server = Postgres(Path(folder))
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 class S3(Service):

@@ -12,18 +12,13 @@ from jobs.ledger import Ledger
 from jobs.ledger.engine import TRANSACTION_TRIES
 from pipelines.errors import ErrorCode, ServiceError
 from tests.ledger_kit import assert_exact, done, lease_next, submit
-from tests.services import Postgres
+from tests.services import Postgres, running_postgres
 
 
 @pytest.fixture
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
-    folder = tmp_path_factory.mktemp("restarting")
-    for parent in (folder, folder.parent, folder.parent.parent):
-        parent.chmod(0o755)
-    server = Postgres(folder)
-    server.start()
-    yield server
-    server.stop()
+def server() -> Iterator[Postgres]:
+    with running_postgres() as server:
+        yield server
 
 
 @pytest.fixture
