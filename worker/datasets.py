@@ -43,10 +43,9 @@ class Dataset:
 
 def place_of(settings: Settings, name: str, schedule: Schedule, format: str, night: date) -> str:
     """Where a night's export of a format goes. A format that is one file gets its extension, unless the place has an end of its own."""
-    from jobs.export.export import ERRORS, LINE_FORMATS
+    from jobs.export.export import is_one_file
 
-    one_file = format == ERRORS or (format in LINE_FORMATS and schedule.splits is None)
-    extension = ".html" if format == REPORT else ".jsonl" if one_file else ""
+    extension = ".html" if format == REPORT else ".jsonl" if is_one_file(format, schedule.splits) else ""
     if (to := schedule.export_to) is not None:
         end = extension if _OPEN_END.search(to) else ""
         return night.strftime(to.replace("{format}", format).replace("{date}", "%Y-%m-%d")) + end
@@ -55,17 +54,27 @@ def place_of(settings: Settings, name: str, schedule: Schedule, format: str, nig
 
 def check_exports(settings: Settings, names: Collection[str]) -> None:
     """Raises `config.invalid` for exports of these schedules that could not be written, or that have one place with those of
-    another schedule: before a night's work rather than after it."""
+    another schedule or one inside the other: before a night's work rather than after it."""
     for name in names:
         _check_formats(name, settings.schedules[name])
-    owners: dict[str, str] = {}
+        _check_places(settings, name, settings.schedules[name])
+    owners: list[tuple[str, str]] = []
     for name, schedule in settings.schedules.items():
         for wanted in schedule.exports:
             place = place_of(settings, name, schedule, wanted, _COMPARED_NIGHTS[0])
-            owner = owners.setdefault(place if place.startswith("s3://") else os.path.abspath(place), name)
-            if owner != name and {owner, name} & set(names):
-                reason = f"The schedules {owner!r} and {name!r} export to one place."
-                raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Give each an `export_to` of its own.")
+            place = place if place.startswith("s3://") else os.path.abspath(place)
+            for other, owner in owners:
+                if owner != name and {owner, name} & set(names) and _meet(place, other):
+                    reason = f"The schedules {owner!r} and {name!r} export to one place, or one into the other's."
+                    raise ConfigError(ErrorCode.CONFIG_INVALID, reason, "Give each an `export_to` of its own.")
+            owners.append((place, name))
+
+
+def _meet(place: str, other: str) -> bool:
+    """Whether two places are one, or one is in the other's folder. A prefix of a bucket holds others without harm."""
+    if place.startswith("s3://") or other.startswith("s3://"):
+        return place == other
+    return os.path.commonpath((place, other)) in (place, other)
 
 
 def _check_formats(name: str, schedule: Schedule) -> None:
@@ -90,6 +99,25 @@ def _check_formats(name: str, schedule: Schedule) -> None:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, f"The exports of {name!r} have one place for several nights.", "Put `{date}` into `export_to`."
         )
+
+
+def _check_places(settings: Settings, name: str, schedule: Schedule) -> None:
+    """Raises `config.invalid` for formats that are never written to their places."""
+    from jobs.export import parse_splits
+    from jobs.export.export import ERRORS, check_place
+
+    splits = parse_splits(schedule.splits) if schedule.splits is not None else None
+    store_url = schedule.store_url or settings.effective_store_url
+    for wanted in schedule.exports:
+        to = place_of(settings, name, schedule, wanted, _COMPARED_NIGHTS[0])
+        try:
+            if wanted != REPORT:
+                check_place(wanted, to, store_url, None if wanted == ERRORS else splits)
+            elif to.startswith("s3://"):
+                raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
+        except ConfigError as error:
+            reason = f"The schedule {name!r} cannot export {wanted}: {error.message}"
+            raise ConfigError(error.code, reason, "Leave it out, or change `export_to` or the store.") from error
 
 
 def write_datasets(settings: Settings, ledger: Ledger, name: str, night: date, jobs: Sequence[Job]) -> tuple[Dataset, ...]:
@@ -126,10 +154,6 @@ def _write(settings: Settings, ledger: Ledger, schedule: Schedule, jobs: Sequenc
     if format == REPORT:
         from jobs.report import ReportOptions, write_report
 
-        if to.startswith("s3://"):
-            raise ConfigError(
-                ErrorCode.CONFIG_INVALID, "A report is one local file.", "Let `export_to` name a folder, or leave `report` out."
-            )
         options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)
         return write_report(ledger, store, job.id, Path(to), options, lambda place: own_output(place, job.id, own)).measured
     splits = parse_splits(schedule.splits) if schedule.splits and not format.endswith("-errors") else None

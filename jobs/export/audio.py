@@ -44,11 +44,6 @@ class AudioPlace:
     def __exit__(self, *_: object) -> None:
         self._fetchers.shutdown(cancel_futures=True)
 
-    @property
-    def local(self) -> bool:
-        """Whether the addresses are paths of files."""
-        return self._root is not None or not self._remote
-
     def located(self, items: Iterable[MadeItem]) -> Iterator[tuple[MadeItem, str]]:
         """Each item with the address of its audio; with a root the file is there and has the right bytes."""
         root = self._root

@@ -100,21 +100,38 @@ def export(
     if format not in FORMATS:
         raise _invalid(f"The format {format[:40]!r} is unknown.", f"Use one of: {', '.join(FORMATS)}.")
     job = ledger.job(job_id)
-    if format == ERRORS or (format in LINE_FORMATS and splits is None):
-        if splits is not None or to.startswith("s3://"):
-            raise _invalid(f"The format {format} is one file.", "Name a local file, and no splits.")
+    check_place(format, to, store.url, splits, audio_root)
+    if is_one_file(format, splits):
         lines = _ErrorLines(ledger, job) if format == ERRORS else _Lines(ledger, store, job, LINE_FORMATS[format], audio_root)
         with output(to) if replaces is None else own_output(to, job_id, replaces) as file:
             for line in lines:
                 file.write(line)
         return ExportReport(format, to if to == "-" else str(Path(to).absolute()), lines.count, lines.left_out)
-    if to in ("", "-"):
-        raise _invalid(f"The format {format} is a folder.", "Name a folder with --to.")
     if format == "espnet" and next(written_items(ledger, store, job_id), None) is not None:
         raise _invalid("Answers of this job are text alone, which splits have no place for.", "Leave the splits out.")
-    folder = FOLDER_FORMATS.get(format) or FolderFormat(partial(_write_lines, LINE_FORMATS[format]), "named")
-    plan = FolderExport(ledger, store, job, format, folder, splits or WHOLE, part_bytes, audio_root, replaces or ()).run(to, s3, on_part)
+    folder = FolderExport(ledger, store, job, format, _folder_format(format), splits or WHOLE, part_bytes, audio_root, replaces or ())
+    plan = folder.run(to, s3, on_part)
     return ExportReport(format, to if to.startswith("s3://") else str(Path(to).absolute()), plan.items, plan.left_out)
+
+
+def is_one_file(format: str, splits: object) -> bool:
+    """Whether a format is one file rather than a folder, with these splits or None."""
+    return format == ERRORS or (format in LINE_FORMATS and splits is None)
+
+
+def check_place(format: str, to: str, store_url: str, splits: Splits | None = None, audio_root: Path | None = None) -> None:
+    """Raises `config.invalid` for a place to which a known format is never written, whatever the job."""
+    if is_one_file(format, splits):
+        if splits is not None or to.startswith("s3://"):
+            raise _invalid(f"The format {format} is one file.", "Name a local file, and no splits.")
+    elif to in ("", "-"):
+        raise _invalid(f"The format {format} is a folder.", "Name a folder with --to.")
+    else:
+        _folder_format(format).check(format, to, store_url, audio_root)
+
+
+def _folder_format(format: str) -> FolderFormat:
+    return FOLDER_FORMATS.get(format) or FolderFormat(partial(_write_lines, LINE_FORMATS[format]), "named")
 
 
 class _Lines:

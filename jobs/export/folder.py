@@ -55,6 +55,15 @@ class FolderFormat:
     #: What stands beside the parts.
     card: Callable[[Job, Plan], bytes] | None = None
 
+    def check(self, name: str, to: str, store_url: str, audio_root: Path | None) -> None:
+        """Raises `config.invalid` for a place or a store that the readers of this format, called `name`, cannot use."""
+        if self.local_place and to.startswith("s3://"):
+            raise _unusable(f"The files of {name} name each other by local paths.", "Export to a local folder.")
+        if self.audio == "inside" and audio_root is not None:
+            raise _unusable(f"The files of {name} hold the audio.", "Leave --audio-root out.")
+        if self.local_audio and audio_root is None and store_url.startswith("s3://"):
+            raise _unusable(f"Readers of {name} open local files.", "Name a folder for the audio with --audio-root.")
+
 
 class _Identity(msgspec.Struct, frozen=True):
     """What must be equal for a stopped export to go on."""
@@ -106,10 +115,9 @@ class FolderExport:
     def run(self, to: str, s3: S3Settings | None, on_part: Callable[[Part], None]) -> Plan:
         """Writes what is not there yet. `on_part` hears of every part that is complete.
 
-        Raises `config.invalid` for a place that holds another export or that the format's readers cannot use.
+        Raises `config.invalid` for a place that holds another export.
         """
         with open_place(to, s3) as place, AudioPlace(self.store, self.audio_root) as audio:
-            self._check(place, audio)
             limit = self.part_bytes if self.format.audio == "inside" else None
             plan = make_plan(self.ledger.items(self.job.id), self.splits, limit)
             identity = self._identity(plan)
@@ -125,14 +133,6 @@ class FolderExport:
             _publish(place, END, [_json(done)])
             _clear(place)
             return plan
-
-    def _check(self, place: Place, audio: AudioPlace) -> None:
-        if self.format.local_place and place.address.startswith("s3://"):
-            raise _unusable(f"The files of {self.name} name each other by local paths.", "Export to a local folder.")
-        if self.format.audio == "inside" and self.audio_root is not None:
-            raise _unusable(f"The files of {self.name} hold the audio.", "Leave --audio-root out.")
-        if self.format.local_audio and not audio.local:
-            raise _unusable(f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root.")
 
     def _identity(self, plan: Plan) -> _Identity:
         where = str(self.audio_root.absolute()) if self.audio_root is not None else self.store.url

@@ -398,6 +398,36 @@ def test_two_schedules_with_one_place_are_refused(house: House, names: tuple[str
         house.run(names=names)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"export_to": "s3://b/{date}/{format}", "exports": ("parquet", "nemo")}, "nemo: The format nemo is one file"),
+        ({"export_to": "s3://b/{date}/{format}", "exports": ("report",)}, "report: A report is one local file"),
+        ({"export_to": "s3://b/{date}/{format}", "exports": ("espnet-dataset",)}, "espnet-dataset: .* local paths"),
+        ({"store_url": "s3://b/store", "exports": ("kaldi",)}, "kaldi: Readers of kaldi open local files"),
+    ],
+)
+def test_formats_that_never_fit_their_place_are_refused_before_the_night(house: House, wrong: dict[str, Any], why: str) -> None:
+    schedule = house.settings.schedules["news"].model_copy(update=wrong)
+    house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
+    house.write(line("a"))
+    with pytest.raises(ConfigError, match=why):
+        house.run()
+    assert house.ledger.jobs() == []
+
+
+@pytest.mark.parametrize(("first", "second"), [("{date}", "{date}/b"), ("{date}/b/c.x", "{date}/b")])
+def test_a_place_inside_another_schedules_is_refused(house: House, first: str, second: str) -> None:
+    schedule = house.settings.schedules["news"]
+    given = {"news": first, "other": second}
+    schedules = {
+        name: schedule.model_copy(update={"export_to": str(house.folder / to), "exports": ("kaldi",)}) for name, to in given.items()
+    }
+    house.settings = house.settings.model_copy(update={"schedules": schedules})
+    with pytest.raises(ConfigError, match="into the other's"):
+        house.run()
+
+
 def test_a_file_changed_after_its_submit_was_stopped_is_explained(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     house.write(line("a"))
     with monkeypatch.context() as patch:
