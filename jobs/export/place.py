@@ -15,6 +15,7 @@ from typing import Protocol
 from jobs.export.output import output_error
 from jobs.store import open_store
 from jobs.store.base import ObjectStore
+from jobs.store.keys import split_key
 from jobs.store.s3 import S3Settings
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
@@ -95,11 +96,15 @@ class FolderPlace:
             self.scratch.parent.rmdir()
 
     def read(self, name: str) -> bytes | None:
-        path = self._folder / name
+        path = self._path(name)
         try:
             return path.read_bytes() if path.exists() else None
         except OSError as error:
             raise output_error(path, error) from error
+
+    def _path(self, name: str) -> Path:
+        """Raises `store.bad_key` for a name that leads out of the folder: names also come from records that lie in it."""
+        return self._folder.joinpath(*split_key(name))
 
     def holds_files(self) -> bool:
         try:
@@ -123,7 +128,7 @@ class FolderPlace:
                 yield str((here / name).relative_to(self._folder))
 
     def sha256(self, name: str) -> str | None:
-        path = self._folder / name
+        path = self._path(name)
         try:
             with path.open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()
@@ -134,7 +139,7 @@ class FolderPlace:
 
     def sizes(self, names: Collection[str]) -> dict[str, int]:
         try:
-            return {name: path.stat().st_size for name in names if (path := self._folder / name).is_file()}
+            return {name: path.stat().st_size for name in names if (path := self._path(name)).is_file()}
         except OSError as error:
             raise output_error(self._folder, error) from error
 
@@ -142,7 +147,7 @@ class FolderPlace:
         return [f"{RECORDS}/{path.name}" for path in sorted((self._folder / RECORDS).glob("*.json"))]
 
     def publish(self, name: str, path: Path, sha256: str) -> None:
-        target = self._folder / name
+        target = self._path(name)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.chmod(path, 0o644)
@@ -151,7 +156,7 @@ class FolderPlace:
             raise output_error(target, error) from error
 
     def remove(self, name: str) -> None:
-        path = self._folder / name
+        path = self._path(name)
         try:
             path.unlink(missing_ok=True)
         except OSError as error:

@@ -131,6 +131,22 @@ def test_a_complete_export_that_lacks_a_file_is_written_anew(finished: Finished)
     assert contents(to) == before
 
 
+@pytest.mark.parametrize("outside", ["../mine.txt", "absolute"])
+def test_a_record_cannot_name_files_outside(finished: Finished, outside: str) -> None:
+    to, mine = finished.folder / "to", finished.folder / "mine.txt"
+    mine.write_text("mine")
+    run(finished, "webdataset", to)
+    about = json.loads((to / "export.json").read_text())
+    name = str(mine) if outside == "absolute" else outside
+    about["files"].append({"name": name, "bytes": 4, "sha256": hashlib.sha256(b"mine").hexdigest()})
+    (to / "export.json").write_text(json.dumps(about))
+    (to / "provenance.json").unlink()
+    with pytest.raises(StoreError) as caught:
+        run(finished, "webdataset", to)
+    assert caught.value.code is ErrorCode.STORE_BAD_KEY
+    assert mine.read_text() == "mine"
+
+
 def test_a_stopped_export_that_lacks_a_file_does_not_end_well(finished: Finished) -> None:
     to = finished.folder / "to"
     with pytest.raises(StoppedError):
