@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from jobs.ledger import Ledger
+from pipelines.registry import register_pipeline
 from tests.cli_kit import LINE, call
+from tests.fake_worker import fake_card
+from tests.fakes import FakePipeline
+from tests.night_kit import House
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -37,3 +41,12 @@ def submitted(folder: Path, valkey_url: str) -> tuple[Path, str, str]:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return folder, valkey_url, done.stdout.strip()
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    house = House(tmp_path)
+    yield house
+    house.ledger.close()
+    forget()

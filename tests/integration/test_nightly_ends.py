@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
@@ -16,73 +15,13 @@ import pytest
 import jobs.export
 from jobs.export.place import FolderPlace
 from jobs.ledger import Ledger
-from jobs.ledger.records import Job, JobState, JobStatus
-from jobs.settings import Schedule, Settings
-from jobs.store import open_store
+from jobs.ledger.records import JobState, JobStatus
 from pipelines.audio import encode
-from pipelines.errors import ConfigError, ErrorCode, ServiceError
-from pipelines.registry import register_pipeline
-from tests.export_kit import run_all
-from tests.fake_worker import fake_card
-from tests.fakes import SAMPLE_RATE, FakePipeline, sine
+from pipelines.errors import ErrorCode, ServiceError
+from tests.fakes import SAMPLE_RATE, sine
+from tests.night_kit import EXPORTS, NIGHT, House, line
 from worker import __main__ as command
-from worker.nightly import Night, NightEnd, NightlyReport, run_nights
-
-NIGHT = date(2026, 11, 20)
-EXPORTS = ("espnet", "openai-batch-errors", "webdataset", "report")
-
-
-class House:
-    """A home with one schedule, whose jobs a test makes itself."""
-
-    def __init__(self, folder: Path, **schedule: Any) -> None:
-        self.folder = folder
-        given = {"exports": EXPORTS, "export_to": str(folder / "sets" / "{date}" / "{format}"), **schedule}
-        self.settings = Settings(
-            home=folder / "home", schedules={"news": Schedule(input=str(folder / "in-{date}.jsonl"), model="fake", qa="off", **given)}
-        )
-        self.ledger = Ledger.open(self.settings.ledger_url)
-        self.ledger.migrate()
-        self.store = open_store(self.settings.effective_store_url)
-
-    def write(self, *lines: str, night: date = NIGHT) -> None:
-        (self.folder / f"in-{night}.jsonl").write_text("".join(f"{line}\n" for line in lines))
-
-    def report(self, night: date = NIGHT, catch_up: int = 0, **options: Any) -> NightlyReport:
-        return run_nights(self.settings, night.isoformat(), catch_up, **options)
-
-    def run(self, **options: Any) -> Night:
-        (night,) = self.report(**options).nights
-        return night
-
-    def make(self, night: Night, **options: Any) -> None:
-        run_all(self.ledger, self.store, night.job_id, 0.05, **options)
-
-    def job(self, night: Night) -> Job:
-        return self.ledger.job(night.job_id)
-
-    @property
-    def sets(self) -> Path:
-        return self.folder / "sets" / NIGHT.isoformat()
-
-    def contents(self) -> dict[str, bytes]:
-        return {str(path.relative_to(self.sets)): path.read_bytes() for path in self.sets.rglob("*") if path.is_file()}
-
-    def exported(self) -> list[str]:
-        return [json.loads(line)["example_id"] for line in (self.sets / "espnet.jsonl").read_text().splitlines()]
-
-
-@pytest.fixture
-def house(tmp_path: Path) -> Iterator[House]:
-    forget = register_pipeline("fake", fake_card(), FakePipeline)
-    house = House(tmp_path)
-    yield house
-    house.ledger.close()
-    forget()
-
-
-def line(example_id: str, **more: Any) -> str:
-    return json.dumps({"example_id": example_id, "messages": [["user", "text", f"good night {example_id}"]], **more})
+from worker.nightly import NightEnd
 
 
 @pytest.mark.parametrize("bad", [("no json", "nor this"), ()])
@@ -362,70 +301,6 @@ def test_a_night_run_again_takes_the_place_of_its_own_datasets(house: House) -> 
     assert [one.reason for one in house.run().datasets] == [""] * 4
     assert house.exported() == ["c"]
     assert json.loads((house.sets / "webdataset" / "export.json").read_text())["identity"]["job"] == second.job_id
-
-
-@pytest.mark.parametrize(
-    ("to", "names"),
-    [
-        ("{date}/{format}", [f"2026-11-20/{name}" for name in ("espnet.jsonl", "openai-batch-errors.jsonl", "report.html", "webdataset")]),
-        ("{format}-%Y%m%d", ["espnet-20261120.jsonl", "openai-batch-errors-20261120.jsonl", "report-20261120.html", "webdataset-20261120"]),
-        ("{date}.{format}.set", [f"2026-11-20.{name}.set" for name in sorted(EXPORTS)]),
-    ],
-)
-def test_formats_of_one_file_have_their_extension(house: House, to: str, names: list[str]) -> None:
-    schedule = house.settings.schedules["news"].model_copy(update={"export_to": str(house.folder / "x" / to)})
-    house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
-    house.write(line("a"))
-    house.make(house.run())
-    assert sorted(one.to for one in house.run().datasets) == [str(house.folder / "x" / name) for name in names]
-    assert all((house.folder / "x" / name).exists() for name in names)
-
-
-@pytest.mark.parametrize("to", ["/data/{format}/%d", "/data/%m-%d", "/data/{format}%"])
-def test_places_that_come_back_are_refused(house: House, to: str) -> None:
-    schedule = house.settings.schedules["news"].model_copy(update={"export_to": to, "exports": ("espnet",)})
-    house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
-    house.write(line("a"))
-    with pytest.raises(ConfigError, match="one place"):
-        house.run()
-
-
-@pytest.mark.parametrize("names", [(), ("news",), ("other",)])
-def test_two_schedules_with_one_place_are_refused(house: House, names: tuple[str, ...]) -> None:
-    schedules: Mapping[str, Schedule] = dict.fromkeys(("news", "other"), house.settings.schedules["news"])
-    house.settings = house.settings.model_copy(update={"schedules": schedules})
-    with pytest.raises(ConfigError, match="one place"):
-        house.run(names=names)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "why"),
-    [
-        ({"export_to": "s3://b/{date}/{format}", "exports": ("parquet", "nemo")}, "nemo: The format nemo is one file"),
-        ({"export_to": "s3://b/{date}/{format}", "exports": ("report",)}, "report: A report is one local file"),
-        ({"export_to": "s3://b/{date}/{format}", "exports": ("espnet-dataset",)}, "espnet-dataset: .* local paths"),
-        ({"store_url": "s3://b/store", "exports": ("kaldi",)}, "kaldi: Readers of kaldi open local files"),
-    ],
-)
-def test_formats_that_never_fit_their_place_are_refused_before_the_night(house: House, wrong: dict[str, Any], why: str) -> None:
-    schedule = house.settings.schedules["news"].model_copy(update=wrong)
-    house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
-    house.write(line("a"))
-    with pytest.raises(ConfigError, match=why):
-        house.run()
-    assert house.ledger.jobs() == []
-
-
-@pytest.mark.parametrize(("first", "second"), [("{date}", "{date}/b"), ("{date}/b/c.x", "{date}/b")])
-def test_a_place_inside_another_schedules_is_refused(house: House, first: str, second: str) -> None:
-    schedule = house.settings.schedules["news"]
-    given = {"news": first, "other": second}
-    schedules = {
-        name: schedule.model_copy(update={"export_to": str(house.folder / to), "exports": ("kaldi",)}) for name, to in given.items()
-    }
-    house.settings = house.settings.model_copy(update={"schedules": schedules})
-    with pytest.raises(ConfigError, match="into the other's"):
-        house.run()
 
 
 def test_a_file_changed_after_its_submit_was_stopped_is_explained(house: House, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -192,8 +192,8 @@ def test_a_worker_whose_parent_is_gone_ends(site: Site) -> None:
     site.wait_for(lambda: site.status(job).shards.get(ShardState.LEASED))
     parent.kill()
     parent.wait()
-    site.wait_for(lambda: site.status(job).shards.get(ShardState.READY), 20)
-    site.wait_for(lambda: site.ledger.workers()[0].state == "retired", 20)
+    site.wait_for(lambda: site.status(job).shards.get(ShardState.READY))
+    site.wait_for(lambda: site.ledger.workers()[0].state == "retired")
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path, valkey_url: str) -> None:
