@@ -14,13 +14,14 @@ import time
 import uuid
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from jobs.ingest import submit
 from jobs.ledger import Ledger, schema
-from jobs.ledger.records import ItemState, JobSpec, JobState, JobStatus
+from jobs.ledger.records import ItemState, JobSpec, JobState, JobStatus, ShardState
 from jobs.seeds import item_seed
 from jobs.settings import load_settings
 from jobs.store import open_store
@@ -127,14 +128,22 @@ class Cluster:
 
     def attempts(self, job: str) -> Counter[str]:
         """How the leases of a job ended: outcome -> count."""
-        query = (
-            sa.select(schema.attempts.c.outcome, sa.func.count()).where(schema.attempts.c.job_id == job).group_by(schema.attempts.c.outcome)
-        )
+        ended = schema.attempts.c.outcome
+        return Counter(dict(self._rows(sa.select(ended, sa.func.count()).where(schema.attempts.c.job_id == job).group_by(ended))))
+
+    def leases(self, job: str) -> int:
+        """The job's shards that a worker holds."""
+        held = sa.and_(schema.shards.c.job_id == job, schema.shards.c.state == ShardState.LEASED)
+        ((count,),) = self._rows(sa.select(sa.func.count()).select_from(schema.shards).where(held))
+        return count
+
+    def _rows(self, query: sa.Select[Any]) -> list[tuple[Any, ...]]:
         engine = sa.create_engine(self.database_url.replace("postgresql://", "postgresql+psycopg://"))
-        with engine.connect() as connection:
-            counts = Counter(dict(connection.execute(query).all()))
-        engine.dispose()
-        return counts
+        try:
+            with engine.connect() as connection:
+                return [tuple(row) for row in connection.execute(query)]
+        finally:
+            engine.dispose()
 
     def wait(self, job: str, *, seconds: float) -> JobStatus:
         """Waits for a final state; fails with the workers' last words."""
