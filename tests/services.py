@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,13 +24,24 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NOBODY = 65534
-START_SECONDS = 60
+START_SECONDS = 240
+#: Below those that the system gives to clients, one of which could take a port between its choice and its use.
+_PORTS_FROM, _PORTS_A_PROCESS = 12_000, 1000
+#: What SeaweedFS adds to a port for its gRPC twin; no other server is given such a port.
+_TWIN = 10_000
+_given = itertools.count(random.randrange(_PORTS_A_PROCESS))
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port that no other process of these tests is given, and this one not soon again; its twin is free too."""
+    first = _PORTS_FROM + _PORTS_A_PROCESS * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10)
+    for _ in range(_PORTS_A_PROCESS):
+        port = first + next(_given) % _PORTS_A_PROCESS
+        with socket.socket() as one, socket.socket() as twin, suppress(OSError):
+            one.bind(("127.0.0.1", port))
+            twin.bind(("127.0.0.1", port + _TWIN))
+            return port
+    raise RuntimeError(f"No port from {first} on is free.")
 
 
 def _stat(pid: str) -> list[str]:
@@ -273,7 +286,7 @@ class MotoS3(S3):
     name = "moto"
 
     def command(self) -> list[str]:
-        return [str(Path(sys.executable).with_name("moto_server")), "-H", "127.0.0.1", "-p", str(self.port)]
+        return [sys.executable, "-P", str(Path(__file__).with_name("moto_process.py")), "-H", "127.0.0.1", "-p", str(self.port)]
 
     def ready(self) -> bool:
         return self.listens()
@@ -302,7 +315,7 @@ class SeaweedFS(S3):
     def _ports(self) -> dict[str, int]:
         if not hasattr(self, "_other_ports"):
             names = ("master.port", "volume.port", "filer.port", "admin.port")
-            self._other_ports = {name: free_low_port() for name in names}
+            self._other_ports = {name: free_port() for name in names}
         return {"s3.port": self.port, **self._other_ports}
 
     def ready(self) -> bool:
@@ -313,16 +326,3 @@ class SeaweedFS(S3):
         except (urllib.error.URLError, OSError):
             return False
         return True
-
-
-def free_low_port() -> int:
-    """A free port whose gRPC twin (port + 10000), which SeaweedFS also takes, is a valid port and free too."""
-    while True:
-        port = free_port() % 20000 + 20000
-        with socket.socket() as first, socket.socket() as second:
-            try:
-                first.bind(("127.0.0.1", port))
-                second.bind(("127.0.0.1", port + 10000))
-            except OSError:
-                continue
-            return port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,16 @@ from tests.cli_kit import LINE, call
 from tests.fake_worker import fake_card
 from tests.fakes import FakePipeline
 from tests.night_kit import House
+
+
+@pytest.fixture(autouse=True)
+def logging_of_its_own() -> Iterator[None]:
+    """Commands that run in this process set up the logging of all of it; what a later test says must not depend on that."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import pytest
 from jobs.store import S3Store, open_store
 from jobs.store.s3 import open_s3_object
 from pipelines.errors import ErrorCode, StoreError
-from tests.services import S3, MotoS3, SeaweedFS, free_port
+from tests.services import S3, MotoS3, SeaweedFS
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,9 @@ def test_a_missing_bucket(moto: MotoS3) -> None:
 
 def test_an_endpoint_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jobs.store.s3.MAX_ATTEMPTS", 1)
-    store = open_store("s3://bucket", Access(f"http://127.0.0.1:{free_port()}", "secret"))
-    with pytest.raises(StoreError) as caught:
-        store.put("x", b"1")
+    with socket.socket() as silent, pytest.raises(StoreError) as caught:
+        # Taken, so that nobody else does, but not listened at.
+        silent.bind(("127.0.0.1", 0))
+        open_store("s3://bucket", Access(f"http://127.0.0.1:{silent.getsockname()[1]}", "secret")).put("x", b"1")
     assert caught.value.code is ErrorCode.STORE_UNREACHABLE
     assert caught.value.code.retryable
