@@ -31,13 +31,14 @@ class _Sequence:
     future: Future[Speech] = field(default_factory=Future)
     steps: int = 0
     aborted: bool = False
+    held: bool = False
 
 
 class DialoguePipeline:
     """Answers with what it heard, a word a step and then a frame a step; equal requests give equal answers.
 
     Markers in a text: `[[no_audio]]` ends after the text, `[[fail:CODE]]` fails at its end, `[[steps:N]]` speaks N frames,
-    `[[long]]` never ends by itself.
+    `[[long]]` never ends by itself; `[[held]]` takes no step after its words until `let_go`.
     """
 
     name = "dialogues"
@@ -48,6 +49,7 @@ class DialoguePipeline:
             guidance=True, text_out=True, audio_in=True, multi_turn=True, streaming=streaming, modes=("text_audio", "text_only")
         )
         self.seen: list[SynthesisRequest] = []
+        self.aborted: list[str] = []
         #: What `stats` says; while it is not `ready`, `submit` waits, as an engine does that starts again.
         self.state: EngineState = "ready"
         self._slots, self._room, self._step_seconds = slots, waiting_room, step_seconds
@@ -56,6 +58,7 @@ class DialoguePipeline:
         self._running: list[_Sequence] = []
         self._done = 0
         self._closed = False
+        self._holds = True
         self._thread = threading.Thread(target=self._run, name="dialogues", daemon=True)
         self._thread.start()
 
@@ -75,6 +78,7 @@ class DialoguePipeline:
 
     def abort(self, request_id: str) -> None:
         with self._changed:
+            self.aborted.append(request_id)
             for sequence in [*self._waiting, *self._running]:
                 sequence.aborted = sequence.aborted or sequence.request.request_id == request_id
             self._changed.notify_all()
@@ -88,6 +92,10 @@ class DialoguePipeline:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+
+    def let_go(self) -> None:
+        """What is held goes on, now and from now on."""
+        self._holds = False
 
     def die(self) -> None:
         """All that is in the engine fails, and nothing enters until `state` is set again."""
@@ -126,6 +134,8 @@ class DialoguePipeline:
     def _step(self, sequence: _Sequence) -> bool:
         """One word or frame of a sequence; whether it is over."""
         place = sequence.steps
+        if self._holds and sequence.held and place >= len(sequence.words) and not sequence.aborted:
+            return False
         sequence.steps += 1
         if sequence.aborted:
             _fail(sequence, SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
@@ -149,7 +159,7 @@ def _sequence(request: SynthesisRequest) -> _Sequence:
         frames = 1 << 40
     pieces = [f"{word} " for word in reply.split(" ")]
     limit = asked.max_tokens or len(pieces) + frames
-    return _Sequence(request, pieces[:limit], min(frames, max(limit - len(pieces), 0)))
+    return _Sequence(request, pieces[:limit], min(frames, max(limit - len(pieces), 0)), held="held" in words)
 
 
 def _shown(message: Message) -> str:

@@ -21,6 +21,9 @@ from pipelines.request import Pipeline
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.server import Server
 
+#: How long a test waits for what comes at once on a quiet machine.
+PATIENCE_SECONDS = 240.0
+
 
 def card_of(pipeline: Pipeline) -> ModelCard:
     return ModelCard(pipeline.name, "test", "cpu", pipeline.sample_rate, pipeline.capabilities)
@@ -30,11 +33,11 @@ class Running:
     """A server in a thread of this process; leaving the block drains it."""
 
     def __init__(self, pipeline: Pipeline, *, wait: bool = True, open_model: Callable[[], Pipeline] | None = None, **options: Any) -> None:
-        sizes: dict[str, Any] = {"slots": 8, "waiting_room": 8, "drain_seconds": 5.0, **options}
+        sizes: dict[str, Any] = {"slots": 8, "waiting_room": 8, "drain_seconds": 120.0, **options}
         self.pipeline = pipeline
         self.server = Server(card_of(pipeline), open_model or (lambda: pipeline), ServeOptions((pipeline.name,), **sizes), "127.0.0.1", 0)
         self.url = self.server.url
-        self.http = httpx2.Client(base_url=self.url, timeout=60, trust_env=False)
+        self.http = httpx2.Client(base_url=self.url, timeout=PATIENCE_SECONDS, trust_env=False)
         self._wait = wait
         self._thread = threading.Thread(target=self.server.run, name="server", daemon=True)
 
@@ -75,7 +78,7 @@ class Running:
         names = ("speech_server_running", "speech_server_waiting", "speech_engine_batch_size", "speech_engine_waiting")
         return tuple(now[name] for name in names)
 
-    def until(self, true: Any, seconds: float = 60.0) -> None:
+    def until(self, true: Any, seconds: float = PATIENCE_SECONDS) -> None:
         deadline = time.monotonic() + seconds
         while not true():
             assert time.monotonic() < deadline, "it did not come about in time"
