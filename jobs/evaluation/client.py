@@ -13,6 +13,8 @@ import httpx2
 from pipelines.errors import ConfigError, ErrorCode, ServiceError
 
 _CONNECT_SECONDS = 10.0
+#: Of the first answer: a server that is busy may take a while to say what it serves.
+_MODELS_SECONDS = 60.0
 _MOST_PAUSE_SECONDS = 30.0
 _AWAY = frozenset({429, 502, 503})
 
@@ -54,7 +56,7 @@ class ChatClient:
     async def models(self) -> list[str]:
         """The names that the server serves. Raises `server.unreachable`, `config.invalid` for a key or address it refuses."""
         try:
-            answer = await self._http.get("/v1/models", timeout=_CONNECT_SECONDS)
+            answer = await self._http.get("/v1/models", timeout=httpx2.Timeout(_MODELS_SECONDS, connect=_CONNECT_SECONDS))
         except httpx2.UnsupportedProtocol as error:
             raise _no_address(self.url) from error
         except httpx2.TransportError as error:

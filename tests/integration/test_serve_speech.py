@@ -19,7 +19,7 @@ import soundfile
 from pipelines.hibari.pipeline import HibariPipeline
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline
 from tests.golden_checkpoint import whole
-from tests.serving_kit import Running, b64, error_of, events, heard
+from tests.serving_kit import PATIENCE_SECONDS, Running, b64, error_of, events, heard
 from tests.unit.qwen3_golden import GOLDEN
 
 SPEECH = "/v1/audio/speech"
@@ -171,7 +171,7 @@ def test_a_listener_who_leaves_frees_engine_and_slot(custom: Running) -> None:
     data = json.dumps({**view, "response_format": "pcm"}).encode()
     host, port = custom.url.removeprefix("http://").split(":")
     for _ in range(6):
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
             head = f"POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
             connection.sendall(head.encode() + data)
             assert b"200 OK" in connection.recv(100)
@@ -184,7 +184,7 @@ def test_many_listeners_hear_what_each_hears_alone(custom: Running) -> None:
         kind = ("wav", "pcm", "flac")[number % 3]
         view = {"model": custom.pipeline.name, "input": f"Line {number % 6}.", "response_format": kind, "stream": number % 2 == 0}
         view |= {"voice": custom.pipeline.capabilities.voices[0], "seed": number % 6, "max_seconds": 0.16}
-        answer = httpx2.post(custom.url + SPEECH, json=view, timeout=60, trust_env=False)
+        answer = httpx2.post(custom.url + SPEECH, json=view, timeout=PATIENCE_SECONDS, trust_env=False)
         assert answer.status_code == 200, answer.text
         return answer.content
 
