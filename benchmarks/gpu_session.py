@@ -56,7 +56,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
     """All steps in order. `check` proves the kernels and the modes, `speed` gives the table, `tune` tries other choices."""
     common = ("--device", device, *(["--tiny"] if tiny else []))
     golden = ("qwen3_tts", "tests/golden/qwen3_tts", "--device", device)
-    tests = ("pytest", "-m", "gpu", "tests/gpu", "-q", "-rs", "--timeout=150", "--durations=8")
+    tests = ("pytest", "-m", "gpu", "tests/gpu", "-q", "-rs", "-n", "6", "--timeout=250", "--durations=8")
     frames = ("benchmarks.lm_gpu", "--part", "frame", "--model", "0.6b,1.7b", "--batch", "1,8,32,64,128,256,512")
     # With tiny shapes fewer of everything: this only tries the steps.
     slots = ("--slots", "4") if tiny else ("--slots", "512", "128")
@@ -74,7 +74,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("conformance bfloat16", "check", ("tests.conformance", *golden, "--dtype", "bfloat16"), 40, gpu_only=True),
         Step("same bits", "check", bits, 100),
         Step("frames", "check", frames, 150, gpu_only=True),
-        Step("codec", "check", ("benchmarks.codec_gpu", "--part", "decode,stream"), 90, gpu_only=True),
+        Step("codec", "check", ("benchmarks.codec_gpu", "--part", "decode,stream"), 120, gpu_only=True),
         Step("reference", "speed", reference, 120, needs="NIGHTJAR_REFERENCE_SITE"),
         Step("throughput 0.6B", "speed", small, 250),
         Step("soak", "speed", soak, 80),

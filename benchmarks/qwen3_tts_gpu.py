@@ -55,7 +55,7 @@ def open_decoder(shape: CodecDecoderConfig, device: torch.device, dtype: torch.d
         return CodecDecoder(shape, RandomWeights(str(device)), device, dtype, reproducible=reproducible)
 
 
-def codec_alone(decoder: CodecDecoder, pool: Pool, seconds: float, at_once: int = 256) -> dict[str, Any]:
+def codec_alone(decoder: CodecDecoder, pool: Pool, seconds: float, at_once: int = 512) -> dict[str, Any]:
     """Whole utterances from codes on the host to samples on the host, through the engine's own stage, which always has more to do."""
     draw, size = np.random.default_rng(0), decoder.config.codebook_size
     codes = [draw.integers(0, size, (frames, decoder.config.num_quantizers)) for _, frames in pool]
@@ -74,7 +74,7 @@ def codec_alone(decoder: CodecDecoder, pool: Pool, seconds: float, at_once: int 
         order(one)
     before, began = tally.frames, time.perf_counter()
     for one in itertools.cycle(codes):
-        if time.perf_counter() - began >= seconds:
+        if tally.frames > before and time.perf_counter() - began >= seconds:
             break
         order(one)
     took, frames = time.perf_counter() - began, tally.frames - before
@@ -237,7 +237,7 @@ def main() -> None:
             row = {
                 "part": "codec",
                 "size": "",
-                **codec_alone(decoder, requests(bench.model, load, 16 if options.tiny else 512), load.seconds, 8 if options.tiny else 256),
+                **codec_alone(decoder, requests(bench.model, load, 16 if options.tiny else 1024), load.seconds, 8 if options.tiny else 512),
                 **memory(device),
             }
             row["floor_ms"] = floor_ms("codec", size, 1, 0, bench.limits)

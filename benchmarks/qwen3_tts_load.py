@@ -192,19 +192,21 @@ def thread_seconds() -> dict[str, float]:
 class ClosedLoop:
     """Keeps every slot taken with requests of a pool, over and over, until it is drained or closed.
 
-    A bounded number is on its way at a time, what the codec decodes included: where the codec is the slower one, the language model
-    has to wait for it. With the codec, every `probe_every`-th request is the pool's first one with one seed.
+    The engine rests while the codec is behind, as in the real pipeline, and a bounded number is on its way at a time. With the codec,
+    every `probe_every`-th request is the pool's first one with one seed.
     """
 
     def __init__(self, executor: Watched, options: EngineOptions, pool: Pool, decoder: CodecDecoder | None, probe_every: int = 0) -> None:
         self.tally = Tally()
-        self._places = 2 * options.slots + 192
+        self._places = 2 * options.slots + 1024
         self.room = threading.Semaphore(self._places)
         self.slots = options.slots
         self._probe_every = probe_every
         self._executor = executor
         self._stage = None if decoder is None else open_stage(decoder)
-        self.engine, self._stop = Engine(executor, options, waiting_room=64), threading.Event()
+        stage = self._stage
+        self.engine = Engine(executor, options, waiting_room=64, behind=lambda: stage is not None and stage.behind)
+        self._stop = threading.Event()
         self._feeder = threading.Thread(target=self._feed, args=(pool,), name="feeder")
         self._feeder.start()
 

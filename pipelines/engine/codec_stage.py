@@ -19,6 +19,10 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)
 
+#: Batches that a device may have to do at once: one that it decodes, and one that keeps it busy after that.
+_MOST_STARTED = 2
+#: How often the stage looks whether a device is done, a hundredth of what it takes for a full batch.
+_LOOK_SECONDS = 0.001
 S = TypeVar("S")
 Samples = NDArray[np.float32]
 Done = Callable[[Samples | NightjarError], None]
@@ -55,18 +59,26 @@ class _Started(Generic[S]):
     """A batch that the device may still be decoding, and its samples on their way to the host."""
 
     jobs: list[_Job[S]]
+    #: Samples [n] of each on the host; they share one buffer there, which is pinned where the device writes it.
     waves: list[Tensor]
     #: After which the samples are on the host; None where they are at once.
     there: torch.cuda.Event | None
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody needs to wait for the samples; a fault of the device shows when they are handed on."""
+        try:
+            return self.there is None or self.there.query()
+        except RuntimeError:
+            return True
 
 
 class CodecStage(Generic[S]):
     """Decodes what it is given in the order of arrival, many at once; chunks of streams go first.
 
     `done` is called on the stage's thread with float32 samples [n], or with the error of that utterance alone.
-    On a CUDA `device` the stage has a stream of its own, beside the frames, and starts the next batch of whole utterances, if there is
-    one, before it hands on the last. Whole utterances wait up to `gather_seconds` for company until they have `gather_frames` frames
-    together.
+    On a CUDA `device` the stage has a stream of its own, beside the frames, and starts the next batch, if there is one, before the last is
+    done. Whole utterances wait up to `gather_seconds` for company until they have `gather_frames` frames together.
     """
 
     def __init__(
@@ -80,14 +92,19 @@ class CodecStage(Generic[S]):
         self._decoder = decoder
         self._max_batch = max_batch
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
-        self._ahead = self._stream is not None
         self._gather_seconds = gather_seconds
         self._gather_frames = gather_frames
         self._jobs: deque[_Job[S]] = deque()
+        self._waiting_frames = 0
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="codec-stage", daemon=True)
         self._thread.start()
+
+    @property
+    def behind(self) -> bool:
+        """Whether a full batch waits behind what is being decoded, so that more codes would only wait longer."""
+        return self._waiting_frames >= self._gather_frames
 
     def new_state(self) -> S:
         """Where a stream starts that follows nothing."""
@@ -122,31 +139,41 @@ class CodecStage(Generic[S]):
             closed = self._closing
             if not closed:
                 self._jobs.append(job)
+                self._waiting_frames += len(job.codes)
                 self._wake.notify()
         if closed:
             job.done(SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed before the audio was decoded."))
 
     def _run(self) -> None:
-        started: _Started[S] | None = None
+        started: deque[_Started[S]] = deque()
         while True:
             with self._wake:
-                while not self._closing and started is None and (patience := self._patience()) != 0:
-                    self._wake.wait(patience)
-                if not self._jobs and started is None:
-                    return
-                batch = self._take() if self._jobs and (self._closing or self._patience() == 0) else []
+                while not (self._due(len(started)) or (started and started[0].over)):
+                    if self._closing and not started:
+                        return
+                    self._wake.wait(_LOOK_SECONDS if started else self._patience())
+                over = started.popleft() if started and started[0].over else None
+                batch = self._take() if self._due(len(started)) else []
             with torch.cuda.stream(self._stream):
                 following = self._start(batch) if batch else None
-                for one in (started, None if self._ahead and batch and not batch[0].streamed else following):
-                    if one is not None:
-                        self._hand_on(one)
-            started = following if self._ahead and batch and not batch[0].streamed else None
+                if over is not None:
+                    self._hand_on(over)
+                if following is not None and following.there is None:
+                    self._hand_on(following)
+                elif following is not None:
+                    started.append(following)
+
+    def _due(self, started: int) -> bool:
+        """Whether the next batch should be started beside so many others."""
+        if not self._jobs or started >= _MOST_STARTED:
+            return False
+        return self._closing or self._patience() == 0
 
     def _patience(self) -> float | None:
         """Seconds until the next batch should be decoded; None: there is nothing to decode."""
         if not self._jobs:
             return None
-        enough = len(self._jobs) >= self._max_batch or sum(len(job.codes) for job in self._jobs) >= self._gather_frames
+        enough = len(self._jobs) >= self._max_batch or self.behind
         if enough or not self._gather_seconds or any(job.streamed for job in self._jobs):
             return 0
         return max(self._gather_seconds - (time.monotonic() - self._jobs[0].since), 0)
@@ -161,6 +188,7 @@ class CodecStage(Generic[S]):
         batch = batch[: self._max_batch]
         chosen = {id(job) for job in batch}
         self._jobs = deque(job for job in self._jobs if id(job) not in chosen)
+        self._waiting_frames -= sum(len(job.codes) for job in batch)
         return batch
 
     def _start(self, batch: list[_Job[S]]) -> _Started[S] | None:
@@ -183,7 +211,11 @@ class CodecStage(Generic[S]):
         """Samples on their way to the host, which does not wait for them."""
         if self._stream is None:
             return _Started(batch, [wave.float().cpu() for wave in waves], None)
-        sent = [torch.empty(wave.shape, dtype=torch.float32, pin_memory=True).copy_(wave, non_blocking=True) for wave in waves]
+        # One pinned buffer for all: the sizes of batches come again, those of utterances hardly, and pinning anew makes the device wait.
+        lengths = [len(wave) for wave in waves]
+        sent = list(torch.empty(sum(lengths), dtype=torch.float32, pin_memory=True).split(lengths))
+        for samples, wave in zip(sent, waves):
+            samples.copy_(wave, non_blocking=True)
         there = torch.cuda.Event()
         there.record()
         return _Started(batch, sent, there)

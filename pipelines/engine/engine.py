@@ -18,6 +18,9 @@ from pipelines.request import EngineStats
 
 log = logging.getLogger(__name__)
 
+#: A tenth of what a frame of a large batch takes.
+_REST_SECONDS = 0.001
+
 
 class Receiver(Protocol):
     """Who waits for one request. Called on the engine's thread, so it must be quick."""
@@ -34,15 +37,22 @@ class Receiver(Protocol):
 
 
 class Engine:
-    """Runs requests that come from any thread on one thread of its own."""
+    """Runs requests that come from any thread on one thread of its own.
 
-    def __init__(self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64) -> None:
+    While `behind` says that whoever takes the codes cannot follow, the engine rests: a frame of a batch that fills up again costs the
+    device no more than one of a batch that empties, and meanwhile the device decodes alone.
+    """
+
+    def __init__(
+        self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64, behind: Callable[[], bool] = lambda: False
+    ) -> None:
         self.core = EngineCore(executor, options, self)
         self._receivers: dict[GenerationRequest, Receiver] = {}
         self._inbox: list[tuple[GenerationRequest, Receiver]] = []
         self._aborts: list[str | GenerationRequest] = []
         self._wake = threading.Condition()
         self._room = waiting_room
+        self._behind = behind
         self._waiting = 0
         self._closing = False
         self._done = 0
@@ -118,6 +128,8 @@ class Engine:
             with self._wake:
                 while not (self._inbox or self._aborts or self._closing or self.core.busy):
                     self._wake.wait()
+                while self._behind() and not (self._aborts or self._closing):
+                    self._wake.wait(_REST_SECONDS)
                 if self._closing:
                     break
                 arrived, self._inbox = self._inbox, []

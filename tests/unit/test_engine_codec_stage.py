@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +65,7 @@ class Heard:
         return lambda samples: self.items.put((name, samples))
 
     def take(self, count: int) -> list[tuple[str, np.ndarray | NightjarError]]:
-        return [self.items.get(timeout=60) for _ in range(count)]
+        return [self.items.get(timeout=240) for _ in range(count)]
 
 
 def lists(items: list[tuple[str, np.ndarray | NightjarError]]) -> list[tuple[str, list[float]]]:
@@ -155,41 +156,68 @@ def test_samples_are_float32_on_the_host() -> None:
     assert not torch.is_tensor(samples)
 
 
-def ahead(decoder: Adder) -> CodecStage[Sum]:
-    """A stage that starts the next batch before it hands on the last, as on a GPU."""
-    stage = CodecStage(decoder, max_batch=2)
-    stage._ahead = True
-    return stage
+class OnTheWay:
+    """The event of a batch that a device works on until it is told that it is done."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def query(self) -> bool:
+        return self.done.is_set()
+
+    def synchronize(self) -> None:
+        self.done.wait()
 
 
-def test_the_next_batch_starts_before_the_last_is_handed_on() -> None:
+class Ahead(CodecStage[Sum]):
+    """A stage whose device takes its time, as a GPU does; `sent` are the events of its batches."""
+
+    def __init__(self, decoder: Adder, max_batch: int, gather_frames: int = 4096) -> None:
+        self.sent: queue.SimpleQueue[OnTheWay] = queue.SimpleQueue()
+        super().__init__(decoder, max_batch, gather_frames=gather_frames)
+
+    def _sent(self, batch: list, waves: list[Tensor]):  # type: ignore[no-untyped-def]
+        started = super()._sent(batch, waves)
+        started.there = OnTheWay()  # type: ignore[assignment]
+        self.sent.put(started.there)  # type: ignore[arg-type]
+        return started
+
+
+def test_a_second_batch_is_started_while_the_device_has_the_first_and_no_third() -> None:
     decoder, heard = Adder(), Heard()
-    stage = ahead(decoder)
-    decoder.gate.clear()
-    made: list[int] = []
-    for index in range(6):
-        stage.decode(codes(index), lambda samples: made.append(len(decoder.batches)))
-    stage.decode(codes(9), heard.at("last"))
-    decoder.gate.set()
-    heard.take(1)
-    # What is heard of a batch is heard once the one after it was started, but for the last.
-    sizes = decoder.batches
-    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
-    assert made == [min(next(at for at, end in enumerate(ends) if index < end) + 2, len(sizes)) for index in range(6)]
+    stage = Ahead(decoder, max_batch=1, gather_frames=2)
+    for index in range(3):
+        stage.decode(codes(index), heard.at(str(index)))
+    first, second = stage.sent.get(timeout=60), stage.sent.get(timeout=60)
+    assert decoder.batches == [1, 1]
+    assert not stage.behind
+    stage.decode(codes(3), heard.at("3"))
+    assert stage.behind, "two frames wait, which is a full batch, and both places on the device are taken"
+    second.done.set()
+    assert heard.items.empty(), "what came first is handed on first"
+    first.done.set()
+    assert lists(heard.take(2)) == [("0", [0]), ("1", [1])]
+    for _ in range(2):
+        stage.sent.get(timeout=60).done.set()
+    assert lists(heard.take(2)) == [("2", [2]), ("3", [3])]
+    assert not stage.behind
     stage.close()
 
 
-def test_the_last_batch_is_handed_on_without_another_and_before_the_end() -> None:
+def test_what_a_device_has_at_the_end_is_handed_on() -> None:
     decoder, heard = Adder(), Heard()
-    stage = ahead(decoder)
-    stage.decode(codes(5), heard.at("alone"))
-    assert lists(heard.take(1)) == [("alone", [5])]
+    stage = Ahead(decoder, max_batch=2)
     decoder.gate.clear()
     for index in range(5):
         stage.decode(codes(13 if index == 2 else index), heard.at(str(index)))
     stage.decode_chunk(codes(3), heard.at("chunk"), Sum())
+    closing = threading.Thread(target=stage.close)
+    closing.start()
     decoder.gate.set()
-    stage.close()
+    while closing.is_alive():
+        with suppress(queue.Empty):
+            stage.sent.get(timeout=0.05).done.set()
+        closing.join(0)
     got = dict(heard.take(6))
     assert isinstance(got.pop("2"), NightjarError)
     assert {name: samples.tolist() for name, samples in got.items() if isinstance(samples, np.ndarray)} == {
@@ -205,6 +233,9 @@ def test_an_error_that_shows_late_is_told_to_all_of_its_batch() -> None:
             return started
 
     class Broken:
+        def query(self) -> bool:
+            raise RuntimeError("the device is lost")
+
         def synchronize(self) -> None:
             raise RuntimeError("the device is lost")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +21,9 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from tests.unit.qwen3_golden import MAX_CONTEXT, golden_model, random_request, run_alone
 
 OPTIONS = EngineOptions(pages=64, page_size=8, max_context=MAX_CONTEXT, prefill_chunk=16)
+
+
+SECONDS = 240
 
 
 class Waiter:
@@ -42,7 +47,7 @@ class Waiter:
         self._end()
 
     def wait(self) -> Waiter:
-        assert self._done.wait(60)
+        assert self._done.wait(SECONDS)
         return self
 
     def _end(self) -> None:
@@ -53,10 +58,10 @@ class Waiter:
             self._done.set()
 
 
-def make_engine(waiting_room: int = 8, model: Any = None, slots: int = 4) -> Engine:
+def make_engine(waiting_room: int = 8, model: Any = None, slots: int = 4, behind: Callable[[], bool] = lambda: False) -> Engine:
     model = model or golden_model("base")
     executor = EagerExecutor(model, slots, OPTIONS.pages, OPTIONS.page_size, OPTIONS.max_context)
-    return Engine(executor, OPTIONS, waiting_room)
+    return Engine(executor, OPTIONS, waiting_room, behind)
 
 
 def some_requests(count: int) -> list[GenerationRequest]:
@@ -82,13 +87,50 @@ def test_requests_from_many_threads_come_out_as_alone() -> None:
 def test_a_receiver_may_submit_although_the_room_is_full() -> None:
     engine = make_engine(waiting_room=2, slots=1)
     first, *others, last = (replace(request, max_tokens=20, sampling=SamplingParams(min_new_tokens=20)) for request in some_requests(4))
-    later = Waiter()
-    engine.submit(first, Waiter(lambda: engine.submit(last, later)))
+    later, full = Waiter(), threading.Event()
+
+    def submit_last() -> None:
+        assert full.wait(SECONDS)
+        engine.submit(last, later)
+
+    engine.submit(first, Waiter(submit_last))
     for request in others:
         engine.submit(request, Waiter())
     assert engine.stats().waiting == 2
+    full.set()
     assert later.wait().codes is not None
     engine.close()
+
+
+def test_an_engine_rests_while_its_codes_are_not_taken() -> None:
+    behind, asked = threading.Event(), threading.Event()
+    behind.set()
+
+    def is_behind() -> bool:
+        asked.set()
+        return behind.is_set()
+
+    engine = make_engine(behind=is_behind)
+    first, second, third = some_requests(3)
+    waiters = {request: Waiter() for request in (first, second, third)}
+    engine.submit(first, waiters[first])
+    engine.submit(second, waiters[second])
+    for _ in range(20):
+        asked.clear()
+        assert asked.wait(60)
+    assert engine.core.frames_made == 0
+    engine.cancel(second)  # an abort is heard meanwhile
+    error = waiters[second].wait().error
+    assert error is not None
+    assert error.code is ErrorCode.SYNTH_ABORTED
+    behind.clear()
+    np.testing.assert_array_equal(waiters[first].wait().codes, run_alone(golden_model("base"), first)[0])
+    behind.set()
+    engine.submit(third, waiters[third])
+    engine.close()  # so is the end
+    error = waiters[third].wait().error
+    assert error is not None
+    assert error.code is ErrorCode.SYNTH_ABORTED
 
 
 def test_a_receiver_that_raises_harms_nobody() -> None:
@@ -135,14 +177,37 @@ def test_a_fault_fails_those_that_run_and_the_engine_goes_on() -> None:
     engine.close()
 
 
+class Held:
+    """A model that makes no frame until it may."""
+
+    def __init__(self) -> None:
+        self._model = golden_model("base")
+        self.asked, self.may = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def frame(self, *arguments: Any) -> Any:
+        self.asked.set()
+        assert self.may.wait(SECONDS)
+        return self._model.frame(*arguments)
+
+
 def test_close_fails_what_runs_and_refuses_what_comes() -> None:
-    engine = make_engine()
+    model = Held()
+    engine = make_engine(model=model)
     waiters = [Waiter() for _ in range(6)]
     for request, waiter in zip(some_requests(6), waiters):
         engine.submit(replace(request, max_tokens=100), waiter)
+    assert model.asked.wait(SECONDS)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    while not engine._closing:
+        time.sleep(0.001)
+    model.may.set()
+    closing.join()
     engine.close()
-    engine.close()
-    assert any(waiter.wait().error for waiter in waiters)
-    assert all(waiter.error is None or waiter.error.code is ErrorCode.SYNTH_ABORTED for waiter in waiters)
+    assert all(isinstance(waiter.wait().error, SynthesisError) for waiter in waiters)
+    assert {waiter.error.code for waiter in waiters if waiter.error} == {ErrorCode.SYNTH_ABORTED}
     with pytest.raises(SynthesisError):
         engine.submit(some_requests(1)[0], Waiter())
