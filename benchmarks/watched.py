@@ -102,7 +102,7 @@ def profile(names: Sequence[str], seconds: float, most: int = 12) -> dict[str, A
     samples, before, until = 0, sys.getswitchinterval(), time.perf_counter() + seconds
     sys.setswitchinterval(1e-4)  # so that a sample is taken where a thread is, not where it next lets go of the interpreter
     try:
-        while time.perf_counter() < until:
+        while not samples or time.perf_counter() < until:
             frames = sys._current_frames()
             for ident, name in threads.items():
                 place = _place(frames.get(ident or 0))

@@ -103,7 +103,7 @@ class Browser:
         data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         to.write_bytes(base64.b64decode(data))
 
-    def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 240.0) -> None:
         """Waits until a condition holds."""
         deadline = time.monotonic() + seconds
         while not condition():

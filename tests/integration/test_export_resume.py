@@ -309,20 +309,25 @@ def test_a_killed_export_goes_on(finished: Finished) -> None:
     whole, to = finished.folder / "whole", finished.folder / "to"
     run(finished, "webdataset", whole)
     code = (
-        "import sys, time\n"
+        "import sys\n"
         "from jobs.ledger import Ledger; from jobs.store import open_store; from jobs.export import export, parse_splits\n"
         "ledger, store, job, to = sys.argv[1:]\n"
-        "def slow(part): print(part.number, flush=True); time.sleep(0.05)\n"
+        "def told(part): print(part.number, flush=True); sys.stdin.readline()\n"
         "export(Ledger.open(ledger), open_store(store), job, 'webdataset', to,"
-        f" splits=parse_splits('train=0.7,dev=0.3'), part_bytes={PART}, on_part=slow)"
+        f" splits=parse_splits('train=0.7,dev=0.3'), part_bytes={PART}, on_part=told)"
     )
     arguments = [finished.ledger.url, str(finished.folder / "store"), finished.job_id, str(to)]
-    for wait in (0.0, 0.12):
-        with subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE) as process:
+    for more in (0, 2):
+        with subprocess.Popen([sys.executable, "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdin is not None
             assert process.stdout is not None
             process.stdout.readline()
-            time.sleep(wait)
+            # It is killed in the middle of a part, or after it, but goes no further than these.
+            process.stdin.write(b"\n" * more)
+            process.stdin.flush()
+            time.sleep(0.02)
             process.send_signal(signal.SIGKILL)
+    assert len(list(whole.rglob("*.tar"))) > 6
     assert 0 < len(list(to.rglob("*.tar"))) < len(list(whole.rglob("*.tar")))
     run(finished, "webdataset", to)
     assert contents(to) == contents(whole)

@@ -184,7 +184,7 @@ def test_the_command_line_takes_an_encoding_and_an_input_format(tmp_path: Path, 
     given = [word for option in options for word in ("--format", option)]
     command = [sys.executable, "-m", "jobs", "submit", "in.jsonl", "--dry-run", "--json", *given]
     environment = os.environ | {"XDG_STATE_HOME": str(tmp_path / "state")}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == code, done.stderr
     if code == 0:
         assert json.loads(done.stdout)["items"] == 1

@@ -94,18 +94,21 @@ WHOLE = {"size": "0b6", "part": "all", "slots": 512, "reproducible": False}
 
 
 def test_a_profile_tells_waiting_from_work() -> None:
-    done = threading.Event()
+    done, begun = threading.Event(), threading.Barrier(3)
 
     def wait_for_it() -> None:
+        begun.wait()
         done.wait()
 
     def work_on_it() -> None:
+        begun.wait()
         while not done.is_set():
             sum(range(100))
 
     threads = [threading.Thread(target=work, name=name) for work, name in ((wait_for_it, "waiter"), (work_on_it, "worker"))]
     for thread in threads:
         thread.start()
+    begun.wait()
     found = profile(("waiter", "worker", "absent"), 0.1)
     done.set()
     for thread in threads:
@@ -228,14 +231,14 @@ def test_stubs_can_be_imported_as_the_package_does(monkeypatch: pytest.MonkeyPat
 
 def test_a_session_goes_on_after_a_failure_and_keeps_to_its_time(tmp_path: Path) -> None:
     chosen = [
-        Step("broken", "check", ("json.nothing_of_this_name",), 20),
+        Step("broken", "check", ("json.nothing_of_this_name",), 300),
         Step("slow", "check", ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)"), 2),
-        Step("gpu", "check", ("json.tool",), 20, gpu_only=True),
-        Step("fine", "speed", ("calendar", "2026"), 20),
-        Step("packages", "speed", ("calendar",), 20, needs="NIGHTJAR_NOTHING_OF_THIS_NAME"),
+        Step("gpu", "check", ("json.tool",), 300, gpu_only=True),
+        Step("fine", "speed", ("calendar", "2026"), 300),
+        Step("packages", "speed", ("calendar",), 300, needs="NIGHTJAR_NOTHING_OF_THIS_NAME"),
     ]
     told: list[Outcome] = []
-    gpu_session.run_all(chosen, "cpu", 5, tmp_path, told.append)
+    gpu_session.run_all(chosen, "cpu", 10, tmp_path, told.append)
     assert [outcome.ended for outcome in told] == ["failed", "too slow", "left out", "ok", "left out"]
     kept = json.loads((tmp_path / "session.json").read_text())
     assert [step["name"] for step in kept["steps"]] == [step.name for step in chosen]

@@ -222,6 +222,6 @@ def test_what_is_read_while_waiting_is_not_lost() -> None:
             await asyncio.gather(leaving, return_exceptions=True)
             assert [(await source())["body"] for _ in parts] == list(parts)
         source = inlet([*messages(b"whole"), {"type": "http.disconnect"}])
-        await asyncio.wait_for(source.left(), 5)
+        await asyncio.wait_for(source.left(), 60)
 
     asyncio.run(play())

@@ -41,7 +41,7 @@ assert card.capabilities.cloning and card.capabilities.streaming and "female/hig
 assert len(card.capabilities.voices) == 50 and card.revision
 assert not {{"torch", "vllm", "transformers"}} & set(sys.modules)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=400)
 
 
 def test_the_revision_follows_the_weights(folder: Path) -> None:
