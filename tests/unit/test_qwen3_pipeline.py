@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,7 @@ from pipelines.request import Generation, Message, Modality, Role, Speech, Synth
 from tests.golden_checkpoint import whole
 from tests.unit.qwen3_golden import GOLDEN
 
+SECONDS = 240
 SIZES: dict[str, Any] = {"slots": 6, "pages": 96, "page_size": 16, "max_context": 512}
 
 
@@ -56,20 +59,38 @@ def clone(name: str, text: str = "Good morning.", audio: bytes | None = None, **
     return ask(name, ("user", "audio", audio or reference()), ("user", "text", text), **generation)
 
 
+@contextmanager
+def held(pipeline: Qwen3TTSPipeline) -> Iterator[None]:
+    """The engine of a pipeline ends no turn inside: what is submitted here is not over here."""
+    core, may = pipeline.engine.core, threading.Event()
+    step = core.step
+
+    def held_step() -> None:
+        assert may.wait(SECONDS)
+        step()
+
+    core.step = held_step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        core.step = step  # type: ignore[method-assign]
+        may.set()
+
+
 def test_same_request_same_audio_in_any_company(base: Qwen3TTSPipeline) -> None:
     wanted = clone("one", seed=5, reference_text="It was a bright day.")
-    alone = base.submit(wanted).result(60)
+    alone = base.submit(wanted).result(SECONDS)
     crowd = [base.submit(clone(f"other {index}", "Something else.", seed=index)) for index in range(4)]
-    again = base.submit(replace(wanted, request_id="two")).result(60)
+    again = base.submit(replace(wanted, request_id="two")).result(SECONDS)
     for future in crowd:
-        future.result(60)
+        future.result(SECONDS)
     np.testing.assert_array_equal(alone.samples, again.samples)
-    different = base.submit(replace(wanted, seed=6)).result(60)
+    different = base.submit(replace(wanted, seed=6)).result(SECONDS)
     assert len(different.samples) != len(alone.samples) or (different.samples != alone.samples).any()
 
 
 def test_speech_says_what_it_is(base: Qwen3TTSPipeline) -> None:
-    speech = base.submit(clone("meta", "Hello there.")).result(60)
+    speech = base.submit(clone("meta", "Hello there.")).result(SECONDS)
     assert speech.text == "Hello there."
     assert speech.samples.dtype == np.float32
     assert len(speech.samples) == int(speech.meta["frames"]) * 1920
@@ -79,15 +100,15 @@ def test_speech_says_what_it_is(base: Qwen3TTSPipeline) -> None:
 
 def test_max_seconds_is_the_limit(base: Qwen3TTSPipeline) -> None:
     for seconds in (0.08, 0.4, 0.41):
-        speech = base.submit(clone("short", max_seconds=seconds)).result(60)
+        speech = base.submit(clone("short", max_seconds=seconds)).result(SECONDS)
         assert speech.duration_ms <= 1000 * seconds + 80
-    assert base.submit(clone("one frame", max_seconds=0.08)).result(60).duration_ms == 80
+    assert base.submit(clone("one frame", max_seconds=0.08)).result(SECONDS).duration_ms == 80
 
 
 def test_a_stream_is_the_whole_in_pieces(base: Qwen3TTSPipeline) -> None:
     for text in (None, "It was."):
         wanted = clone("stream", reference_text=text, seed=9, max_seconds=2.0)
-        whole = base.submit(wanted).result(60)
+        whole = base.submit(wanted).result(SECONDS)
         chunks = list(base.stream(wanted))
         assert [chunk.final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
         assert len(chunks[0].samples) == 1920
@@ -98,16 +119,18 @@ def test_an_abandoned_stream_ends_its_request(base: Qwen3TTSPipeline) -> None:
     stream = base.stream(clone("gone", max_seconds=20.0))
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    base.submit(clone("after")).result(60)
+    base.submit(clone("after")).result(SECONDS)
     assert base.stats().running == 0
 
 
 def test_abort_fails_the_future(base: Qwen3TTSPipeline) -> None:
-    doomed, other = base.submit(clone("doomed", max_seconds=30.0)), base.submit(clone("other"))
-    base.abort("doomed")
-    base.abort("nobody")
+    other = base.submit(clone("other"))
+    with held(base):
+        doomed = base.submit(clone("doomed", max_seconds=30.0))
+        base.abort("doomed")
+        base.abort("nobody")
     assert error_of(doomed).code is ErrorCode.SYNTH_ABORTED
-    assert len(other.result(60).samples)
+    assert len(other.result(SECONDS).samples)
 
 
 def test_no_end_is_an_error_unless_asked_for() -> None:
@@ -164,8 +187,8 @@ def test_refused_before_any_engine_work(base: Qwen3TTSPipeline, request_: Synthe
 )
 def test_extreme_settings_speak_and_harm_nobody(base: Qwen3TTSPipeline, settings: dict[str, Any]) -> None:
     neighbour = base.submit(clone("neighbour"))
-    assert len(base.submit(clone("extreme", **settings)).result(60).samples)
-    assert len(neighbour.result(60).samples)
+    assert len(base.submit(clone("extreme", **settings)).result(SECONDS).samples)
+    assert len(neighbour.result(SECONDS).samples)
 
 
 def test_a_seed_out_of_range_is_refused(base: Qwen3TTSPipeline) -> None:
@@ -179,7 +202,7 @@ def test_a_stream_that_nobody_reads_costs_nothing(base: Qwen3TTSPipeline) -> Non
     before = base.stats()
     stream = base.stream(clone("unread", max_seconds=20.0))
     stream.close()  # type: ignore[attr-defined]
-    base.submit(clone("after")).result(60)
+    base.submit(clone("after")).result(SECONDS)
     assert base.stats().requests_done == before.requests_done + 1
     assert not base._receivers
 
@@ -204,10 +227,10 @@ def test_voice_language_and_instruction_change_the_speech(custom: Qwen3TTSPipeli
         ask("b", ("user", "text", "Hello you."), voice="serena", temperature=0.0),
         ask("c", ("user", "text", "Hello you."), voice="ryan", language="german", temperature=0.0),
     ]
-    audio = [custom.submit(request).result(60).samples for request in variants]
+    audio = [custom.submit(request).result(SECONDS).samples for request in variants]
     assert len({samples.tobytes() for samples in audio}) == len(variants)
     spoken = ask("d", ("user", "text", "Hello you."), voice="ryan", instruct="Whisper.", temperature=0.0)
-    np.testing.assert_array_equal(custom.submit(spoken).result(60).samples, audio[1])
+    np.testing.assert_array_equal(custom.submit(spoken).result(SECONDS).samples, audio[1])
 
 
 def test_voices_are_prepared_once(base: Qwen3TTSPipeline) -> None:
@@ -238,14 +261,19 @@ def test_submit_blocks_while_the_waiting_room_is_full() -> None:
         thread.join(0.002)
     assert most <= 2
     for future in futures:
-        assert len(future.result(60).samples)
+        assert len(future.result(SECONDS).samples)
     pipeline.close()
 
 
 def test_close_aborts_what_runs_and_may_be_repeated() -> None:
     pipeline = open_pipeline(GOLDEN / "checkpoint-base", **SIZES)
-    future = pipeline.submit(clone("late", max_seconds=60.0))
-    pipeline.close()
+    with held(pipeline):
+        future = pipeline.submit(clone("late", max_seconds=60.0))
+        closing = threading.Thread(target=pipeline.close)
+        closing.start()
+        while not pipeline.engine._closing:
+            time.sleep(0.001)
+    closing.join()
     pipeline.close()
     assert error_of(future).code is ErrorCode.SYNTH_ABORTED
     with pytest.raises(SynthesisError) as caught:
@@ -265,6 +293,6 @@ def test_settings_of_a_request_go_over_the_checkpoint() -> None:
 
 
 def error_of(future: Future[Speech]) -> NightjarError:
-    error = future.exception(60)
+    error = future.exception(SECONDS)
     assert isinstance(error, NightjarError)
     return error
