@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
 from tests.golden_checkpoint import whole
 
 GOLDEN = Path(__file__).parent / "golden" / "spark"
+#: How long a test waits for the engine: a core takes 10 s to start on quiet cores, and minutes on busy ones.
+PATIENCE_SECONDS = 420
 #: Set where vLLM has to be installed, as in CI: there its tests are never skipped.
 REQUIRED = "NIGHTJAR_REQUIRE_VLLM"
 CORE = "EngineCore"
@@ -65,7 +70,8 @@ def sequence(name: str, prompt: list[int], tokens: int, *, seed: int | None = No
 def core_pids(parent: int) -> list[int]:
     """The engine cores among the descendants of a process."""
     children = [int(pid) for pid in _read(f"/proc/{parent}/task/{parent}/children").split()] + _of_threads(parent)
-    found = [pid for pid in set(children) if CORE in _read(f"/proc/{pid}/cmdline") or CORE in _read(f"/proc/{pid}/comm")]
+    named = [pid for pid in set(children) if CORE in _read(f"/proc/{pid}/cmdline") or CORE in _read(f"/proc/{pid}/comm")]
+    found = [pid for pid in named if is_running(pid)]
     for child in set(children):
         found += core_pids(child)
     return sorted(set(found))
@@ -85,15 +91,46 @@ def kill_core(parent: int) -> int:
     return pids[0]
 
 
-def wait_for_core(parent: int, seconds: float, other_than: int = 0) -> int:
+@contextmanager
+def paused_core(parent: int) -> Iterator[int]:
+    """The engine core of a process stands still inside: what it is given is not over here. Its id; it may be killed too."""
+    (pid,) = core_pids(parent)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def held_start() -> Iterator[None]:
+    """No engine core of this process starts inside, so that one that died stays away."""
+    from pipelines.vllm_engine import adapter
+
+    start, may = adapter.start_engine, threading.Event()
+
+    def held(*arguments: Any) -> Any:
+        assert may.wait(PATIENCE_SECONDS)
+        return start(*arguments)
+
+    adapter.start_engine = held
+    try:
+        yield
+    finally:
+        adapter.start_engine = start
+        may.set()
+
+
+def wait_for_core(parent: int, other_than: int = 0) -> int:
     """Waits until a process has an engine core, another one than `other_than`."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < deadline:
         pids = [pid for pid in core_pids(parent) if pid != other_than]
         if pids:
             return pids[0]
         time.sleep(0.1)
-    raise AssertionError(f"no engine core within {seconds:g} s")
+    raise AssertionError("no engine core came")
 
 
 def _of_threads(parent: int) -> list[int]:
