@@ -44,7 +44,8 @@ class Supervisor:
         self._longest_pause_seconds = longest_pause_seconds
         self._command = [*command, "--parent-pid", str(os.getpid())]
         self._children = [Child(gpu) for gpu in gpus]
-        self._stopping = False
+        #: The signal that ends it all, once it came.
+        self._ending: int | None = None
 
     def run(self) -> int:
         """Returns the exit status: 0 after a drain, 1 when a worker cannot start."""
@@ -52,10 +53,10 @@ class Supervisor:
             signal.signal(number, self._pass_on)
         for child in self._children:
             self._start(child)
-        while not (self._stopping and all(child.process is None for child in self._children)):
+        while not (self._ending is not None and all(child.process is None for child in self._children)):
             for child in self._children:
                 self._look_after(child)
-                if child.failed_starts >= FAILED_STARTS and not self._stopping:
+                if child.failed_starts >= FAILED_STARTS and self._ending is None:
                     log.error("worker cannot start; all workers stop", gpu=child.gpu)
                     self._pass_on(signal.SIGTERM)
             time.sleep(POLL_SECONDS)
@@ -67,18 +68,21 @@ class Supervisor:
             environment["CUDA_VISIBLE_DEVICES"] = child.gpu
         child.process = subprocess.Popen(self._command, env=environment, start_new_session=True)
         child.started_at = time.monotonic()
+        if self._ending is not None:
+            # The signal came before there was a process to pass it on to.
+            child.process.send_signal(self._ending)
 
     def _look_after(self, child: Child) -> None:
         now = time.monotonic()
         if child.process is None:
-            if not self._stopping and now >= child.restart_at:
+            if self._ending is None and now >= child.restart_at:
                 self._start(child)
             return
         status = child.process.poll()
         if status is None:
             return
         child.process = None
-        if self._stopping:
+        if self._ending is not None:
             return
         healthy = now - child.started_at >= HEALTHY_SECONDS
         pause_seconds = FIRST_PAUSE_SECONDS if healthy else child.pause_seconds * 2
@@ -88,7 +92,7 @@ class Supervisor:
         log.warning("worker ended", gpu=child.gpu, status=status, restart_seconds=child.pause_seconds)
 
     def _pass_on(self, number: int, *_: object) -> None:
-        self._stopping = True
+        self._ending = number
         for child in self._children:
             if child.process is not None and child.process.poll() is None:
                 child.process.send_signal(number)

@@ -161,21 +161,23 @@ class TestPipelineCache:
     def test_waiters_are_served_in_order_and_no_model_is_closed_in_use(self) -> None:
         cache, opened = self.cache()
         order: list[str] = []
+        waits = {model: threading.Event() for model in ("b", "a", "c")}
 
         def work(model: str) -> None:
-            with cache.use(model) as pipeline:
+            # Asked while it waits, and so after it took its place in the queue.
+            with cache.use(model, waits[model].set) as pipeline:
                 order.append(model)
                 assert isinstance(pipeline, FakePipeline)
                 assert pipeline.closes == 0
 
-        threads = [threading.Thread(target=work, args=(model,)) for model in ("b", "a", "c")]
+        threads = [threading.Thread(target=work, args=(model,)) for model in waits]
         with cache.use("a"):
-            for thread in threads:
+            for thread, waiting in zip(threads, waits.values(), strict=True):
                 thread.start()
-                time.sleep(0.05)
+                assert waiting.wait(240)
             assert order == []
         for thread in threads:
-            thread.join(5)
+            thread.join(240)
         assert order == ["b", "a", "c"]
         assert opened["b"].closes == 1
 
@@ -234,7 +236,7 @@ class TestChore:
         chore.start()
         for count in (1, 2, 3):
             chore.nudge()
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 240
             while len(calls) < count and time.monotonic() < deadline:
                 time.sleep(0.005)
         chore.stop()
@@ -335,13 +337,13 @@ class TestSupervisor:
         code = f"import sys; from worker.supervisor import Supervisor; sys.exit(Supervisor([sys.executable, {str(tmp_path / 'child.py')!r}, {str(log)!r}], {gpus!r}).run())"  # noqa: E501
         process = subprocess.Popen([sys.executable, "-c", code])
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 240
             while not until() and process.poll() is None:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-            status = process.wait(20)
+            status = process.wait(240)
         finally:
             process.kill()
         return status, log.read_text().splitlines()
@@ -352,12 +354,28 @@ class TestSupervisor:
             "log = open(sys.argv[1], 'a', buffering=1)\n"
             "signal.signal(signal.SIGTERM, lambda *_: (log.write('end ' + os.environ['CUDA_VISIBLE_DEVICES'] + '\\n'), sys.exit(0)))\n"
             "log.write('gpu ' + os.environ['CUDA_VISIBLE_DEVICES'] + ' ' + sys.argv[2] + '\\n')\n"
-            "time.sleep(60)\n"
+            "time.sleep(600)\n"
         )
         log = tmp_path / "log"
         status, lines = self.run(tmp_path, script, ["0", "3"], lambda: log.exists() and log.read_text().count("gpu") == 2)
         assert status == 0
         assert sorted(lines) == ["end 0", "end 3", "gpu 0 --parent-pid", "gpu 3 --parent-pid"]
+
+    def test_a_signal_that_comes_while_a_worker_is_started_reaches_it(self) -> None:
+        import subprocess
+        import sys
+
+        code = (
+            "import os, signal, subprocess, sys\n"
+            "from worker.supervisor import Supervisor\n"
+            "class Popen(subprocess.Popen):\n"
+            "    def __init__(self, *arguments, **options):\n"
+            "        super().__init__(*arguments, **options)\n"
+            "        os.kill(os.getpid(), signal.SIGTERM)\n"
+            "subprocess.Popen = Popen\n"
+            "sys.exit(Supervisor([sys.executable, '-c', 'import time; time.sleep(600)'], [None, None]).run())\n"
+        )
+        assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
 
     def test_a_worker_that_is_killed_comes_back(self, tmp_path: Path) -> None:
         script = "import os, sys\nopen(sys.argv[1], 'a').write('start\\n')\nos.kill(os.getpid(), 9)\n"
