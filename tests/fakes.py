@@ -28,6 +28,8 @@ SAMPLE_RATE = 16000
 
 #: `[[word]]` or `[[word:value]]` anywhere in a text asks the fake engine for bad luck.
 MARKER = re.compile(r"\[\[(\w+)(?::([^\]]*))?\]\]")
+#: Between two looks for the file of a request that waits for one.
+LOOK_SECONDS = 0.02
 
 
 def spoken_text(request: SynthesisRequest) -> str:
@@ -58,10 +60,11 @@ class FakePipeline:
 
     Every request takes `seconds` of engine time plus `seconds_per_character` of its text, and `slots` requests run at
     once; with both zero a request is answered inside `submit`. `waiting_room` bounds what may wait for a slot.
-    Markers in a text: `[[slow:S]]` S seconds more; `[[hang]]` never ends, not even by abort; `[[crash]]` kills the
-    process; `[[crash_once:PATH]]` kills it unless PATH exists, and makes it; `[[fail:CODE]]` fails;
-    `[[fail_once:CODE]]` fails the first time in this process; `[[refuse:CODE]]` is refused by `submit`;
-    `[[nan]]`, `[[empty]]`, `[[silent]]` give such audio; `[[says:TEXT]]` writes a text beside its audio.
+    Markers in a text: `[[slow:S]]` S seconds more; `[[until:PATH]]` ends when there is a file PATH, not before;
+    `[[hang]]` never ends, not even by abort; `[[crash]]` kills the process; `[[crash_once:PATH]]` kills it unless PATH
+    exists, and makes it; `[[fail:CODE]]` fails; `[[fail_once:CODE]]` fails the first time in this process;
+    `[[refuse:CODE]]` is refused by `submit`; `[[nan]]`, `[[empty]]`, `[[silent]]` give such audio; `[[says:TEXT]]`
+    writes a text beside its audio.
     """
 
     sample_rate = SAMPLE_RATE
@@ -145,7 +148,8 @@ class FakePipeline:
     def _seconds(self, text: str, words: Mapping[str, str]) -> float:
         if "hang" in words:
             return float("inf")
-        return self.seconds + self.seconds_per_character * len(text) + float(words.get("slow", 0))
+        held_seconds = LOOK_SECONDS if "until" in words else 0.0
+        return self.seconds + self.seconds_per_character * len(text) + float(words.get("slow", 0)) + held_seconds
 
     def _run(self) -> None:
         while not self.closes:
@@ -161,9 +165,19 @@ class FakePipeline:
                 if wait_seconds > 0:
                     self._changed.wait(min(wait_seconds, 1.0))
                     continue
-                entry = self._running.pop(heapq.heappop(self._ends)[2], None)
+                request_id = heapq.heappop(self._ends)[2]
+                if self._held(request_id):
+                    heapq.heappush(self._ends, (time.monotonic() + LOOK_SECONDS, next(self._order), request_id))
+                    continue
+                entry = self._running.pop(request_id, None)
             if entry is not None:
                 self._finish(*entry)
+
+    def _held(self, request_id: str) -> bool:
+        """Whether a running request waits for its file."""
+        entry = self._running.get(request_id)
+        path = "" if entry is None else Markers.of(spoken_text(entry[0])).words.get("until")
+        return bool(path) and not os.path.exists(path)
 
     def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
         text = spoken_text(request)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -23,9 +25,9 @@ from tests.fake_worker import register
 
 REPOSITORY = Path(__file__).parent.parent
 
-#: Settings of a worker that a test need not wait for.
+#: Settings of a worker that a test need not wait for. Leases are not short: they would end under a machine that stands still.
 QUICK = {
-    "SPEECH_WORKER__LEASE_SECONDS": "4",
+    "SPEECH_WORKER__LEASE_SECONDS": "600",
     "SPEECH_WORKER__HEARTBEAT_SECONDS": "0.5",
     "SPEECH_WORKER__COMMIT_SECONDS": "0.2",
     "SPEECH_DISPATCH__INTERVAL_SECONDS": "0.3",
@@ -37,7 +39,10 @@ QUICK = {
 
 
 class Site:
-    """An installation in a folder. Worker processes that still run at the end are killed."""
+    """An installation in a folder. Worker processes that still run at the end are killed.
+
+    What `held` makes of a text does not end before `let_go`.
+    """
 
     def __init__(self, folder: Path, broker_url: str, database_url: str | None = None, **environment: str) -> None:
         self.folder = folder
@@ -67,6 +72,12 @@ class Site:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model=model), options=options).job
 
+    def held(self, text: str) -> str:
+        return f"{text} [[until:{self.folder / 'gate'}]]"
+
+    def let_go(self) -> None:
+        (self.folder / "gate").touch()
+
     def dispatch(self) -> int:
         return Dispatcher(self.ledger, self.settings).run_once()
 
@@ -86,14 +97,14 @@ class Site:
     def status(self, job: Job) -> JobStatus:
         return self.ledger.status(job.id)
 
-    def wait_for(self, condition: Callable[[], object], seconds: float = 60.0) -> None:
+    def wait_for(self, condition: Callable[[], object], seconds: float = 240.0) -> None:
         """Waits; fails with the end of the workers' log."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"waited in vain; the log ends with {self.log_text()[-4000:]}"
             time.sleep(0.05)
 
-    def wait_until_final(self, job: Job, seconds: float = 60.0) -> JobStatus:
+    def wait_until_final(self, job: Job, seconds: float = 240.0) -> JobStatus:
         self.wait_for(lambda: self.status(job).job.state.final, seconds)
         return self.status(job)
 
@@ -115,7 +126,15 @@ class Site:
                     os.environ[name] = before[name]
 
 
-def stop(process: subprocess.Popen[bytes], seconds: float = 30.0) -> int:
+@contextmanager
+def closed_port() -> Iterator[int]:
+    """A port where nothing listens, nor will while it is held."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def stop(process: subprocess.Popen[bytes], seconds: float = 240.0) -> int:
     """Asks a worker to drain and returns its exit status."""
     process.send_signal(signal.SIGTERM)
     return process.wait(seconds)

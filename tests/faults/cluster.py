@@ -13,13 +13,15 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import sqlalchemy as sa
 
-from jobs.ingest import submit
+from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger, schema
 from jobs.ledger.records import ItemState, JobSpec, JobState, JobStatus, ShardState
 from jobs.seeds import item_seed
@@ -31,9 +33,11 @@ from tests.fake_worker import register
 from tests.fakes import SAMPLE_RATE, sine
 from tests.services import Postgres, SeaweedFS, Valkey
 
+T = TypeVar("T")
+
 REPOSITORY = Path(__file__).parents[2]
 
-#: Short enough that a killed worker's shards are taken over within seconds.
+#: Leases are short enough that a killed worker's shards are taken over within seconds.
 TIMING = {
     "SPEECH_WORKER__LEASE_SECONDS": "6",
     "SPEECH_WORKER__HEARTBEAT_SECONDS": "1.5",
@@ -45,16 +49,23 @@ TIMING = {
     "SPEECH_SHARD__MAX_ITEMS": "64",
 }
 
+#: Leases and drains that no machine outlasts by standing still for a while.
+PATIENCE = {"SPEECH_WORKER__LEASE_SECONDS": "600", "SPEECH_WORKER__DRAIN_SECONDS": "600"}
 
 #: A request takes as long as a real engine's short sentence on a busy GPU.
 ENGINE = {"seconds": 0.05, "slots": 16}
 
 
 class Cluster:
-    """Starts everything; `end` stops everything. Workers come back by themselves after `kill_worker`."""
+    """Starts everything; `end` stops everything. Workers come back by themselves after `kill_worker`.
 
-    def __init__(self, folder: Path, postgres: Postgres, *, workers: int = 2) -> None:
+    What `held` makes of a text does not end before `let_go`. `timing` goes over `TIMING`.
+    """
+
+    def __init__(self, folder: Path, postgres: Postgres, timing: Mapping[str, str] | None = None, *, workers: int = 2) -> None:
         self.folder = folder
+        self.timing = TIMING | dict(timing or {})
+        self.gate = folder / "gate"
         self.postgres = postgres
         self.valkey = Valkey(folder / "valkey")
         self.seaweedfs = SeaweedFS(folder / "seaweedfs")
@@ -83,7 +94,7 @@ class Cluster:
             "SPEECH_LOG_FORMAT": "json",
             "NIGHTJAR_FAKE": json.dumps(ENGINE),
             **self.seaweedfs.environment(),
-            **TIMING,
+            **self.timing,
         }
 
     def start_worker(self, number: int, **environment: str) -> None:
@@ -104,13 +115,31 @@ class Cluster:
         process.wait()
         self.start_worker(number)
 
-    def submit(self, texts: dict[str, str]) -> str:
+    def restart_workers(self, **environment: str) -> None:
+        """New processes with other settings in the place of those that run."""
+        for number in list(self.workers):
+            self.end_worker(number)
+            self.start_worker(number, **environment)
+
+    def end_worker(self, number: int) -> None:
+        """SIGKILL, and no other process in its place."""
+        self.signal_worker(number, signal.SIGKILL)
+        self.workers[number].wait()
+
+    def held(self, text: str) -> str:
+        return f"{text} [[until:{self.gate}]]"
+
+    def let_go(self) -> None:
+        self.gate.touch()
+
+    def submit(self, texts: dict[str, str], *, max_attempts: int = 3) -> str:
         """Submits one dialogue a text for the fake engine; the job id."""
         path = self.folder / f"{uuid.uuid4().hex}.jsonl"
         lines = (json.dumps({"example_id": name, "messages": [["user", "text", text]]}) for name, text in texts.items())
         path.write_text("\n".join(lines) + "\n")
         register()
-        return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model="fake")).job.id
+        options = SubmitOptions(max_attempts=max_attempts)
+        return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model="fake"), options=options).job.id
 
     def status(self, job: str) -> JobStatus | None:
         """The job's status, or None while the database is down."""
@@ -119,7 +148,7 @@ class Cluster:
         except NightjarError:
             return None
 
-    def wait_for_done(self, job: str, items: int, *, seconds: float = 60) -> None:
+    def wait_for_done(self, job: str, items: int, *, seconds: float = 240) -> None:
         """Waits until that many items are done."""
         deadline = time.monotonic() + seconds
         while (status := self.status(job)) is None or status.items.done < items:
@@ -131,13 +160,19 @@ class Cluster:
         ended = schema.attempts.c.outcome
         return Counter(dict(self._rows(sa.select(ended, sa.func.count()).where(schema.attempts.c.job_id == job).group_by(ended))))
 
+    def idle_transactions(self) -> int:
+        """Transactions that wait for the next word of whoever began them."""
+        query = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND state LIKE 'idle in transaction%'"
+        ((count,),) = self._rows(sa.text(query))
+        return count
+
     def leases(self, job: str) -> int:
         """The job's shards that a worker holds."""
         held = sa.and_(schema.shards.c.job_id == job, schema.shards.c.state == ShardState.LEASED)
         ((count,),) = self._rows(sa.select(sa.func.count()).select_from(schema.shards).where(held))
         return count
 
-    def _rows(self, query: sa.Select[Any]) -> list[tuple[Any, ...]]:
+    def _rows(self, query: sa.Executable) -> list[tuple[Any, ...]]:
         engine = sa.create_engine(self.database_url.replace("postgresql://", "postgresql+psycopg://"))
         try:
             with engine.connect() as connection:
@@ -168,11 +203,14 @@ class Cluster:
 
 
 class Chaos(threading.Thread):
-    """Kills parts of a cluster at moments drawn from a seed, until told to stop.
+    """Kills parts of a cluster at moments drawn from a seed, until told to stop or there were many kills.
 
     After a few kills it lets the job make some progress: on a slow machine nothing comes up between two of them otherwise.
+    What the cluster holds is let go once there were enough kills, so that no job ends before.
     """
 
+    ENOUGH_KILLS = 4
+    MOST_KILLS = 15
     KILLS_WITHOUT_PROGRESS = 3
 
     def __init__(self, cluster: Cluster, job: str, seed: int) -> None:
@@ -190,19 +228,28 @@ class Chaos(threading.Thread):
                 victim = self.random.choice(["worker", "worker", "broker", "database", "store"])
                 self._kill(victim)
                 self.kills[victim] += 1
-                if sum(self.kills.values()) % self.KILLS_WITHOUT_PROGRESS == 0:
+                count = sum(self.kills.values())
+                if self.enough:
+                    self.cluster.let_go()
+                if count == self.MOST_KILLS:
+                    return
+                if count % self.KILLS_WITHOUT_PROGRESS == 0:
                     self._let_work()
         except BaseException as error:  # noqa: BLE001 - re-raised by `halt` in the test's own thread
             self.error = error
 
+    @property
+    def enough(self) -> bool:
+        return self.kills["worker"] >= 1 and sum(self.kills.values()) >= self.ENOUGH_KILLS
+
     def _let_work(self) -> None:
-        """Waits until more items are done than before."""
+        """Waits until more items are done than before, or none is left but the one that may be held."""
         before: int | None = None
         while not self._halt.wait(0.1):
             status = self.cluster.status(self.job)
             if status is None:
                 continue
-            if before is not None and status.items.done > before:
+            if status.items.pending <= 1 or (before is not None and status.items.done > before):
                 return
             before = status.items.done if before is None else before
 
@@ -222,9 +269,21 @@ class Chaos(threading.Thread):
             raise self.error
 
 
+def patiently(call: Callable[[], T], seconds: float = 120) -> T:
+    """The result of a call to a service that may have come back just now, and may not be all there yet."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except NightjarError as error:
+            if not error.code.retryable or time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
+
+
 def assert_exactly_once(cluster: Cluster, job: str, texts: dict[str, str]) -> None:
     """Every item once: one done row, one artifact row, one object with the right bytes; counters exact; nothing more."""
-    status = cluster.ledger.status(job)
+    status = patiently(lambda: cluster.ledger.status(job))
     assert status.job.state == JobState.COMPLETED
     assert (status.items.total, status.items.done, status.items.failed, status.items.skipped) == (len(texts), len(texts), 0, 0)
     rows = list(cluster.ledger.items(job))
@@ -233,11 +292,11 @@ def assert_exactly_once(cluster: Cluster, job: str, texts: dict[str, str]) -> No
     assert {row.state for row in rows} == {ItemState.DONE}
     artifacts = {row.artifact.key: (row, row.artifact) for row in rows if row.artifact is not None}
     assert len(artifacts) == len(texts)
-    assert {info.key for info in cluster.store.list(f"jobs/{job}/audio/")} == set(artifacts)
+    assert {info.key for info in patiently(lambda: list(cluster.store.list(f"jobs/{job}/audio/")))} == set(artifacts)
     for key, (row, artifact) in artifacts.items():
         seed = item_seed(status.job.spec.seed, row.example_id, message_index=1)  # the speech follows the one user message
         expected = encode(sine(texts[row.example_id], seed), SAMPLE_RATE, "wav")
-        assert cluster.store.get(key) == expected, key
+        assert patiently(partial(cluster.store.get, key)) == expected, key
         assert artifact.sha256 == hashlib.sha256(expected).hexdigest()
         assert artifact.bytes == len(expected)
     assert status.audio_ms == sum(artifact.duration_ms for _, artifact in artifacts.values())

@@ -7,12 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import PATIENCE, Cluster
 from tests.services import Postgres
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, postgres: Postgres) -> Iterator[Cluster]:
     cluster = Cluster(tmp_path, postgres)
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture
+def patient(tmp_path: Path, postgres: Postgres) -> Iterator[Cluster]:
+    """A cluster whose leases end with their work only."""
+    cluster = Cluster(tmp_path, postgres, PATIENCE)
     yield cluster
     cluster.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, JobState, Ticket
 from pipelines.errors import ErrorCode
 from tests.faults.cluster import REPOSITORY, Cluster, assert_exactly_once
+from tests.ledger_kit import expire_leases_of_the_dead
 
 
 def sentences(count: int, suffix: str = "") -> dict[str, str]:
@@ -27,60 +29,65 @@ def sentences(count: int, suffix: str = "") -> dict[str, str]:
 
 
 def wait_and_repeat(cluster: Cluster, job: str, act: Callable[[], object], pause_seconds: float) -> None:
-    """Does `act` again and again until the job ends."""
-    deadline = time.monotonic() + 120
-    while (status := cluster.status(job)) is None or not status.job.state.final:
+    """Does `act` again and again until the job ends; on a slow machine it lets the job come through at last."""
+    deadline = time.monotonic() + 400
+    for number in itertools.count():
+        status = cluster.status(job)
+        if status is not None and status.job.state.final:
+            return
         assert time.monotonic() < deadline, status
-        act()
+        if number < 30:
+            act()
         time.sleep(pause_seconds)
 
 
-def test_an_emptied_broker_costs_time_and_no_item(cluster: Cluster) -> None:
+def test_an_emptied_broker_costs_time_and_no_item(patient: Cluster) -> None:
     import redis
 
     texts = sentences(1000)
-    job = cluster.submit(texts)
-    broker = redis.Redis.from_url(cluster.valkey.url)
-    wait_and_repeat(cluster, job, broker.flushall, 1.0)
-    assert_exactly_once(cluster, job, texts)
+    job = patient.submit(texts)
+    broker = redis.Redis.from_url(patient.valkey.url)
+    wait_and_repeat(patient, job, broker.flushall, 1.0)
+    assert_exactly_once(patient, job, texts)
 
 
-def test_repeated_messages_of_every_epoch_change_nothing(cluster: Cluster) -> None:
+def test_repeated_messages_of_every_epoch_change_nothing(patient: Cluster) -> None:
     texts = sentences(1000)
-    job = cluster.submit(texts)
-    shards = cluster.ledger.job(job).total_shards
+    job = patient.submit(texts)
+    shards = patient.ledger.job(job).total_shards
     tickets = [Ticket(job, shard, epoch) for shard in range(shards) for epoch in range(3)]
-    publisher = Publisher(cluster.settings)
-    wait_and_repeat(cluster, job, lambda: publisher.publish(tickets), 0.5)
-    assert_exactly_once(cluster, job, texts)
-    assert cluster.attempts(job) == {"done": shards}
+    publisher = Publisher(patient.settings)
+    wait_and_repeat(patient, job, lambda: publisher.publish(tickets), 0.5)
+    assert_exactly_once(patient, job, texts)
+    assert patient.attempts(job) == {"done": shards}
 
 
 def test_a_worker_that_wakes_after_its_lease_expired_writes_nothing(cluster: Cluster) -> None:
-    cluster.signal_worker(1, signal.SIGKILL)
-    cluster.workers[1].wait()
-    texts = sentences(600)
-    job = cluster.submit(texts)
+    cluster.end_worker(1)
+    texts = {"first": cluster.held("A sentence that lasts."), **sentences(600)}
+    job = cluster.submit(texts, max_attempts=50)
     stop_in_a_lease(cluster, 0, job)
+    before = cluster.attempts(job)["expired"]
     cluster.start_worker(1)
-    deadline = time.monotonic() + 120
-    while not cluster.attempts(job)["expired"]:
+    deadline = time.monotonic() + 240
+    while cluster.attempts(job)["expired"] == before:
         assert time.monotonic() < deadline, cluster.status(job)
         time.sleep(0.2)
+    cluster.let_go()
     cluster.signal_worker(0, signal.SIGCONT)
-    cluster.wait(job, seconds=120)
+    cluster.wait(job, seconds=240)
     time.sleep(2)
     assert_exactly_once(cluster, job, texts)
 
 
 def stop_in_a_lease(cluster: Cluster, number: int, job: str) -> None:
-    """Stops the only worker at a moment when it holds a shard and has made some of the job's items."""
+    """Stops the only worker at a moment when it holds a shard, has made some of the job's items, and locks no row."""
     cluster.wait_for_done(job, 100)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while True:
         cluster.signal_worker(number, signal.SIGSTOP)
         time.sleep(0.5)  # what it had sent to the database has arrived by now
-        if cluster.leases(job):
+        if cluster.leases(job) and not cluster.idle_transactions():
             return
         assert time.monotonic() < deadline, cluster.status(job)
         cluster.signal_worker(number, signal.SIGCONT)
@@ -88,74 +95,90 @@ def stop_in_a_lease(cluster: Cluster, number: int, job: str) -> None:
 
 
 def test_an_item_longer_than_its_lease_runs_once(cluster: Cluster) -> None:
-    texts = {**sentences(20), "slow": "A long sentence. [[slow:14]]"}
+    lease_seconds = 32
+    cluster.restart_workers(SPEECH_WORKER__LEASE_SECONDS=str(lease_seconds))
+    texts = {**sentences(20), "slow": cluster.held("A long sentence.")}
     job = cluster.submit(texts)
-    cluster.wait(job, seconds=120)
+    cluster.wait_for_done(job, 20)
+    over_at = cluster.ledger.now() + lease_seconds
+    while cluster.ledger.now() <= over_at:
+        time.sleep(0.2)
+    cluster.let_go()
+    cluster.wait(job, seconds=240)
     assert_exactly_once(cluster, job, texts)
-    assert cluster.attempts(job)["expired"] == 0
+    assert cluster.attempts(job) == {"done": 1}
 
 
-def test_wrong_clocks_of_workers_change_nothing(cluster: Cluster) -> None:
+def test_wrong_clocks_of_workers_change_nothing(patient: Cluster) -> None:
     for number, skew in enumerate(("-7200", "7200")):
-        cluster.signal_worker(number, signal.SIGKILL)
-        cluster.workers[number].wait()
-        cluster.start_worker(number, NIGHTJAR_CLOCK_SKEW=skew)
+        patient.end_worker(number)
+        patient.start_worker(number, NIGHTJAR_CLOCK_SKEW=skew)
     texts = sentences(400)
-    job = cluster.submit(texts)
-    cluster.wait(job, seconds=120)
-    assert_exactly_once(cluster, job, texts)
-    assert set(cluster.attempts(job)) == {"done"}
+    job = patient.submit(texts)
+    patient.wait(job, seconds=240)
+    assert_exactly_once(patient, job, texts)
+    assert set(patient.attempts(job)) == {"done"}
 
 
-def test_a_draining_worker_finishes_its_shards_and_spends_no_attempt(cluster: Cluster) -> None:
-    texts = sentences(1200)
-    job = cluster.submit(texts)
-    cluster.wait_for_done(job, 100)
-    cluster.signal_worker(0, signal.SIGTERM)
-    assert cluster.workers[0].wait(timeout=60) == 0
-    assert not cluster.ledger.status(job).job.state.final, "the job ended before the drain could be seen"
-    cluster.wait(job, seconds=120)
-    assert_exactly_once(cluster, job, texts)
-    assert set(cluster.attempts(job)) <= {"done", "released"}
+def test_a_draining_worker_finishes_its_shards_and_spends_no_attempt(patient: Cluster) -> None:
+    # No shard comes out of its turn because its message waits for long.
+    patient.restart_workers(SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS="600")
+    patient.end_worker(1)
+    shard_items = int(patient.timing["SPEECH_SHARD__MAX_ITEMS"])
+    texts = sentences(10 * shard_items)
+    for number in (0, shard_items):
+        texts[f"item-{number}"] = patient.held("A sentence that lasts.")
+    job = patient.submit(texts)
+    # All that its two shards have beside what is held: it takes no third one.
+    patient.wait_for_done(job, 2 * shard_items - 2)
+    patient.signal_worker(0, signal.SIGTERM)
+    deadline = time.monotonic() + 240
+    while "draining" not in [row.state for row in patient.ledger.workers()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    patient.let_go()
+    assert patient.workers[0].wait(timeout=240) == 0
+    assert patient.ledger.status(job).items.done == 2 * shard_items
+    assert patient.attempts(job) == {"done": 2}
+    patient.start_worker(1)
+    patient.wait(job, seconds=240)
+    assert_exactly_once(patient, job, texts)
+    assert set(patient.attempts(job)) == {"done"}
 
 
-def test_past_the_deadline_a_draining_worker_gives_its_shards_back(cluster: Cluster) -> None:
-    cluster.signal_worker(1, signal.SIGKILL)
-    cluster.workers[1].wait()
-    texts = {**sentences(40), "slow": "A very long sentence. [[slow:25]]"}
-    job = cluster.submit(texts)
-    cluster.wait_for_done(job, 40)
-    cluster.signal_worker(0, signal.SIGTERM)
-    assert cluster.workers[0].wait(timeout=60) == 0
-    assert cluster.ledger.status(job).items.done == 40
-    cluster.start_worker(1)
-    cluster.wait(job, seconds=120)
-    assert_exactly_once(cluster, job, texts)
-    assert cluster.attempts(job)["released"] == 1
+def test_past_the_deadline_a_draining_worker_gives_its_shards_back(patient: Cluster) -> None:
+    patient.restart_workers(SPEECH_WORKER__DRAIN_SECONDS="3")
+    patient.end_worker(1)
+    texts = {**sentences(40), "slow": patient.held("A very long sentence.")}
+    job = patient.submit(texts)
+    patient.wait_for_done(job, 40)
+    patient.signal_worker(0, signal.SIGTERM)
+    assert patient.workers[0].wait(timeout=240) == 0
+    assert patient.ledger.status(job).items.done == 40
+    patient.let_go()
+    patient.start_worker(1)
+    patient.wait(job, seconds=240)
+    assert_exactly_once(patient, job, texts)
+    assert patient.attempts(job)["released"] == 1
 
 
-def test_an_item_that_kills_its_workers_is_found_and_the_others_are_made(cluster: Cluster) -> None:
-    quick = {
-        "SPEECH_WORKER__LEASE_SECONDS": "2",
-        "SPEECH_WORKER__HEARTBEAT_SECONDS": "0.5",
-        "SPEECH_DISPATCH__BACKOFF_SECONDS": "0.1",
-    }
-    for number in list(cluster.workers):
-        cluster.signal_worker(number, signal.SIGKILL)
-        cluster.workers[number].wait()
-        cluster.start_worker(number, **quick)
+@pytest.mark.timeout(1200)
+def test_an_item_that_kills_its_workers_is_found_and_the_others_are_made(patient: Cluster) -> None:
+    quick = {"SPEECH_DISPATCH__BACKOFF_SECONDS": "0.1"}
+    patient.restart_workers(**quick)
     texts = {**sentences(100), "poison": "[[crash]]"}
-    job = cluster.submit(texts)
-    deadline = time.monotonic() + 280
-    while (status := cluster.status(job)) is None or not status.job.state.final:
+    job = patient.submit(texts)
+    deadline = time.monotonic() + 900
+    while (status := patient.status(job)) is None or not status.job.state.final:
         assert time.monotonic() < deadline, status
-        for number, process in list(cluster.workers.items()):
+        for number, process in list(patient.workers.items()):
             if process.poll() is not None:
-                cluster.start_worker(number, **quick)
+                patient.start_worker(number, **quick)
+        expire_leases_of_the_dead(patient.ledger)
         time.sleep(0.2)
     assert status.job.state == JobState.COMPLETED_WITH_ERRORS
     assert (status.items.done, status.items.failed) == (100, 1)
-    poison = next(row for row in cluster.ledger.items(job) if row.example_id == "poison")
+    poison = next(row for row in patient.ledger.items(job) if row.example_id == "poison")
     assert (poison.state, poison.error_code) == (ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH)
 
 
@@ -180,7 +203,7 @@ def test_a_full_disk_is_said_and_the_job_goes_on_when_there_is_space(tmp_path: P
     disk, kept = tmp_path / "disk", tmp_path / "kept"
     disk.mkdir()
     command = ["unshare", "-Urm", "sh", "-c", SMALL_DISK, "sh", str(disk), sys.executable, str(source), str(kept)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=dict(os.environ), timeout=240, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=dict(os.environ), timeout=540, check=False)
     assert "Traceback" not in done.stderr, done.stderr
     exits = [line for line in done.stdout.splitlines() if line.startswith("exit ")]
     assert exits[0] != "exit 0"

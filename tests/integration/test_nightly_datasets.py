@@ -16,6 +16,7 @@ import pytest
 
 from jobs.ledger.records import ItemState, JobState
 from pipelines.errors import ConfigError
+from tests.ledger_kit import expire_leases_of_the_dead
 from tests.worker_process import REPOSITORY, Site
 from worker.app import beat_schedule
 from worker.nightly import NightEnd, run_nights, run_schedule
@@ -39,10 +40,12 @@ def site(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
         yield site
 
 
-def write_night(site: Site, night: datetime) -> None:
-    lines = [
-        {"example_id": f"{night:%d}-{n}", "messages": [["user", "text", f"night {night:%d} text {n} {'a' * n}"]]} for n in range(ITEMS)
-    ]
+def write_night(site: Site, night: datetime, *, held: bool = False) -> None:
+    """A night's file; with `held`, its last item lasts until the site lets it go."""
+    texts = [f"night {night:%d} text {n} {'a' * n}" for n in range(ITEMS)]
+    if held:
+        texts[-1] = site.held(texts[-1])
+    lines = [{"example_id": f"{night:%d}-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)]
     path = site.folder / f"in-{night:%Y-%m-%d}.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
@@ -64,7 +67,7 @@ def test_two_nights_are_two_dated_datasets(site: Site) -> None:
     site.worker()
     for night in (FIRST, SECOND):
         write_night(site, night)
-        (ran,) = run_nights(site.settings, None, 0, wait_seconds=60, now=night).nights
+        (ran,) = run_nights(site.settings, None, 0, wait_seconds=300, now=night).nights
         assert (ran.end, ran.night, [dataset.reason for dataset in ran.datasets]) == (NightEnd.SUBMITTED, night.date(), ["", "", ""])
     assert len(site.ledger.jobs()) == 2
     for night in (FIRST, SECOND):
@@ -78,17 +81,19 @@ def test_two_nights_are_two_dated_datasets(site: Site) -> None:
 
 
 def test_a_killed_night_resumes(site: Site) -> None:
-    write_night(site, FIRST)
+    write_night(site, FIRST, held=True)
     worker = site.worker(engine={"seconds": 0.25, "slots": 2})
     environment = os.environ | site.environment | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.fake_worker", "nightly", "--night", f"{FIRST:%Y-%m-%d}", "--wait", "1"]
     nightly = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     site.wait_for(lambda: site.ledger.jobs())
     (job,) = site.ledger.jobs()
-    site.wait_for(lambda: 0 < site.status(job).items.done < ITEMS)
+    site.wait_for(lambda: site.status(job).items.done and site.ledger.schedule_history("news"))
     for process in (nightly, worker):
         process.send_signal(signal.SIGKILL)
         process.wait()
+    expire_leases_of_the_dead(site.ledger)
+    site.let_go()
     made = {row.index: row.artifact for row in site.ledger.items(job.id, state=ItemState.DONE)}
     assert 0 < len(made) < ITEMS
     assert not (site.folder / "datasets").exists()
@@ -97,7 +102,7 @@ def test_a_killed_night_resumes(site: Site) -> None:
     assert [(one.end, one.datasets, "run this again" in one.reason) for one in waiting.nights] == [(NightEnd.RAN, (), True)]
     write_night(site, SECOND)
     site.worker()
-    report = run_nights(site.settings, None, 1, wait_seconds=60, now=SECOND)
+    report = run_nights(site.settings, None, 1, wait_seconds=300, now=SECOND)
     assert [(one.end, len(one.datasets)) for one in report.nights] == [(NightEnd.RAN, 3), (NightEnd.SUBMITTED, 3)]
     assert not report.failed
     assert report.nights[0].job_id == job.id
@@ -149,8 +154,8 @@ def test_an_export_that_fails_is_told_and_keeps_no_other_back(site: Site) -> Non
     site.worker()
     (site.folder / "datasets" / "2026-11-20" / "espnet.jsonl").mkdir(parents=True)
     environment = os.environ | site.environment
-    command = [sys.executable, "-m", "tests.fake_worker", "nightly", "--night", "2026-11-20", "--wait", "0.02", "--json"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "tests.fake_worker", "nightly", "--night", "2026-11-20", "--wait", "0.08", "--json"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 1, done.stderr
     view = json.loads(done.stdout)
     assert (view["schema"], view["end"]) == ("nightjar.night/1", "submitted")
