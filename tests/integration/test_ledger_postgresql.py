@@ -85,7 +85,7 @@ def test_deadlocks_are_tried_again(ledger: Ledger) -> None:
         lock = "SELECT 1 FROM jobs WHERE id = %s FOR UPDATE"
         connection.exec_driver_sql(lock, (first,))  # type: ignore[attr-defined]
         if len(tries) <= 2:
-            barrier.wait(10)
+            barrier.wait(240)
         connection.exec_driver_sql(lock, (second,))  # type: ignore[attr-defined]
 
     ids = [job.id for job in jobs]
