@@ -67,7 +67,7 @@ class Rig:
         assert lease is not None
         return lease
 
-    def take_ticket(self, seconds: float = 10.0) -> Ticket:
+    def take_ticket(self, seconds: float = 240.0) -> Ticket:
         """The next shard that is due; waits for its backoff."""
         deadline = time.monotonic() + seconds
         while not (tickets := self.ledger.take_ready(1)):

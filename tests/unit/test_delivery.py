@@ -91,7 +91,7 @@ class Host:
 
     def submit(self, request: TokenRequest, receiver: Any) -> None:
         self.entering.set()
-        assert self.room.wait(10)
+        assert self.room.wait(240)
         threading.Thread(target=self.play, args=(receiver,)).start()
 
     def abort(self, request_id: str) -> None:
@@ -143,7 +143,7 @@ def say(ids: list[int], finish: Any = "stop") -> Callable[[Any], None]:
 
 def test_tokens_become_speech_with_what_is_known_of_them(host: Host, pipeline: Pipeline) -> None:
     host.play = say([3, 5])
-    speech = pipeline.submit(REQUEST).result(60)
+    speech = pipeline.submit(REQUEST).result(240)
     assert speech.samples.tolist() == [3] * 4 + [5] * 4
     assert (speech.text, speech.text_out, speech.sample_rate) == ("text", "words", RATE)
     assert speech.meta == {"engine": "none", "frames": 2, "finish": "stop"}
@@ -156,7 +156,7 @@ def test_what_is_no_speech_fails_as_a_whole_and_as_a_stream(
     host: Host, pipeline: Pipeline, ids: list[int], finish: str, code: ErrorCode
 ) -> None:
     host.play = say(ids, finish)
-    error = pipeline.submit(REQUEST).exception(10)
+    error = pipeline.submit(REQUEST).exception(240)
     assert isinstance(error, SynthesisError)
     assert error.code is code
     with pytest.raises(SynthesisError) as caught:
@@ -181,12 +181,12 @@ def test_an_abort_finds_a_request_that_waits_for_room(host: Host, pipeline: Pipe
     futures: list[Any] = []
     thread = threading.Thread(target=lambda: futures.append(pipeline.submit(REQUEST)))
     thread.start()
-    assert host.entering.wait(10)
+    assert host.entering.wait(240)
     pipeline.abort("one")
     assert not host.cancelled
     host.room.set()
-    thread.join(10)
-    error = futures[0].exception(10)
+    thread.join(240)
+    error = futures[0].exception(240)
     assert isinstance(error, SynthesisError)
     assert error.code is ErrorCode.SYNTH_ABORTED
     assert [request.request_id for request in host.cancelled] == ["one"], "it must not run for nobody"
@@ -198,13 +198,13 @@ def test_what_came_first_settles_a_future(host: Host, pipeline: Pipeline) -> Non
 
     def play(receiver: Any) -> None:
         receiver.finished(Tokens([1], "stop"))
-        receiver.future.result(60)
+        receiver.future.result(240)
         receiver.failed(NightjarError(ErrorCode.SYNTH_ABORTED, "too late"))
         heard.set()
 
     host.play = play
-    assert len(pipeline.submit(REQUEST).result(60).samples) == 4
-    assert heard.wait(10)
+    assert len(pipeline.submit(REQUEST).result(240).samples) == 4
+    assert heard.wait(240)
 
 
 def test_options_are_checked_by_name_and_type() -> None:

@@ -127,7 +127,7 @@ class TestMeters:
             assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
 
     def test_silero_tells_speech_from_silence_in_a_process_of_its_own(self) -> None:
-        process = MeterProcess(60)
+        process = MeterProcess(240)
         silence = np.zeros(2 * RATE, np.float32)
         readings = process.measure({"silero": {}}, Sample(silence, RATE, ""))
         assert readings["silence"] == (1.0, "silero", True)
@@ -139,7 +139,7 @@ class TestMeters:
         process.close()
 
     def test_a_process_that_dies_or_hangs_costs_its_draw_and_no_other(self) -> None:
-        process = MeterProcess(60)
+        process = MeterProcess(240)
         sample = Sample(np.zeros(RATE, np.float32), RATE, "")
         process.measure({}, sample)
         child = process._child  # pyright: ignore[reportPrivateUsage]
@@ -174,7 +174,7 @@ class TestMeters:
         assert slow.value.code is ErrorCode.MODEL_UNREACHABLE
 
     def test_a_process_that_does_not_read_holds_nobody_up(self) -> None:
-        process = MeterProcess(60, opening_seconds=0.3)
+        process = MeterProcess(240, opening_seconds=0.3)
         child = process._start()  # pyright: ignore[reportPrivateUsage]
         child.send_signal(signal.SIGSTOP)
         with pytest.raises(ModelError) as caught:
@@ -196,13 +196,13 @@ class TestMeters:
         task = MeterTask({"peak": {}}, sample, lambda: False, lambda *_: ended.append("done"), lambda: ended.append("dropped"))
         pool = MeterPool()
         pool.submit(task)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not measuring.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         closer = threading.Thread(target=pool.close, daemon=True)
         closer.start()
-        closer.join(30)
+        closer.join(240)
         assert not closer.is_alive()
         pool.submit(task)
         assert ended == ["dropped", "dropped"]
@@ -258,7 +258,7 @@ class TestBuiltInMeters:
             "        return {'peak': (float(abs(sample.samples).max()) * self.times, sample.text)}\n"
         )
         monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
-        process = MeterProcess(60)
+        process = MeterProcess(240)
         sample = Sample(np.array([0.25, -0.5], np.float32), RATE, "hello")
         assert process.measure({"peak": {"times": 3}}, sample) == {"peak": (1.5, "hello", True)}
         assert process.measure({"peak": {}}, replace(sample, text="short")) == {"peak": (1.0, "too short", False)}

@@ -32,7 +32,7 @@ class Blocked:
         self.measured = 0
 
     def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
-        assert self._go.wait(30)
+        assert self._go.wait(240)
         self.measured += 1
         if self.fail is not None:
             raise self.fail
@@ -62,7 +62,7 @@ class TestPool:
             pool.submit(MeterTask({}, Sample(samples, RATE, ""), lambda: False, done, lambda: None))
         assert (host.measured, pool.waiting >= 19) == (0, True)
         go.set()
-        assert all_done.wait(30)
+        assert all_done.wait(240)
         for number, (samples, readings) in results.items():
             assert np.array_equal(samples, np.full(100 + number, number, np.float32))
             assert readings == {"sum": (number * (100.0 + number), "")}
@@ -81,7 +81,7 @@ class TestPool:
         closer = threading.Thread(target=pool.close)
         closer.start()
         go.set()
-        closer.join(30)
+        closer.join(240)
         assert not closer.is_alive()
         assert 1 in dropped
         assert host.measured + len(dropped) == 4
@@ -128,7 +128,7 @@ class TestPoolFaults:
 
         for item in items:
             pool.submit(MeterTask({"asr": {}}, Sample(np.zeros(4, np.float32), RATE, ""), lambda: False, done, lambda: None, item))
-            assert came.acquire(timeout=30)
+            assert came.acquire(timeout=240)
         return found
 
     def test_meters_that_hang_on_everything_are_an_outage_and_one_item_is_none(self) -> None:
