@@ -32,6 +32,7 @@ from pipelines.errors import NightjarError
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.fast_ar import FastAr
 from pipelines.fish_speech.frame import WINDOW, FrameGraphs, FrameMaker, Rows
+from pipelines.nn.options import open_device
 from pipelines.request import Generation, Message, SynthesisRequest
 
 PROMPT_TOKENS = 120
@@ -52,7 +53,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.device = torch.device(options.device)
+        self.device = open_device(options.device)
         self.requests = [int(number) for number in options.requests.split(",")]
         self.seconds: float = options.seconds
         self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16

@@ -29,6 +29,7 @@ from pipelines.engine.prefill_graphs import PrefillGraphs
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError
+from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.execution import open_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
@@ -146,7 +147,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try this on a CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device = open_device(options.device)
     on_cpu = device.type == "cpu"
     dtype = torch.float32 if on_cpu else torch.bfloat16
     clean(device)

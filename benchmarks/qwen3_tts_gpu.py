@@ -35,6 +35,7 @@ from benchmarks.qwen3_tts_shapes import random_model
 from benchmarks.roofline import device_named, floor_ms, mean_context
 from benchmarks.watched import Watched, profile
 from pipelines.errors import NightjarError
+from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
 from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes and short utterances, to try this on a CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device = open_device(options.device)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)

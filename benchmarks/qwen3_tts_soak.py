@@ -27,6 +27,7 @@ from benchmarks.qwen3_tts_gpu import MAX_CONTEXT, PAGE_SIZE, TINY_CODEC, clean, 
 from benchmarks.qwen3_tts_load import ClosedLoop, Load, requests
 from benchmarks.qwen3_tts_shapes import random_model
 from benchmarks.watched import Watched
+from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.execution import engine_options, open_executor
 
 MIB = 2**20
@@ -142,7 +143,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try this on a CPU")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device = open_device(options.device)
     clean(device)
     size, slots = ("tiny", 8) if options.tiny else (options.size, options.slots)
     found = soak(size, slots, options.count, device, options.reproducible, options.seconds)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import spark_random
-from pipelines.nn.options import TokenModelOptions
+from pipelines.nn.options import TokenModelOptions, open_device
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.spark_tts.pipeline import SparkPipeline, vllm_options
 from pipelines.spark_tts.stage import BiCodecDecoder, Voice
@@ -223,7 +223,7 @@ def main() -> None:
     parts, requests = options.part.split(","), [int(number) for number in options.requests.split(",")]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     folder = spark_random.write_lm(Path(tempfile.mkdtemp(prefix="spark-")) / "LLM")
-    settings, device = spark_random.config(folder.parent), torch.device("cuda")
+    settings, device = spark_random.config(folder.parent), open_device("cuda")
     vllm = load_vllm().__version__ if {"lm", "speech"} & set(parts) else ""
     tokenizer, codec = spark_random.codecs(settings, device, getattr(torch, options.codec_dtype))
     encoder = spark_random.references(settings, tokenizer, device)

@@ -36,8 +36,14 @@ def read_options(kind: type[T], given: Mapping[str, Any]) -> T:
 
 
 def open_device(name: str | None, threads: int | None = None) -> torch.device:
-    """The device asked for, or the best there is; sets the CPU threads: as asked for, and one where the CPU is the device."""
+    """The device asked for, or the best there is; sets the CPU threads: as asked for, and one where the CPU is the device.
+
+    On a GPU attention does without cuDNN, in the whole process: cuDNN builds a plan for every new shape, for up to half a second, and
+    batches of utterances have new shapes all the time.
+    """
     device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cpu" or threads:
         torch.set_num_threads(threads or 1)
     return device

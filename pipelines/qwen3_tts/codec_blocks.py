@@ -318,6 +318,9 @@ class SlidingTransformer:
         positions = offsets[None] if past is None else past.positions[:, None] + offsets
         cosine, sine = rotary(positions, config.head_dim, config.rope_theta, x.dtype)
         mask = window_mask(positions, config.sliding_window, with_past=past is not None)
+        if x.is_cuda:
+            # Added once, instead of made anew from truths in every layer.
+            mask = torch.zeros(mask.shape, dtype=x.dtype, device=x.device).masked_fill_(~mask, -torch.inf)
         x = linear(x, self.in_weight, self.in_bias)
         for layer in self.layers:
             x = layer(x, cosine, sine, mask, past)
