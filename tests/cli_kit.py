@@ -17,7 +17,7 @@ def call(folder: Path, *arguments: str, stdin: str | None = None, **environment:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
     clean["XDG_STATE_HOME"] = str(folder / "state")
     done = subprocess.run(
-        [*JOBS, *arguments], cwd=folder, env=clean | environment, capture_output=True, text=True, input=stdin, timeout=120, check=False
+        [*JOBS, *arguments], cwd=folder, env=clean | environment, capture_output=True, text=True, input=stdin, timeout=400, check=False
     )
     assert "Traceback" not in done.stderr
     return done

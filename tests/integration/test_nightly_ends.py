@@ -101,7 +101,7 @@ def test_a_job_cancelled_while_the_night_waits_is_an_error(house: House) -> None
     night = house.run()
     canceller = threading.Thread(target=house.ledger.cancel, args=(night.job_id,))
     canceller.start()
-    waited = house.run(wait_seconds=60)
+    waited = house.run(wait_seconds=400)
     canceller.join()
     assert (waited.end, waited.state, waited.code) == (NightEnd.FAILED, JobState.CANCELLED, ErrorCode.LEDGER_STATE)
 
@@ -329,7 +329,7 @@ def test_a_ledger_that_is_away_for_a_moment_ends_no_wait(house: House, monkeypat
         return whole(self, job_id)
 
     monkeypatch.setattr(Ledger, "status", status)
-    assert len(house.run(wait_seconds=60).datasets) == 4
+    assert len(house.run(wait_seconds=400).datasets) == 4
     away = iter([True])
     with pytest.raises(ServiceError):
         house.run()

@@ -186,7 +186,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_draws(build: Build) -> None:
     until(lambda: len(cut.pipeline.submitted) >= len(texts) + 5)
     cut.leases.drain()
     gate.set()
-    thread.join(60)
+    thread.join(240)
     assert cut.status(again).items.done + cut.status(again).items.failed <= len(texts)
     cut.leases = type(cut.leases)(cut.settings.worker.lease_seconds, cut.clock)
     cut.runner = cut.runner_on(cut.ledger)
@@ -200,7 +200,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_draws(build: Build) -> None:
     assert hashes[0] == hashes[1]
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -218,7 +218,7 @@ def test_a_slow_meter_never_keeps_the_engine_from_being_fed(build: Build) -> Non
     assert meter.measured == []
     assert rig.audio() == {}
     gate.set()
-    thread.join(60)
+    thread.join(240)
     assert rig.status(job).items.done == 120
     assert len(meter.measured) == 120
     for row in rig.items(job):
@@ -289,7 +289,7 @@ def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(build:
     class Away(TextMeter):
         def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
             if self.measured:
-                assert ended.wait(60)
+                assert ended.wait(240)
             super().measure(meters, sample)
             raise ModelError(ErrorCode.MODEL_UNREACHABLE, "The hub is away.", "Wait.")
 

@@ -36,7 +36,7 @@ def test_every_part_is_there() -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_the_command_of_a_service_exists_and_starts(name: str) -> None:
     command = SERVICES[name]["command"]
-    started = subprocess.run([sys.executable, "-m", "jobs", *command, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    started = subprocess.run([sys.executable, "-m", "jobs", *command, "--help"], capture_output=True, text=True, timeout=240, check=False)
     assert started.returncode == 0, started.stderr
     assert "Usage:" in started.stdout
 
