@@ -29,7 +29,7 @@ class Desk:
     """A rig with a folder store and small shards, and the reports it writes."""
 
     def __init__(self, folder: Path, items_a_shard: int = 4) -> None:
-        self.rig = Rig(folder)
+        self.rig = Rig(folder, commit_seconds=600.0)
         self.rig.settings = self.rig.settings.model_copy(update={"shard": ShardSettings(max_items=items_a_shard)})
         self.rig.store = open_store(str(folder))  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -7,6 +7,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_two_hundred_dialogues_in_two_shards_and_again_in_another_order(tmp_path
     assert len(set(audio.values())) == LINES
     attempts = query(tmp_path / "first", "select started_at, ended_at from attempts order by started_at")
     assert len(attempts) >= 2
-    assert attempts[1][0] < attempts[0][1], "the shards ran one after the other"
+    assert any(later[0] < earlier[1] for earlier, later in pairwise(attempts)), "the shards ran one after the other"
     few = list(range(LINES - 1, 0, -9))
     again = run_job(tmp_path / "second", few)
     assert again == {f"line-{number}": audio[f"line-{number}"] for number in few}

@@ -255,7 +255,7 @@ def test_a_ledger_on_postgresql_has_the_same_report(desk: Desk, postgres_url: st
 def test_the_command_writes_it_into_the_home(desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     job = desk.job(TEXTS[:4])
-    done = CliRunner().invoke(cli, ["report", job.id[:12], "--home", str(tmp_path), "--price", "2", "--items", "3", "--json"])
+    done = CliRunner().invoke(cli, ["report", job.id[:12], "--home", str(tmp_path), "--price", "0.02", "--items", "3", "--json"])
     assert done.exit_code == 0, done.output
     view = json.loads(done.stdout)
     place = tmp_path / "reports" / f"{job.id}.html"

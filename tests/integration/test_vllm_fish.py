@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -11,6 +12,7 @@ import torch
 from prometheus_client import REGISTRY
 
 from tests.fish_checkpoint import GOLDEN, whole
+from tests.vllm_kit import paused_core
 from tests.vllm_v2 import require_v2, v2_runner
 
 require_v2()
@@ -144,9 +146,10 @@ def test_a_stream_that_nobody_hears_out_frees_its_slot(pipeline: FishPipeline) -
 
 
 def test_an_abort_fails_the_future_and_harms_no_neighbour(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
-    victim = pipeline.submit(request("victim", seed=12, max_seconds=10.0))
-    neighbour = pipeline.submit(some_requests()[0])
-    pipeline.abort("victim")
+    with paused_core(os.getpid()):
+        victim = pipeline.submit(request("victim", seed=12, max_seconds=10.0))
+        neighbour = pipeline.submit(some_requests()[0])
+        pipeline.abort("victim")
     with pytest.raises(SynthesisError) as caught:
         victim.result(SECONDS)
     assert caught.value.code is ErrorCode.SYNTH_ABORTED

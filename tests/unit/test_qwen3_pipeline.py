@@ -124,9 +124,8 @@ def test_an_abandoned_stream_ends_its_request(base: Qwen3TTSPipeline) -> None:
 
 
 def test_abort_fails_the_future(base: Qwen3TTSPipeline) -> None:
-    other = base.submit(clone("other"))
     with held(base):
-        doomed = base.submit(clone("doomed", max_seconds=30.0))
+        doomed, other = base.submit(clone("doomed", max_seconds=30.0)), base.submit(clone("other"))
         base.abort("doomed")
         base.abort("nobody")
     assert error_of(doomed).code is ErrorCode.SYNTH_ABORTED
