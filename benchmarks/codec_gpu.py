@@ -233,7 +233,12 @@ def main() -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     parts, began = arguments.part.split(","), time.monotonic()
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "aims_us": AIMS}
+    result: dict[str, Any] = {
+        "commit": os.environ.get("NIGHTJAR_COMMIT", ""),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "aims_us": AIMS,
+    }
     work: dict[str, Callable[[], Any]] = {
         "check": check_part,
         "tiles": lambda: tiles_part(arguments.rows, arguments.frames, arguments.processes),

@@ -263,7 +263,7 @@ def main() -> None:
     parser.add_argument("--part", default="check,gemm,ops,frame")
     parser.add_argument("--model", default="0.6b")
     parser.add_argument("--batch", default="1,32,128,512")
-    parser.add_argument("--commit", default="", help="the commit that is measured, for the JSON")
+    parser.add_argument("--commit", default=os.environ.get("NIGHTJAR_COMMIT", ""), help="the commit that is measured, for the JSON")
     parser.add_argument("--keep-going", action="store_true", help="print failed checks and go on to the timings")
     arguments = parser.parse_args()
     parts, batches = arguments.part.split(","), [int(b) for b in arguments.batch.split(",")]
