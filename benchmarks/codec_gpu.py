@@ -29,6 +29,7 @@ from benchmarks.codec_random import PUBLISHED, RandomWeights
 from benchmarks.codec_shapes import FRAME_MACS, Problem, problems, tiles
 from kernels import codec_launch
 from kernels.codec_launch import Tile
+from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.codec_blocks import Past
 
@@ -233,6 +234,7 @@ def main() -> None:
 
 def report(arguments: argparse.Namespace) -> None:
     parts, began = arguments.part.split(","), time.monotonic()
+    open_device("cuda")
     result: dict[str, Any] = {
         "commit": os.environ.get("NIGHTJAR_COMMIT", ""),
         "device": torch.cuda.get_device_name(),

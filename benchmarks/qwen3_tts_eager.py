@@ -22,6 +22,7 @@ from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
+from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 
@@ -102,7 +103,7 @@ def main() -> None:
     parser.add_argument("--text-tokens", type=int, default=200)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device = open_device(options.device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     rows: list[dict[str, Any]] = []
     print(f"{'size':6}{'batch':>6}{'context':>9}{'ms/frame':>10}{'frames/s':>10}{'x real':>9}{'GiB':>7}")

@@ -204,8 +204,7 @@ class ClosedLoop:
         self._probe_every = probe_every
         self._executor = executor
         self._stage = None if decoder is None else open_stage(decoder)
-        stage = self._stage
-        self.engine = Engine(executor, options, waiting_room=64, behind=lambda: stage is not None and stage.behind)
+        self.engine = Engine(executor, options, 64, self._stage)
         self._stop = threading.Event()
         self._feeder = threading.Thread(target=self._feed, args=(pool,), name="feeder")
         self._feeder.start()

@@ -63,6 +63,8 @@ class _Started(Generic[S]):
     waves: list[Tensor]
     #: After which the samples are on the host; None where they are at once.
     there: torch.cuda.Event | None
+    #: What all of its jobs are told instead.
+    error: NightjarError | None = None
 
     @property
     def over(self) -> bool:
@@ -103,8 +105,13 @@ class CodecStage(Generic[S]):
 
     @property
     def behind(self) -> bool:
-        """Whether a full batch waits behind what is being decoded, so that more codes would only wait longer."""
+        """Whether a full batch waits to be started, so that more codes would only wait longer."""
         return self._waiting_frames >= self._gather_frames
+
+    @property
+    def is_current(self) -> bool:
+        """Whether this is the stage's own thread, on which `done` is called: were it to wait, the stage would not go on."""
+        return threading.current_thread() is self._thread
 
     def new_state(self) -> S:
         """Where a stream starts that follows nothing."""
@@ -123,7 +130,7 @@ class CodecStage(Generic[S]):
         with self._wake:
             self._closing = True
             self._wake.notify()
-        if threading.current_thread() is not self._thread:
+        if not self.is_current:
             self._thread.join()
 
     def _written(self, state: S | None) -> torch.cuda.Event | None:
@@ -146,22 +153,31 @@ class CodecStage(Generic[S]):
 
     def _run(self) -> None:
         started: deque[_Started[S]] = deque()
-        while True:
-            with self._wake:
-                while not (self._due(len(started)) or (started and started[0].over)):
-                    if self._closing and not started:
-                        return
-                    self._wake.wait(_LOOK_SECONDS if started else self._patience())
-                over = started.popleft() if started and started[0].over else None
-                batch = self._take() if self._due(len(started)) else []
-            with torch.cuda.stream(self._stream):
-                following = self._start(batch) if batch else None
-                if over is not None:
-                    self._hand_on(over)
-                if following is not None and following.there is None:
-                    self._hand_on(following)
-                elif following is not None:
-                    started.append(following)
+        while self._turn(started):
+            pass
+
+    def _turn(self, started: deque[_Started[S]]) -> bool:
+        """Starts what is due and hands on what is over; False once the stage is closed and nothing is left."""
+        with self._wake:
+            while not (self._due(len(started)) or (started and started[0].over)):
+                if self._closing and not started:
+                    return False
+                self._wake.wait(_LOOK_SECONDS if started else self._patience())
+            over = started.popleft() if started and started[0].over else None
+            batch = self._take() if self._due(len(started)) else []
+        with torch.cuda.stream(self._stream):
+            if over is not None and started:
+                # The device has more to do meanwhile.
+                self._hand_on(over)
+                over = None
+            following = self._start(batch) if batch else None
+            if over is not None:
+                self._hand_on(over)
+            if following is not None and (started or not following.over):
+                started.append(following)
+            elif following is not None:
+                self._hand_on(following)
+        return True
 
     def _due(self, started: int) -> bool:
         """Whether the next batch should be started beside so many others."""
@@ -184,15 +200,25 @@ class CodecStage(Generic[S]):
         for job in self._jobs:
             if job.streamed:
                 streams.setdefault(id(job.state), job)
-        batch = list(streams.values()) or list(self._jobs)
-        batch = batch[: self._max_batch]
+        batch = list(streams.values())[: self._max_batch] or self._utterances()
         chosen = {id(job) for job in batch}
         self._jobs = deque(job for job in self._jobs if id(job) not in chosen)
         self._waiting_frames -= sum(len(job.codes) for job in batch)
         return batch
 
+    def _utterances(self) -> list[_Job[S]]:
+        """The oldest whole utterances, up to a full batch."""
+        batch: list[_Job[S]] = []
+        frames = 0
+        for job in self._jobs:
+            if len(batch) == self._max_batch or frames >= self._gather_frames:
+                break
+            batch.append(job)
+            frames += len(job.codes)
+        return batch
+
     def _start(self, batch: list[_Job[S]]) -> _Started[S] | None:
-        """Has the device decode a batch; None when that failed and everybody was told. One utterance's fault is not the others'."""
+        """Has the device decode a batch; None when everybody of a broken one was told. One utterance's fault is not the others'."""
         try:
             return self._sent(batch, self._waves(batch))
         except Exception as error:
@@ -203,9 +229,7 @@ class CodecStage(Generic[S]):
                         self._hand_on(started)
                 return None
             log.exception("the codec failed")
-            for job in batch:
-                job.done(_failure(error))
-            return None
+            return _Started(batch, [], None, _failure(error))
 
     def _sent(self, batch: list[_Job[S]], waves: list[Tensor]) -> _Started[S]:
         """Samples on their way to the host, which does not wait for them."""
@@ -221,20 +245,16 @@ class CodecStage(Generic[S]):
         return _Started(batch, sent, there)
 
     def _hand_on(self, started: _Started[S]) -> None:
-        """Waits for a batch's samples and gives them to whoever asked for them."""
+        """Waits for a batch's samples and gives them to whoever asked for them, or its error."""
+        error = started.error
         try:
             if started.there is not None:
                 started.there.synchronize()
-        except Exception as error:
+        except Exception as fault:
             log.exception("the codec failed")
-            for job in started.jobs:
-                job.done(_failure(error))
-            return
-        for job, wave in zip(started.jobs, started.waves):
-            # The pinned memory goes back; whoever asked keeps the samples.
-            samples = wave.numpy() if started.there is None else wave.numpy().copy()
-            finite = bool(np.isfinite(samples).all())
-            job.done(samples if finite else SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers."))
+            error = _failure(fault)
+        for at, job in enumerate(started.jobs):
+            _tell(job, error or _samples(started, at))
 
     def _waves(self, batch: list[_Job[S]]) -> list[Tensor]:
         codes = [job.codes for job in batch]
@@ -252,6 +272,26 @@ class CodecStage(Generic[S]):
 def _known(state: S | None) -> S:
     assert state is not None
     return state
+
+
+def _samples(started: _Started[Any], at: int) -> Samples | NightjarError:
+    """What one job of a batch is told."""
+    try:
+        # The pinned memory goes back; whoever asked keeps the samples.
+        samples = started.waves[at].numpy() if started.there is None else started.waves[at].numpy().copy()
+        finite = bool(np.isfinite(samples).all())
+    except Exception as error:
+        log.exception("the codec's samples could not be read")
+        return _failure(error)
+    return samples if finite else SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers.")
+
+
+def _tell(job: _Job[Any], outcome: Samples | NightjarError) -> None:
+    """A receiver that raises must not stop the stage."""
+    try:
+        job.done(outcome)
+    except Exception:
+        log.exception("a receiver of audio failed")
 
 
 def _failure(error: Exception) -> NightjarError:

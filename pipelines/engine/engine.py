@@ -36,23 +36,35 @@ class Receiver(Protocol):
     def failed(self, error: NightjarError) -> None: ...
 
 
+class Follower(Protocol):
+    """Who takes the codes of finished requests further, on a thread of its own."""
+
+    @property
+    def behind(self) -> bool:
+        """Whether it has enough to do for a while."""
+        ...
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its thread is the calling one."""
+        ...
+
+
 class Engine:
     """Runs requests that come from any thread on one thread of its own.
 
-    While `behind` says that whoever takes the codes cannot follow, the engine rests: a frame of a batch that fills up again costs the
-    device no more than one of a batch that empties, and meanwhile the device decodes alone.
+    While its follower is behind, the engine rests, streams included: a frame of a full batch costs the device no more than one of a
+    batch that empties because its requests are still being followed up, and meanwhile the device decodes alone.
     """
 
-    def __init__(
-        self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64, behind: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64, follower: Follower | None = None) -> None:
         self.core = EngineCore(executor, options, self)
         self._receivers: dict[GenerationRequest, Receiver] = {}
         self._inbox: list[tuple[GenerationRequest, Receiver]] = []
         self._aborts: list[str | GenerationRequest] = []
         self._wake = threading.Condition()
         self._room = waiting_room
-        self._behind = behind
+        self._follower = follower
         self._waiting = 0
         self._closing = False
         self._done = 0
@@ -60,13 +72,13 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: GenerationRequest, receiver: Receiver) -> None:
-        """Queues a request; blocks while the waiting room is full (never on the engine's own thread, which has to empty it).
+        """Queues a request; blocks while the waiting room is full (never on the engine's own thread or its follower's, which empty it).
 
         Raises `SynthesisError`: `synth.oom` for a request that can never fit, `synth.aborted` once the engine is closed.
         """
         self.core.check(request)
         with self._wake:
-            may_wait = threading.current_thread() is not self._thread
+            may_wait = not (threading.current_thread() is self._thread or (self._follower is not None and self._follower.is_current))
             while may_wait and not self._closing and self._waiting + len(self._inbox) >= self._room:
                 self._wake.wait()
             if self._closing:
@@ -128,7 +140,7 @@ class Engine:
             with self._wake:
                 while not (self._inbox or self._aborts or self._closing or self.core.busy):
                     self._wake.wait()
-                while self._behind() and not (self._aborts or self._closing):
+                while self._follower is not None and self._follower.behind and not (self._aborts or self._closing):
                     self._wake.wait(_REST_SECONDS)
                 if self._closing:
                     break

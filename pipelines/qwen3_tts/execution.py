@@ -21,7 +21,7 @@ _ADMIT_TURNS = 4
 _FRAMES_PER_TURN = 2
 #: On a GPU: seconds that an utterance waits to be decoded with others, and frames and utterances that are company enough.
 _GATHER_SECONDS = 0.2
-_GATHER_FRAMES, _MOST_UTTERANCES = 16384, 512
+_GATHER_FRAMES, _MOST_UTTERANCES = 16384, 256
 
 
 def engine_options(model: Qwen3TTSModel, slots: int | None, pages: int | None, page_size: int, max_context: int) -> EngineOptions:

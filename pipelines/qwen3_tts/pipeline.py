@@ -90,7 +90,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameOrder]):
         executor = open_executor(model, sizes, options.executor, options.reproducible)
         self._meta = {"engine": "megakernel", "executor": executor.name, "dtype": type_name(dtype)}
         stage = open_stage(self.codec.decoder)
-        self.engine = Engine(executor, sizes, options.waiting_room, lambda: stage.behind)
+        self.engine = Engine(executor, sizes, options.waiting_room, stage)
         super().__init__(self.engine, stage, FrameUtterer, FrameStreamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameOrder]:

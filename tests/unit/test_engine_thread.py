@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -58,10 +57,31 @@ class Waiter:
             self._done.set()
 
 
-def make_engine(waiting_room: int = 8, model: Any = None, slots: int = 4, behind: Callable[[], bool] = lambda: False) -> Engine:
+class Following:
+    """Whoever takes the codes further, and is behind as long as it is set; `thread` is its own."""
+
+    def __init__(self) -> None:
+        self._behind, self.asked = threading.Event(), threading.Event()
+        self.thread: threading.Thread | None = None
+
+    @property
+    def behind(self) -> bool:
+        self.asked.set()
+        return self._behind.is_set()
+
+    @behind.setter
+    def behind(self, value: bool) -> None:
+        (self._behind.set if value else self._behind.clear)()
+
+    @property
+    def is_current(self) -> bool:
+        return threading.current_thread() is self.thread
+
+
+def make_engine(waiting_room: int = 8, model: Any = None, slots: int = 4, follower: Following | None = None) -> Engine:
     model = model or golden_model("base")
     executor = EagerExecutor(model, slots, OPTIONS.pages, OPTIONS.page_size, OPTIONS.max_context)
-    return Engine(executor, OPTIONS, waiting_room, behind)
+    return Engine(executor, OPTIONS, waiting_room, follower)
 
 
 def some_requests(count: int) -> list[GenerationRequest]:
@@ -102,35 +122,42 @@ def test_a_receiver_may_submit_although_the_room_is_full() -> None:
     engine.close()
 
 
-def test_an_engine_rests_while_its_codes_are_not_taken() -> None:
-    behind, asked = threading.Event(), threading.Event()
-    behind.set()
-
-    def is_behind() -> bool:
-        asked.set()
-        return behind.is_set()
-
-    engine = make_engine(behind=is_behind)
+def test_an_engine_rests_while_its_follower_is_behind() -> None:
+    follower = Following()
+    follower.behind = True
+    engine = make_engine(follower=follower)
     first, second, third = some_requests(3)
     waiters = {request: Waiter() for request in (first, second, third)}
     engine.submit(first, waiters[first])
     engine.submit(second, waiters[second])
     for _ in range(20):
-        asked.clear()
-        assert asked.wait(60)
+        follower.asked.clear()
+        assert follower.asked.wait(300)
     assert engine.core.frames_made == 0
     engine.cancel(second)  # an abort is heard meanwhile
     error = waiters[second].wait().error
     assert error is not None
     assert error.code is ErrorCode.SYNTH_ABORTED
-    behind.clear()
+    follower.behind = False
     np.testing.assert_array_equal(waiters[first].wait().codes, run_alone(golden_model("base"), first)[0])
-    behind.set()
+    follower.behind = True
     engine.submit(third, waiters[third])
     engine.close()  # so is the end
     error = waiters[third].wait().error
     assert error is not None
     assert error.code is ErrorCode.SYNTH_ABORTED
+
+
+def test_a_follower_may_submit_although_the_room_is_full_and_the_engine_rests() -> None:
+    follower = Following()
+    follower.behind = True
+    engine = make_engine(waiting_room=2, follower=follower)
+    follower.thread = threading.Thread(target=lambda: [engine.submit(request, Waiter()) for request in some_requests(6)])
+    follower.thread.start()
+    follower.thread.join(300)
+    assert not follower.thread.is_alive()
+    assert engine.stats().waiting == 6
+    engine.close()
 
 
 def test_a_receiver_that_raises_harms_nobody() -> None:

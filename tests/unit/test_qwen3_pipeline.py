@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from pipelines.engine.codec_stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.qwen3_tts.config import SamplingDefaults
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline, sampling_params
@@ -130,6 +131,25 @@ def test_abort_fails_the_future(base: Qwen3TTSPipeline) -> None:
         base.abort("nobody")
     assert error_of(doomed).code is ErrorCode.SYNTH_ABORTED
     assert len(other.result(SECONDS).samples)
+
+
+def test_the_engine_rests_while_the_codec_is_behind(base: Qwen3TTSPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = threading.Semaphore(0)
+
+    def behind(_: object) -> bool:
+        looked.release()
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CodecStage, "behind", property(behind))
+        future = base.submit(clone("rests"))
+        made: list[int] = []
+        for _ in range(40):
+            assert looked.acquire(timeout=300)
+            made.append(base.engine.core.frames_made)
+        assert made[20] == made[-1]
+        assert not future.done()
+    assert len(future.result(300).samples)
 
 
 def test_no_end_is_an_error_unless_asked_for() -> None:

@@ -1,0 +1,35 @@
+"""Devices that models are opened on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pipelines.nn.options import open_device
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_a_cpu_has_the_threads_asked_for_and_else_one() -> None:
+    assert open_device("cpu", 3).type == "cpu"
+    assert torch.get_num_threads() == 3
+    open_device("cpu")
+    assert torch.get_num_threads() == 1
+
+
+def test_attention_on_a_gpu_does_without_cudnn() -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        assert open_device("cuda") == torch.device("cuda")
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
