@@ -52,7 +52,8 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
             signal.signal(number, self._pass_on)
         for child in self._children:
-            self._start(child)
+            if self._ending is None:
+                self._start(child)
         while not (self._ending is not None and all(child.process is None for child in self._children)):
             for child in self._children:
                 self._look_after(child)

@@ -112,6 +112,14 @@ def _mend_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _forget_output() -> None:
+    """What could not be written is not tried again, also not at the interpreter's end, which would then set the exit code."""
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code. 0 ok, 1 failed items or a failure, 2 usage, 3 not found, 4 invalid input, 5 unreachable."""
     # Start-up makes many objects that stay; collecting among them is half a command's time.
@@ -123,8 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = cli.main(words, prog_name="jobs", standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)
         sys.stdout.flush()
     except (BrokenPipeError, ReaderLeft):
-        # The reader has enough. Nothing may be written to it any more, also not at the interpreter's end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return ReaderLeft.exit_code
     except click.ClickException as error:
         error.show()
@@ -140,5 +147,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("SPEECH_DEBUG"):
             raise
         fail(error, as_json=as_json)
+        _forget_output()
         return 1
     return result if isinstance(result, int) else 0
