@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +15,12 @@ from tests.vllm_v2 import require_v2
 
 require_v2()
 
+from pipelines.errors import ErrorCode, NightjarError  # noqa: E402
 from pipelines.speechlm.lm import Draw, Script  # noqa: E402
 from pipelines.vllm_engine.options import TokenRequest, VllmOptions  # noqa: E402
 from tests.conformance.speechlm import Golden  # noqa: E402
 from tests.conformance.speechlm_vllm import Heard, Opened  # noqa: E402
+from tests.vllm_kit import kill_core  # noqa: E402
 
 import torch  # noqa: E402  # isort: skip
 
@@ -133,3 +137,22 @@ def test_aborted_pairs_leave_nothing_behind(opened: Opened, golden: Golden) -> N
         with pytest.raises(Exception, match=r"aborted|closed"):
             heard.result(SECONDS)
     assert (opened.host.stats().running, opened.host.stats().waiting) == (0, 0)
+
+
+def test_a_killed_core_fails_its_pairs_whole_and_the_next_one_makes_them(opened: Opened, golden: Golden) -> None:
+    case = golden.cases["a2_cfg30"]
+    lost: set[ErrorCode | None] = set()
+    while not lost:  # all may have been over before the kill
+        pairs = opened._pairs
+        asked = [opened.ask(replace(golden.script(case), request_id=f"lost-{n}")) for n in range(4)]
+        while opened._pairs < pairs + 4 and not all(heard.future.done() for heard in asked):
+            time.sleep(0.005)
+        kill_core(os.getpid())
+        for heard in asked:
+            if (error := heard.future.exception(SECONDS)) is None:
+                golden.check_written(case, *heard.result(SECONDS))
+            else:
+                lost.add(error.code if isinstance(error, NightjarError) else None)
+        golden.check_written(case, *opened.ask(golden.script(case)).result(SECONDS))
+        assert (opened.host.stats().running, opened.host.stats().waiting) == (0, 0)
+    assert lost == {ErrorCode.SYNTH_ENGINE}
