@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Iterator
@@ -70,6 +71,16 @@ def s3(request: pytest.FixtureRequest) -> S3:
 @pytest.fixture
 def bucket(s3: S3) -> str:
     return s3.create_bucket(f"test-{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture
+def logging_of_its_own() -> Iterator[None]:
+    """The test may set up logging; what a later one says does not depend on that."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,13 +16,8 @@ from tests.night_kit import House
 
 
 @pytest.fixture(autouse=True)
-def logging_of_its_own() -> Iterator[None]:
-    """Commands that run in this process set up the logging of all of it; what a later test says must not depend on that."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+def own_logging(logging_of_its_own: None) -> None:
+    """Commands that run in this process set up the logging of all of it."""
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -15,12 +15,8 @@ from jobs.logs import setup_logging
 
 
 @pytest.fixture(autouse=True)
-def restore() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+def restore(logging_of_its_own: None) -> Iterator[None]:
     yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
     structlog.reset_defaults()
 
 
