@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, linear
 
 from benchmarks import fish_random
+from benchmarks.watched import GpuUse, ThreadUse
 from pipelines.errors import NightjarError
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.fast_ar import FastAr
@@ -231,11 +232,11 @@ def speech_part(bench: Bench, pipeline: Any) -> None:
         under_way = [pipeline.submit(request(index, f"s{number}", bench.seconds)) for index in range(number)]
         audio = sum(map(heard_seconds, under_way))
         burst = audio / (time.perf_counter() - begin)
-        begin = time.perf_counter()
+        begin, gpu, threads = time.perf_counter(), GpuUse(bench.device), ThreadUse("vllm-host", "codec-stage", "MainThread")
         audio, first_chunk = steady(bench, pipeline, number)
-        took = time.perf_counter() - begin
-        frames = audio * bench.config.frames_per_second
-        bench.add("speech, end to end", number, 1000 * took, frames, burst_audio_s_per_s=burst, first_chunk_ms=first_chunk)
+        took, gpu_share = time.perf_counter() - begin, gpu.stop()
+        frames, use = audio * bench.config.frames_per_second, {"gpu_percent": 100 * (gpu_share or 0.0), **threads.shares()}
+        bench.add("speech, end to end", number, 1000 * took, frames, burst_audio_s_per_s=burst, first_chunk_ms=first_chunk, **use)
 
 
 def heard_seconds(future: Any) -> float:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import spark_random
+from benchmarks.watched import GpuUse, ThreadUse
 from pipelines.nn.options import TokenModelOptions, open_device
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.spark_tts.pipeline import SparkPipeline, vllm_options
@@ -142,9 +143,9 @@ def speech_part(pipeline: SparkPipeline, requests: list[int], seconds: float) ->
         under_way = [pipeline.submit(request(index, f"s{number}", seconds)) for index in range(number)]
         audio = sum(future.result().duration_ms for future in under_way) / 1000
         first = time.perf_counter() - begin
-        begin = time.perf_counter()
+        begin, gpu, threads = time.perf_counter(), GpuUse(torch.device("cuda")), ThreadUse("vllm-host", "codec-stage", "MainThread")
         audio_s, chunk = _steady(pipeline, number, seconds)
-        took = time.perf_counter() - begin
+        took, gpu_share = time.perf_counter() - begin, gpu.stop()
         rows.append(
             {
                 "part": "speech, end to end",
@@ -153,6 +154,8 @@ def speech_part(pipeline: SparkPipeline, requests: list[int], seconds: float) ->
                 "audio_s_per_s": audio_s / took,
                 "burst_audio_s_per_s": audio / first,
                 "first_chunk_ms": chunk,
+                "gpu_percent": 100 * (gpu_share or 0.0),
+                **threads.shares(),
             }
         )
         report(rows[-1])

@@ -3,9 +3,10 @@
     python -m benchmarks.speechlm_gpu [--requests 512] [--prompt 120] [--steps 300] [--parts text,streams,mixed,pairs] [--tensor-parallel 1]
 
 `text` is text alone; `streams` draws all eight streams in every step; `mixed` writes text for two thirds of the steps and then audio,
-and `pairs` does so with guidance, each request with a null branch of its own. A token is a stream-0 step of a request; null branches do
-not count. A pair that broke is counted: under asynchronous scheduling none may. JSON goes to $OUT (or the working folder) as
-speechlm_gpu.json. Needs vLLM; written for 0.26 and 0.32. `--tiny` runs the same on a CPU, to show that it runs.
+and `pairs` does so with guidance, each request with a null branch of its own; `mixed16`, `pairs16`, `mixed64` and `pairs64` are the same
+for so many requests. A token is a stream-0 step of a request; null branches do not count. A pair that broke is counted: under
+asynchronous scheduling none may. JSON goes to $OUT (or the working folder) as speechlm_gpu.json. Needs vLLM; written for 0.26 and
+0.32. `--tiny` runs the same on a CPU, to show that it runs.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ def loads(options: argparse.Namespace) -> list[Load]:
         "mixed": Load("mixed", count, prompt, steps - third, third),
         "pairs": Load("pairs", count, prompt, steps - third, third, 3.0),
     }
+    for few in (16, 64):
+        known[f"mixed{few}"] = Load(f"mixed{few}", few, prompt, steps - third, third)
+        known[f"pairs{few}"] = Load(f"pairs{few}", few, prompt, steps - third, third, 3.0)
     return [known[name] for name in options.parts.split(",")]
 
 
@@ -48,7 +52,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--prompt", type=int, default=120)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--parts", default="text,streams,mixed,pairs")
+    parser.add_argument("--parts", default="text,streams,mixed,pairs,mixed16,pairs16,mixed64,pairs64")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--memory-share", type=float, default=0.9)
     parser.add_argument("--tiny", action="store_true")

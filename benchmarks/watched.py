@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -163,3 +164,24 @@ class GpuUse:
             except (ModuleNotFoundError, RuntimeError) as error:
                 print(f"no count of the GPU's use: {error}")
                 return
+
+
+class ThreadUse:
+    """Seconds of processor time that the threads of these names take, from here to `shares`."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._began, self._before = time.perf_counter(), self._seconds()
+
+    def shares(self) -> dict[str, float]:
+        """By name, in percent of the time; all threads of a process share one interpreter, so together they cannot pass 100 in Python."""
+        took, now = time.perf_counter() - self._began, self._seconds()
+        return {f"{name}_cpu_percent": 100 * (now[name] - self._before[name]) / took for name in self._names}
+
+    def _seconds(self) -> dict[str, float]:
+        seconds = dict.fromkeys(self._names, 0.0)
+        for thread in threading.enumerate():
+            if thread.name in seconds and thread.native_id:
+                fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+                seconds[thread.name] += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return seconds

@@ -25,6 +25,8 @@ __all__ = ["AsyncLLM", "check_runner", "codes_of", "engine_arguments", "sampling
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
 _CONTEXT = 8192
 _CPU_STEP_TOKENS = 2048
+#: By itself vLLM captures CUDA graphs for steps of up to so many sequences; larger ones would be launched from Python.
+_GRAPHED_SEQUENCES = 512
 _SHARDED_SAMPLING = "enable_batch_sharded_sampling"
 
 
@@ -51,8 +53,11 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         # Chunks of a prompt are the same arithmetic in another order: a whole prompt a step keeps sequences equal alone and together.
         arguments["max_num_batched_tokens"] = options.step_tokens or max(_CPU_STEP_TOKENS, context)
         arguments["disable_custom_all_reduce"] = True
-    elif options.step_tokens:
-        arguments["max_num_batched_tokens"] = options.step_tokens
+    else:
+        if options.step_tokens:
+            arguments["max_num_batched_tokens"] = options.step_tokens
+        if sequences > _GRAPHED_SEQUENCES:
+            arguments["max_cudagraph_capture_size"] = sequences
     if options.memory_share is not None:
         arguments["gpu_memory_utilization"] = options.memory_share
     if spec.codes_per_step > 1:

@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 #: Engine cores that may die one after the other, with no sequence finished in between, before the host gives up.
 MOST_DEATHS = 3
 _STOP_SECONDS = 30.0
+#: Between looks at the engine core.
+_LOOK_SECONDS = 0.25
+#: For the sequences of a dead engine core to fail by themselves. Not all do: vLLM also asks the core things that it never answers then.
+_GRACE_SECONDS = 2.0
 
 
 class Receiver(Protocol):
@@ -81,10 +85,13 @@ class VllmHost:
         self._broken: NightjarError | None = None
         self._closing = self._stopped = False
         self._llm: Any = None
+        self._watch: asyncio.Task[None] | None = None
         self._renewal: asyncio.Task[None] | None = None
         self._renewed = asyncio.Event()
         #: Sequences on the engine core whose receivers have not heard of their end.
         self._users: set[int] = set()
+        #: Those of them that the host itself ended because their core is dead.
+        self._lost: set[int] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name="vllm-host", daemon=True)
         self._thread.start()
@@ -146,14 +153,10 @@ class VllmHost:
         self._thread.join(_STOP_SECONDS)
 
     def _state(self) -> EngineState:
-        """A core that died while it had nothing to do is replaced here, before a request finds it dead."""
         with self._changed:
-            llm = self._llm
-            if llm is not None and llm.errored and not self._stopped:
-                self._loop.call_soon_threadsafe(self._bury, llm)
             if self._broken is not None:
                 return "broken"
-            return "starting" if llm is None or llm.errored else "ready"
+            return "starting" if self._llm is None or self._llm.errored else "ready"
 
     def _run_loop(self) -> None:
         # Ctrl-C goes to every process of a terminal's group; the engine core inherits this mask and lives until we have drained.
@@ -188,7 +191,14 @@ class VllmHost:
         with self._changed:
             self._llm = llm
             self._changed.notify_all()
+        self._watch = self._loop.create_task(self._watch_over(llm))
         self._renewed.set()
+
+    async def _watch_over(self, llm: Any) -> None:
+        """Has the engine core replaced when it dies, before a request finds it dead."""
+        while not llm.errored:
+            await asyncio.sleep(_LOOK_SECONDS)
+        self._bury(llm)
 
     def _enter(self, number: int, request: TokenRequest, receiver: Receiver) -> None:
         task = self._loop.create_task(self._sequence(number, request, receiver))
@@ -209,7 +219,9 @@ class VllmHost:
     def _ended(self, task: asyncio.Task[Tokens], number: int, receiver: Receiver) -> None:
         """Frees the room of a sequence and tells its receiver, however it ended."""
         outcome: Tokens | NightjarError
-        if task.cancelled():
+        if number in self._lost:
+            outcome = _died()
+        elif task.cancelled():
             outcome = _closed() if self._closing else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
         elif (error := task.exception()) is not None:
             outcome = _failure(error)
@@ -217,6 +229,7 @@ class VllmHost:
             outcome = task.result()
         del self._tasks[number]
         self._users.discard(number)
+        self._lost.discard(number)
         with self._changed:
             self._taken -= 1
             self._done += 1
@@ -237,8 +250,7 @@ class VllmHost:
             if not llm.errored:
                 raise
             self._bury(llm)
-            message = "vLLM's engine core died."
-            raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, "The request may be tried again.") from None
+            raise _died() from None
 
     async def _living(self) -> Any:
         """The engine core, or the next one where it is dead."""
@@ -309,7 +321,10 @@ class VllmHost:
 
     async def _renew(self, dead: Any) -> None:
         """A new engine core, once every sequence of the old one has failed and its processes are gone."""
+        until = self._loop.time() + _GRACE_SECONDS
         while self._users:
+            if self._loop.time() > until:
+                self._end_lost()
             await asyncio.sleep(0.01)
         dead.shutdown()
         reason = f"{self._deaths} engine cores died one after the other"
@@ -324,6 +339,12 @@ class VllmHost:
             self._broken = SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM is given up: {reason}.", "See the log; open the model again.")
             self._changed.notify_all()
         self._renewed.set()
+
+    def _end_lost(self) -> None:
+        """Ends the sequences of a dead engine core that wait for an answer of it."""
+        for number in self._users - self._lost:
+            self._lost.add(number)
+            self._tasks[number][1].cancel()
 
     async def _stop(self) -> None:
         for _, task in list(self._tasks.values()):
@@ -340,6 +361,10 @@ class VllmHost:
 
 def _closed() -> SynthesisError:
     return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
+
+
+def _died() -> SynthesisError:
+    return SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM's engine core died.", "The request may be tried again.")
 
 
 def _failure(error: BaseException) -> NightjarError:

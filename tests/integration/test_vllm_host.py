@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import threading
@@ -162,11 +163,20 @@ def test_a_pair_whose_shadow_is_refused_fails(host: VllmHost) -> None:
     assert settled(host)
 
 
-def test_a_dead_core_fails_its_sequences_and_a_new_one_serves(host: VllmHost) -> None:
+def test_a_dead_core_fails_its_sequences_and_a_new_one_serves(host: VllmHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that vLLM holds for ever: it waits for an answer of the core, as it does between a core's start and its first words."""
+    asked = threading.Event()
+
+    async def never(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
     request = sequence("before", prompt(9), 30, seed=9)
     before = ask(host, request).future.result(PATIENCE_SECONDS).ids
     flying = [ask(host, sequence(f"flying{n}", prompt(n), ENDLESS)) for n in range(12)]
-    time.sleep(0.1)
+    monkeypatch.setattr(host._llm.engine_core, "add_request_async", never)
+    flying.append(ask(host, sequence("waiting", prompt(5), 5)))
+    assert asked.wait(PATIENCE_SECONDS)
     dead = kill_core(os.getpid())
     for waiter in flying:
         with pytest.raises(SynthesisError) as caught:
@@ -186,7 +196,7 @@ def test_a_core_that_died_in_its_sleep_fails_nobody(host: VllmHost) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert host.stats().state == "starting"
-    assert wait_for_core(os.getpid(), other_than=dead), "asking for the state is enough to replace it"
+    assert wait_for_core(os.getpid(), other_than=dead), "nobody has to ask for a new one"
     assert len(ask(host, sequence("next", prompt(9), 5)).future.result(PATIENCE_SECONDS).ids) == 5
     assert host.stats().state == "ready"
 
