@@ -19,6 +19,7 @@ from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
 from pipelines.spark_tts.blocks import Encoder, Prenet
 from pipelines.spark_tts.config import BiCodecConfig, LmConfig, MelConfig, SparkConfig, SpeakerConfig, VocosConfig, WaveConfig
 from pipelines.spark_tts.features import KEPT_LAYERS, SemanticFeatures
+from pipelines.spark_tts.fused import prepared
 from pipelines.spark_tts.reference import ReferenceEncoder
 from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.vocabulary import SparkCodes, Vocabulary
@@ -109,15 +110,15 @@ def recording(seconds: float, seed: int) -> bytes:
     return (0.3 * np.sin(2 * np.pi * (100 + seed) * time) + 0.02 * dice.standard_normal(len(time))).astype(np.float32).tobytes()
 
 
-def codecs(settings: SparkConfig, device: torch.device, dtype: torch.dtype) -> tuple[AudioTokenizer, BiCodec]:
-    """Both halves of BiCodec, the decoder in `dtype`."""
+def codecs(settings: SparkConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None) -> tuple[AudioTokenizer, BiCodec]:
+    """Both halves of BiCodec, the decoder in `dtype`; `fused` as for `pipelines.spark_tts.fused.prepared`."""
     quantizer = _filled(lambda: SemanticQuantizer(CODEC.encoder.output, CODEC.codebook_size, CODEC.codebook_dim), device)
     speaker = _filled(lambda: SpeakerEncoder(CODEC.speaker), device)
     encoder = _filled(lambda: Encoder(CODEC.encoder), device)
     prenet = _filled(lambda: Prenet(CODEC.prenet, CODEC.speaker.output), device).to(dtype)
-    wave = _filled(lambda: WaveGenerator(CODEC.wave), device).to(dtype)
+    wave = _filled(lambda: WaveGenerator(CODEC.wave), device)
     tokenizer = AudioTokenizer(encoder, quantizer, speaker, MelMagnitudes(CODEC.mel, settings.sample_rate, device))
-    return tokenizer, BiCodec(CODEC, quantizer, speaker, prenet, wave)
+    return tokenizer, BiCodec(CODEC, quantizer, speaker, prenet, prepared(wave, dtype, fused))
 
 
 def references(settings: SparkConfig, tokenizer: AudioTokenizer, device: torch.device) -> RawReferences:

@@ -128,6 +128,7 @@ def conv(
     frequency: Tensor | None,
     gain: Tensor | None,
     tile: Tile,
+    ends: Tensor | None = None,
 ) -> None:
     """`codec_active_conv` in bfloat16 (bias, frequency and gain float32), cut as `tile` says; C must be a multiple of its depth."""
     rows, extended, channels = a.shape
@@ -145,6 +146,7 @@ def conv(
         stride,
         _or(frequency, bias),
         _or(gain, bias),
+        ends,
         rows,
         steps,
         lead,
@@ -183,6 +185,7 @@ def unit(
     frequency2: Tensor | None,
     gain2: Tensor | None,
     tile: Tile,
+    ends: Tensor | None = None,
 ) -> None:
     """`codec_active_unit` in bfloat16, for widths that `split` can cut and whose accumulators fit one program (96, 192)."""
     rows, extended, channels = a.shape
@@ -210,6 +213,7 @@ def unit(
         stride,
         _or(frequency2, bias2),
         _or(gain2, bias2),
+        ends,
         rows,
         steps,
         lead,
@@ -258,23 +262,25 @@ def _has_tma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _conv_on_gpu(a: Tensor, lead: int, weight: Tensor, bias: Tensor, taps: int, dilation: int, *after: Any) -> None:
+def _conv_on_gpu(
+    a: Tensor, lead: int, weight: Tensor, bias: Tensor, taps: int, dilation: int, *after: Any, ends: Tensor | None = None
+) -> None:
     shape = Shape("conv", a.shape[2], weight.shape[1], taps)
     tile = tile_for(shape, a.shape[1] - lead, _has_tma(a.device)) if a.dtype == torch.bfloat16 else None
     if tile is None:
-        codec_ops.codec_active_conv(a, lead, weight, bias, taps, dilation, *after)
+        codec_ops.codec_active_conv(a, lead, weight, bias, taps, dilation, *after, ends=ends)
     else:
-        conv(a, lead, weight, bias, taps, dilation, *after, tile)
+        conv(a, lead, weight, bias, taps, dilation, *after, tile, ends)
 
 
-def _unit_on_gpu(a: Tensor, lead: int, residual: Tensor, weight1: Tensor, *rest: Any) -> None:
+def _unit_on_gpu(a: Tensor, lead: int, residual: Tensor, weight1: Tensor, *rest: Any, ends: Tensor | None = None) -> None:
     channels = a.shape[2]
     shape = Shape("unit", channels, channels, weight1.shape[0] // channels)
     tile = tile_for(shape, a.shape[1] - lead, _has_tma(a.device)) if a.dtype == torch.bfloat16 else None
     if tile is None:
-        codec_ops.codec_active_unit(a, lead, residual, weight1, *rest)
+        codec_ops.codec_active_unit(a, lead, residual, weight1, *rest, ends=ends)
     else:
-        unit(a, lead, residual, weight1, *rest, tile)
+        unit(a, lead, residual, weight1, *rest, tile, ends)
 
 
 def _head_on_gpu(a: Tensor, lead: int, weight: Tensor, bias: Tensor) -> Tensor:

@@ -56,6 +56,21 @@ def pack_upsample(weight: Tensor) -> Tensor:
     return halves.flip(2).permute(2, 0, 3, 1).reshape(2 * channels_in, kernel // 2 * channels_out).contiguous()
 
 
+def pack_centred_upsample(weight: Tensor, rate: int) -> Tensor:
+    """Packs a transposed convolution of stride `rate` and padding (kernel - rate) / 2 as a convolution of three taps.
+
+    weight: [Cin, Cout, kernel]. Output step t * rate + j is the sum over d in -1, 0, 1 of x[t + d] @ w[j + padding - d * rate], where w
+    has that tap. Returns [3 * Cin, rate * Cout], d = -1 first, for `codec_active_conv`.
+    Raises ValueError where the padding is no whole number, is below 0, or is above `rate`, so that more neighbours matter.
+    """
+    channels_in, channels_out, kernel = weight.shape
+    padding, odd = divmod(kernel - rate, 2)
+    if odd or not 0 <= padding <= rate:
+        raise ValueError(f"a transposed convolution of kernel {kernel} and rate {rate} is not one of an input and its two neighbours")
+    thirds = pad(weight, (rate - padding, rate - padding)).reshape(channels_in, channels_out, 3, rate)
+    return thirds.flip(2).permute(2, 0, 3, 1).reshape(3 * channels_in, rate * channels_out).contiguous()
+
+
 @op(
     "codec_residual_unit(Tensor x, Tensor? history, Tensor frequency1, Tensor gain1, Tensor weight1, Tensor bias1,"
     " Tensor frequency2, Tensor gain2, Tensor weight2, Tensor bias2, int dilation) -> Tensor"
@@ -87,7 +102,7 @@ def codec_residual_unit(
 
 @op(
     "codec_active_conv(Tensor a, int lead, Tensor weight, Tensor bias, int taps, int dilation, Tensor? residual,"
-    " Tensor(a!)? raw, Tensor(b!)? active, int active_lead, Tensor? frequency, Tensor? gain) -> ()"
+    " Tensor(a!)? raw, Tensor(b!)? active, int active_lead, Tensor? frequency, Tensor? gain, *, Tensor? ends=None) -> ()"
 )
 def codec_active_conv(
     a: Tensor,
@@ -102,12 +117,18 @@ def codec_active_conv(
     active_lead: int,
     frequency: Tensor | None,
     gain: Tensor | None,
+    *,
+    ends: Tensor | None = None,
 ) -> None:
     """A dilated causal convolution as one matrix product; the result goes to `raw` and, through the next snake, to `active`.
 
     a: [B, lead + T, C], already activated, `lead` steps of history in front (0 or enough for all taps); weight: [taps * C, N], oldest
     tap first; bias, frequency, gain: float32 [N]; residual (added), raw: T * N values a row; active: `active_lead` values, left alone,
-    and T * N values a row. A transposed convolution of stride `rate` is the case taps = 2, N = rate * Cout.
+    T * N values a row, and what may follow them, left alone too. A transposed convolution of stride `rate` is the case taps = 2,
+    N = rate * Cout. Where `ends` (int32 [B], in steps) is given, `active` is zero from step ends[row] on and `raw` may hold anything there.
+
+    A convolution that is centred reads as many steps on either side: `a` has half its reach in zeros in front of T steps and half behind
+    them, and `lead` counts both.
     """
     reach = (taps - 1) * dilation
     rows, channels = a.shape[0], a.shape[2]
@@ -116,13 +137,13 @@ def codec_active_conv(
     total = bias.expand(rows, steps, -1)
     for tap, part in enumerate(weight.float().split(channels)):
         total = total + extended[:, tap * dilation : tap * dilation + steps] @ part
-    _deliver(total, residual, raw, active, active_lead, frequency, gain)
+    _deliver(total, residual, raw, active, active_lead, frequency, gain, ends)
 
 
 @op(
     "codec_active_unit(Tensor a, int lead, Tensor residual, Tensor weight1, Tensor bias1, Tensor frequency1, Tensor gain1,"
     " Tensor weight2, Tensor bias2, int dilation, Tensor(a!)? raw, Tensor(b!)? active, int active_lead,"
-    " Tensor? frequency2, Tensor? gain2) -> ()"
+    " Tensor? frequency2, Tensor? gain2, *, Tensor? ends=None) -> ()"
 )
 def codec_active_unit(
     a: Tensor,
@@ -140,6 +161,8 @@ def codec_active_unit(
     active_lead: int,
     frequency2: Tensor | None,
     gain2: Tensor | None,
+    *,
+    ends: Tensor | None = None,
 ) -> None:
     """`codec_residual_unit` whose first snake was applied by the op before it, and which applies the next op's.
 
@@ -149,7 +172,7 @@ def codec_active_unit(
     taps = weight1.shape[0] // a.shape[2]
     hidden = torch.empty_like(residual)
     codec_active_conv(a, lead, weight1, bias1, taps, dilation, None, None, hidden, 0, frequency1, gain1)
-    codec_active_conv(hidden, 0, weight2, bias2, 1, 1, residual, raw, active, active_lead, frequency2, gain2)
+    codec_active_conv(hidden, 0, weight2, bias2, 1, 1, residual, raw, active, active_lead, frequency2, gain2, ends=ends)
 
 
 @op("codec_head(Tensor a, int lead, Tensor weight, Tensor bias) -> Tensor")
@@ -168,10 +191,16 @@ def _deliver(
     active_lead: int,
     frequency: Tensor | None,
     gain: Tensor | None,
+    ends: Tensor | None,
 ) -> None:
     if residual is not None:
         value = value + residual.view_as(value)
     if raw is not None:
         raw.view_as(value).copy_(value)
     if active is not None and frequency is not None and gain is not None:
-        active.view(len(value), -1)[:, active_lead:].unflatten(1, value.shape[1:]).copy_(snake_beta(value, frequency, gain))
+        result = snake_beta(value, frequency, gain)
+        if ends is not None:
+            behind = torch.arange(value.shape[1], device=value.device) >= ends[:, None]
+            result = result.masked_fill(behind[:, :, None], 0.0)
+        count = result[0].numel()
+        active.view(len(value), -1)[:, active_lead : active_lead + count].unflatten(1, value.shape[1:]).copy_(result)

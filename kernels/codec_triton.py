@@ -68,9 +68,10 @@ def _write(
     residual,
     raw,
     active,
-    active_stride,
+    stride,
     frequency,
     gain,
+    ends,
     N: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -79,7 +80,7 @@ def _write(
     ACTIVE: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Adds bias and residual to a [BM, BN] tile of products; writes it, and its snake, where asked for."""
+    """Adds bias and residual to a [BM, BN] tile of products; writes it, and its snake up to the row's end, where asked for."""
     at = start + tl.arange(0, BM)
     columns = n + tl.arange(0, BN)
     inside = (at < steps)[:, None] & (columns < N)[None, :]
@@ -92,7 +93,20 @@ def _write(
     if ACTIVE:
         f = tl.load(frequency + columns, mask=columns < N, other=0.0)[None, :]
         g = tl.load(gain + columns, mask=columns < N, other=0.0)[None, :]
-        tl.store(active + row.to(tl.int64) * active_stride + place, _snake(value, f, g, FAST).to(tl.bfloat16), mask=inside)
+        to = active + row.to(tl.int64) * stride + place
+        value = _snake(value, f, g, FAST)
+        if ends is not None:
+            value = tl.where((at < tl.load(ends + row))[:, None], value, 0.0)
+        tl.store(to, value.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _rounds(ends, row, start, count: tl.constexpr):
+    """How many pieces a tile's product is summed from: `count`, and none where the tile lies behind the end of its row."""
+    rounds = count
+    if ends is not None:
+        rounds = tl.where(start < tl.load(ends + row), count, 0)
+    return rounds
 
 
 @triton.jit
@@ -103,9 +117,10 @@ def conv_kernel(
     residual,
     raw,
     active,
-    active_stride,
+    stride,
     frequency,
     gain,
+    ends,
     rows,
     steps,
     lead,
@@ -136,11 +151,11 @@ def conv_kernel(
     start = tile_m % row_tiles * BM
     chunks: tl.constexpr = C // BK
     total = tl.zeros((BM, BN), dtype=tl.float32)
-    for i in tl.range(0, TAPS * chunks, num_stages=STAGES):
+    for i in tl.range(0, _rounds(ends, row, start, TAPS * chunks), num_stages=STAGES):
         shift = (TAPS - 1 - i // chunks) * DILATION
         piece = _steps(a, row, start, i % chunks * BK, steps, lead, shift, C, BM, BK, TMA)
         total = _product(piece, _weights(w, i * BK, n, N, BK, BN, TMA), total, FAST)
-    _write(total, row, start, n, steps, bias, residual, raw, active, active_stride, frequency, gain, N, BM, BN, RESIDUAL, RAW, ACTIVE, FAST)
+    _write(total, row, start, n, steps, bias, residual, raw, active, stride, frequency, gain, ends, N, BM, BN, RESIDUAL, RAW, ACTIVE, FAST)
 
 
 @triton.jit
@@ -159,9 +174,10 @@ def unit_kernel(
     residual,
     raw,
     active,
-    active_stride,
+    stride,
     frequency2,
     gain2,
+    ends,
     rows,
     steps,
     lead,
@@ -191,7 +207,7 @@ def unit_kernel(
     chunks: tl.constexpr = C // depth
     left = tl.zeros((BM, N0), dtype=tl.float32)
     right = tl.zeros((BM, N1), dtype=tl.float32)
-    for i in tl.range(0, TAPS * chunks, num_stages=STAGES):
+    for i in tl.range(0, _rounds(ends, row, start, TAPS * chunks), num_stages=STAGES):
         shift = (TAPS - 1 - i // chunks) * DILATION
         k = i % chunks * depth
         piece = _steps(a0, row, start, k, steps, lead, shift, C, BM, K0, TMA)
@@ -209,12 +225,12 @@ def unit_kernel(
     hidden1 = right.to(tl.bfloat16)
     out = _product(hidden0, _weights(w2, 0, 0, C, N0, N0, False), tl.zeros((BM, N0), dtype=tl.float32), FAST)
     out = _product(hidden1, _weights(w2, N0, 0, C, N1, N0, False), out, FAST)
-    _write(out, row, start, 0, steps, bias2, residual, raw, active, active_stride, frequency2, gain2, C, BM, N0, True, RAW, ACTIVE, FAST)
+    _write(out, row, start, 0, steps, bias2, residual, raw, active, stride, frequency2, gain2, ends, C, BM, N0, True, RAW, ACTIVE, FAST)
     # Never fewer than 64 columns: with 32, ptxas 12.8 computes the upper half of a shared-memory descriptor wrongly.
     n1p: tl.constexpr = N1 if N1 > 64 else 64
     out = _product(hidden0, _weights(w2, 0, N0, C, N0, n1p, False), tl.zeros((BM, n1p), dtype=tl.float32), FAST)
     out = _product(hidden1, _weights(w2, N0, N0, C, N1, n1p, False), out, FAST)
-    _write(out, row, start, N0, steps, bias2, residual, raw, active, active_stride, frequency2, gain2, C, BM, n1p, True, RAW, ACTIVE, FAST)
+    _write(out, row, start, N0, steps, bias2, residual, raw, active, stride, frequency2, gain2, ends, C, BM, n1p, True, RAW, ACTIVE, FAST)
 
 
 @triton.jit

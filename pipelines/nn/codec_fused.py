@@ -48,8 +48,10 @@ class Past(Protocol):
 class Snake(Protocol):
     """float32 [channels] each."""
 
-    frequency: Tensor
-    gain: Tensor
+    @property
+    def frequency(self) -> Tensor: ...
+    @property
+    def gain(self) -> Tensor: ...
 
 
 class Convolution(Protocol):
@@ -62,8 +64,8 @@ class Convolution(Protocol):
     def slot(self) -> Slot: ...
 
 
-class ResidualUnit(Protocol):
-    """x + conv1x1(snake(conv(snake(x)))): weight1 [C, C, taps], weight2 [C, C]."""
+class UnitWeights(Protocol):
+    """What `FusedUnit` is made of: weight1 [C, C, taps], weight2 [C, C], both with the output channel first; the inner snake."""
 
     weight1: Tensor
     bias1: Tensor
@@ -72,9 +74,14 @@ class ResidualUnit(Protocol):
     dilation: int
 
     @property
-    def first(self) -> Snake: ...
-    @property
     def second(self) -> Snake: ...
+
+
+class ResidualUnit(UnitWeights, Protocol):
+    """x + conv1x1(snake(conv(snake(x))))."""
+
+    @property
+    def first(self) -> Snake: ...
     @property
     def slot(self) -> Slot: ...
 
@@ -120,26 +127,29 @@ class _Next:
         return cls(snake.frequency.repeat(rate), snake.gain.repeat(rate), slot)
 
 
-class _Unit:
-    """A residual unit: one kernel, or one for each convolution where a step is too wide."""
+class FusedUnit:
+    """A residual unit: one kernel, or one for each convolution where a step is too wide. `after` is the snake of the next op."""
 
-    def __init__(self, unit: ResidualUnit, after: _Next) -> None:
-        self.slot, self.dilation, self.after = unit.slot, unit.dilation, after
-        channels = len(unit.bias1)
-        self.taps = unit.weight1.shape[2]
-        self.whole = channels <= WIDEST_UNIT
-        self.weight1, self.bias1 = _tap_major(unit.weight1), unit.bias1.float()
-        self.weight2, self.bias2 = unit.weight2.T.contiguous(), unit.bias2.float()
-        self.inner = (unit.second.frequency, unit.second.gain)
+    def __init__(self, unit: UnitWeights, after: Snake) -> None:
+        self._dilation, self._after = unit.dilation, (after.frequency, after.gain)
+        self._taps = unit.weight1.shape[2]
+        self._whole = len(unit.bias1) <= WIDEST_UNIT
+        self._weight1, self._bias1 = tap_major(unit.weight1), unit.bias1.float()
+        self._weight2, self._bias2 = unit.weight2.T.contiguous(), unit.bias2.float()
+        self._inner = (unit.second.frequency, unit.second.gain)
 
-    def __call__(self, a: Tensor, lead: int, x: Tensor, raw: Tensor | None, active: Tensor, active_lead: int) -> None:
-        after = (raw, active, active_lead, self.after.frequency, self.after.gain)
-        if self.whole:
-            _ops.codec_active_unit(a, lead, x, self.weight1, self.bias1, *self.inner, self.weight2, self.bias2, self.dilation, *after)
+    def __call__(
+        self, a: Tensor, lead: int, x: Tensor, raw: Tensor | None, active: Tensor, active_lead: int, ends: Tensor | None = None
+    ) -> None:
+        """As `kernels.codec_ops.codec_active_unit`: a [B, lead + T, C] = snake(x) after its history; x, raw: [B, T, C]."""
+        first, second = (self._weight1, self._bias1), (self._weight2, self._bias2)
+        after = (raw, active, active_lead, *self._after)
+        if self._whole:
+            _ops.codec_active_unit(a, lead, x, *first, *self._inner, *second, self._dilation, *after, ends=ends)
             return
         hidden = torch.empty_like(x)
-        _ops.codec_active_conv(a, lead, self.weight1, self.bias1, self.taps, self.dilation, None, None, hidden, 0, *self.inner)
-        _ops.codec_active_conv(hidden, 0, self.weight2, self.bias2, 1, 1, x, *after)
+        _ops.codec_active_conv(a, lead, *first, self._taps, self._dilation, None, None, hidden, 0, *self._inner, ends=ends)
+        _ops.codec_active_conv(hidden, 0, *second, 1, 1, x, *after, ends=ends)
 
 
 class _Block:
@@ -152,7 +162,7 @@ class _Block:
         units = block.units
         self.first = _Next.of(units[0].first, units[0].slot, block.rate)
         followers = [_Next.of(unit.first, unit.slot) for unit in units[1:]]
-        self.units = [_Unit(unit, following) for unit, following in zip(units, [*followers, after])]
+        self.units = [(FusedUnit(unit, following), following) for unit, following in zip(units, [*followers, after])]
 
     def __call__(self, a: Tensor, lead: int, past: Past | None) -> tuple[Tensor, int]:
         """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead."""
@@ -163,13 +173,12 @@ class _Block:
         _ops.codec_active_conv(
             a, lead, self.weight, self.bias, 2, 1, None, x, following, ahead * self.channels, first.frequency, first.gain
         )
-        for unit in self.units:
+        for unit, after in self.units:
             a, lead = _settle(following, ahead, first.slot, past), ahead
-            last = unit is self.units[-1]
-            following, ahead = _buffer(a, steps, self.channels, unit.after.slot, past)
-            raw = None if last else torch.empty_like(x)
+            following, ahead = _buffer(a, steps, self.channels, after.slot, past)
+            raw = None if after is self.units[-1][1] else torch.empty_like(x)
             unit(a, lead, x, raw, following, ahead * self.channels)
-            x, first = (x if raw is None else raw), unit.after
+            x, first = (x if raw is None else raw), after
         return _settle(following, ahead, first.slot, past), ahead
 
 
@@ -179,7 +188,7 @@ class FusedStack:
     def __init__(self, stack: ConvStack) -> None:
         stem, head = stack.stem, stack.head
         self._stem_slot, self._stem_taps = stem.slot, stem.weight.shape[2]
-        self._stem_weight, self._stem_bias = _tap_major(stem.weight), stem.bias.float()
+        self._stem_weight, self._stem_bias = tap_major(stem.weight), stem.bias.float()
         entries = [_Next.of(block.snake, block.slot) for block in stack.blocks] + [_Next.of(stack.snake, head.slot)]
         self._entry = entries[0]
         self._blocks = [_Block(block, after) for block, after in zip(stack.blocks, entries[1:])]
@@ -203,7 +212,7 @@ class FusedStack:
         return _ops.codec_head(a, ahead, self._head_weight, self._head_bias)
 
 
-def _tap_major(weight: Tensor) -> Tensor:
+def tap_major(weight: Tensor) -> Tensor:
     """A convolution's weight [Cout, Cin, k] as [k * Cin, Cout]."""
     return weight.permute(2, 1, 0).reshape(-1, weight.shape[0]).contiguous()
 

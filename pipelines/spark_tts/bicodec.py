@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from kernels.transfer import to_device
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.spark_tts.blocks import Encoder, Prenet, WNConv1d, load_module
 from pipelines.spark_tts.config import BICODEC, BiCodecConfig, SparkConfig
+from pipelines.spark_tts.fused import FusedWave, prepared
 from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
 from pipelines.spark_tts.wave import WaveGenerator
 
@@ -68,7 +70,12 @@ class BiCodec:
     """The decoding half. Not causal: about 60 tokens on either side shape a token's audio."""
 
     def __init__(
-        self, config: BiCodecConfig, quantizer: SemanticQuantizer, speaker: SpeakerEncoder, prenet: Prenet, wave: WaveGenerator
+        self,
+        config: BiCodecConfig,
+        quantizer: SemanticQuantizer,
+        speaker: SpeakerEncoder,
+        prenet: Prenet,
+        wave: WaveGenerator | FusedWave,
     ) -> None:
         self.config = config
         self.quantizer = quantizer
@@ -82,15 +89,17 @@ class BiCodec:
     def decode(self, semantic: Sequence[Tensor], voices: Sequence[Tensor], pad_to: int = 0) -> list[Tensor]:
         """Waveforms (float32 [samples] each) of semantic tokens (int64 [steps] each) in voices (int64 [tokens] each).
 
-        Rows of different lengths are padded, to `pad_to` steps where that is more, and masked; each comes out as it would alone.
+        Tokens lie on the host, which does not wait for a GPU. Rows of different lengths are padded, to `pad_to` steps where that is more,
+        and masked; each comes out as it would alone.
         """
-        lengths = torch.tensor([len(row) for row in semantic])
-        longest = max(pad_to, int(lengths.max()))
-        tokens = torch.stack([functional.pad(row, (0, longest - len(row))) for row in semantic]).to(self.device)
+        lengths = [len(row) for row in semantic]
+        longest = max(pad_to, *lengths)
+        tokens = to_device(torch.stack([functional.pad(row, (0, longest - len(row))) for row in semantic]), self.device)
+        vector = self.vector(to_device(torch.stack(list(voices)), self.device))
         mask = None
-        if int(lengths.min()) != longest:
-            mask = (torch.arange(longest) < lengths[:, None])[:, None].to(self.device, self.dtype)
-        vector = self.vector(torch.stack(list(voices)).to(self.device))
+        if min(lengths) != longest:
+            ends = to_device(torch.tensor(lengths), self.device)
+            mask = (torch.arange(longest, device=self.device) < ends[:, None])[:, None].to(self.dtype)
         waves = self.wave(self.mixed(tokens, vector, mask), mask).float()
         samples = self.config.samples_per_token
         return [wave[: len(row) * samples] for wave, row in zip(waves, semantic)]
@@ -106,8 +115,10 @@ class BiCodec:
         return self.prenet(vectors, voice, mask) + voice[:, :, None]
 
 
-def load_bicodec(config: SparkConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[Tokenizer, BiCodec]:
-    """Reads BiCodec/; prenet and wave generator run in `dtype`, all else in float32.
+def load_bicodec(
+    config: SparkConfig, device: torch.device, dtype: torch.dtype = torch.float32, fused: bool | None = None
+) -> tuple[Tokenizer, BiCodec]:
+    """Reads BiCodec/; prenet and wave generator run in `dtype`, all else in float32. `fused` as for `pipelines.spark_tts.fused.prepared`.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor that is missing, unknown or misshapen.
     """
@@ -117,12 +128,12 @@ def load_bicodec(config: SparkConfig, device: torch.device, dtype: torch.dtype =
         quantizer = SemanticQuantizer(sizes.encoder.output, sizes.codebook_size, sizes.codebook_dim)
         speaker, wave = SpeakerEncoder(sizes.speaker), WaveGenerator(sizes.wave)
     with Checkpoint.open(config.folder / BICODEC) as checkpoint:
-        for name, module in (("encoder.", encoder), ("quantizer.", quantizer), ("speaker_encoder.", speaker)):
+        parts = (("encoder.", encoder), ("quantizer.", quantizer), ("speaker_encoder.", speaker), ("decoder.", wave))
+        for name, module in parts:
             load_module(module, checkpoint, name, device, torch.float32)
         load_module(prenet, checkpoint, "prenet.", device, dtype)
-        load_module(wave, checkpoint, "decoder.", device, dtype)
         for pattern in _UNUSED:
             checkpoint.ignore(pattern)
         checkpoint.finish()
     tokenizer = Tokenizer(encoder, quantizer, speaker, MelMagnitudes(sizes.mel, config.sample_rate, device))
-    return tokenizer, BiCodec(sizes, quantizer, speaker, prenet, wave)
+    return tokenizer, BiCodec(sizes, quantizer, speaker, prenet, prepared(wave, dtype, fused))

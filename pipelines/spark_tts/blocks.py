@@ -14,7 +14,7 @@ from pipelines.nn.checkpoint import Checkpoint
 from pipelines.spark_tts.config import VocosConfig
 
 _LAYER_NORM_EPS = 1e-6
-_SNAKE_EPS = 1e-9
+SNAKE_EPS = 1e-9
 
 
 def masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -39,7 +39,7 @@ class Snake(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [batch, channels, steps]."""
-        return torch.addcmul(x, (self.alpha + _SNAKE_EPS).reciprocal(), torch.sin(self.alpha * x).square_())
+        return torch.addcmul(x, (self.alpha + SNAKE_EPS).reciprocal(), torch.sin(self.alpha * x).square_())
 
 
 class AdaLayerNorm(nn.Module):

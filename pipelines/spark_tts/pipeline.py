@@ -79,7 +79,8 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkOrder]):
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
-        super().__init__(host, CodecStage(BiCodecDecoder(codec), max_batch=_CODEC_BATCH), TokenUtterer, SparkStreamer)
+        stage = CodecStage(BiCodecDecoder(codec), max_batch=_CODEC_BATCH, device=codec.device)
+        super().__init__(host, stage, TokenUtterer, SparkStreamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkOrder]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""

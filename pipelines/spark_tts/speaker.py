@@ -170,23 +170,29 @@ class Fsq(nn.Module):
         self.project_in = nn.Linear(dim, len(levels))
         self.project_out = nn.Linear(len(levels), dim)
         self._levels = tuple(levels)
+        self._kept: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def indices(self, x: Tensor) -> Tensor:
         """x: [batch, tokens, dim] -> int64 [batch, tokens]."""
         z = self.project_in(x)
-        levels = torch.tensor(self._levels, dtype=z.dtype, device=z.device)
+        whole, basis = self._digits(z.device)
+        levels = whole.to(z.dtype)
         half = (levels - 1) * _FSQ_WIDEN / 2
         digits = (torch.tanh(z + torch.atanh(0.5 / half)) * half - 0.5).round() + levels / 2
-        return (digits.long() * self._basis(z.device)).sum(-1)
+        return (digits.long() * basis).sum(-1)
 
     def vectors(self, indices: Tensor) -> Tensor:
         """int64 [batch, tokens] -> [batch, tokens, dim]."""
-        levels = torch.tensor(self._levels, device=indices.device)
-        digits = indices[..., None] // self._basis(indices.device) % levels
+        levels, basis = self._digits(indices.device)
+        digits = indices[..., None] // basis % levels
         return self.project_out(((digits - levels // 2) / (levels // 2)).to(self.project_out.weight.dtype))
 
-    def _basis(self, device: torch.device) -> Tensor:
-        return torch.tensor([math.prod(self._levels[:index]) for index in range(len(self._levels))], device=device)
+    def _digits(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The levels of each dimension and the weight of its digit, int64; kept, since making them on a GPU makes the host wait."""
+        if device not in self._kept:
+            weights = [math.prod(self._levels[:index]) for index in range(len(self._levels))]
+            self._kept[device] = torch.tensor(self._levels, device=device), torch.tensor(weights, device=device)
+        return self._kept[device]
 
 
 class SpeakerEncoder(nn.Module):

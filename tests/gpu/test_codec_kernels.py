@@ -115,6 +115,40 @@ def test_the_result_starts_after_its_history_and_touches_nothing_else() -> None:
     torch.testing.assert_close(active[:, 5:], wanted[:, 5:], atol=0.05, rtol=0.02)
 
 
+@pytest.mark.parametrize("tma", TMA)
+@pytest.mark.parametrize("unit", [False, True])
+def test_centred_rows_end(unit: bool, tma: bool) -> None:
+    """Margins on both sides of the steps, rows that end early: one inside a tile, one before any."""
+    channels, depth, dilation, margin, steps = (48, 16, 1, 3, 80) if INTERPRETED else (96, 32, 9, 3, 1000)
+    inner, after = snakes(channels, 1), snakes(channels, 3)
+    x, a = rand(3, steps, channels).bfloat16(), torch.zeros(3, 6 * dilation + steps, channels, dtype=torch.bfloat16, device=DEVICE)
+    a[:, 3 * dilation : 3 * dilation + steps] = rand(3, steps, channels, seed=5).bfloat16()
+    weight = (rand(7 * channels, channels) / math.sqrt(7 * channels)).bfloat16()
+    second = (rand(channels, channels) / math.sqrt(channels)).bfloat16()
+    bias, ends = rand(channels, seed=7), torch.tensor([steps, 70, 0], dtype=torch.int32, device=DEVICE)
+    found: list[Tensor] = []
+    for kernel in (True, False):
+        raw, active = torch.empty_like(x), torch.full((3, 2 * margin + steps, channels), 7.0, dtype=torch.bfloat16, device=DEVICE)
+        sink = (raw, active, margin * channels, *after)
+        if unit:
+            arguments = (a, 6 * dilation, x, weight, bias, *inner, second, bias, dilation, *sink)
+            if kernel:
+                codec_launch.unit(*arguments, Tile(64, 0, depth, 2, 4, tma), ends)
+            else:
+                codec_ops.codec_active_unit(*arguments, ends=ends)
+        elif kernel:
+            codec_launch.conv(a, 6 * dilation, weight, bias, 7, dilation, x, *sink, Tile(64, 64, depth, 2, 4, tma), ends)
+        else:
+            codec_ops.codec_active_conv(a, 6 * dilation, weight, bias, 7, dilation, x, *sink, ends=ends)
+        found.append(active)
+    torch.testing.assert_close(found[0], found[1], atol=0.1, rtol=0.05)
+    assert (found[0][:, :margin] == 7.0).all()
+    assert (found[0][:, margin + steps :] == 7.0).all()
+    for row, end in enumerate(ends.tolist()):
+        assert not found[0][row, margin + end : margin + steps].any()
+        assert found[0][row, margin : margin + end].abs().amax(dim=1).all()
+
+
 def test_head_and_snake() -> None:
     a, weight, bias = rand(2, STEPS, 96).bfloat16(), (rand(7, 96) / 20).bfloat16(), rand(1, scale=0.1)
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""The kernels of padded prefill run without a GPU, in Triton's interpreter, which only a fresh process can be put into."""
+"""Kernels of padded prefill and of centred convolutions in Triton's interpreter, which only a fresh process can be put into."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 def test_the_kernels_equal_their_twins_in_the_interpreter() -> None:
     root = Path(__file__).parents[2]
-    chosen = ["tests/gpu/test_prefill_kernels.py", "-k", "float32 or dtype0 or twins", "-p", "no:cacheprovider"]
+    files = ["tests/gpu/test_prefill_kernels.py", "tests/gpu/test_codec_kernels.py"]
+    chosen = [*files, "-k", "float32 or dtype0 or twins or centred", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     found = subprocess.run(
         [sys.executable, "-m", "pytest", *chosen], cwd=root, env=environment, capture_output=True, text=True, timeout=550, check=False
     )
     assert found.returncode == 0, found.stdout[-3000:]
-    assert "4 passed" in found.stdout
+    assert "8 passed" in found.stdout
