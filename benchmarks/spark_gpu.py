@@ -1,10 +1,12 @@
 """SparkTTS on a GPU at its published size, random weights: LM, BiCodec, reference encoder, and prompts to audio.
 
-    python -m benchmarks.spark_gpu [--part codec,tokenizer,lm,speech,loop] [--requests 64,256,512] [--seconds 10] [--codec-dtype bfloat16]
+    python -m benchmarks.spark_gpu [--part accuracy,codec,tokenizer,lm,speech,loop] [--requests 64,256,512] [--seconds 10]
+        [--codec-dtype bfloat16]
 
-`lm` is our host alone; `speech` goes through the pipeline: text and recording in, samples out, so all stages share the GPU. `loop` is
-transformers' `generate` at several batches, then BiCodec one utterance after the other: the published code at its best batch. A table
-comes last; JSON goes to $OUT (or the working folder) as spark_gpu.json, after every part. Needs vLLM; written for 0.26 and 0.32.
+`accuracy` compares waves with those of float32 without TF32, the plain wave generator's and in bfloat16 the fused one's. `lm` is our
+host alone; `speech` goes through the pipeline: text and recording in, samples out, so all stages share the GPU. `loop` is transformers'
+`generate` at several batches, then BiCodec one utterance after the other: the published code at its best batch. A table comes last;
+JSON goes to $OUT (or the working folder) as spark_gpu.json, after every part. Needs vLLM; written for 0.26 and 0.32.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from benchmarks import spark_random
 from benchmarks.watched import GpuUse, ThreadUse
 from pipelines.nn.options import TokenModelOptions, open_device
 from pipelines.request import Generation, Message, SynthesisRequest
+from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.pipeline import SparkPipeline, vllm_options
 from pipelines.spark_tts.stage import BiCodecDecoder, Voice
 from pipelines.vllm_engine.host import VllmHost
@@ -52,6 +55,27 @@ def milliseconds(work: Callable[[], object], runs: int = 5) -> float:
         torch.cuda.synchronize()
         times.append(1000 * (time.perf_counter() - begin))
     return statistics.median(times[2:])
+
+
+def accuracy_part(settings: SparkConfig, device: torch.device, dtype: torch.dtype) -> list[Row]:
+    """BiCodec in `dtype`, plain and in bfloat16 fused too, against plain float32 without TF32: root mean square error of the waves."""
+    dice = torch.Generator().manual_seed(0)
+    codes = [torch.randint(8192, (length, 1), generator=dice) for length in (200, 300, 400, 500)]
+    voices = [Voice(torch.randint(4096, (32,), generator=dice)) for _ in codes]
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    exact = torch.cat(BiCodecDecoder(spark_random.codecs(settings, device, torch.float32, fused=False)[1]).decode(codes, voices))
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    rows: list[Row] = []
+    for fused in (False, True) if dtype == torch.bfloat16 else (False,):
+        decoder = BiCodecDecoder(spark_random.codecs(settings, device, dtype, fused)[1])
+        waves = torch.cat(decoder.decode(codes, voices))
+        error = float((waves - exact).square().mean().sqrt() / exact.square().mean().sqrt())
+        ms = milliseconds(lambda decoder=decoder: decoder.decode(codes, voices))
+        name, audio = "fused" if fused else "plain", len(exact) / settings.sample_rate
+        row: Row = {"part": f"accuracy, {name}", "batch": len(codes), "ms": ms, "audio_s_per_s": 1000 * audio / ms}
+        rows.append({**row, "relative_error_ppm": 1e6 * error})
+        report(rows[-1])
+    return rows
 
 
 def codec_part(codec: Any, seconds: float) -> list[Row]:
@@ -217,7 +241,7 @@ def report(row: Row) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="codec,tokenizer,lm,speech,loop")
+    parser.add_argument("--part", default="accuracy,codec,tokenizer,lm,speech,loop")
     parser.add_argument("--requests", default="64,256,512")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--codec-dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
@@ -239,6 +263,8 @@ def main() -> None:
         rows.extend(found)
         out.write_text(json.dumps({**facts, "seconds": options.seconds, "aim": AIM, "must": MUST, "rows": rows}, indent=1) + "\n")
 
+    if "accuracy" in parts:
+        keep(accuracy_part(settings, device, getattr(torch, options.codec_dtype)))
     if "codec" in parts:
         keep(codec_part(codec, options.seconds))
     if "tokenizer" in parts:
