@@ -204,7 +204,7 @@ def _steady(pipeline: SparkPipeline, number: int, seconds: float) -> tuple[float
 
 
 def loop_part(folder: Path, codec: Any, seconds: float) -> list[Row]:
-    """transformers' generate over left-padded batches, then BiCodec row by row."""
+    """transformers' generate over left-padded batches, then BiCodec row by row, its wave generator unfused as published."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     settings = Qwen2Config.from_pretrained(folder)
@@ -252,7 +252,8 @@ def main() -> None:
     folder = spark_random.write_lm(Path(tempfile.mkdtemp(prefix="spark-")) / "LLM")
     settings, device = spark_random.config(folder.parent), open_device("cuda")
     vllm = load_vllm().__version__ if {"lm", "speech"} & set(parts) else ""
-    tokenizer, codec = spark_random.codecs(settings, device, getattr(torch, options.codec_dtype))
+    codec_dtype = getattr(torch, options.codec_dtype)
+    tokenizer, codec = spark_random.codecs(settings, device, codec_dtype)
     encoder = spark_random.references(settings, tokenizer, device)
     rows: list[Row] = []
     facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm, "codec_dtype": options.codec_dtype}
@@ -264,7 +265,7 @@ def main() -> None:
         out.write_text(json.dumps({**facts, "seconds": options.seconds, "aim": AIM, "must": MUST, "rows": rows}, indent=1) + "\n")
 
     if "accuracy" in parts:
-        keep(accuracy_part(settings, device, getattr(torch, options.codec_dtype)))
+        keep(accuracy_part(settings, device, codec_dtype))
     if "codec" in parts:
         keep(codec_part(codec, options.seconds))
     if "tokenizer" in parts:
@@ -281,7 +282,8 @@ def main() -> None:
             keep(speech_part(pipeline, requests, options.seconds))
         pipeline.close()
     if "loop" in parts:
-        keep(loop_part(folder, codec, options.seconds))
+        plain = spark_random.codecs(settings, device, codec_dtype, fused=False)[1]
+        keep(loop_part(folder, plain, options.seconds))
     print("\n" + "\n".join(f"{row['part']:22}{row['batch']:6d}{row['audio_s_per_s']:12,.1f} audio-s/s" for row in rows))
     print(f"aim {AIM}, must {MUST} audio-s/s end to end; {facts}")
 
