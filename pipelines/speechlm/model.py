@@ -43,8 +43,8 @@ class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):
         #: [1 + width * layer, hidden]: row 0 is the code that is none and adds nothing.
         self.frame_embedding = _held(torch.zeros(1 + self.width * self.layer_size, config.hidden_size, dtype=dtype))
         #: float32 [streams * layer + 2, hidden] and its bias: every stream's ids, then eos and eot for stream 0.
-        self.frame_head = _held(torch.zeros(rows + 2, config.hidden_size))
-        self.frame_bias = _held(torch.zeros(rows + 2))
+        self.frame_head = _held(torch.zeros(rows + 2, config.hidden_size, dtype=torch.float32))
+        self.frame_bias = _held(torch.zeros(rows + 2, dtype=torch.float32))
         if (stored := getattr(config, STORED_WIDTH, None)) is not None:
             layers: Any = self.model.layers
             for layer in layers:

@@ -18,7 +18,7 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.vllm_engine.library import on_cpu
-from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, VllmOptions
+from pipelines.vllm_engine.options import CODE_SPAN, EngineMoment, ModelSpec, TokenRequest, VllmOptions
 
 __all__ = ["AsyncLLM", "check_runner", "codes_of", "engine_arguments", "sampling_params", "start_engine"]
 
@@ -114,13 +114,13 @@ def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool) 
 
 
 def codes_of(logprobs: Any, steps: int, codes_per_step: int) -> NDArray[np.int64] | None:
-    """int64 [steps, codes_per_step] from the flat log probabilities of an output; None where none were asked for."""
+    """int64 [steps, codes_per_step] from the flat log probabilities of an output (see `CODE_SPAN`); None where none were asked for."""
     if codes_per_step == 1 or logprobs is None:
         return None
     rows: Sequence[Sequence[int]] = [
         logprobs.token_ids[start:end][:codes_per_step] for start, end in zip(logprobs.start_indices, logprobs.end_indices)
     ]
-    return np.array(rows, dtype=np.int64).reshape(steps, codes_per_step)
+    return np.array(rows, dtype=np.int64).reshape(steps, codes_per_step) % CODE_SPAN
 
 
 class _MomentLogger(StatLoggerBase):

@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from kernels.philox import frame_noise
 from kernels.transfer import to_device
+from pipelines.vllm_engine.options import CODE_SPAN
 from pipelines.vllm_engine.refusals import refuse
 
 #: Codes of removed requests that are kept, as a multiple of the slots: more than can be preempted and not yet resumed.
@@ -200,6 +201,7 @@ class FrameSampler:
     def __init__(self, base: Any, state: FrameState) -> None:
         self._base = base
         self._state = state
+        self._spans = torch.arange(1 + state.model.width, device=state.device) * CODE_SPAN
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._base, name)
@@ -208,10 +210,10 @@ class FrameSampler:
         step = self._state.step(input_batch)
         tokens, codes = self._state.draw(logits, self._state.model.drawn_from, step)
         self._state.write(step, codes)
-        ids = torch.cat((tokens[:, None], codes), 1).to(torch.int32)
+        ids = (torch.cat((tokens[:, None], codes), 1) + self._spans).to(torch.int32)
         return SamplerOutput(
             sampled_token_ids=tokens[:, None],
-            # The channel of the codes: the ids of "likely tokens", the sampled one first.
+            # The channel of the codes: the ids of "likely tokens", the sampled one first, each code in a span of its own.
             logprobs_tensors=LogprobsTensors(ids, torch.zeros(ids.shape, device=ids.device), torch.ones_like(tokens)),
             num_nans=None,
             num_sampled=step.whole.to(torch.int32),

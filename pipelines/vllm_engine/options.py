@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Finish = Literal["stop", "length"]
+#: More than any id and any code. On their way through vLLM the codes of a step are told apart by multiples of it, since vLLM keeps equal
+#: ids of one step once when it merges the outputs of a slow reader.
+CODE_SPAN = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import pytest
 
@@ -21,7 +22,7 @@ from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.lm import model_spec  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
 from pipelines.vllm_engine.library import load_vllm  # noqa: E402
-from pipelines.vllm_engine.options import ModelSpec, TokenRequest, VllmOptions  # noqa: E402
+from pipelines.vllm_engine.options import CODE_SPAN, ModelSpec, TokenRequest, VllmOptions  # noqa: E402
 
 ROOM = 40
 CODES = 3
@@ -74,6 +75,22 @@ def test_codes_of_a_step_come_with_its_token(host: VllmHost) -> None:
     assert greedy.codes.shape == (12, CODES)
     assert greedy.codes[:, 0].tolist() == greedy.ids
     assert greedy.codes[:, 1].tolist() == greedy.ids
+
+
+def test_equal_codes_survive_the_merging_of_outputs() -> None:
+    """vLLM merges what a slow reader of a stream has not read yet, step by step as dictionaries by id."""
+    from vllm.logprobs import FlatLogprobs
+
+    from pipelines.vllm_engine.adapter import codes_of
+
+    steps = [[150_000, 7, 7, 0], [5, 5, 5, 5]]
+    read, unread = FlatLogprobs(), FlatLogprobs()
+    for one, codes in zip((read, unread), steps):
+        one.append_fast([place * CODE_SPAN + code for place, code in enumerate(codes)], [0.0] * 4, chain(range(4)), [None] * 4)
+    read.extend(unread)
+    merged = codes_of(read, 2, 4)
+    assert merged is not None
+    assert merged.tolist() == steps
 
 
 def test_a_stream_grows_and_equals_the_whole(host: VllmHost) -> None:
