@@ -227,6 +227,7 @@ def speech_part(bench: Bench, pipeline: Any) -> None:
     """Text and recording to samples: all requests at once, then each number of clients kept busy with three requests each."""
     for voice in range(VOICES):
         heard_seconds(pipeline.submit(request(voice, "warm", min(1.0, bench.seconds))))
+    list(pipeline.stream(request(0, "warm", min(2.0, bench.seconds))))
     for number in bench.requests:
         begin = time.perf_counter()
         under_way = [pipeline.submit(request(index, f"s{number}", bench.seconds)) for index in range(number)]

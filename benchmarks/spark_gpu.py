@@ -162,6 +162,7 @@ def speech_part(pipeline: SparkPipeline, requests: list[int], seconds: float) ->
     rows: list[Row] = []
     for voice in range(VOICES):
         pipeline.submit(request(voice, "warm", 1.0)).result()
+    list(pipeline.stream(request(0, "warm", 2.0)))
     for number in requests:
         begin = time.perf_counter()
         under_way = [pipeline.submit(request(index, f"s{number}", seconds)) for index in range(number)]

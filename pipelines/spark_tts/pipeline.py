@@ -19,7 +19,7 @@ from pipelines.spark_tts.features import SemanticFeatures
 from pipelines.spark_tts.lm import check_weights, model_spec
 from pipelines.spark_tts.prompt import clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder
-from pipelines.spark_tts.stage import BiCodecDecoder
+from pipelines.spark_tts.stage import BATCH_TOKENS, BiCodecDecoder
 from pipelines.spark_tts.vocabulary import Vocabulary
 from pipelines.task import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
@@ -33,6 +33,8 @@ _CONTEXT = 8192
 #: Of the GPU's memory: the LM has a billion bytes, and BiCodec and the reference encoder work beside it.
 _MEMORY_SHARE = 0.5
 _CODEC_BATCH = 64
+#: On a GPU utterances wait this long for company: a small batch costs more a token.
+_GATHER_SECONDS = 0.05
 
 
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
@@ -79,7 +81,8 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkOrder]):
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
-        stage = CodecStage(BiCodecDecoder(codec), max_batch=_CODEC_BATCH, device=codec.device)
+        gather = 0.0 if codec.device.type == "cpu" else _GATHER_SECONDS
+        stage = CodecStage(BiCodecDecoder(codec), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS)
         super().__init__(host, stage, TokenUtterer, SparkStreamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkOrder]:

@@ -110,7 +110,8 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
         self._pairs = itertools.count()
         self._frames_per_second = config.sample_rate / codec.samples_per_frame
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
-        super().__init__(host, CodecStage(XcodecDecoder(codec), max_batch=_CODEC_BATCH), Talker, TalkStreamer)  # pyright: ignore[reportArgumentType]
+        stage = CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
+        super().__init__(host, stage, Talker, TalkStreamer)  # pyright: ignore[reportArgumentType]
 
     def _chunks(self, wanted: TokenRequest, order: TalkOrder) -> Iterator[AudioChunk]:
         streamer = TalkStreamer(order, self._stage, lambda seconds: self._forget(wanted, streamer, seconds))

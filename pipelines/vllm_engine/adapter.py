@@ -24,7 +24,8 @@ __all__ = ["AsyncLLM", "check_runner", "codes_of", "engine_arguments", "sampling
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
 _CONTEXT = 8192
-_CPU_STEP_TOKENS = 2048
+#: vLLM's own default for a server on a GPU is a quarter of this: a burst of requests would enter in four times as many steps.
+_CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 2048, 8192
 #: By itself vLLM captures CUDA graphs for steps of up to so many sequences; larger ones would be launched from Python.
 _GRAPHED_SEQUENCES = 512
 _SHARDED_SAMPLING = "enable_batch_sharded_sampling"
@@ -52,10 +53,12 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
     if cpu:
         # Chunks of a prompt are the same arithmetic in another order: a whole prompt a step keeps sequences equal alone and together.
         arguments["max_num_batched_tokens"] = options.step_tokens or max(_CPU_STEP_TOKENS, context)
+        if not spec.v2_runner:
+            # Nor may a step's budget cut one off: for a prompt with a seed that ends the V1 runner, which turns back a CUDA generator.
+            arguments["enable_chunked_prefill"] = False
         arguments["disable_custom_all_reduce"] = True
     else:
-        if options.step_tokens:
-            arguments["max_num_batched_tokens"] = options.step_tokens
+        arguments["max_num_batched_tokens"] = options.step_tokens or max(_GPU_STEP_TOKENS, sequences)
         if sequences > _GRAPHED_SEQUENCES:
             arguments["max_cudagraph_capture_size"] = sequences
     if options.memory_share is not None:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -67,6 +68,16 @@ def test_alone_equals_a_hundred_random_mixes(host: VllmHost) -> None:
         mixed = [(n, ask(host, asked[n])) for n in picked]
         for n, waiter in mixed:
             assert waiter.future.result(PATIENCE_SECONDS).ids == alone[n], f"sequence {n} in {picked}"
+
+
+def test_more_prompts_than_a_step_has_room_for(host: VllmHost) -> None:
+    """Cutting a prompt that has a seed would end the CPU's engine core."""
+    asked = [sequence(f"long{n}", prompt(n) * 500, 3, seed=n + 1) for n in range(16)]
+    asked = [replace(one, prompt_ids=list(one.prompt_ids)[:2100]) for one in asked]
+    assert sum(len(one.prompt_ids) for one in asked) > host._arguments["max_num_batched_tokens"]
+    together = [ask(host, one) for one in asked]
+    ids = [waiter.future.result(PATIENCE_SECONDS).ids for waiter in together]
+    assert ids[-1] == ask(host, asked[-1]).future.result(PATIENCE_SECONDS).ids
 
 
 def test_codes_of_a_step_come_with_its_token(host: VllmHost) -> None:
