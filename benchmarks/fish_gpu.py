@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, linear
 
 from benchmarks import fish_random
-from benchmarks.watched import GpuUse, ThreadUse
+from benchmarks.steady import steady
 from pipelines.errors import NightjarError
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.fast_ar import FastAr
@@ -224,7 +224,7 @@ def request(index: int, turn: str, seconds: float) -> SynthesisRequest:
 
 
 def speech_part(bench: Bench, pipeline: Any) -> None:
-    """Text and recording to samples: all requests at once, then each number of clients kept busy with three requests each."""
+    """Text and recording to samples: all requests at once, then so many kept under way, of lengths from half to whole."""
     for voice in range(VOICES):
         heard_seconds(pipeline.submit(request(voice, "warm", min(1.0, bench.seconds))))
     list(pipeline.stream(request(0, "warm", min(2.0, bench.seconds))))
@@ -233,11 +233,15 @@ def speech_part(bench: Bench, pipeline: Any) -> None:
         under_way = [pipeline.submit(request(index, f"s{number}", bench.seconds)) for index in range(number)]
         audio = sum(map(heard_seconds, under_way))
         burst = audio / (time.perf_counter() - begin)
-        begin, gpu, threads = time.perf_counter(), GpuUse(bench.device), ThreadUse("vllm-host", "codec-stage", "MainThread")
-        audio, first_chunk = steady(bench, pipeline, number)
-        took, gpu_share = time.perf_counter() - begin, gpu.stop()
-        frames, use = audio * bench.config.frames_per_second, {"gpu_percent": 100 * (gpu_share or 0.0), **threads.shares()}
-        bench.add("speech, end to end", number, 1000 * took, frames, burst_audio_s_per_s=burst, first_chunk_ms=first_chunk, **use)
+        found = steady(
+            pipeline,
+            number,
+            lambda index, number=number: request(index, f"t{number}", bench.seconds * (0.5 + 0.5 * (index % 8) / 7)),
+            request(0, f"stream{number}", min(2.0, bench.seconds)),
+            bench.device,
+        )
+        frames, more = found.audio_seconds * bench.config.frames_per_second, {"burst_audio_s_per_s": burst, **found.use}
+        bench.add("speech, end to end", number, 1000 * found.seconds, frames, first_chunk_ms=found.first_chunk_ms, **more)
 
 
 def heard_seconds(future: Any) -> float:
@@ -248,23 +252,6 @@ def heard_seconds(future: Any) -> float:
         if error.code != "synth.no_audio":
             raise
         return 0.0
-
-
-def steady(bench: Bench, pipeline: Any, number: int) -> tuple[float, float]:
-    """Three times `number` requests of lengths from half to whole, `number` at a time; audio seconds, and ms to a stream's first chunk."""
-    slots, futures, chunk = threading.Semaphore(number), [], 0.0
-    for index in range(3 * number):
-        slots.acquire()
-        future = pipeline.submit(request(index, f"t{number}", bench.seconds * (0.5 + 0.5 * (index % 8) / 7)))
-        future.add_done_callback(lambda _: slots.release())
-        futures.append(future)
-        if index == 2 * number:
-            begin = time.perf_counter()
-            stream = pipeline.stream(request(index, "stream", min(2.0, bench.seconds)))
-            next(stream)
-            chunk = 1000 * (time.perf_counter() - begin)
-            stream.close()
-    return sum(map(heard_seconds, futures)), chunk
 
 
 def engine_parts(bench: Bench, parts: set[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ class RawReferences(ReferenceEncoder):
         return torch.from_numpy(np.frombuffer(recording, np.float32).copy()).to(self._encoder.device)
 
 
+@lru_cache(maxsize=64)
 def recording(seconds: float, seed: int) -> bytes:
     """Samples of a tone in noise, as `RawReferences` reads them."""
     dice = np.random.default_rng(seed)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks import spark_random
-from benchmarks.watched import GpuUse, ThreadUse
+from benchmarks.steady import steady
 from pipelines.nn.options import TokenModelOptions, open_device
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.spark_tts.config import SparkConfig
@@ -158,50 +158,39 @@ def request(index: int, turn: str, seconds: float) -> SynthesisRequest:
 
 
 def speech_part(pipeline: SparkPipeline, requests: list[int], seconds: float) -> list[Row]:
-    """Text and recording to samples: each number of clients kept busy, twice as many requests as clients."""
+    """Text and recording to samples: all requests at once, then so many kept under way, of lengths from half to whole."""
     rows: list[Row] = []
     for voice in range(VOICES):
         pipeline.submit(request(voice, "warm", 1.0)).result()
     list(pipeline.stream(request(0, "warm", 2.0)))
+    # Lengths and batches that the codec has not met cost the compilation of a kernel.
+    for future in [pipeline.submit(request(index, "warm", seconds * (1 + index % 64) / 64)) for index in range(192)]:
+        future.result()
     for number in requests:
         begin = time.perf_counter()
         under_way = [pipeline.submit(request(index, f"s{number}", seconds)) for index in range(number)]
         audio = sum(future.result().duration_ms for future in under_way) / 1000
         first = time.perf_counter() - begin
-        begin, gpu, threads = time.perf_counter(), GpuUse(torch.device("cuda")), ThreadUse("vllm-host", "codec-stage", "MainThread")
-        audio_s, chunk = _steady(pipeline, number, seconds)
-        took, gpu_share = time.perf_counter() - begin, gpu.stop()
+        found = steady(
+            pipeline,
+            number,
+            lambda index, number=number: request(index, f"t{number}", seconds * (0.5 + 0.5 * (index % 8) / 7)),
+            request(0, f"stream{number}", 2.0),
+            torch.device("cuda"),
+        )
         rows.append(
             {
                 "part": "speech, end to end",
                 "batch": number,
-                "ms": 1000 * took,
-                "audio_s_per_s": audio_s / took,
+                "ms": 1000 * found.seconds,
+                "audio_s_per_s": found.audio_seconds / found.seconds,
                 "burst_audio_s_per_s": audio / first,
-                "first_chunk_ms": chunk,
-                "gpu_percent": 100 * (gpu_share or 0.0),
-                **threads.shares(),
+                "first_chunk_ms": found.first_chunk_ms,
+                **found.use,
             }
         )
         report(rows[-1])
     return rows
-
-
-def _steady(pipeline: SparkPipeline, number: int, seconds: float) -> tuple[float, float]:
-    """Three times `number` requests of lengths from half to whole, `number` at a time; audio seconds, and ms to a stream's first chunk."""
-    slots, futures, chunk = threading.Semaphore(number), [], 0.0
-    for index in range(3 * number):
-        slots.acquire()
-        future = pipeline.submit(request(index, f"t{number}", seconds * (0.5 + 0.5 * (index % 8) / 7)))
-        future.add_done_callback(lambda _: slots.release())
-        futures.append(future)
-        if index == 2 * number:
-            begin = time.perf_counter()
-            stream = pipeline.stream(request(index, "stream", 2.0))
-            next(stream)
-            chunk = 1000 * (time.perf_counter() - begin)
-            list(stream)
-    return sum(future.result().duration_ms for future in futures) / 1000, chunk
 
 
 def loop_part(folder: Path, codec: Any, seconds: float) -> list[Row]:

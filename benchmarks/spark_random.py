@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,7 @@ class RawReferences(ReferenceEncoder):
         return np.frombuffer(recording, np.float32)
 
 
+@lru_cache(maxsize=64)
 def recording(seconds: float, seed: int) -> bytes:
     """Samples of a tone in noise, as `RawReferences` reads them."""
     dice = np.random.default_rng(seed)

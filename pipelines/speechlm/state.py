@@ -19,6 +19,8 @@ from pipelines.vllm_engine.frames import Admitted, FrameState, FrameStep
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
 
 _NEVER = float("-inf")
+#: What a request without any `extra` is: vLLM warms its kernels up with requests of its own.
+_PLAIN: dict[str, Any] = {"phase": Phase.TEXT, "min_rows": 0, "max_rows": 1, "text": (1.0, 1, 1.0), "audio": (1.0, 1, 1.0)}
 #: Text ids that a row with a top_k up to this looks at.
 _CANDIDATES = 64
 
@@ -59,7 +61,7 @@ class SpeechLmState(FrameState):
         self._hearing: set[int] = set()
 
     def admit(self, request: Admitted) -> None:
-        extra, slot = request.extra, request.slot
+        extra, slot = request.extra or _PLAIN, request.slot
         special = self.model.special
         start = Phase(extra["phase"])
         phase, before = phase_after(start, request.written_ids, special.assistant_token_id, special.audio_token_id, special.eot_token_id)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.vllm_kit import paused_core
+from tests.vllm_kit import Waiter, paused_core
 from tests.vllm_v2 import environment, require_v2, v2_runner
 
 require_v2()
@@ -21,6 +21,7 @@ require_v2()
 from pipelines.errors import ConfigError, ErrorCode, InputError, NoAudioError, SynthesisError  # noqa: E402
 from pipelines.registry import open_pipeline  # noqa: E402
 from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest  # noqa: E402
+from pipelines.vllm_engine.options import TokenRequest, TokenSampling  # noqa: E402
 from tests.serving_kit import Running, error_of  # noqa: E402
 from tests.speechlm_clients import check_every_mode  # noqa: E402
 
@@ -134,6 +135,14 @@ def test_extreme_settings_harm_nobody(pipeline: Pipeline) -> None:
         assert not isinstance(error := future.exception(SECONDS), SynthesisError) or error.code is ErrorCode.SYNTH_NO_AUDIO
     check("eot_audio_cfg", neighbour.result(SECONDS))
     assert pipeline.stats().state == "ready"
+
+
+def test_a_sequence_without_settings_harms_nobody(pipeline: Pipeline) -> None:
+    """On a GPU vLLM warms its kernels up with sequences of its own, which say nothing of phases."""
+    plain = Waiter()
+    pipeline.host.submit(TokenRequest("plain", [5, 6, 7], TokenSampling(4, ignore_end=True)), plain)  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(plain.future.result(SECONDS).ids) == 4
+    check("a0", pipeline.submit(golden("a0")).result(SECONDS))
 
 
 def test_an_abort_ends_text_and_pair(pipeline: Pipeline) -> None:
