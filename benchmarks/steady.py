@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +36,7 @@ def steady(
     under_way, total = places + places // BESIDE, TURNS * places
     slots, ends = threading.Semaphore(under_way), list[tuple[float, float]]()
     gpu, threads = GpuUse(device), ThreadUse("vllm-host", "codec-stage", "MainThread")
-    chunk: list[float] = []
-    listener = threading.Thread(target=lambda: chunk.append(_first_chunk_ms(pipeline, stream)))
+    listener, chunk = ThreadPoolExecutor(1), Future[float]()
     futures: list[Future[Speech]] = []
 
     def ended(future: Future[Speech]) -> None:
@@ -47,12 +46,12 @@ def steady(
     for number in range(total):
         slots.acquire()
         future = pipeline.submit(make(number))
-
         future.add_done_callback(ended)
         futures.append(future)
         if number == total // 2:
-            listener.start()
-    listener.join()
+            chunk = listener.submit(_first_chunk_ms, pipeline, stream)
+    first_chunk_ms = chunk.result()
+    listener.shutdown()
     for future in futures:
         error = future.exception()
         if error is not None and getattr(error, "code", None) != "synth.no_audio":
@@ -63,7 +62,7 @@ def steady(
     while len(ends) < total:
         time.sleep(0.001)
     window = ends[places : total - under_way]
-    return Steady(window[-1][0] - ends[places - 1][0], sum(heard for _, heard in window), chunk[0], use)
+    return Steady(window[-1][0] - ends[places - 1][0], sum(heard for _, heard in window), first_chunk_ms, use)
 
 
 def _first_chunk_ms(pipeline: Pipeline, request: SynthesisRequest) -> float:
