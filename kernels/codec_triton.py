@@ -109,7 +109,8 @@ def _rounds(ends, row, start, count: tl.constexpr):
     return rounds
 
 
-@triton.jit
+# The batch's rows only number the programs: a kernel compiled for each kind of number would keep the first batches waiting for seconds.
+@triton.jit(do_not_specialize=["rows"])
 def conv_kernel(
     a,
     w,
@@ -158,7 +159,7 @@ def conv_kernel(
     _write(total, row, start, n, steps, bias, residual, raw, active, stride, frequency, gain, ends, N, BM, BN, RESIDUAL, RAW, ACTIVE, FAST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def unit_kernel(
     a0,
     a1,

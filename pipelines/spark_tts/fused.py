@@ -68,8 +68,9 @@ class FusedWave:
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """x: [batch, input, steps]; mask as the plain module's. Returns float32 [batch, samples per step * steps] within [-1, 1]."""
-        ends = None if mask is None else mask.sum(dim=(1, 2), dtype=torch.int32)
         steps = x.shape[2]
+        # Whole rows have ends too: kernels without them would be compiled beside those with.
+        ends = x.new_full((len(x),), steps, dtype=torch.int32) if mask is None else mask.sum(dim=(1, 2), dtype=torch.int32)
         a = _margined(x, steps, x.shape[1], _REACH, self._dtype)
         a[:, _REACH : _REACH + steps] = masked(x, mask).transpose(1, 2)
         entry, taps = self._entry, 2 * _REACH + 1
@@ -121,14 +122,14 @@ class _Block:
             for unit, (reader, following) in zip(units, pairwise(readers))
         ]
 
-    def __call__(self, a: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, a: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         """Activated [batch, 1 + steps + 1, 2 * channels] and the rows' ends -> the next op's input and the ends there."""
         steps = (a.shape[1] - 2 * _UP_REACH) * self._rate
         following = self._first.input(a, steps)
         x = a.new_empty(len(a), steps, following.shape[2])
         after, taps = (following, self._first.lead, *self._snake), 2 * _UP_REACH + 1
         _ops.codec_active_conv(a, 2 * _UP_REACH, self._weight, self._bias, taps, 1, None, x, *after, ends=ends)
-        ends = None if ends is None else ends * self._rate
+        ends = ends * self._rate
         for unit, reach, reader in self._units:
             a, following = following, reader.input(a, steps)
             raw = None if reader is self._units[-1][2] else torch.empty_like(x)

@@ -37,6 +37,8 @@ def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator
     if dtype != "float32":
         raise ValueError("the golden data of SpeechLM is in float32")
     torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
     golden = Golden(folder, torch.device(device))
     yield from listed("cases", _all(golden))
     if find_spec("vllm") is None or (device == "cpu" and find_spec("triton") is None):
