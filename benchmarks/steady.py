@@ -57,7 +57,7 @@ def steady(
         if error is not None and getattr(error, "code", None) != "synth.no_audio":
             raise error
     share = gpu.stop()
-    use = {"gpu_percent": 100 * (share or 0.0), **threads.shares()}
+    use = threads.shares() | ({} if share is None else {"gpu_percent": 100 * share})
     # Callbacks run on the pipeline's threads, a moment after the results are there.
     while len(ends) < total:
         time.sleep(0.001)

@@ -146,7 +146,7 @@ class GpuUse:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._samples, self._done = device, list[int](), threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="gpu-use")
+        self._thread = threading.Thread(target=self._watch, name="gpu-use", daemon=True)
         if device.type == "cuda":
             self._thread.start()
 

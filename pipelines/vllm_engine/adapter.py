@@ -24,15 +24,17 @@ __all__ = ["AsyncLLM", "check_runner", "codes_of", "engine_arguments", "sampling
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
 _CONTEXT = 8192
-#: vLLM's own default for a server on a GPU is a quarter of this: a burst of requests would enter in four times as many steps.
+#: The default of vLLM's asynchronous engine on a GPU is a quarter of this: a burst of requests would enter in four times as many steps.
 _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 2048, 8192
 #: By itself vLLM captures CUDA graphs for steps of up to so many sequences; larger ones would be launched from Python.
 _GRAPHED_SEQUENCES = 512
+#: The sizes that it captures end in multiples of this.
+_GRAPH_STEP = 16
 _SHARDED_SAMPLING = "enable_batch_sharded_sampling"
 
 
 def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
-    """The arguments of `AsyncEngineArgs`."""
+    """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for a step that is too small."""
     cpu = on_cpu()
     sequences = options.max_sequences or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
     context = options.max_context or _CONTEXT
@@ -50,17 +52,14 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         "enable_log_requests": False,
         "trust_remote_code": False,
     }
+    arguments["max_num_batched_tokens"] = _step_tokens(spec, options, cpu, sequences, context)
     if cpu:
-        # Chunks of a prompt are the same arithmetic in another order: a whole prompt a step keeps sequences equal alone and together.
-        arguments["max_num_batched_tokens"] = options.step_tokens or max(_CPU_STEP_TOKENS, context)
-        if not spec.v2_runner:
-            # Nor may a step's budget cut one off: for a prompt with a seed that ends the V1 runner, which turns back a CUDA generator.
-            arguments["enable_chunked_prefill"] = False
         arguments["disable_custom_all_reduce"] = True
-    else:
-        arguments["max_num_batched_tokens"] = options.step_tokens or max(_GPU_STEP_TOKENS, sequences)
-        if sequences > _GRAPHED_SEQUENCES:
-            arguments["max_cudagraph_capture_size"] = sequences
+        if not spec.v2_runner:
+            # No step's budget may cut a prompt off: one with a seed ends the V1 runner, which then turns back a generator as only CUDA can.
+            arguments["enable_chunked_prefill"] = False
+    elif sequences > _GRAPHED_SEQUENCES:
+        arguments["max_cudagraph_capture_size"] = -(-sequences // _GRAPH_STEP) * _GRAPH_STEP
     if options.memory_share is not None:
         arguments["gpu_memory_utilization"] = options.memory_share
     if spec.codes_per_step > 1:
@@ -72,6 +71,17 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         if _SHARDED_SAMPLING in AsyncEngineArgs.__dataclass_fields__:
             arguments[_SHARDED_SAMPLING] = False
     return arguments | dict(spec.engine)
+
+
+def _step_tokens(spec: ModelSpec, options: VllmOptions, cpu: bool, sequences: int, context: int) -> int:
+    """Tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than it needs: one a sequence, a prompt where none may be cut."""
+    # Chunks of a prompt are the same arithmetic in another order: on a CPU a step has room for a whole one beside all that runs.
+    tokens = options.step_tokens or (max(_CPU_STEP_TOKENS, context) + sequences if cpu else max(_GPU_STEP_TOKENS, sequences))
+    least = max(sequences, context) if cpu and not spec.v2_runner else sequences
+    if tokens < least:
+        message = f"{tokens} tokens a step are fewer than the {least} that this model needs."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Raise step_tokens, or lower slots or max_context.")
+    return tokens
 
 
 def check_runner(arguments: dict[str, Any]) -> None:

@@ -321,12 +321,13 @@ class VllmHost:
 
     async def _renew(self, dead: Any) -> None:
         """A new engine core, once every sequence of the old one has failed and its processes are gone."""
-        until = self._loop.time() + _GRACE_SECONDS
-        while self._users:
-            if self._loop.time() > until:
-                self._end_lost()
-            await asyncio.sleep(0.01)
-        dead.shutdown()
+        try:
+            await self._outlive_users()
+        finally:
+            try:
+                dead.shutdown()
+            except Exception:
+                log.exception("a dead engine core left something behind")
         reason = f"{self._deaths} engine cores died one after the other"
         if self._deaths < MOST_DEATHS and not self._closing:
             try:
@@ -340,11 +341,15 @@ class VllmHost:
             self._changed.notify_all()
         self._renewed.set()
 
-    def _end_lost(self) -> None:
-        """Ends the sequences of a dead engine core that wait for an answer of it."""
-        for number in self._users - self._lost:
-            self._lost.add(number)
-            self._tasks[number][1].cancel()
+    async def _outlive_users(self) -> None:
+        """Until every sequence of a dead engine core has failed; those that wait for an answer of it are ended, again if need be."""
+        until = self._loop.time() + _GRACE_SECONDS
+        while self._users:
+            if self._loop.time() > until:
+                until += _GRACE_SECONDS
+                # What is over already cannot be cancelled, and is no loss.
+                self._lost |= {number for number in self._users if self._tasks[number][1].cancel()}
+            await asyncio.sleep(0.01)
 
     async def _stop(self) -> None:
         for _, task in list(self._tasks.values()):

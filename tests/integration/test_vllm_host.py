@@ -11,19 +11,22 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tests.vllm_kit import PATIENCE_SECONDS, Waiter, checkpoint, held_start, kill_core, require_vllm, sequence, wait_for_core
 
 require_vllm()
 
-from pipelines.errors import ErrorCode, SynthesisError  # noqa: E402
+from pipelines.errors import ConfigError, ErrorCode, SynthesisError  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.lm import model_spec  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
 from pipelines.vllm_engine.library import load_vllm  # noqa: E402
-from pipelines.vllm_engine.options import CODE_SPAN, ModelSpec, TokenRequest, VllmOptions  # noqa: E402
+from pipelines.vllm_engine.options import ModelSpec, TokenRequest, VllmOptions  # noqa: E402
 
 ROOM = 40
 CODES = 3
@@ -93,15 +96,34 @@ def test_equal_codes_survive_the_merging_of_outputs() -> None:
     from vllm.logprobs import FlatLogprobs
 
     from pipelines.vllm_engine.adapter import codes_of
+    from pipelines.vllm_engine.frames import FrameSampler
 
-    steps = [[150_000, 7, 7, 0], [5, 5, 5, 5]]
+    steps = torch.tensor([[150_000, 7, 7, 0], [5, 5, 5, 5]])
+    state: Any = SimpleNamespace(
+        model=SimpleNamespace(width=3, drawn_from=None),
+        device=steps.device,
+        step=lambda batch: SimpleNamespace(whole=torch.ones(2, dtype=torch.bool)),
+        draw=lambda logits, hidden, step: (steps[:, 0], steps[:, 1:]),
+        write=lambda step, codes: None,
+    )
+    drawn: Any = FrameSampler(None, state)(torch.zeros(2, 1), None)
     read, unread = FlatLogprobs(), FlatLogprobs()
-    for one, codes in zip((read, unread), steps):
-        one.append_fast([place * CODE_SPAN + code for place, code in enumerate(codes)], [0.0] * 4, chain(range(4)), [None] * 4)
+    for one, ids in zip((read, unread), drawn.logprobs_tensors.logprob_token_ids.tolist()):
+        one.append_fast(ids, [0.0] * 4, chain(range(4)), [None] * 4)
     read.extend(unread)
     merged = codes_of(read, 2, 4)
     assert merged is not None
-    assert merged.tolist() == steps
+    assert merged.tolist() == steps.tolist()
+
+
+@pytest.mark.parametrize(("cpu", "options"), [(True, VllmOptions(step_tokens=1000)), (False, VllmOptions(step_tokens=100))])
+def test_a_step_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch, cpu: bool, options: VllmOptions) -> None:
+    from pipelines.vllm_engine import adapter
+
+    monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
+    with pytest.raises(ConfigError) as caught:
+        adapter.engine_arguments(ModelSpec(checkpoint()), options)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 
 def test_a_stream_grows_and_equals_the_whole(host: VllmHost) -> None:
