@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from jobs.cli.output import Interrupted, ReaderLeft, exit_code, fail, undisturbed
+from jobs.cli.output import Interrupted, ReaderLeft, exit_code, fail, note_interrupts, undisturbed
 from pipelines.errors import NightjarError
 
 #: Command: (module under jobs.cli, function, one line of help), in the order of `jobs --help`.
@@ -122,6 +122,7 @@ def _forget_output() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; its exit code. 0 ok, 1 failed items or a failure, 2 usage, 3 not found, 4 invalid input, 5 unreachable."""
+    note_interrupts()
     # Start-up makes many objects that stay; collecting among them is half a command's time.
     gc.set_threshold(50_000, 20, 100)
     words = list(sys.argv[1:] if arguments is None else arguments)

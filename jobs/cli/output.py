@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import click
@@ -48,6 +50,28 @@ class Interrupted(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.exit_code = 128 + number
+
+
+#: Ctrl-C since the command began.
+_interrupts: list[int] = []
+
+
+def note_interrupts() -> None:
+    """From here on Ctrl-C is remembered as well as raised: what is raised in Python code that C code calls, as in many imports, is lost."""
+    _interrupts.clear()
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _noted)
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    _interrupts.append(number)
+    signal.default_int_handler(number, frame)
+
+
+def check_interrupts() -> None:
+    """Raises `Interrupted` for a Ctrl-C that was lost."""
+    if _interrupts:
+        raise Interrupted(_interrupts[-1])
 
 
 @contextmanager

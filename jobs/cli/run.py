@@ -14,7 +14,7 @@ import click
 
 from jobs.cli.context import common_options
 from jobs.cli.follow import POLL_SECONDS, Progress, exit_code_of
-from jobs.cli.output import Interrupted, Output, counted, undisturbed
+from jobs.cli.output import Interrupted, Output, check_interrupts, counted, undisturbed
 from jobs.cli.show import status_lines
 from jobs.cli.spec import check_source, lacking_meters, resolve_spec, spec_options, take_spec
 from jobs.cli.submit import job_options, no_items, submit_options
@@ -64,6 +64,7 @@ class Signals:
     def installed(self) -> Iterator[Signals]:
         before = {number: signal.signal(number, self) for number in _SIGNALS}
         try:
+            check_interrupts()
             yield self
         finally:
             for number, handler in before.items():

@@ -1,0 +1,34 @@
+"""Ctrl-C that Python code called by C code has swallowed is found by the run that begins after it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+
+from jobs.cli.output import Interrupted, note_interrupts
+from jobs.cli.run import Signals
+
+
+def test_a_swallowed_interrupt_ends_the_run_that_follows() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        note_interrupts()
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("Ctrl-C is not raised")
+        noted = signal.getsignal(signal.SIGINT)
+        with pytest.raises(Interrupted) as caught, Signals().installed():
+            raise AssertionError("the run goes on")
+        assert caught.value.exit_code == 128 + signal.SIGINT
+        assert signal.getsignal(signal.SIGINT) is noted
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        note_interrupts()
+        with Signals().installed():
+            pass
+    finally:
+        signal.signal(signal.SIGINT, before)
+        note_interrupts()
+        signal.signal(signal.SIGINT, before)
