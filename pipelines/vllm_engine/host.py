@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import EngineState, EngineStats
+from pipelines.vllm_engine.admission import Admission
 from pipelines.vllm_engine.library import check_plugin, load_vllm
 from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, Tokens, VllmOptions
 
@@ -74,6 +75,7 @@ class VllmHost:
             adapter.check_runner(self._arguments)
         self._codes = spec.codes_per_step
         self._moment = EngineMoment()
+        self._admission = Admission(self._arguments["max_num_seqs"])
         self._room = self._arguments["max_num_seqs"] + options.waiting_room
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -239,6 +241,10 @@ class VllmHost:
         _tell(receiver, outcome)
 
     async def _sequence(self, number: int, request: TokenRequest, receiver: Receiver) -> Tokens:
+        async with self._admission.places(1 if request.shadow is None else 2, at_once=receiver.streamed):
+            return await self._decode(number, request, receiver)
+
+    async def _decode(self, number: int, request: TokenRequest, receiver: Receiver) -> Tokens:
         llm = await self._living()
         self._users.add(number)
         try:
