@@ -20,7 +20,7 @@ from pipelines.errors import ConfigError, ErrorCode
 from pipelines.vllm_engine.library import on_cpu
 from pipelines.vllm_engine.options import CODE_SPAN, EngineMoment, ModelSpec, TokenRequest, VllmOptions
 
-__all__ = ["AsyncLLM", "check_runner", "codes_of", "engine_arguments", "sampling_params", "start_engine"]
+__all__ = ["AsyncLLM", "check_runner", "codes_of", "engine_arguments", "most_sequences", "sampling_params", "start_engine"]
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
 _CONTEXT = 8192
@@ -36,7 +36,7 @@ _SHARDED_SAMPLING = "enable_batch_sharded_sampling"
 def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
     """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for a step that is too small."""
     cpu = on_cpu()
-    sequences = options.max_sequences or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
+    sequences = most_sequences(options)
     context = options.max_context or _CONTEXT
     arguments: dict[str, Any] = {
         "model": str(spec.folder),
@@ -73,6 +73,11 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
     return arguments | dict(spec.engine)
 
 
+def most_sequences(options: VllmOptions) -> int:
+    """Sequences that run at once: as asked for, or the best for the device."""
+    return options.max_sequences or (_CPU_SEQUENCES if on_cpu() else _GPU_SEQUENCES)
+
+
 def _step_tokens(spec: ModelSpec, options: VllmOptions, cpu: bool, sequences: int, context: int) -> int:
     """Tokens of a step. Raises `ConfigError` (`config.invalid`) for fewer than it needs: one a sequence, a prompt where none may be cut."""
     # Chunks of a prompt are the same arithmetic in another order: on a CPU a step has room for a whole one beside all that runs.
@@ -96,13 +101,17 @@ def check_runner(arguments: dict[str, Any]) -> None:
         ) from error
 
 
-def start_engine(arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
-    """Starts an engine core in a process of its own; to be called in the event loop that will serve it."""
+def start_engine(arguments: dict[str, Any], moment: EngineMoment, metrics: type | None = None) -> AsyncLLM:
+    """Starts an engine core in a process of its own; to be called in the event loop that will serve it.
+
+    `metrics` is a `PrometheusStatLogger` in place of vLLM's own.
+    """
 
     def logger(vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
         return _MomentLogger(moment)
 
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[logger])  # pyright: ignore[reportArgumentType]
+    loggers: list[Any] = [logger] if metrics is None else [logger, metrics]
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
 
 
 def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool) -> SamplingParams:

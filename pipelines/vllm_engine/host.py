@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from pipelines.request import EngineState, EngineStats
 from pipelines.vllm_engine.admission import Admission
 from pipelines.vllm_engine.library import check_plugin, load_vllm
 from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, Tokens, VllmOptions
+from pipelines.vllm_engine.receivers import Receiver, closed, died, failure, tell
 
 log = logging.getLogger(__name__)
 
@@ -31,23 +32,6 @@ _LOOK_SECONDS = 0.25
 _GRACE_SECONDS = 2.0
 
 
-class Receiver(Protocol):
-    """Who waits for one sequence. Called on the host's loop, so it must be quick."""
-
-    #: Whether `tokens` is wanted while the sequence grows.
-    streamed: bool
-
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """New ids in order, with their codes [steps, codes] for models with more than one a step."""
-        ...
-
-    def finished(self, tokens: Tokens) -> None:
-        """The whole sequence."""
-        ...
-
-    def failed(self, error: NightjarError) -> None: ...
-
-
 class VllmHost:
     """Runs sequences that come from any thread on one engine core.
 
@@ -55,8 +39,8 @@ class VllmHost:
     as soon as the old one is gone; meanwhile `submit` waits.
     """
 
-    def __init__(self, spec: ModelSpec, options: VllmOptions | None = None) -> None:
-        """Starts the engine core.
+    def __init__(self, spec: ModelSpec, options: VllmOptions | None = None, metrics: type | None = None) -> None:
+        """Starts the engine core. `metrics` takes the place of vLLM's own logger of metrics (`pipelines.vllm_engine.core_metrics`).
 
         Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`), `ConfigError` for options that the model
         cannot run with.
@@ -73,6 +57,7 @@ class VllmHost:
         self._arguments = adapter.engine_arguments(spec, options)
         if spec.v2_runner:
             adapter.check_runner(self._arguments)
+        self._metrics = metrics
         self._codes = spec.codes_per_step
         self._moment = EngineMoment()
         self._admission = Admission(self._arguments["max_num_seqs"])
@@ -120,7 +105,7 @@ class VllmHost:
         with self._changed:
             self._changed.wait_for(self._may_enter)
             if self._closing:
-                raise _closed()
+                raise closed()
             if self._broken is not None:
                 raise self._broken
             self._taken += 1
@@ -188,7 +173,7 @@ class VllmHost:
 
     async def _start_engine(self) -> None:
         begin = time.monotonic()
-        llm = self._adapter.start_engine(self._arguments, self._moment)
+        llm = self._adapter.start_engine(self._arguments, self._moment, self._metrics)
         log.info("vLLM's engine core started in %.1f s", time.monotonic() - begin)
         with self._changed:
             self._llm = llm
@@ -222,11 +207,11 @@ class VllmHost:
         """Frees the room of a sequence and tells its receiver, however it ended."""
         outcome: Tokens | NightjarError
         if number in self._lost:
-            outcome = _died()
+            outcome = died()
         elif task.cancelled():
-            outcome = _closed() if self._closing else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
+            outcome = closed() if self._closing else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
         elif (error := task.exception()) is not None:
-            outcome = _failure(error)
+            outcome = failure(error)
         else:
             outcome = task.result()
         del self._tasks[number]
@@ -238,7 +223,7 @@ class VllmHost:
             if isinstance(outcome, Tokens):
                 self._deaths = 0
             self._changed.notify_all()
-        _tell(receiver, outcome)
+        tell(receiver, outcome)
 
     async def _sequence(self, number: int, request: TokenRequest, receiver: Receiver) -> Tokens:
         async with self._admission.places(1 if request.shadow is None else 2, at_once=receiver.streamed):
@@ -256,7 +241,7 @@ class VllmHost:
             if not llm.errored:
                 raise
             self._bury(llm)
-            raise _died() from None
+            raise died() from None
 
     async def _living(self) -> Any:
         """The engine core, or the next one where it is dead."""
@@ -368,31 +353,3 @@ class VllmHost:
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
-
-
-def _closed() -> SynthesisError:
-    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
-
-
-def _died() -> SynthesisError:
-    return SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM's engine core died.", "The request may be tried again.")
-
-
-def _failure(error: BaseException) -> NightjarError:
-    if isinstance(error, NightjarError):
-        return error
-    if isinstance(error, ValueError):
-        return SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM refused the request: {error}.", "Shorten it, or open the model with more.")
-    log.error("a sequence failed", exc_info=error)
-    return SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM failed: {type(error).__name__}: {error}.", "See the log.")
-
-
-def _tell(receiver: Receiver, outcome: Tokens | NightjarError) -> None:
-    """A receiver that raises must not end the loop's work."""
-    try:
-        if isinstance(outcome, Tokens):
-            receiver.finished(outcome)
-        else:
-            receiver.failed(outcome)
-    except Exception:
-        log.exception("a receiver of the engine failed")
