@@ -1,7 +1,7 @@
 """SparkTTS on a GPU at its published size, random weights: LM, BiCodec, reference encoder, and prompts to audio.
 
     python -m benchmarks.spark_gpu [--part accuracy,codec,tokenizer,lm,speech,loop] [--requests 64,256,512] [--seconds 10]
-        [--codec-dtype bfloat16] [--engine-cores 2]
+        [--codec-dtype bfloat16]
 
 `accuracy` compares waves with those of float32 without TF32, the plain wave generator's and in bfloat16 the fused one's. `lm` is our
 host alone; `speech` goes through the pipeline: text and recording in, samples out, so all stages share the GPU. `loop` is transformers'
@@ -29,9 +29,8 @@ from benchmarks.steady import steady
 from pipelines.nn.options import TokenModelOptions, open_device
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.spark_tts.config import SparkConfig
-from pipelines.spark_tts.pipeline import SparkPipeline, open_host, vllm_options
+from pipelines.spark_tts.pipeline import SparkPipeline, vllm_options
 from pipelines.spark_tts.stage import BiCodecDecoder, Voice
-from pipelines.vllm_engine.cores import VllmCores
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 from pipelines.vllm_engine.options import ModelSpec, TokenRequest, TokenSampling
@@ -128,7 +127,7 @@ class Count:
         self.done.release()
 
 
-def lm_part(host: VllmHost | VllmCores, requests: list[int], seconds: float) -> list[Row]:
+def lm_part(host: VllmHost, requests: list[int], seconds: float) -> list[Row]:
     """The LM through our host, all requests at once."""
     rows: list[Row] = []
     length = int(seconds * TOKENS_PER_SECOND)
@@ -237,7 +236,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--codec-dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--memory-share", type=float, default=0.4)
-    parser.add_argument("--engine-cores", type=int, help="of the LM; left out: the pipeline's default")
     options = parser.parse_args()
     parts, requests = options.part.split(","), [int(number) for number in options.requests.split(",")]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -248,13 +246,7 @@ def main() -> None:
     tokenizer, codec = spark_random.codecs(settings, device, codec_dtype)
     encoder = spark_random.references(settings, tokenizer, device)
     rows: list[Row] = []
-    facts = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "vllm": vllm,
-        "codec_dtype": options.codec_dtype,
-        "engine_cores": options.engine_cores or "default",
-    }
+    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "vllm": vllm, "codec_dtype": options.codec_dtype}
     out = Path(os.environ.get("OUT", ".")) / "spark_gpu.json"
 
     def keep(found: list[Row]) -> None:
@@ -271,7 +263,7 @@ def main() -> None:
     if {"lm", "speech"} & set(parts):
         chosen = TokenModelOptions(memory_share=options.memory_share, slots=max(requests), max_context=2048)
         begin = time.perf_counter()
-        host = open_host(ModelSpec(folder, engine={"load_format": "dummy"}), vllm_options(chosen, settings), options.engine_cores)
+        host = VllmHost(ModelSpec(folder, engine={"load_format": "dummy"}), vllm_options(chosen, settings))
         print(f"vLLM {vllm} started in {time.perf_counter() - begin:.0f} s", flush=True)
         pipeline = SparkPipeline(settings, spark_random.AnyIdSpeaks(), encoder, codec, host, keep_unfinished=True)
         if "lm" in parts:

@@ -13,8 +13,8 @@ import torch
 from benchmarks.watched import GpuUse, ThreadUse
 from pipelines.request import Pipeline, Speech, SynthesisRequest
 
-#: Requests of a run for each place, and those beside the LM's places that wait to enter it or to be decoded, as a share of the places.
-TURNS, BESIDE = 4, 8
+#: Requests of a run for each place, and the part of the places that wait beside them to enter the LM or to be decoded.
+TURNS, BESIDE = 4, 4
 
 
 @dataclass(frozen=True, slots=True)

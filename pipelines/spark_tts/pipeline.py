@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from pipelines.delivery.pipeline import SpeechPipeline
 from pipelines.delivery.tokens import TokenUtterer, token_sampling
@@ -25,10 +22,9 @@ from pipelines.spark_tts.reference import ReferenceEncoder
 from pipelines.spark_tts.stage import BATCH_TOKENS, BiCodecDecoder
 from pipelines.spark_tts.vocabulary import Vocabulary
 from pipelines.task import SpeechTask, check_room, check_seed, frames_within, speech_task
-from pipelines.vllm_engine.cores import VllmCores
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import load_vllm, on_cpu
-from pipelines.vllm_engine.options import ModelSpec, TokenRequest, VllmOptions
+from pipelines.vllm_engine.library import load_vllm
+from pipelines.vllm_engine.options import TokenRequest, VllmOptions
 
 #: Tokens that a created voice writes beside its global and semantic tokens: pitch and speed values, and the marks around the parts.
 CREATION_EXTRAS = 32
@@ -37,18 +33,8 @@ _CONTEXT = 8192
 #: Of the GPU's memory: the LM has a billion bytes, and BiCodec and the reference encoder work beside it.
 _MEMORY_SHARE = 0.5
 _CODEC_BATCH = 64
-#: vLLM's scheduler needs longer for a step of so many sequences than a GPU; with two engine cores the GPU works on while one schedules.
-_CORES, _CORE_SEQUENCES = 2, 128
 #: On a GPU utterances wait this long for company: a small batch costs more a token.
 _GATHER_SECONDS = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class SparkOptions(TokenModelOptions):
-    """Options of all models on vLLM, and one of this small LM."""
-
-    #: Engine cores that share the GPU and the slots; None: the best for the device.
-    engine_cores: Annotated[int, msgspec.Meta(ge=1)] | None = None
 
 
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
@@ -57,7 +43,7 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown or that it
     cannot run with.
     """
-    chosen = read_options(SparkOptions, options)
+    chosen = read_options(TokenModelOptions, options)
     if chosen.dtype == "float16":
         raise ConfigError(ErrorCode.CONFIG_INVALID, "SparkTTS does not work in float16.", "Choose bfloat16 or float32.")
     load_vllm(chosen.cpu_kv_gib)
@@ -69,7 +55,7 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     tokenizer, codec = load_bicodec(config, device, precision(chosen.codec_dtype, device))
     references = ReferenceEncoder(config, tokenizer, SemanticFeatures(folder / WAV2VEC2, device))
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
-    host = open_host(model_spec(config), vllm_options(chosen, config), chosen.engine_cores)
+    host = VllmHost(model_spec(config), vllm_options(chosen, config))
     return SparkPipeline(config, vocabulary, references, codec, host, keep_unfinished=chosen.keep_unfinished)
 
 
@@ -82,7 +68,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkOrder]):
         vocabulary: Vocabulary,
         references: ReferenceEncoder,
         codec: BiCodec,
-        host: VllmHost | VllmCores,
+        host: VllmHost,
         *,
         keep_unfinished: bool = False,
     ) -> None:
@@ -132,13 +118,6 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkOrder]):
             return limit
         before = self.config.bicodec.speaker.tokens + CREATION_EXTRAS if created else 1
         return min(limit, before + frames_within(generation.max_seconds, self.config.tokens_per_second, limit) + 1)
-
-
-def open_host(spec: ModelSpec, options: VllmOptions, cores: int | None) -> VllmHost | VllmCores:
-    """The LM on as many engine cores as asked for; None: on a GPU two, where there are sequences enough for them."""
-    if cores is None:
-        cores = 1 if on_cpu() or (options.max_sequences or _CORE_SEQUENCES) < _CORE_SEQUENCES else _CORES
-    return VllmHost(spec, options) if cores == 1 else VllmCores(spec, options, cores)
 
 
 def vllm_options(options: TokenModelOptions, config: SparkConfig) -> VllmOptions:

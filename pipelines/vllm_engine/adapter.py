@@ -18,9 +18,9 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.vllm_engine.library import on_cpu
-from pipelines.vllm_engine.options import CODE_SPAN, EngineMoment, ModelSpec, TokenRequest, VllmOptions
+from pipelines.vllm_engine.options import AT_ONCE, CODE_SPAN, EngineMoment, ModelSpec, TokenRequest, VllmOptions
 
-__all__ = ["AsyncLLM", "check_runner", "codes_of", "engine_arguments", "most_sequences", "sampling_params", "start_engine"]
+__all__ = ["AsyncLLM", "check_runner", "codes_of", "engine_arguments", "sampling_params", "start_engine"]
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
 _CONTEXT = 8192
@@ -30,13 +30,14 @@ _CPU_STEP_TOKENS, _GPU_STEP_TOKENS = 2048, 8192
 _GRAPHED_SEQUENCES = 512
 #: The sizes that it captures end in multiples of this.
 _GRAPH_STEP = 16
+_SCHEDULERS = "pipelines.vllm_engine.group_scheduler"
 _SHARDED_SAMPLING = "enable_batch_sharded_sampling"
 
 
 def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
     """The arguments of `AsyncEngineArgs`. Raises `ConfigError` (`config.invalid`) for a step that is too small."""
     cpu = on_cpu()
-    sequences = most_sequences(options)
+    sequences = options.max_sequences or (_CPU_SEQUENCES if cpu else _GPU_SEQUENCES)
     context = options.max_context or _CONTEXT
     arguments: dict[str, Any] = {
         "model": str(spec.folder),
@@ -51,6 +52,8 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "enable_log_requests": False,
         "trust_remote_code": False,
+        "async_scheduling": not cpu,
+        "scheduler_cls": f"{_SCHEDULERS}.{'GroupScheduler' if cpu else 'AsyncGroupScheduler'}",
     }
     arguments["max_num_batched_tokens"] = _step_tokens(spec, options, cpu, sequences, context)
     if cpu:
@@ -71,11 +74,6 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         if _SHARDED_SAMPLING in AsyncEngineArgs.__dataclass_fields__:
             arguments[_SHARDED_SAMPLING] = False
     return arguments | dict(spec.engine)
-
-
-def most_sequences(options: VllmOptions) -> int:
-    """Sequences that run at once: as asked for, or the best for the device."""
-    return options.max_sequences or (_CPU_SEQUENCES if on_cpu() else _GPU_SEQUENCES)
 
 
 def _step_tokens(spec: ModelSpec, options: VllmOptions, cpu: bool, sequences: int, context: int) -> int:
@@ -101,17 +99,13 @@ def check_runner(arguments: dict[str, Any]) -> None:
         ) from error
 
 
-def start_engine(arguments: dict[str, Any], moment: EngineMoment, metrics: type | None = None) -> AsyncLLM:
-    """Starts an engine core in a process of its own; to be called in the event loop that will serve it.
-
-    `metrics` is a `PrometheusStatLogger` in place of vLLM's own.
-    """
+def start_engine(arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
+    """Starts an engine core in a process of its own; to be called in the event loop that will serve it."""
 
     def logger(vllm_config: Any, engine_index: int = 0) -> StatLoggerBase:
         return _MomentLogger(moment)
 
-    loggers: list[Any] = [logger] if metrics is None else [logger, metrics]
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=loggers)
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[logger])  # pyright: ignore[reportArgumentType]
 
 
 def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool) -> SamplingParams:
@@ -130,7 +124,7 @@ def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool) 
         # The channel by which a sampler hands on further codes of a step: the ids of "likely tokens".
         logprobs=codes_per_step - 1 if with_codes else None,
         flat_logprobs=with_codes,
-        extra_args=dict(request.extra) or None,
+        extra_args={**request.extra, AT_ONCE: True} if streamed else dict(request.extra) or None,
         output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
     )
 

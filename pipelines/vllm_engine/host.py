@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import EngineState, EngineStats
-from pipelines.vllm_engine.admission import Admission
 from pipelines.vllm_engine.library import check_plugin, load_vllm
 from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, Tokens, VllmOptions
 from pipelines.vllm_engine.receivers import Receiver, closed, died, failure, tell
@@ -39,8 +38,8 @@ class VllmHost:
     as soon as the old one is gone; meanwhile `submit` waits.
     """
 
-    def __init__(self, spec: ModelSpec, options: VllmOptions | None = None, metrics: type | None = None) -> None:
-        """Starts the engine core. `metrics` takes the place of vLLM's own logger of metrics (`pipelines.vllm_engine.core_metrics`).
+    def __init__(self, spec: ModelSpec, options: VllmOptions | None = None) -> None:
+        """Starts the engine core.
 
         Raises `ModelError` (`model.missing_extra`), `SynthesisError` (`synth.engine`), `ConfigError` for options that the model
         cannot run with.
@@ -57,10 +56,8 @@ class VllmHost:
         self._arguments = adapter.engine_arguments(spec, options)
         if spec.v2_runner:
             adapter.check_runner(self._arguments)
-        self._metrics = metrics
         self._codes = spec.codes_per_step
         self._moment = EngineMoment()
-        self._admission = Admission(self._arguments["max_num_seqs"])
         self._room = self._arguments["max_num_seqs"] + options.waiting_room
         self._numbers = itertools.count()
         self._changed = threading.Condition()
@@ -173,7 +170,7 @@ class VllmHost:
 
     async def _start_engine(self) -> None:
         begin = time.monotonic()
-        llm = self._adapter.start_engine(self._arguments, self._moment, self._metrics)
+        llm = self._adapter.start_engine(self._arguments, self._moment)
         log.info("vLLM's engine core started in %.1f s", time.monotonic() - begin)
         with self._changed:
             self._llm = llm
@@ -226,10 +223,6 @@ class VllmHost:
         tell(receiver, outcome)
 
     async def _sequence(self, number: int, request: TokenRequest, receiver: Receiver) -> Tokens:
-        async with self._admission.places(1 if request.shadow is None else 2, at_once=receiver.streamed):
-            return await self._decode(number, request, receiver)
-
-    async def _decode(self, number: int, request: TokenRequest, receiver: Receiver) -> Tokens:
         llm = await self._living()
         self._users.add(number)
         try:

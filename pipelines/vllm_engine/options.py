@@ -14,6 +14,8 @@ Finish = Literal["stop", "length"]
 #: More than any id and any code. On their way through vLLM the codes of a step are told apart by multiples of it, since vLLM keeps equal
 #: ids of one step once when it merges the outputs of a slow reader.
 CODE_SPAN = 1 << 20
+#: Key of vLLM's `extra_args` of a sequence that is heard while it grows: it enters at once.
+AT_ONCE = "at_once"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,6 @@ def test_an_unknown_option_is_named() -> None:
         open_pipeline(str(checkpoint()), slot=3)
 
 
-def test_fewer_than_one_engine_core_is_refused() -> None:
-    with pytest.raises(ConfigError, match="engine_cores"):
-        open_pipeline(str(checkpoint()), engine_cores=0)
-
-
 def test_a_type_that_the_model_does_not_work_in_is_refused() -> None:
     with pytest.raises(ConfigError, match="float16") as caught:
         open_pipeline(str(checkpoint()), dtype="float16")
