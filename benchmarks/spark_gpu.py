@@ -1,12 +1,13 @@
 """SparkTTS on a GPU at its published size, random weights: LM, BiCodec, reference encoder, and prompts to audio.
 
-    python -m benchmarks.spark_gpu [--part accuracy,codec,tokenizer,lm,speech,loop] [--requests 64,256,512] [--seconds 10]
+    python -m benchmarks.spark_gpu [--part accuracy,codec,tokenizer,lm,speech,stock,loop] [--requests 64,256,512] [--seconds 10]
         [--codec-dtype bfloat16]
 
 `accuracy` compares waves with those of float32 without TF32, the plain wave generator's and in bfloat16 the fused one's. `lm` is our
-host alone; `speech` goes through the pipeline: text and recording in, samples out, so all stages share the GPU. `loop` is transformers'
-`generate` at several batches, then BiCodec one utterance after the other: the published code at its best batch. A table comes last;
-JSON goes to $OUT (or the working folder) as spark_gpu.json, after every part. Needs vLLM; written for 0.26 and 0.32.
+host alone, `stock` the same sequences through vLLM's own `LLM`; `speech` goes through the pipeline: text and recording in, samples out,
+so all stages share the GPU. `loop` is transformers' `generate` at several batches, then BiCodec one utterance after the other: the
+published code at its best batch. A table comes last; JSON goes to $OUT (or the working folder) as spark_gpu.json, after every part. Needs
+vLLM; written for 0.26 and 0.32.
 """
 
 from __future__ import annotations
@@ -105,6 +106,11 @@ def tokenizer_part(encoder: spark_random.RawReferences) -> list[Row]:
     return rows
 
 
+def prompt_ids(index: int) -> list[int]:
+    """The LM's prompt of sequence `index`."""
+    return [(index * 131 + n * 17) % 150_000 for n in range(PROMPT_TOKENS)]
+
+
 class Count:
     """A receiver that counts down."""
 
@@ -136,9 +142,8 @@ def lm_part(host: VllmHost, requests: list[int], seconds: float) -> list[Row]:
             count = Count()
             begin = time.perf_counter()
             for index in range(number):
-                prompt = [(index * 131 + n * 17) % 150_000 for n in range(PROMPT_TOKENS)]
                 sampling = TokenSampling(length, 0.8, 50, 0.95, seed=index, ignore_end=True)
-                host.submit(TokenRequest(f"{turn}-{index}", prompt, sampling), count)
+                host.submit(TokenRequest(f"{turn}-{index}", prompt_ids(index), sampling), count)
             for _ in range(number):
                 count.done.acquire()
             took = time.perf_counter() - begin
@@ -147,6 +152,33 @@ def lm_part(host: VllmHost, requests: list[int], seconds: float) -> list[Row]:
         rate = count.tokens_made / took
         rows.append({"part": "LM on vLLM", "batch": number, "ms": 1000 * took, "tokens_per_s": rate, "audio_s_per_s": rate / 50})
         report(rows[-1])
+    return rows
+
+
+def stock_part(folder: Path, requests: list[int], seconds: float, memory_share: float) -> list[Row]:
+    """The same sequences through vLLM as it comes."""
+    from vllm import LLM, SamplingParams
+
+    length = int(seconds * TOKENS_PER_SECOND)
+    llm = LLM(
+        str(folder), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=max(requests), max_model_len=2048,
+        gpu_memory_utilization=memory_share,
+    )  # fmt: skip
+    rows: list[Row] = []
+    for number in requests:
+        took = 0.0
+        for _ in range(2):
+            drawn = [
+                SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=index, max_tokens=length, ignore_eos=True, detokenize=False)
+                for index in range(number)
+            ]
+            begin = time.perf_counter()
+            llm.generate([{"prompt_token_ids": prompt_ids(index)} for index in range(number)], drawn, use_tqdm=False)
+            took = time.perf_counter() - begin
+        rate = number * length / took
+        rows.append({"part": "LM, stock vLLM", "batch": number, "ms": 1000 * took, "tokens_per_s": rate, "audio_s_per_s": rate / 50})
+        report(rows[-1])
+    llm.llm_engine.engine_core.shutdown()
     return rows
 
 
@@ -231,7 +263,7 @@ def report(row: Row) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", default="accuracy,codec,tokenizer,lm,speech,loop")
+    parser.add_argument("--part", default="accuracy,codec,tokenizer,lm,speech,stock,loop")
     parser.add_argument("--requests", default="64,256,512")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--codec-dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
@@ -271,6 +303,8 @@ def main() -> None:
         if "speech" in parts:
             keep(speech_part(pipeline, requests, options.seconds))
         pipeline.close()
+    if "stock" in parts:
+        keep(stock_part(folder, requests, options.seconds, options.memory_share))
     if "loop" in parts:
         plain = spark_random.codecs(settings, device, codec_dtype, fused=False)[1]
         keep(loop_part(folder, plain, options.seconds))
