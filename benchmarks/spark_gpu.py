@@ -1,7 +1,7 @@
 """SparkTTS on a GPU at its published size, random weights: LM, BiCodec, reference encoder, and prompts to audio.
 
-    python -m benchmarks.spark_gpu [--part accuracy,codec,tokenizer,lm,speech,stock,loop] [--requests 64,256,512] [--seconds 10]
-        [--codec-dtype bfloat16]
+    python -m benchmarks.spark_gpu [--part accuracy,codec,tokenizer,lm,speech,stock,loop] [--requests 64,256,512]
+        [--loop-batches 1,8,32] [--seconds 10] [--codec-dtype bfloat16]
 
 `accuracy` compares waves with those of float32 without TF32, the plain wave generator's and in bfloat16 the fused one's. `lm` is our
 host alone, `stock` the same sequences through vLLM's own `LLM`; `speech` goes through the pipeline: text and recording in, samples out,
@@ -225,7 +225,7 @@ def speech_part(pipeline: SparkPipeline, requests: list[int], seconds: float) ->
     return rows
 
 
-def loop_part(folder: Path, codec: Any, seconds: float) -> list[Row]:
+def loop_part(folder: Path, codec: Any, batches: list[int], seconds: float) -> list[Row]:
     """transformers' generate over left-padded batches, then BiCodec row by row, its wave generator unfused as published."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -234,7 +234,7 @@ def loop_part(folder: Path, codec: Any, seconds: float) -> list[Row]:
         model = Qwen2ForCausalLM(settings).to(torch.bfloat16).eval()
     rows: list[Row] = []
     length = int(seconds * TOKENS_PER_SECOND)
-    for batch in (1, 8, 32, 64, 128, 256):
+    for batch in batches:
         ids = torch.randint(150_000, (batch, PROMPT_TOKENS), device="cuda")
 
         def work(ids: torch.Tensor = ids) -> None:
@@ -265,6 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", default="accuracy,codec,tokenizer,lm,speech,stock,loop")
     parser.add_argument("--requests", default="64,256,512")
+    parser.add_argument("--loop-batches", default="1,8,32,64,128,256,512,1024")
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--codec-dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--memory-share", type=float, default=0.4)
@@ -307,7 +308,7 @@ def main() -> None:
         keep(stock_part(folder, requests, options.seconds, options.memory_share))
     if "loop" in parts:
         plain = spark_random.codecs(settings, device, codec_dtype, fused=False)[1]
-        keep(loop_part(folder, plain, options.seconds))
+        keep(loop_part(folder, plain, [int(batch) for batch in options.loop_batches.split(",")], options.seconds))
     print("\n" + "\n".join(f"{row['part']:22}{row['batch']:6d}{row['audio_s_per_s']:12,.1f} audio-s/s" for row in rows))
     print(f"aim {AIM}, must {MUST} audio-s/s end to end; {facts}")
 
