@@ -19,7 +19,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,33 +150,37 @@ def lm_part(host: VllmHost, requests: list[int], seconds: float) -> list[Row]:
             if count.errors:
                 raise count.errors[0]
         rate = count.tokens_made / took
-        rows.append({"part": "LM on vLLM", "batch": number, "ms": 1000 * took, "tokens_per_s": rate, "audio_s_per_s": rate / 50})
+        rows.append(
+            {"part": "LM on vLLM", "batch": number, "ms": 1000 * took, "tokens_per_s": rate, "audio_s_per_s": rate / TOKENS_PER_SECOND}
+        )
         report(rows[-1])
     return rows
 
 
 def stock_part(folder: Path, requests: list[int], seconds: float, memory_share: float) -> list[Row]:
-    """The same sequences through vLLM as it comes."""
+    """The same sequences through vLLM's own scheduler and `LLM`."""
     from vllm import LLM, SamplingParams
 
     length = int(seconds * TOKENS_PER_SECOND)
     llm = LLM(
         str(folder), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=max(requests), max_model_len=2048,
-        gpu_memory_utilization=memory_share,
+        gpu_memory_utilization=memory_share, enable_prefix_caching=False,
     )  # fmt: skip
     rows: list[Row] = []
     for number in requests:
-        took = 0.0
+        took, made = 0.0, 0
         for _ in range(2):
             drawn = [
                 SamplingParams(temperature=0.8, top_k=50, top_p=0.95, seed=index, max_tokens=length, ignore_eos=True, detokenize=False)
                 for index in range(number)
             ]
             begin = time.perf_counter()
-            llm.generate([{"prompt_token_ids": prompt_ids(index)} for index in range(number)], drawn, use_tqdm=False)
-            took = time.perf_counter() - begin
-        rate = number * length / took
-        rows.append({"part": "LM, stock vLLM", "batch": number, "ms": 1000 * took, "tokens_per_s": rate, "audio_s_per_s": rate / 50})
+            outputs = llm.generate([{"prompt_token_ids": prompt_ids(index)} for index in range(number)], drawn, use_tqdm=False)
+            took, made = time.perf_counter() - begin, sum(len(output.outputs[0].token_ids) for output in outputs)
+        rate = made / took
+        rows.append(
+            {"part": "LM, stock vLLM", "batch": number, "ms": 1000 * took, "tokens_per_s": rate, "audio_s_per_s": rate / TOKENS_PER_SECOND}
+        )
         report(rows[-1])
     llm.llm_engine.engine_core.shutdown()
     return rows
@@ -225,14 +229,13 @@ def speech_part(pipeline: SparkPipeline, requests: list[int], seconds: float) ->
     return rows
 
 
-def loop_part(folder: Path, codec: Any, batches: list[int], seconds: float) -> list[Row]:
+def loop_part(folder: Path, codec: Any, batches: list[int], seconds: float) -> Iterator[Row]:
     """transformers' generate over left-padded batches, then BiCodec row by row, its wave generator unfused as published."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     settings = Qwen2Config.from_pretrained(folder)
     with torch.device("cuda"):
         model = Qwen2ForCausalLM(settings).to(torch.bfloat16).eval()
-    rows: list[Row] = []
     length = int(seconds * TOKENS_PER_SECOND)
     for batch in batches:
         ids = torch.randint(150_000, (batch, PROMPT_TOKENS), device="cuda")
@@ -251,9 +254,9 @@ def loop_part(folder: Path, codec: Any, batches: list[int], seconds: float) -> l
             work()
         torch.cuda.synchronize()
         took = time.perf_counter() - begin
-        rows.append({"part": "transformers loop", "batch": batch, "ms": 1000 * took, "audio_s_per_s": batch * seconds / took})
-        report(rows[-1])
-    return rows
+        row: Row = {"part": "transformers loop", "batch": batch, "ms": 1000 * took, "audio_s_per_s": batch * seconds / took}
+        report(row)
+        yield row
 
 
 def report(row: Row) -> None:
@@ -274,7 +277,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     folder = spark_random.write_lm(Path(tempfile.mkdtemp(prefix="spark-")) / "LLM")
     settings, device = spark_random.config(folder.parent), open_device("cuda")
-    vllm = load_vllm().__version__ if {"lm", "speech"} & set(parts) else ""
+    vllm = load_vllm().__version__ if {"lm", "speech", "stock"} & set(parts) else ""
     codec_dtype = getattr(torch, options.codec_dtype)
     tokenizer, codec = spark_random.codecs(settings, device, codec_dtype)
     encoder = spark_random.references(settings, tokenizer, device)
@@ -308,7 +311,8 @@ def main() -> None:
         keep(stock_part(folder, requests, options.seconds, options.memory_share))
     if "loop" in parts:
         plain = spark_random.codecs(settings, device, codec_dtype, fused=False)[1]
-        keep(loop_part(folder, plain, [int(batch) for batch in options.loop_batches.split(",")], options.seconds))
+        for row in loop_part(folder, plain, [int(batch) for batch in options.loop_batches.split(",")], options.seconds):
+            keep([row])
     print("\n" + "\n".join(f"{row['part']:22}{row['batch']:6d}{row['audio_s_per_s']:12,.1f} audio-s/s" for row in rows))
     print(f"aim {AIM}, must {MUST} audio-s/s end to end; {facts}")
 

@@ -13,7 +13,7 @@ import torch
 from benchmarks.watched import GpuUse, ThreadUse
 from pipelines.request import Pipeline, Speech, SynthesisRequest
 
-#: Requests of a run for each place, and the part of the places that wait beside them to enter the LM or to be decoded.
+#: Requests of a run for each place; and for so many places one more request is under way, to enter the LM or to be decoded.
 TURNS, BESIDE = 4, 4
 
 

@@ -51,7 +51,7 @@ class TokenOrder(Order, Generic[S]):
 
 
 class TokenUtterer(Utterer[S]):
-    """A `pipelines.vllm_engine.host.Receiver` of whole utterances."""
+    """A `pipelines.vllm_engine.receivers.Receiver` of whole utterances."""
 
     streamed = False
 
@@ -72,7 +72,7 @@ class TokenUtterer(Utterer[S]):
 
 
 class TokenStreamer(Streamer[S]):
-    """A `pipelines.vllm_engine.host.Receiver` of streams."""
+    """A `pipelines.vllm_engine.receivers.Receiver` of streams."""
 
     streamed = True
     #: Whether the codec looks ahead, so that empty codes must tell it of the end.

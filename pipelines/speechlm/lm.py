@@ -28,7 +28,6 @@ def model_spec(config: SpeechLmConfig, share_prefixes: bool | None = None) -> Mo
     changes = {"architectures": ["NightjarSpeechLmForCausalLM"], **head_overrides(config.backbone.head_dim, config.backbone.rope_theta)}
     engine = {
         "enable_prefix_caching": not cpu if share_prefixes is None else share_prefixes,
-        "async_scheduling": not cpu,
         "scheduler_cls": f"{_SCHEDULERS}.{'PairScheduler' if cpu else 'AsyncPairScheduler'}",
     }
     return ModelSpec(config.folder, changes, codes_per_step=config.streams, v2_runner=True, engine=engine)

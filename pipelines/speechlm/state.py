@@ -61,7 +61,7 @@ class SpeechLmState(FrameState):
         self._hearing: set[int] = set()
 
     def admit(self, request: Admitted) -> None:
-        extra, slot = request.extra or _PLAIN, request.slot
+        extra, slot = {**_PLAIN, **(request.extra or {})}, request.slot
         special = self.model.special
         start = Phase(extra["phase"])
         phase, before = phase_after(start, request.written_ids, special.assistant_token_id, special.audio_token_id, special.eot_token_id)

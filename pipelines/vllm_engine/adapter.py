@@ -53,7 +53,6 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         "enable_log_requests": False,
         "trust_remote_code": False,
         "async_scheduling": not cpu,
-        "scheduler_cls": f"{_SCHEDULERS}.{'GroupScheduler' if cpu else 'AsyncGroupScheduler'}",
     }
     arguments["max_num_batched_tokens"] = _step_tokens(spec, options, cpu, sequences, context)
     if cpu:
@@ -73,7 +72,9 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
         if _SHARDED_SAMPLING in AsyncEngineArgs.__dataclass_fields__:
             arguments[_SHARDED_SAMPLING] = False
-    return arguments | dict(spec.engine)
+    arguments |= spec.engine
+    arguments.setdefault("scheduler_cls", f"{_SCHEDULERS}.{'AsyncGroupScheduler' if arguments['async_scheduling'] else 'GroupScheduler'}")
+    return arguments
 
 
 def _step_tokens(spec: ModelSpec, options: VllmOptions, cpu: bool, sequences: int, context: int) -> int:

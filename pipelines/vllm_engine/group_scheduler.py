@@ -1,4 +1,4 @@
-"""vLLM's scheduler for small LMs with hundreds of sequences, where its own Python decides how long a step takes.
+"""vLLM's scheduler with less to do for hundreds of sequences, where its own Python decides how long a step takes.
 
 Newcomers enter in groups, since a step that holds a prompt runs without the CUDA graph of a whole step; and a sequence that has room in
 its last block of KV is not asked for a new one.
@@ -19,47 +19,53 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
 
 from pipelines.vllm_engine.options import AT_ONCE
+from pipelines.vllm_engine.running_limit import running_limit
 
 #: A group is as large as this share of the sequences that run, so a few sequences never wait for company.
 GROUP_SHARE = 16
-#: No group is waited for longer than this after the last one.
-GATHER_SECONDS = 0.2
+#: No group is waited for longer than this after the last entry, nor when nobody has been added to it for the shorter time.
+GATHER_SECONDS, QUIET_SECONDS = 0.2, 0.05
 
 
-class Grouped:
+class _Grouped:
     """Mixed in before one of vLLM's schedulers."""
 
     def __init__(self, *arguments: Any, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
-        self._last_entry = float("-inf")
+        self._last_entry = self._last_growth = float("-inf")
+        #: Newcomers that there were places for when we last looked.
+        self._ready = 0
         allocate_slots = quick_allocation(self.kv_cache_manager)
         if allocate_slots is not None:
             self.kv_cache_manager.allocate_slots = allocate_slots
 
     def schedule(self, *arguments: Any, **keys: Any) -> Any:
+        before = len(self.running)
         if not self._may_enter():
-            limits = [name for name in ("max_num_running_reqs", "max_num_active_reqs") if getattr(self, name, None) is not None]
-            saved = {name: getattr(self, name) for name in limits}
-            for name in limits:
-                setattr(self, name, len(self.running))
-            try:
+            with running_limit(self, before):
                 return super().schedule(*arguments, **keys)
-            finally:
-                for name, value in saved.items():
-                    setattr(self, name, value)
         output = super().schedule(*arguments, **keys)
-        if output.scheduled_new_reqs:
-            self._last_entry = time.monotonic()
+        if len(self.running) > before:
+            self._last_entry, self._ready = time.monotonic(), 0
         return output
 
     def _may_enter(self) -> bool:
-        """Whether a group is there, or one of it cannot wait, or all have waited long enough."""
+        """Whether a group is there, or one of it cannot wait, or it has waited long enough."""
         ready = min(len(self.waiting), self.max_num_running_reqs - len(self.running))
+        now = time.monotonic()
+        if ready > self._ready:
+            self._last_growth = now
+        self._ready = ready
         if ready <= 0 or ready >= len(self.running) // GROUP_SHARE:
             return True
-        if time.monotonic() - self._last_entry >= GATHER_SECONDS:
+        if now - self._last_entry >= GATHER_SECONDS or now - self._last_growth >= QUIET_SECONDS:
             return True
-        return any((request.sampling_params.extra_args or {}).get(AT_ONCE) for request in islice(self.waiting, ready))
+        return any(_enters_at_once(request) for request in islice(self.waiting, ready))
+
+
+def _enters_at_once(request: Any) -> bool:
+    parameters = request.sampling_params
+    return parameters is not None and bool((parameters.extra_args or {}).get(AT_ONCE))
 
 
 def quick_allocation(manager: Any) -> Callable[..., Any] | None:
@@ -70,7 +76,7 @@ def quick_allocation(manager: Any) -> Callable[..., Any] | None:
     blocks, size = managers[0].req_to_blocks, managers[0].block_size
     plain, nothing, running = manager.allocate_slots, manager.empty_kv_cache_blocks, RequestStatus.RUNNING
 
-    def allocate_slots(request: Any, num_new_tokens: int, num_lookahead_tokens: int = 0, **keys: Any) -> Any:
+    def allocate_slots(request: Any, num_new_tokens: int, *, num_lookahead_tokens: int = 0, **keys: Any) -> Any:
         if request.status is running and not keys:
             tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
             if num_new_tokens > 0 and tokens <= len(blocks.get(request.request_id, ())) * size:
@@ -80,9 +86,9 @@ def quick_allocation(manager: Any) -> Callable[..., Any] | None:
     return allocate_slots
 
 
-class GroupScheduler(Grouped, Scheduler):
+class GroupScheduler(_Grouped, Scheduler):
     """One step after the other."""
 
 
-class AsyncGroupScheduler(Grouped, AsyncScheduler):
+class AsyncGroupScheduler(_Grouped, AsyncScheduler):
     """The next step is scheduled before the last one's tokens are known, as on CUDA."""

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from pipelines.vllm_engine.pairs import half_of
+from pipelines.vllm_engine.running_limit import running_limit
 
 #: `extra` key of a request whose generated KV depends on more than its token ids, so that nobody else may share it.
 PRIVATE = "private_kv"
@@ -99,20 +100,16 @@ class _Paired:
         plan, preempted = self._fitting_plan()
         limit = self._admit(plan) if plan.open and not preempted else len(plan.run)
         tokens = sum(plan.tokens.values()) if not plan.open else self.max_num_scheduled_tokens
-        saved = self.max_num_running_reqs, getattr(self, "max_num_active_reqs", None), self.max_num_scheduled_tokens
+        budget = self.max_num_scheduled_tokens
         self.running = plan.run
-        self.max_num_running_reqs = limit
-        if saved[1] is not None:
-            self.max_num_active_reqs = limit
         # A budget of nothing is a step of nothing, which vLLM knows.
         self.max_num_scheduled_tokens = tokens
         try:
-            return super().schedule(*arguments, **keys)
+            with running_limit(self, limit):
+                return super().schedule(*arguments, **keys)
         finally:
             self.running = self.running + plan.held
-            self.max_num_running_reqs, active, self.max_num_scheduled_tokens = saved
-            if active is not None:
-                self.max_num_active_reqs = active
+            self.max_num_scheduled_tokens = budget
 
     def _take_back(self) -> None:
         """Halves that vLLM did not admit, or preempted by itself, wait with us again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,37 +17,49 @@ require_vllm()
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.lm import model_spec  # noqa: E402
 from pipelines.vllm_engine.library import load_vllm  # noqa: E402
-from pipelines.vllm_engine.options import AT_ONCE, VllmOptions  # noqa: E402
+from pipelines.vllm_engine.options import AT_ONCE, TokenRequest, TokenSampling, VllmOptions  # noqa: E402
 
 load_vllm()
 
 from vllm import SamplingParams  # noqa: E402
+from vllm.config import SchedulerConfig  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec  # noqa: E402
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
-from pipelines.vllm_engine import group_scheduler  # noqa: E402
-from pipelines.vllm_engine.adapter import engine_arguments  # noqa: E402
-from pipelines.vllm_engine.group_scheduler import GATHER_SECONDS, GROUP_SHARE, AsyncGroupScheduler, GroupScheduler  # noqa: E402
+from pipelines.vllm_engine import adapter, group_scheduler  # noqa: E402
+from pipelines.vllm_engine.adapter import engine_arguments, sampling_params  # noqa: E402
+from pipelines.vllm_engine.group_scheduler import (  # noqa: E402
+    GATHER_SECONDS,
+    GROUP_SHARE,
+    QUIET_SECONDS,
+    AsyncGroupScheduler,
+    GroupScheduler,
+    quick_allocation,
+)
 
 BLOCK = 16
 #: A token that is drawn now and then, and one that never is.
 END, NEVER = 7, 99
 
 
-def scheduler(kind: type[Any], sequences: int, blocks: int, step_tokens: int) -> Any:
+def scheduler(
+    kind: type[Any], sequences: int, blocks: int, step_tokens: int, caching: bool = False, groups: int = 1, window: int | None = None
+) -> Any:
     spec = model_spec(SparkConfig.from_folder(checkpoint()))
-    arguments = engine_arguments(spec, VllmOptions(max_sequences=sequences, max_context=512))
+    arguments = {**engine_arguments(spec, VllmOptions(max_sequences=sequences, max_context=512)), "enable_prefix_caching": caching}
     chunked = {"max_num_batched_tokens": step_tokens, "enable_chunked_prefill": True}
     config = AsyncEngineArgs(**{**arguments, **chunked}).create_engine_config()
     config.scheduler_config.async_scheduling = issubclass(kind, AsyncScheduler)
     config.cache_config.num_gpu_blocks = blocks
-    attention = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)])
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
+    attention = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
+    kv_groups = [KVCacheGroupSpec([f"layer{group}"], attention) for group in range(groups)]
+    kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=kv_groups)
     return kind(
         vllm_config=config,
         kv_cache_config=kv,
@@ -102,6 +115,7 @@ def test_steps_and_blocks_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch, our
     """Prompts in chunks, ends, aborts, and with few blocks preemptions; nobody waits for company here."""
     monkeypatch.setattr(group_scheduler, "GATHER_SECONDS", 0.0)
     runs = [Run(scheduler(kind, 24, blocks, 128), issubclass(kind, AsyncScheduler)) for kind in (ours, plain)]
+    asked = [counted(run.scheduler.kv_cache_manager.coordinator) for run in runs]
     dice = random.Random(5)
     preempted = steps = 0
     for moment in range(400):
@@ -120,7 +134,51 @@ def test_steps_and_blocks_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch, our
     assert steps > 250
     assert bool(preempted) == (blocks == 60)
     assert not runs[0].scheduler.running
+    assert sum(asked[0]) < sum(asked[1]) / 4, "few sequences are asked for new blocks"
     assert runs[0].scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == blocks - 1
+
+
+def counted(coordinator: Any) -> list[int]:
+    """A one for each time that somebody is asked how many blocks it needs."""
+    calls: list[int] = []
+    plain = coordinator.get_num_blocks_to_allocate
+
+    def get_num_blocks_to_allocate(*arguments: Any, **keys: Any) -> Any:
+        calls.append(1)
+        return plain(*arguments, **keys)
+
+    coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
+    return calls
+
+
+@pytest.mark.parametrize("other", [{"caching": True}, {"groups": 2}, {"window": 64}])
+def test_where_vllm_does_more_than_blocks_it_is_asked(other: dict[str, Any]) -> None:
+    assert quick_allocation(scheduler(Scheduler, 4, 64, 64).kv_cache_manager) is not None
+    assert quick_allocation(scheduler(Scheduler, 4, 64, 64, **other).kv_cache_manager) is None
+
+
+@pytest.mark.parametrize(
+    ("cpu", "chosen", "kind"),
+    [
+        (True, {}, GroupScheduler),
+        (False, {}, AsyncGroupScheduler),
+        (False, {"async_scheduling": False}, GroupScheduler),
+        (False, {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}, Scheduler),
+    ],
+)
+def test_engines_run_on_it(monkeypatch: pytest.MonkeyPatch, cpu: bool, chosen: dict[str, Any], kind: Any) -> None:
+    monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
+    spec = replace(model_spec(SparkConfig.from_folder(checkpoint())), engine=chosen)
+    arguments = engine_arguments(spec, VllmOptions())
+    assert SchedulerConfig.default_factory(scheduler_cls=arguments["scheduler_cls"]).get_scheduler_cls() is kind
+    assert arguments["async_scheduling"] is (not cpu and "async_scheduling" not in chosen)
+
+
+def test_streams_are_told_apart() -> None:
+    plain = TokenRequest("a", [1], TokenSampling(3))
+    assert sampling_params(plain, 1, streamed=False).extra_args is None
+    assert sampling_params(plain, 1, streamed=True).extra_args == {AT_ONCE: True}
+    assert sampling_params(replace(plain, extra={"key": 5}), 1, streamed=True).extra_args == {"key": 5, AT_ONCE: True}
 
 
 class Clock:
@@ -183,15 +241,28 @@ def test_a_group_is_no_larger_than_the_places_that_are_free(clock: Clock) -> Non
     assert not entered(run, "b3")
 
 
-def test_nobody_waits_for_long(clock: Clock) -> None:
+def test_nobody_waits_for_company_that_does_not_come(clock: Clock) -> None:
     run = full(clock, 8 * GROUP_SHARE, 4 * GROUP_SHARE)
-    run.scheduler.add_request(newcomer("late", 3))
-    clock.now += GATHER_SECONDS / 2
-    assert not entered(run, "late")
-    clock.now += GATHER_SECONDS
-    assert entered(run, "late")
-    run.scheduler.add_request(newcomer("later", 3))
-    assert not entered(run, "later"), "the time runs from the last entry"
+    for name in ("late", "later"):
+        run.scheduler.add_request(newcomer(name, 3))
+        assert not entered(run, name)
+        clock.now += QUIET_SECONDS * 0.9
+        assert not entered(run, name)
+        clock.now += QUIET_SECONDS * 0.2
+        assert entered(run, name)
+
+
+def test_nobody_waits_for_long(clock: Clock) -> None:
+    run = full(clock, 64 * GROUP_SHARE, 32 * GROUP_SHARE)
+    names = [f"b{number}" for number in range(31)]
+    waited = 0.0
+    for name in names:
+        run.scheduler.add_request(newcomer(name, 3))
+        if entered(run, "b0"):
+            break
+        clock.now += QUIET_SECONDS / 2
+        waited += QUIET_SECONDS / 2
+    assert GATHER_SECONDS <= waited < GATHER_SECONDS + QUIET_SECONDS
 
 
 def test_a_stream_enters_at_once_with_all_before_it(clock: Clock) -> None:
