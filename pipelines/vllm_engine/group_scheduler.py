@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 from pipelines.vllm_engine.options import AT_ONCE
 from pipelines.vllm_engine.running_limit import running_limit
 
-#: A group is as large as this share of the sequences that run, so a few sequences never wait for company.
+#: A group has one newcomer for so many sequences that run, so a few sequences never wait for company.
 GROUP_SHARE = 16
 #: No group is waited for longer than this after the last entry, nor when nobody has been added to it for the shorter time.
 GATHER_SECONDS, QUIET_SECONDS = 0.2, 0.05
