@@ -1,4 +1,4 @@
-"""A pipeline under a steady load: so many requests under way at any time, and what comes out while all places are taken."""
+"""A pipeline under a steady load: so many requests under way at any time, and what comes out while all slots are taken."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from benchmarks.watched import GpuUse, ThreadUse
 from pipelines.request import Pipeline, Speech, SynthesisRequest
 
-#: Requests of a run for each place; and for so many places one more request is under way, to enter the LM or to be decoded.
+#: Requests of a run for each slot; and for so many slots one more request is under way, to enter the LM or to be decoded.
 TURNS, BESIDE = 4, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """From the end of the first request of each place to the moment when no new ones follow."""
+    """From the end of the first request of each slot to the moment when no new ones follow."""
 
     seconds: float
     audio_seconds: float
@@ -30,21 +30,21 @@ class Steady:
 
 
 def steady(
-    pipeline: Pipeline, places: int, make: Callable[[int], SynthesisRequest], stream: SynthesisRequest, device: torch.device
+    pipeline: Pipeline, slots: int, make: Callable[[int], SynthesisRequest], stream: SynthesisRequest, device: torch.device
 ) -> Steady:
-    """Runs `TURNS` requests a place; `make` gives request n. A request without audio counts as none; any other failure is raised."""
-    under_way, total = places + places // BESIDE, TURNS * places
-    slots, ends = threading.Semaphore(under_way), list[tuple[float, float]]()
+    """Runs `TURNS` requests a slot; `make` gives request n. A request without audio counts as none; any other failure is raised."""
+    under_way, total = slots + slots // BESIDE, TURNS * slots
+    free, ends = threading.Semaphore(under_way), list[tuple[float, float]]()
     gpu, threads = GpuUse(device), ThreadUse("vllm-host", "codec-stage", "MainThread")
     listener, chunk = ThreadPoolExecutor(1), Future[float]()
     futures: list[Future[Speech]] = []
 
     def ended(future: Future[Speech]) -> None:
         ends.append((time.perf_counter(), 0.0 if future.exception() else future.result().duration_ms / 1000))
-        slots.release()
+        free.release()
 
     for number in range(total):
-        slots.acquire()
+        free.acquire()
         future = pipeline.submit(make(number))
         future.add_done_callback(ended)
         futures.append(future)
@@ -61,8 +61,8 @@ def steady(
     # Callbacks run on the pipeline's threads, a moment after the results are there.
     while len(ends) < total:
         time.sleep(0.001)
-    window = ends[places : total - under_way]
-    return Steady(window[-1][0] - ends[places - 1][0], sum(heard for _, heard in window), first_chunk_ms, use)
+    window = ends[slots : total - under_way]
+    return Steady(window[-1][0] - ends[slots - 1][0], sum(heard for _, heard in window), first_chunk_ms, use)
 
 
 def _first_chunk_ms(pipeline: Pipeline, request: SynthesisRequest) -> float:

@@ -33,7 +33,7 @@ class _Grouped:
     def __init__(self, *arguments: Any, **keys: Any) -> None:
         super().__init__(*arguments, **keys)
         self._last_entry = self._last_growth = float("-inf")
-        #: Newcomers that there were places for when we last looked.
+        #: Newcomers that there were slots for when we last looked.
         self._ready = 0
         allocate_slots = quick_allocation(self.kv_cache_manager)
         if allocate_slots is not None:

@@ -195,9 +195,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def full(clock: Clock, places: int, running: int) -> Run:
+def full(clock: Clock, slots: int, running: int) -> Run:
     """A run with so many endless sequences under way, the last of which entered now."""
-    run = Run(scheduler(AsyncGroupScheduler, places, 4000, 8192), late=True)
+    run = Run(scheduler(AsyncGroupScheduler, slots, 4000, 8192), late=True)
     for number in range(running):
         run.scheduler.add_request(newcomer(f"a{number}", 3))
     clock.now += GATHER_SECONDS
@@ -230,7 +230,7 @@ def test_under_load_newcomers_wait_for_a_group(clock: Clock) -> None:
     assert entered(run, "b0", "b1", "b2", "b3")
 
 
-def test_a_group_is_no_larger_than_the_places_that_are_free(clock: Clock) -> None:
+def test_a_group_is_no_larger_than_the_slots_that_are_free(clock: Clock) -> None:
     run = full(clock, 4 * GROUP_SHARE, 4 * GROUP_SHARE)
     for number in range(9):
         run.scheduler.add_request(newcomer(f"b{number}", 3))
