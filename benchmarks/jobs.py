@@ -161,7 +161,7 @@ def _bare_writes(folder: Path, items: int) -> float:
 
 
 def voice_share(folder: Path, sentences: int) -> list[Figure]:
-    """`jobs run` with the embedded voice against the bare voice on as many threads, the bare one before and after."""
+    """`nightjar run` with the embedded voice against the bare voice on as many threads, the bare one before and after."""
     from hibari import Hibari
 
     source = folder / "voice.jsonl"
@@ -179,5 +179,7 @@ def voice_share(folder: Path, sentences: int) -> list[Figure]:
     assert job.finished_at is not None
     kept = status["audio_seconds"] / (job.finished_at - job.started_at)
     return [
-        Figure("hibari through jobs run", kept, "x real time", ">= 90 % of bare", (before + after) / 2, f"bare hibari, {threads} threads")
+        Figure(
+            "hibari through nightjar run", kept, "x real time", ">= 90 % of bare", (before + after) / 2, f"bare hibari, {threads} threads"
+        )
     ]

@@ -1,6 +1,6 @@
 """`python -m benchmarks.quality [--folder F]`: the quality checks on 300 sentences of the embedded voice and on planted faults.
 
-Makes the sentences through `jobs run --qa strict` with a Whisper-base meter, DistillMOS and Silero, and after them some whose
+Makes the sentences through `nightjar run --qa strict` with a Whisper-base meter, DistillMOS and Silero, and after them some whose
 first draw is truncated, silent, clipped, of another text or repeated. Ended in any way, the same command goes on where it
 was. `--path` measures instead what the cheap checks cost on the whole path around an engine that costs nothing.
 """

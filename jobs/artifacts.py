@@ -9,6 +9,10 @@ from jobs.store.base import ObjectStore, PutResult
 
 MAX_SLUG_CHARACTERS = 60
 _NOT_SAFE = re.compile(r"[^A-Za-z0-9_-]+")
+_INDEX = re.compile(r"/(\d{9,})-[^/]*\Z")
+_DRAW = re.compile(r"-draw([1-9]\d*)\.[^/]*\Z")
+_INPUT = re.compile(r"/(\d{6,})(?:\.([1-9]\d*))?\.jsonl\.zst\Z")
+_REFERENCE = re.compile(r"[0-9a-f]{64}\.[a-z0-9]+")
 
 
 def slug(example_id: str) -> str:
@@ -19,6 +23,16 @@ def slug(example_id: str) -> str:
     head = example_id[: 4 * MAX_SLUG_CHARACTERS]
     ascii_head = head if head.isascii() else unicodedata.normalize("NFKD", head).encode("ascii", "ignore").decode()
     return _NOT_SAFE.sub("_", ascii_head)[:MAX_SLUG_CHARACTERS].strip("_") or "item"
+
+
+#: Of `spec_sha` in an object's metadata: with more, no ext4 inode has room for the metadata and each file takes a block for it.
+SPEC_SHA_CHARACTERS = 16
+CONTENT_TYPES = {"wav": "audio/wav", "flac": "audio/flac", "txt": "text/plain; charset=utf-8"}
+
+
+def object_metadata(spec_sha: str, seed: int) -> dict[str, str]:
+    """What an item's object says of itself."""
+    return {"seed": str(seed), "spec_sha": spec_sha[:SPEC_SHA_CHARACTERS]}
 
 
 def job_prefix(job_id: str) -> str:
@@ -47,6 +61,34 @@ def quarantine_key(job_id: str, index: int, example_id: str, ext: str, draw: int
 def _item_key(job_id: str, kind: str, index: int, example_id: str, ext: str, draw: int) -> str:
     later = f"-draw{draw}" if draw else ""
     return f"jobs/{job_id}/{kind}/{index // 10_000:05d}/{index:09d}-{slug(example_id)}{later}.{ext}"
+
+
+def index_of(key: str) -> int | None:
+    """The index of the item that a key below `audio/`, `text/` or `quarantine/` begins with; None: it is no such key."""
+    match = _INDEX.search(key)
+    return None if match is None else int(match[1])
+
+
+def draw_of(key: str, job_id: str, kind: str, index: int, example_id: str, ext: str) -> int | None:
+    """The draw of this item whose key this is, to the letter; None: it is no key of the item's."""
+    match = _DRAW.search(key)
+    draws = [0] if match is None else [0, int(match[1])]
+    return next((draw for draw in draws if key == _item_key(job_id, kind, index, example_id, ext, draw)), None)
+
+
+def shard_of_input(key: str, job_id: str) -> int | None:
+    """The shard whose input would stand under this key; None: it is the key of no input."""
+    match = _INPUT.search(key)
+    if match is None:
+        return None
+    shard_no = int(match[1])
+    return shard_no if key == numbered_key(input_key(job_id, shard_no), int(match[2] or 1)) else None
+
+
+def is_reference_key(key: str, job_id: str) -> bool:
+    """Whether ingest would write reference audio under this key."""
+    prefix = f"{job_prefix(job_id)}references/"
+    return key.startswith(prefix) and _REFERENCE.fullmatch(key.removeprefix(prefix)) is not None
 
 
 def input_key(job_id: str, shard_no: int) -> str:
@@ -79,7 +121,7 @@ def numbered_key(key: str, number: int) -> str:
 
 
 def put_numbered(store: ObjectStore, key: str, data: bytes, sha256: str, content_type: str) -> PutResult:
-    """Puts what may have to be written anew with other content (a manifest after `jobs retry`, the input of an ingest that
+    """Puts what may have to be written anew with other content (a manifest after `nightjar retry`, the input of an ingest that
     died): under `key`, or, where other content stands there, under the next free number. Same content is adopted.
 
     Objects stay write-once, so a reader never sees half of a change; the ledger names the one that counts, and where it

@@ -81,6 +81,8 @@ def make_celery(settings: Settings) -> Celery:
         task_send_sent_event=True,
         task_track_started=False,
         worker_send_task_events=True,
+        # Whoever reaches the broker could else end workers.
+        worker_enable_remote_control=False,
         worker_prefetch_multiplier=1,
         worker_disable_prefetch=True,
         # The pool has its own drain deadline; Celery's would wait its whole time even when all tasks ended (celery#9505).

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from jobs.dialogue import Dialogue, spoken_text
-from jobs.export.made import MadeItems
+from jobs.export.made import MadeItems, facts
 from jobs.ledger.records import Job
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NotFoundError
@@ -34,7 +33,6 @@ _OUTLIER = 1.6
 
 #: (hash, text's units, seconds)
 _Length = tuple[bytes, float, float]
-_decode = msgspec.json.Decoder(Dialogue).decode
 
 
 def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, ...]:
@@ -46,12 +44,11 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
     lengths: dict[tuple[str, str], list[_Length]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
     for item in MadeItems(ledger, store, job.id):
-        dialogue = _decode(item.dialogue)
-        generation = dialogue.generation.over(job.spec.generation) if dialogue.generation else job.spec.generation
-        if not (units := text_units(spoken_text(dialogue.typed_messages()))):
+        known = facts(job, item)
+        if not (units := text_units(known.text)):
             continue
         length = (hashlib.blake2b(item.example_id.encode(), digest_size=8).digest(), units, item.seconds)
-        for voice in {(generation.voice or "", generation.language or ""), ("", "")}:
+        for voice in {(known.voice or "", known.language or ""), ("", "")}:
             counts[voice] += 1
             heapq.heappush(lengths[voice], length)
             if len(lengths[voice]) > MOST_ITEMS:
@@ -59,7 +56,7 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
     if counts["", ""] < LEAST_ITEMS:
         raise NotFoundError(
             ErrorCode.LEDGER_NOT_FOUND,
-            f"Job {job.id} has {counts['', '']} made items with a user's text; a pace needs {LEAST_ITEMS}.",
+            f"Job {job.id} has {counts['', '']} made items with a text; a pace needs {LEAST_ITEMS}.",
             "Calibrate on a larger job of the same model.",
         )
     order = sorted(counts, key=lambda voice: (voice == ("", ""), -counts[voice], voice))

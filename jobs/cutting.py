@@ -31,13 +31,18 @@ class ShardSize:
 
 
 def cut(lines: Sequence[GoodLine], size: ShardSize) -> Iterator[Sequence[GoodLine]]:
-    """Consecutive runs of `lines`; a line that alone is more than a shard's worth is a shard of its own."""
-    start = audio_ms = total_bytes = 0
+    """Consecutive runs of `lines`; a line that alone is more than a shard's worth is a shard of its own.
+
+    The items of a line are in one shard.
+    """
+    start = audio_ms = total_bytes = items = 0
     for end, line in enumerate(lines):
+        more = line.items
         audio_ms += line.estimated_ms
-        total_bytes += len(line.raw)
-        if end > start and (audio_ms > size.audio_ms or total_bytes > MAX_SHARD_BYTES or end - start >= size.max_items):
+        total_bytes += len(line.raw) * more
+        items += more
+        if end > start and (audio_ms > size.audio_ms or total_bytes > MAX_SHARD_BYTES or items > size.max_items):
             yield lines[start:end]
-            start, audio_ms, total_bytes = end, line.estimated_ms, len(line.raw)
+            start, audio_ms, total_bytes, items = end, line.estimated_ms, len(line.raw) * more, more
     if start < len(lines):
         yield lines[start:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -12,6 +13,13 @@ from pipelines.request import Generation, Message, Modality, Role
 MAX_EXAMPLE_ID_CHARACTERS = 1000
 #: PostgreSQL cannot index longer values.
 MAX_EXAMPLE_ID_BYTES = 2000
+#: Python reads no longer integers (`sys.get_int_max_str_digits`): a line that has one could be exported, but not read again.
+MAX_INTEGER_DIGITS = 4300
+_LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_INTEGER_DIGITS + 1))
+#: Texts are found so that they are passed over; of numbers, the digits, and what makes one no integer.
+_NUMBER_OR_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|(\d+)((?:\.\d+)?(?:[eE][+-]?\d+)?)')
+#: msgspec's "Invalid enum value 'x' - at `$.messages[0][1]`", or "... - at `key` in `$.generation.roles`".
+_REASON = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$(.*)`)?", re.DOTALL)
 _SHAPE = "A line is one JSON object with `example_id` (text) and `messages` (a list of [role, modality, content])."
 
 
@@ -40,6 +48,8 @@ def parse_dialogue(raw: bytes) -> Dialogue:
         dialogue = _decode(raw)
         if not raw.isascii():
             raw.decode()
+        if len(raw) > MAX_INTEGER_DIGITS and _LONG_NUMBER.search(raw):
+            _check_integers(raw)
     except msgspec.ValidationError as error:
         raise _shape_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -51,6 +61,14 @@ def parse_dialogue(raw: bytes) -> Dialogue:
     if not dialogue.messages:
         raise InputError(ErrorCode.INPUT_BAD_LINE, "The line has no messages.", _SHAPE)
     return dialogue
+
+
+def _check_integers(raw: bytes) -> None:
+    """Raises `input.bad_json` for an integer outside of texts that is too long; takes a line that is known to be JSON."""
+    longest = max((len(digits) for digits, rest in _NUMBER_OR_TEXT.findall(raw) if not rest), default=0)
+    if longest > MAX_INTEGER_DIGITS:
+        message = f"The line has an integer of {longest:,} digits; {MAX_INTEGER_DIGITS:,} are the maximum."
+        raise InputError(ErrorCode.INPUT_BAD_JSON, message, "Write it as text.")
 
 
 def spoken_text(messages: Sequence[Message]) -> str:
@@ -92,14 +110,15 @@ def check_example_id(example_id: str, key: str, shape: str) -> None:
 
 
 def _shape_error(reason: str) -> InputError:
-    """msgspec's message, such as "Invalid enum value 'x' - at `$.messages[0][1]`", as a code."""
-    what, _, path = clean(reason).partition(" - at `$")
-    if path.startswith(".messages") and path.endswith("[0]`") and "enum" in what:
+    """msgspec's message as a code."""
+    found = _REASON.fullmatch(clean(reason))
+    what, path = (found[1], found[2] or "") if found else (reason, "")
+    if path.startswith(".messages") and path.endswith("[0]") and "enum" in what:
         return InputError(ErrorCode.INPUT_BAD_ROLE, f"{what} (role).", "Roles are user, assistant and system.")
-    if path.startswith(".messages") and path.endswith("[1]`") and "enum" in what:
+    if path.startswith(".messages") and path.endswith("[1]") and "enum" in what:
         return InputError(ErrorCode.INPUT_BAD_MODALITY, f"{what} (modality).", "Modalities are text, audio, image, video and toolcall.")
     if path.startswith(".generation"):
         fields = ", ".join(Generation.__struct_fields__)
-        return InputError(ErrorCode.INPUT_BAD_GENERATION, f"{what} in {path[1:-1]}.", f"The keys of `generation` are: {fields}.")
-    where = f" in {path[1:-1]}" if path[1:-1] else ""
+        return InputError(ErrorCode.INPUT_BAD_GENERATION, f"{what} in {path[1:]}.", f"The keys of `generation` are: {fields}.")
+    where = f" in {path[1:]}" if path[1:] else ""
     return InputError(ErrorCode.INPUT_BAD_LINE, f"{what}{where}.", _SHAPE)

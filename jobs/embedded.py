@@ -1,8 +1,9 @@
 """The embedded default: one home folder with its lock, a private Valkey and a worker, all gone when the process is gone.
 
-<home>/.nightjar/lock            held while a `jobs run` works here
+<home>/.nightjar/lock            held while a `nightjar run` works here
 <home>/.nightjar/ledger.sqlite   the ledger
 <home>/.nightjar/broker.json     the broker's address while it runs
+<home>/.nightjar/worker.json     the process of the last worker
 <home>/.nightjar/worker.log      what the worker said
 <home>/jobs/...                  the store
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -25,13 +28,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from jobs.settings import Settings, sqlite_url
-from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
+from jobs.settings import Settings, sqlite_path, sqlite_url
+from jobs.startup import UpPipe
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
 
 START_SECONDS = 30
 #: How long a worker that was interrupted may finish the items in its hands.
 DRAIN_SECONDS = 10.0
-#: Restarts of a worker that dies without finishing an item in between; and of one that ends by itself, with an exit status.
+#: Restarts of a worker that dies without finishing an item in between; and of one that ends with an exit status before it came up.
 CRASHES = 20
 FAILED_STARTS = 3
 #: A socket's path has at most 107 bytes.
@@ -49,9 +53,19 @@ _QUICK = {
 
 
 def embedded_overrides(settings: Settings) -> dict[str, object]:
-    """Overrides that make settings embedded, whatever the environment says: SQLite and store in the home, a quick worker."""
-    parts: dict[str, object] = {"database_url": sqlite_url(settings.state_folder / "ledger.sqlite")}
-    parts["store_url"] = str(settings.home.absolute())
+    """Overrides that make settings embedded: the ledger of the home, the store that is set or else the home, a quick worker.
+
+    Raises `config.invalid` for a ledger elsewhere: other workers may share it, and would be handed this run's shards by its
+    ledger but never by its broker, while its worker would take on their jobs.
+    """
+    own = settings.state_folder / "ledger.sqlite"
+    if settings.database_url is not None and sqlite_path(settings.ledger_url) != own:
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            f"`nightjar run` keeps its ledger in {own.parent}, and database_url ({settings.origin('database_url')}) names another one.",
+            "Use `nightjar submit` for the workers of that ledger, or unset SPEECH_DATABASE_URL for this command.",
+        )
+    parts: dict[str, object] = {"database_url": sqlite_url(own), "store_url": settings.effective_store_url}
     for key, value in _QUICK.items():
         if settings.origin(key) == "default":
             group, _, name = key.partition(".")
@@ -70,17 +84,20 @@ class EmbeddedHome:
         self.state = settings.state_folder
         self.worker_log = self.state / "worker.log"
         self.crashes = 0
+        #: Host and process of the worker of a run that was killed: the home's lock is ours, so it is dead too.
+        self.lost_worker: tuple[str, int] | None = None
         self._failed_starts = 0
         self._lock: int | None = None
         self._socket_folder: Path | None = None
         self._broker: subprocess.Popen[bytes] | None = None
         self._worker: subprocess.Popen[bytes] | None = None
+        self._up: UpPipe | None = None
         self._restart_at = 0.0
 
     def __enter__(self) -> EmbeddedHome:
         try:
             self.state.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock = _open_own(self.state / "lock", os.O_RDWR)
         except OSError as error:
             raise StoreError(
                 ErrorCode.STORE_FORBIDDEN,
@@ -95,12 +112,13 @@ class EmbeddedHome:
             self._lock = None
             raise ServiceError(
                 ErrorCode.LEDGER_STATE,
-                f"Another `jobs run` (process {owner}) works in {self.home}.",
+                f"Another `nightjar run` (process {owner}) works in {self.home}.",
                 "Wait for it, or give this run another folder with --out.",
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         self._forget_broker()
+        self.lost_worker = _read_process(self.state / "worker.json")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -126,16 +144,17 @@ class EmbeddedHome:
         self._start_broker()
         self._start_worker()
 
-    def tend(self, on_broker_lost: Callable[[], None]) -> None:
+    def tend(self, on_broker_lost: Callable[[], None], on_worker_lost: Callable[[str, int], None]) -> None:
         """Brings back what died; to be called often, from the main thread.
 
-        Calls `on_broker_lost` after an empty broker took the place of one that died. Raises `worker.crash` when the
-        worker keeps dying.
+        Calls `on_broker_lost` after an empty broker took the place of one that died, and `on_worker_lost` with host and process
+        of a worker that died. Raises `worker.crash` when the worker keeps dying.
         """
         if self._broker is not None and self._broker.poll() is not None:
             self._start_broker()
             on_broker_lost()
         if self._worker is not None and (status := self._worker.poll()) is not None:
+            on_worker_lost(socket.gethostname(), self._worker.pid)
             self._worker = None
             self._count_crash(status)
             self._restart_at = time.monotonic() + min(2.0, 0.2 * self.crashes)
@@ -156,6 +175,7 @@ class EmbeddedHome:
         worker, self._worker = self._worker, None
         if worker is not None:
             _end(worker, drain_seconds)
+            self._came_up()
         broker, self._broker = self._broker, None
         if broker is not None:
             _end(broker, 1.0)
@@ -184,12 +204,15 @@ class EmbeddedHome:
                 )
             time.sleep(0.02)
         record = {"url": self.broker_url, "pid": self._broker.pid, "folder": str(self._socket_folder)}
-        (self.state / "broker.json").write_text(json.dumps(record))
+        _write_own(self.state / "broker.json", record)
 
     def _start_worker(self) -> None:
         # -P: the working directory must not shadow our modules. The parent's id serves systems that have no death signal.
         command = [sys.executable, "-P", "-m", "worker", "run", "--parent-pid", str(os.getpid())]
-        self._worker = _spawn(command, self.worker_log, os.environ | self._environment())
+        up = self._up = UpPipe()
+        self._worker = _spawn(command, self.worker_log, os.environ | self._environment() | up.environment, up.pass_fds)
+        up.started()
+        _write_own(self.state / "worker.json", {"host": socket.gethostname(), "pid": self._worker.pid})
 
     def _environment(self) -> dict[str, str]:
         """Variables that give the worker this home, over whatever the environment or a file says."""
@@ -206,7 +229,8 @@ class EmbeddedHome:
 
     def _count_crash(self, status: int) -> None:
         self.crashes += 1
-        self._failed_starts += status > 0
+        came_up = self._came_up()
+        self._failed_starts = self._failed_starts + 1 if status > 0 and not came_up else 0
         if self.crashes <= CRASHES and self._failed_starts < FAILED_STARTS:
             return
         how = f"with status {status}" if status >= 0 else f"by signal {-status}"
@@ -215,6 +239,11 @@ class EmbeddedHome:
             f"The worker ended {how}, {self.crashes} times in a row; the run was stopped.{_last_words(self.worker_log)}",
             f"See {self.worker_log} for its reason, then run the same command again: it goes on where this run ended.",
         )
+
+    def _came_up(self) -> bool:
+        """Whether the worker that is gone ever came up; ends the watch on it."""
+        up, self._up = self._up, None
+        return up is not None and up.close()
 
     def _forget_broker(self) -> None:
         """Removes the address of a broker that is gone, and its folder."""
@@ -242,6 +271,42 @@ def _last_words(log: Path) -> str:
     return f" It said: {last[:400]}" if last else ""
 
 
+def _open_own(path: Path, flags: int) -> int:
+    """Opens a file of a home's state, made where it is missing.
+
+    Refuses links and whatever is no plain file: who may write into the home does not choose which other file is written over.
+    """
+    try:
+        file = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+        raise _no_plain_file(path) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _no_plain_file(path)
+    return file
+
+
+def _no_plain_file(path: Path) -> StoreError:
+    message = f"{path} is a link, or no plain file, and is not written to."
+    return StoreError(ErrorCode.STORE_FORBIDDEN, message, "Look who put it there, remove it, and run again.")
+
+
+def _write_own(path: Path, record: Mapping[str, object]) -> None:
+    with os.fdopen(_open_own(path, os.O_WRONLY | os.O_TRUNC), "w") as file:
+        json.dump(record, file)
+
+
+def _read_process(path: Path) -> tuple[str, int] | None:
+    """Host and process of a record; None where there is none."""
+    try:
+        record = json.loads(path.read_text())
+        return str(record["host"]), int(record["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _runtime_folders() -> list[Path]:
     return [Path(folder) for folder in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp") if folder]  # noqa: S108
 
@@ -254,7 +319,7 @@ def _short_folder() -> Path:
     raise ServiceError(ErrorCode.BROKER_UNREACHABLE, "There is no folder for the embedded broker's socket.", "Set TMPDIR to a short path.")
 
 
-def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str], pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """Starts a child in a group of its own that the kernel kills when this process dies, however it dies."""
     parent = os.getpid()
 
@@ -264,9 +329,16 @@ def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str]) ->
             if os.getppid() != parent:
                 os._exit(1)
 
-    with log.open("ab") as out:
+    with os.fdopen(_open_own(log, os.O_WRONLY | os.O_APPEND), "ab") as out:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True, preexec_fn=die_with_parent
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+            pass_fds=pass_fds,
         )
 
 

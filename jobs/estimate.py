@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.ledger.records import JobSpec, RejectedLine
-from jobs.line_check import GoodLine, LineChecker, duplicate
+from jobs.line_check import GoodLine, LineChecker, aborted_by, duplicate
 from jobs.openai_batch import InputFormat, line_form
 from jobs.references import ReferenceReader
 from jobs.source import open_source
-from jobs.spec import frozen_spec
+from jobs.spec import check_speak, frozen_spec, speak_of
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode
 from pipelines.registry import ModelCard, describe
@@ -50,25 +50,31 @@ class Estimate:
     engine_seconds: float | None
 
 
-def dry_run(settings: Settings, store: ObjectStore, source: str, spec: JobSpec, input_format: InputFormat = "dialogues") -> Estimate:
+def dry_run(
+    settings: Settings, store: ObjectStore, source: str, spec: JobSpec, input_format: InputFormat = "dialogues", *, abort: bool = False
+) -> Estimate:
     """Checks an input and estimates its job; writes nothing to ledger or store.
 
-    Raises `InputError` for an input that cannot be read or settings that the model refuses, `ModelError`, `StoreError`.
+    Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with `abort`, for the first bad
+    line; `ModelError`, `StoreError`.
     """
     card = describe(spec.model)
     spec = frozen_spec(spec, card)
+    check_speak(spec, input_format)
     rejected: Counter[ErrorCode] = Counter()
     examples: list[RejectedLine] = []
     items = milliseconds = 0
     with open_source(source, settings.s3) as opened, _SeenIds() as seen:
-        reader = ReferenceReader(opened.folder, settings.audio_roots, store)
+        reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
         form = line_form(input_format, card, spec.format)
-        checker = LineChecker(card, spec.generation, lambda content: reader.read(content).sha256, form)
+        checker = LineChecker(card, spec.generation, lambda content: reader.read(content).sha256, form, speak_of(spec))
         for batch in opened.batches(BATCH_LINES, BATCH_BYTES):
             good, bad = checker.check(batch)
             good, repeated = seen.add(good, checker.id_key)
             bad = sorted([*bad, *repeated], key=lambda line: line.line)
-            items += len(good)
+            if abort and bad:
+                raise aborted_by(bad[0], "Nothing would be submitted")
+            items += sum(line.items for line in good)
             milliseconds += sum(line.estimated_ms for line in good)
             rejected.update(line.code for line in bad)
             examples += bad[: MAX_EXAMPLES - len(examples)]

@@ -1,12 +1,14 @@
-"""Which home an embedded job lives in, so that `jobs status JOB` finds it without options: one small file a job under XDG_STATE_HOME."""
+"""The home of an embedded job, so that `nightjar status JOB` finds it without options: one small file a job under XDG_STATE_HOME."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
-from jobs.settings import Settings, load_settings
+from jobs.ledger.addresses import STATE_FOLDER, home_of
+from jobs.settings import Settings, load_settings, sqlite_path
 
 #: Most pointers that are kept; the oldest go first.
 KEPT = 1000
@@ -31,6 +33,12 @@ def remember(job_id: str, home: Path) -> None:
         return
 
 
+def keep_remembered(job_id: str, settings: Settings) -> None:
+    """Notes where a job was found whose home was moved since it was remembered. A copy does not take the place of the original."""
+    if settings.database_url is None and _JOB_ID.fullmatch(job_id) and not homes_of(job_id):
+        remember(job_id, settings.home)
+
+
 def homes_of(prefix: str) -> set[Path]:
     """Homes whose ledger still stands, of the remembered jobs whose id starts with `prefix`."""
     prefix = prefix.strip().lower()
@@ -42,7 +50,7 @@ def homes_of(prefix: str) -> set[Path]:
         homes = {Path(pointer.read_text()) for pointer in pointers}
     except (OSError, RuntimeError, UnicodeDecodeError):
         return set()
-    return {home for home in homes if (home / ".nightjar" / "ledger.sqlite").is_file()}
+    return {home for home in homes if (home / STATE_FOLDER / "ledger.sqlite").is_file()}
 
 
 def settings_for_job(prefix: str, home: str | None) -> Settings:
@@ -53,3 +61,15 @@ def settings_for_job(prefix: str, home: str | None) -> Settings:
         if len(homes) == 1:
             return load_settings(home=str(homes.pop()))
     return settings
+
+
+def out_words(job_id: str, ledger: Path | None) -> str:
+    """` --out HOME` for advice about a job of this SQLite ledger, or nothing where the job's id alone leads there from any folder."""
+    home = home_of(ledger)
+    if ledger is None or home is None:
+        return ""
+    found = settings_for_job(job_id, None)
+    named = found.database_url is not None or found.origin("home") != "default"
+    if named and sqlite_path(found.ledger_url) == ledger.absolute():
+        return ""
+    return f" --out {shlex.quote(str(home))}"

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -14,13 +14,13 @@ from jobs.artifacts import input_key, job_prefix, put_numbered
 from jobs.cutting import ShardSize, cut
 from jobs.estimate import Estimate, dry_run
 from jobs.ledger import DuplicateExamples
-from jobs.ledger.records import Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
-from jobs.line_check import GoodLine, LineChecker, duplicate
+from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
+from jobs.line_check import GoodLine, LineChecker, aborted_by, duplicate
 from jobs.openai_batch import InputFormat, line_form
-from jobs.payload import CONTENT_TYPE, compress, encode_line
+from jobs.payload import CONTENT_TYPE, compress, encode_lines
 from jobs.references import ReferenceReader, ReferenceShelf
 from jobs.source import Source, open_source
-from jobs.spec import frozen_spec, spec_sha
+from jobs.spec import check_speak, frozen_spec, of_before, speak_of, spec_sha
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, ServiceError
 from pipelines.registry import describe
@@ -33,8 +33,6 @@ __all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "dry_r
 
 BATCH_LINES = 10_000
 BATCH_BYTES = 16 << 20
-#: Label of a job whose input is not written as dialogues.
-INPUT_FORMAT = "input_format"
 #: Objects written at once to a store that a network lies before.
 _S3_WRITERS = 16
 
@@ -51,7 +49,7 @@ class SubmitOptions:
     max_in_flight: int | None = None
     error_budget: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
-    #: What a bad line does: it is left out and listed by `jobs errors`, or the whole submit is undone.
+    #: What a bad line does: it is left out and listed by `nightjar errors`, or the whole submit is undone.
     on_error: Literal["skip", "abort"] = "skip"
     #: How the input writes its lines.
     input_format: InputFormat = "dialogues"
@@ -94,7 +92,8 @@ def submit(
     options: SubmitOptions | None = None,
     progress: Callable[[IngestProgress], None] | None = None,
 ) -> SubmitResult:
-    """Makes a job of an input, or finds the job that was made of it with the same spec and store.
+    """Makes a job of an input, or finds the job that was made of it with the same spec and store. A job of before specs said
+    whose turns are spoken is found too, unless this one says it; it keeps its meaning.
 
     An ingest that died goes on after its last committed line. Raises `InputError` for an input that cannot be read, for
     settings that the model refuses and, with `on_error="abort"`, for the first bad line; then nothing of the job is left.
@@ -103,19 +102,25 @@ def submit(
     """
     options = options or SubmitOptions()
     card = describe(spec.model)
+    unsaid = spec.speak is msgspec.UNSET
     spec = frozen_spec(spec, card)
+    check_speak(spec, options.input_format)
     sha = spec_sha(spec)
-    LineChecker(card, spec.generation, str)
+    LineChecker(card, spec.generation, str, speak=speak_of(spec))
     with open_source(source, settings.s3) as opened:
-        key = options.idempotency_key or _idempotency_key(opened.sha256, sha, store.url, options.input_format)
+        key = options.idempotency_key or _key_of(ledger, store.url, opened.sha256, sha, options.input_format)
+        if unsaid and (before := _job_of_before(ledger, store.url, opened.sha256, spec, options)) is not None:
+            spec, sha, key = of_before(spec), before.spec_sha, before.key
         store.check()
         job = ledger.begin_job(_new_job(opened, spec, sha, key, store.url, options))
         _refuse_another(job, opened.sha256, sha, key, options.input_format)
+        if options.on_error == "abort":
+            _refuse_skipped(ledger, store, job)
         if job.state is not JobState.INGESTING:
             return SubmitResult(job, created=False, resumed=False, items=job.total_items, rejected=job.rejected_lines)
-        reader = ReferenceReader(opened.folder, settings.audio_roots, store)
+        reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
         form = line_form(options.input_format, card, spec.format)
-        checker = LineChecker(card, spec.generation, ReferenceShelf(reader, store, job.id).key, form)
+        checker = LineChecker(card, spec.generation, ReferenceShelf(reader, store, job.id).key, form, speak_of(spec))
         size = ShardSize.of(card, settings.shard.target_seconds, settings.shard.max_items)
         try:
             _Ingest(ledger, store, job, opened, checker, size, options.on_error == "abort", progress).run()
@@ -191,6 +196,8 @@ class _Ingest:
         while True:
             self._refuse(rejected)
             shards = list(write_all(self._write, *self._numbered(good)))
+            # What the ledger names must be there after a power cut.
+            self._store.sync()
             try:
                 staged = self._ledger.stage(self._job.id, shards, rejected, lines_read)
                 break
@@ -202,15 +209,12 @@ class _Ingest:
             self._shards, self._items, self._lines = self._ledger.staged_shards(self._job.id)
             return
         self._shards += len(shards)
-        self._items += len(good)
+        self._items += sum([line.items for line in good])
         self._lines = lines_read
 
     def _refuse(self, rejected: Sequence[RejectedLine]) -> None:
         if self._abort and rejected:
-            first = rejected[0]
-            raise InputError(
-                first.code, f"Line {first.line}: {first.message}", "Nothing was submitted; `--on-error skip` leaves such lines out."
-            )
+            raise aborted_by(rejected[0], "Nothing was submitted")
 
     def _numbered(self, good: list[GoodLine]) -> tuple[range, list[int], list[Sequence[GoodLine]]]:
         """Number, index of the first item and lines of each shard."""
@@ -219,15 +223,36 @@ class _Ingest:
         index = self._items
         for run in runs:
             firsts.append(index)
-            index += len(run)
+            index += sum([line.items for line in run])
         return range(self._shards, self._shards + len(runs)), firsts, runs
 
     def _write(self, shard_no: int, first: int, lines: Sequence[GoodLine]) -> NewShard:
-        data = compress([encode_line(index, line.line, line.raw, line.references) for index, line in enumerate(lines, first)])
+        encoded: list[bytes] = []
+        items: list[tuple[int, str]] = []
+        turns: dict[int, int] = {}
+        for line in lines:
+            index, example_id, places = first + len(items), line.example_id, line.turns
+            encoded += encode_lines(index, line.line, line.raw, line.references, places)
+            items.append((index, example_id))
+            if places is not None and len(places) > 1:
+                later = range(1, len(places))
+                items += [(index + turn, example_id) for turn in later]
+                turns.update({index + turn: turn for turn in later})
+        data = compress(encoded)
         sha256 = hashlib.sha256(data).hexdigest()
         info = put_numbered(self._store, input_key(self._job.id, shard_no), data, sha256, CONTENT_TYPE).info
-        items = tuple([(index, line.example_id) for index, line in enumerate(lines, first)])
-        return NewShard(shard_no, items, info.key, sha256, sum([line.estimated_ms for line in lines]))
+        return NewShard(shard_no, tuple(items), info.key, sha256, sum([line.estimated_ms for line in lines]), turns)
+
+
+def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
+    """Raises for a bad line that an earlier submit of the same job left out; of an ingest that was not ended nothing is left."""
+    skipped = next(ledger.rejected_lines(job.id), None)
+    if skipped is None:
+        return
+    if job.state is JobState.INGESTING:
+        _undo(ledger, store, job)
+        raise aborted_by(skipped, "Nothing was submitted")
+    raise aborted_by(skipped, f"Job {job.id} was made of the other lines before")
 
 
 def _refuse_another(job: Job, input_sha256: str, sha: str, key: str, input_format: str) -> None:
@@ -254,6 +279,28 @@ def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
     ledger.abandon_job(job.id)
     for info in list(store.list(job_prefix(job.id))):
         store.delete(info.key)
+
+
+def _key_of(ledger: Ledger, store_url: str, input_sha256: str, sha: str, input_format: str) -> str:
+    """The key of this input, spec and store: the one that their job has, which may have been recorded under the full address of a
+    folder that was moved since, or that of a new one."""
+    for job, key, address in ledger.keys_of_input(input_sha256, sha):
+        if job.store_url == store_url and key == _idempotency_key(input_sha256, sha, address, input_format):
+            return key
+    return _idempotency_key(input_sha256, sha, ledger.store_address(store_url), input_format)
+
+
+class _JobOfBefore(NamedTuple):
+    key: str
+    spec_sha: str
+
+
+def _job_of_before(ledger: Ledger, store_url: str, input_sha256: str, spec: JobSpec, options: SubmitOptions) -> _JobOfBefore | None:
+    """The job that was made of the same before specs said whose turns are spoken, or None."""
+    sha = spec_sha(of_before(spec))
+    key = options.idempotency_key or _key_of(ledger, store_url, input_sha256, sha, options.input_format)
+    job = ledger.job_of_key(key)
+    return None if job is None or job.spec_sha != sha else _JobOfBefore(key, sha)
 
 
 def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: str) -> str:

@@ -1,8 +1,10 @@
-"""What makes a line an item: it decodes, the model can do what it asks for, and its reference audio can be read."""
+"""What makes a line an item, or an item a spoken turn: it decodes, the model can do what it asks for, and its reference audio can
+be read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import msgspec
 
@@ -10,9 +12,10 @@ from jobs.dialogue import Dialogue, clean, parse_dialogue
 from jobs.ledger.records import RejectedLine
 from jobs.openai_batch import LineForm
 from jobs.source import MAX_LINE_BYTES, LineBatch
+from jobs.turns import Speak, reference_places, spoken_turns, turn_messages
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
-from pipelines.request import Generation, Message
+from pipelines.request import Generation, Message, SpokenRole
 from pipelines.task import is_visible, speech_task
 
 #: Faults of a line that the job's own settings cannot be blamed for.
@@ -20,10 +23,16 @@ _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}
 
 
 _NO_REFERENCES: Mapping[int, str] = {}
+_NO_GENERATION = Generation()
+_ROLES: dict[Speak, tuple[SpokenRole, ...]] = {"user": ("user",), "assistant": ("assistant",)}
+_NOTHING: dict[Speak, tuple[str, str]] = {
+    "assistant": ("no assistant text", "Give the line an assistant text message, or speak the user's with --speak user."),
+    "user": ("no user text", "Give the line a user text message, or speak the assistant's with --speak assistant."),
+}
 
 
 class GoodLine(msgspec.Struct, frozen=True, gc=False):
-    """A line that becomes an item."""
+    """A line that becomes an item, or one for each of its turns that are spoken."""
 
     line: int
     example_id: str
@@ -32,32 +41,56 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
     estimated_ms: int
     #: Store keys of its audio, by place among the messages.
     references: Mapping[int, str]
+    #: Places of the messages that are spoken; None: the item is the whole dialogue.
+    turns: tuple[int, ...] | None = None
+
+    @property
+    def items(self) -> int:
+        """How many items it becomes."""
+        return 1 if self.turns is None else len(self.turns)
 
 
 class LineChecker:
     """Checks lines against one model and the defaults of one job."""
 
-    def __init__(self, card: ModelCard, defaults: Generation, reference_key: Callable[[str], str], form: LineForm | None = None) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        defaults: Generation,
+        reference_key: Callable[[str], str],
+        form: LineForm | None = None,
+        speak: Speak | None = None,
+    ) -> None:
         """`reference_key` turns the audio content of a line into a key of the store, or raises `InputError`. `form`: how the
-        lines are written, where they are no dialogues.
+        lines are written, where they are no dialogues. `speak`: whose turns are spoken; None and `answer`: a line is one item,
+        which the model makes of the whole dialogue.
 
         Raises `InputError` when the defaults ask for what the model cannot do.
         """
         self._capabilities = card.capabilities
         self._max_characters = card.capabilities.max_text_characters
+        self._check_text = card.check_text or _any_text
         self._defaults = defaults
         self._reference_key = reference_key
         self._form = form
+        self._speak: Speak | None = None if speak == "answer" else speak
         #: What lines call the id of an example.
         self.id_key = "example_id" if form is None else form.id_key
         self._ms_per_character = card.seconds_per_character * 1000
+        wholes = [defaults] if self._speak is None else [defaults.of(role) for role in _ROLES.get(self._speak, ("user", "assistant"))]
+        # Each is looked at: any may hold what no line can mend.
+        passed = [self._passes(generation) for generation in wholes]
+        self._plain_lines_pass = all(passed)
+
+    def _passes(self, generation: Generation) -> bool:
+        """Whether a line of plain text passes with these settings. Raises `InputError` for what no line can mend."""
         try:
-            speech_task([Message("user", "text", "a")], defaults, card.capabilities)
-            self._plain_lines_pass = True
+            speech_task([Message("user", "text", "a")], generation, self._capabilities)
         except InputError as error:
             if error.code not in _LINE_FAULTS:
                 raise
-            self._plain_lines_pass = False
+            return False
+        return True
 
     def check(self, batch: LineBatch) -> tuple[list[GoodLine], list[RejectedLine]]:
         """The lines of a batch in order; blank ones are left out, and of lines with one example_id the first is good."""
@@ -68,7 +101,7 @@ class LineChecker:
         for line_no, line in enumerate(batch.lines, batch.first):
             if line is not None and not (line := line.strip()):
                 continue
-            example_id, references = None, _NO_REFERENCES
+            example_id, references, turns = None, _NO_REFERENCES, None
             try:
                 if line is None:
                     raise _overlong()
@@ -78,15 +111,20 @@ class LineChecker:
                 example_id = dialogue.example_id
                 if example_id in seen:
                     raise duplicate(example_id, self.id_key)
-                if (characters := self._plain_characters(dialogue)) is None:
-                    characters, references = self._accept(dialogue)
+                if self._speak is None:
+                    if (characters := self._plain_characters(dialogue)) is None:
+                        characters, references = self._accept(dialogue)
+                elif (turns := self._plain_turn(dialogue)) is not None:
+                    characters = len(dialogue.messages[turns[0]][2])
+                else:
+                    characters, references, turns = self._accept_turns(dialogue, self._speak)
             except InputError as error:
                 if example_id is None and line is not None and self._form is not None:
                     example_id = self._form.example_id(line)
                 rejected.append(RejectedLine(line_no, error.code, clean(str(error)), example_id))
                 continue
             seen.add(example_id)
-            good.append(GoodLine(line_no, example_id, line, int(characters * ms_per_character), references))
+            good.append(GoodLine(line_no, example_id, line, int(characters * ms_per_character), references, turns))
         return good, rejected
 
     def _accept(self, dialogue: Dialogue) -> tuple[int, Mapping[int, str]]:
@@ -94,12 +132,73 @@ class LineChecker:
         messages = dialogue.typed_messages()
         generation = self._defaults if dialogue.generation is None else dialogue.generation.over(self._defaults)
         task = speech_task(messages, generation, self._capabilities)
+        self._check_text(task.text)
         references = {
             place: self._reference_key(content)
             for place, (role, modality, content) in enumerate(dialogue.messages)
             if modality == "audio" and role != "assistant"
         }
         return len(task.text), references
+
+    def _accept_turns(self, dialogue: Dialogue, speak: Speak) -> tuple[int, Mapping[int, str], tuple[int, ...]]:
+        """Characters to speak, keys of the references, and the turns. Raises `InputError`."""
+        messages, generation = dialogue.messages, dialogue.generation or _NO_GENERATION
+        turns = spoken_turns(messages, speak)
+        if not turns:
+            what, advice = _NOTHING.get(speak, ("no text to speak", "Give the line a user or an assistant text message."))
+            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has {what}.", advice)
+        characters = 0
+        heard: set[int] = set()
+        for turn in turns:
+            role = cast("SpokenRole", messages[turn][0])
+            try:
+                task = speech_task(turn_messages(messages, turn), generation.of(role).over(self._defaults.of(role)), self._capabilities)
+                self._check_text(task.text)
+            except InputError as error:
+                raise self._of_turn(error, dialogue, turn, turns) from None
+            characters += len(task.text)
+            heard.update(reference_places(messages, turn))
+        return characters, {place: self._reference_key(messages[place][2]) for place in sorted(heard)}, turns
+
+    def _of_turn(self, error: InputError, dialogue: Dialogue, turn: int, turns: tuple[int, ...]) -> InputError:
+        """The error with what a person needs to find the turn, and with advice for it."""
+        role = dialogue.messages[turn][0]
+        advice = error.advice
+        if error.code is ErrorCode.INPUT_AUDIO_MISSING and role == "assistant":
+            advice = "Add a system audio message with the assistant's voice, or speak the user's text with --speak user."
+        where = f"Message {turn}: " if len(turns) > 1 else ""
+        return InputError(error.code, f"{where}{error.message}", advice)
+
+    def _plain_turn(self, dialogue: Dialogue) -> tuple[int] | None:
+        """The verdict of `_accept_turns` at a third of its time for what most lines are, text alone of which one message is
+        spoken and passes; None: ask there."""
+        if dialogue.generation is not None or not self._plain_lines_pass:
+            return None
+        user = assistant = -1
+        users = assistants = 0
+        for place, (role, modality, _) in enumerate(dialogue.messages):
+            if modality != "text":
+                return None
+            if role == "user":
+                user = place
+                users += 1
+            elif role == "assistant":
+                assistant = place
+                assistants += 1
+        speak = self._speak
+        if speak == "user" or (not assistants and speak != "assistant"):
+            turn, spoken = user, users
+        elif speak != "all" or not users:
+            turn, spoken = assistant, assistants
+        else:
+            return None
+        if spoken != 1:
+            return None
+        text = dialogue.messages[turn][2]
+        if not text or len(text) > self._max_characters or not ("!" <= text[0] <= "~" or is_visible(text)):
+            return None
+        self._check_text(text)
+        return (turn,)
 
     def _plain_characters(self, dialogue: Dialogue) -> int | None:
         """The verdict of `_accept` at a third of its time for what most lines are, one user text that passes; None: ask there."""
@@ -117,7 +216,10 @@ class LineChecker:
                 text = content
         if not text or len(text) > self._max_characters:
             return None
-        return len(text) if "!" <= text[0] <= "~" or is_visible(text) else None
+        if not ("!" <= text[0] <= "~" or is_visible(text)):
+            return None
+        self._check_text(text)
+        return len(text)
 
 
 def duplicate(example_id: str, key: str = "example_id") -> InputError:
@@ -125,6 +227,15 @@ def duplicate(example_id: str, key: str = "example_id") -> InputError:
     return InputError(
         ErrorCode.INPUT_DUPLICATE_ID, f"An earlier line has the {key} {clean(example_id, 100)!r}.", "Give every line its own."
     )
+
+
+def aborted_by(line: RejectedLine, outcome: str) -> InputError:
+    """The error of an input that one bad line refuses; `outcome` says what became of the others."""
+    return InputError(line.code, f"Line {line.line}: {line.message}", f"{outcome}; `--on-error skip` leaves such lines out.")
+
+
+def _any_text(_: str) -> None:
+    """Of a model that says nothing of texts."""
 
 
 def _overlong() -> InputError:

@@ -10,13 +10,33 @@ from pathlib import Path
 import msgspec
 
 from jobs.artifacts import job_manifest_key, numbered_key, put_numbered, shard_manifest_key
+from jobs.dialogue import spoken_text
 from jobs.ledger.records import Artifact, Job, MadeAudio
+from jobs.payload import ShardLine
 from jobs.store.base import ObjectInfo, ObjectStore
 
 CONTENT_TYPE = "application/x-ndjson"
 
 
-class ManifestEntry(msgspec.Struct, frozen=True):
+class Spoken(msgspec.Struct, frozen=True):
+    """What the audio of an item says, and whose turn it is."""
+
+    text: str
+    #: `user` or `assistant`; empty in jobs of before turns could be chosen.
+    role: str = ""
+    #: Place of the spoken message in the dialogue; None: the audio answers the whole of it.
+    message_index: int | None = None
+
+
+def spoken_by(job: Job, line: ShardLine) -> Spoken:
+    """What the audio of a line of a shard says."""
+    text = spoken_text(line.messages)
+    if line.role is None:
+        return Spoken(text, "assistant" if job.spec.speak == "answer" else "")
+    return Spoken(text, line.role, line.message_index)
+
+
+class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     """One line of a manifest."""
 
     example_id: str
@@ -33,9 +53,12 @@ class ManifestEntry(msgspec.Struct, frozen=True):
     spec_sha: str
     #: The text that was asked for.
     text: str
+    #: As in `Spoken`; left out where they say nothing.
+    role: str = ""
+    message_index: int | None = None
 
 
-def entry(example_id: str, artifact: Artifact | MadeAudio, spec_sha: str, text: str) -> ManifestEntry:
+def entry(example_id: str, artifact: Artifact | MadeAudio, spec_sha: str, spoken: Spoken) -> ManifestEntry:
     """The manifest's line for an audio artifact."""
     return ManifestEntry(
         example_id,
@@ -48,7 +71,9 @@ def entry(example_id: str, artifact: Artifact | MadeAudio, spec_sha: str, text: 
         round(artifact.samples / artifact.sample_rate, 6),
         artifact.seed,
         spec_sha,
-        text,
+        spoken.text,
+        spoken.role,
+        spoken.message_index,
     )
 
 
@@ -59,9 +84,11 @@ def encode_entries(lines: Iterable[ManifestEntry]) -> Iterator[bytes]:
         yield encode(line) + b"\n"
 
 
-def put_shard_manifest(store: ObjectStore, job: Job, shard_no: int, made: Iterable[MadeAudio], texts: Mapping[int, str]) -> tuple[str, str]:
-    """Writes the manifest of a shard and returns its key and SHA-256, which belong into the ledger. `texts`: the text of an index."""
-    data = b"".join(encode_entries(entry(audio.example_id, audio, job.spec_sha, texts[audio.index]) for audio in made))
+def put_shard_manifest(
+    store: ObjectStore, job: Job, shard_no: int, made: Iterable[MadeAudio], spoken: Mapping[int, Spoken]
+) -> tuple[str, str]:
+    """Writes the manifest of a shard and returns its key and SHA-256, which belong into the ledger. `spoken`: by index."""
+    data = b"".join(encode_entries(entry(audio.example_id, audio, job.spec_sha, spoken[audio.index]) for audio in made))
     sha256 = hashlib.sha256(data).hexdigest()
     info = put_numbered(store, shard_manifest_key(job.id, shard_no), data, sha256, CONTENT_TYPE).info
     return info.key, info.sha256
@@ -70,16 +97,18 @@ def put_shard_manifest(store: ObjectStore, job: Job, shard_no: int, made: Iterab
 def put_job_manifest(store: ObjectStore, job: Job, lines: Iterable[ManifestEntry]) -> ObjectInfo:
     """Writes the manifest of a whole job in bounded memory: `manifest.jsonl`, or the next number when it has changed since."""
     digest = hashlib.sha256()
-    with tempfile.NamedTemporaryFile(prefix="nightjar-manifest-") as file:
+    # A file without a name: a process that is killed leaves none behind.
+    with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:
         for line in encode_entries(lines):
             digest.update(line)
             file.write(line)
-        file.flush()
+        file.seek(0)
         number = 1
         while True:
             key = numbered_key(job_manifest_key(job.id), number)
-            result = store.put_file(key, Path(file.name), content_type=CONTENT_TYPE)
+            result = store.put_file(key, Path(f"/dev/fd/{file.fileno()}"), content_type=CONTENT_TYPE)
             if result.created or result.info.sha256 == digest.hexdigest():
+                store.sync()
                 return result.info
             number += 1
 

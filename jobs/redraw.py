@@ -7,6 +7,7 @@ import hashlib
 import heapq
 import math
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, cast
@@ -20,7 +21,7 @@ from jobs.references import load_reference
 from jobs.store.base import ObjectStore
 from pipelines.activity import trim_silence
 from pipelines.audio import decode, encode
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Message, Pipeline, Speech, SynthesisRequest
 
 if TYPE_CHECKING:
@@ -67,44 +68,51 @@ def sample_items(ledger: Ledger, job_id: str, count: int) -> list[ItemRow]:
 
 
 def redraw(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, count: int) -> Iterator[Redrawn]:
-    """Makes `count` items of a job again and compares them. Raises `StoreError` where the stored ones cannot be read."""
+    """Makes `count` items of a job again and compares them; one whose line or audio cannot be read has failed."""
     inputs = ledger.shard_inputs(job.id)
     rows = sample_items(ledger, job.id, count)
     lines: dict[int, ShardLine] = {}
-    for input_object in {inputs[row.shard_no] for row in rows}:
-        lines |= {line.index: line for line in read_shard(store, *input_object) if any(row.index == line.index for row in rows)}
+    unread: dict[int, StoreError] = {}
+    indexes = {row.index for row in rows}
+    for shard_no in {row.shard_no for row in rows}:
+        try:
+            lines |= {line.index: line for line in read_shard(store, *inputs[shard_no]) if line.index in indexes}
+        except StoreError as error:
+            unread[shard_no] = error
     for row in rows:
         # Rows without audio are not in a sample.
         artifact = cast(Artifact, row.artifact)
         try:
-            speech = pipeline.submit(_request(store, job, lines[row.index], artifact)).result(_TIMEOUT_SECONDS)
-            speech = _as_stored(speech, job)
+            if row.shard_no in unread:
+                raise unread[row.shard_no]
+            speech = made_again(pipeline.submit(request_of(store, job, lines[row.index], artifact.seed)), job)
             data = encode(speech.samples, speech.sample_rate, cast("AudioFormat", job.spec.format))
-        except TimeoutError:
-            error: NightjarError = SynthesisError(ErrorCode.SYNTH_TIMEOUT, f"It took longer than {_TIMEOUT_SECONDS:.0f} s.")
-            yield Redrawn(row.index, row.example_id, Likeness.FAILED, reason=str(error))
+            redrawn = _compared(row, artifact, store, data, speech)
         except NightjarError as error:
-            yield Redrawn(row.index, row.example_id, Likeness.FAILED, reason=str(error))
-        else:
-            yield _compared(row, artifact, store, data, speech)
+            redrawn = Redrawn(row.index, row.example_id, Likeness.FAILED, reason=str(error))
+        yield redrawn
 
 
-def _request(store: ObjectStore, job: Job, line: ShardLine, artifact: Artifact) -> SynthesisRequest:
-    """The request that the worker made of this line. The seed is the artifact's: that of the draw that was kept."""
+def request_of(store: ObjectStore, job: Job, line: ShardLine, seed: int, purpose: str = "verify") -> SynthesisRequest:
+    """The request that the worker made of this line for the draw with this seed, which is its artifact's; `purpose` keeps
+    requests of one line apart. Raises `InputError` for
+    reference audio that is gone, and `StoreError`."""
 
     def loaded(message: Message) -> Message:
         if message.role != "user" or message.modality != "audio" or not isinstance(message.content, str):
             return message
         return msgspec.structs.replace(message, content=load_reference(store, job.id, message.content))
 
-    generation = line.generation.over(job.spec.generation)
-    return SynthesisRequest(
-        f"verify/{job.id}/{line.index}", tuple([loaded(message) for message in line.messages]), generation, artifact.seed
-    )
+    generation = line.generation_over(job.spec.generation)
+    return SynthesisRequest(f"{purpose}/{job.id}/{line.index}", tuple([loaded(message) for message in line.messages]), generation, seed)
 
 
-def _as_stored(speech: Speech, job: Job) -> Speech:
-    """The speech as the worker stored it: without the silence that the job's checks cut off."""
+def made_again(future: Future[Speech], job: Job) -> Speech:
+    """The speech of a request as the worker stored it: without the silence that the job's checks cut off. Raises `NightjarError`."""
+    try:
+        speech = future.result(_TIMEOUT_SECONDS)
+    except TimeoutError:
+        raise SynthesisError(ErrorCode.SYNTH_TIMEOUT, f"It took longer than {_TIMEOUT_SECONDS:.0f} s.") from None
     quality = job.spec.quality
     if quality is None or not quality.trim:
         return speech

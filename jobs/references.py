@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import re
 import stat
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, StoreError
 
 MAX_REFERENCE_BYTES = 32 << 20
+#: Of any audio that a line names; a voice to clone has a minute (`pipelines.request.MAX_REFERENCE_SECONDS`).
+MAX_AUDIO_SECONDS = 600.0
 #: Contents that are known by path, so that a voice that many lines name is read once.
 _KNOWN_PATHS = 10_000
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:")
@@ -40,7 +41,10 @@ class ReferenceReader:
     Without `roots` only the input's own folder is allowed. Symbolic links count as what they point to. URLs are never fetched.
     """
 
-    def __init__(self, folder: Path, roots: Sequence[Path], store: ObjectStore) -> None:
+    def __init__(self, folder: Path, roots: Sequence[Path], store: ObjectStore, check: Callable[[bytes], None] | None = None) -> None:
+        """`check` raises `InputError` for an audio file that the model cannot use; each content is checked once."""
+        self._check = check
+        self._verdicts: OrderedDict[str, InputError | None] = OrderedDict()
         self._folder = folder
         self._roots = [Path(os.path.realpath(root)) for root in (roots or [folder])]
         self._store = store
@@ -73,14 +77,28 @@ class ReferenceReader:
     def read(self, content: str) -> ReferenceAudio:
         """The audio file that a line names, known to be one.
 
-        Raises `input.audio_missing`, `input.audio_forbidden` or `input.audio_unreadable`; `StoreError` when the store fails.
+        Raises `input.audio_missing`, `input.audio_forbidden`, `input.audio_unreadable` or `input.too_long`; `StoreError` when
+        the store fails.
         """
         address = self.locate(content)
         if address.startswith(f"{self._store.url}/"):
             data = _read_object(self._store, address[len(self._store.url) + 1 :], content)
         else:
             data = _read_file(address, content)
-        return ReferenceAudio(data, hashlib.sha256(data).hexdigest(), _extension(data, content))
+        audio = ReferenceAudio(data, hashlib.sha256(data).hexdigest(), _extension(data, content))
+        if (error := self._verdict(audio)) is not None:
+            raise InputError(error.code, f"The reference {clean(content, 200)!r} cannot be used: {error.message}", error.advice)
+        return audio
+
+    def _verdict(self, audio: ReferenceAudio) -> InputError | None:
+        """Why the model cannot use an audio file, or None."""
+        if self._check is None:
+            return None
+        if audio.sha256 not in self._verdicts:
+            self._verdicts[audio.sha256] = _refusal(self._check, audio.data)
+            if len(self._verdicts) > _KNOWN_PATHS:
+                self._verdicts.popitem(last=False)
+        return self._verdicts[audio.sha256]
 
 
 class ReferenceShelf:
@@ -100,7 +118,11 @@ class ReferenceShelf:
             return self._keys[address]
         audio = self._reader.read(content)
         key = reference_key(self._job_id, audio.sha256, audio.ext)
-        self._store.put(key, audio.data, content_type=f"audio/{audio.ext}")
+        content_type = f"audio/{audio.ext}"
+        if self._store.put(key, audio.data, content_type=content_type).info.sha256 != audio.sha256:
+            # The key is the content's hash: whatever else stands there was damaged, as by a power cut.
+            self._store.delete(key)
+            self._store.put(key, audio.data, content_type=content_type)
         self._keys[address] = key
         if len(self._keys) > _KNOWN_PATHS:
             self._keys.popitem(last=False)
@@ -152,15 +174,24 @@ def _bounded(data: bytes, content: str) -> bytes:
 
 
 def _extension(data: bytes, content: str) -> str:
-    import soundfile
+    from pipelines.audio import read_header  # only where there is audio to read
 
     try:
-        found = soundfile.info(io.BytesIO(data))
-    except soundfile.SoundFileError as error:
-        raise _unreadable(content, "it is no audio") from error
-    if found.format not in _EXTENSIONS or found.frames <= 0:
-        raise _unreadable(content, f"it is {found.format} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read")
-    return _EXTENSIONS[found.format]
+        found = read_header(data, MAX_AUDIO_SECONDS)
+    except InputError as error:
+        message = f"The audio {clean(content, 200)!r} cannot be used: {error.message.removeprefix('The audio ')}"
+        raise InputError(error.code, message, error.advice) from error
+    if found.kind not in _EXTENSIONS or found.frames <= 0:
+        raise _unreadable(content, f"it is {found.kind} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read")
+    return _EXTENSIONS[found.kind]
+
+
+def _refusal(check: Callable[[bytes], None], data: bytes) -> InputError | None:
+    try:
+        check(data)
+    except InputError as error:
+        return error
+    return None
 
 
 def _missing(content: str) -> InputError:

@@ -17,6 +17,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, ValidationInfo, field_validator
 
+from jobs.ledger.addresses import STATE_FOLDER
 from pipelines.errors import ConfigError, ErrorCode
 
 PREFIX = "SPEECH_"
@@ -24,6 +25,9 @@ CONFIG_FILE = "nightjar.toml"
 DEFAULT_BROKER_URL = "redis://127.0.0.1:6379/0"
 #: Variables with the prefix that are no settings: where the file is, and whether a bug shows its traceback.
 NOT_SETTINGS = frozenset({"SPEECH_CONFIG", "SPEECH_DEBUG"})
+
+#: A shard may run longer, by heartbeats; a lease that ends later than this was written by a clock that went wrong.
+LONGEST_LEASE_SECONDS = 6 * 3600.0
 
 Positive = Annotated[float, Field(gt=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -49,7 +53,9 @@ class WorkerSettings(_Part):
 
     shards_in_flight: PositiveInt = Field(default=2, description="Shards a worker holds at once; two hide the tail of each other.")
     waiting_room: PositiveInt | None = Field(default=None, description="Most requests that wait in the engine; unset: the engine's own.")
-    lease_seconds: Positive = Field(default=60.0, description="How long a shard stays a worker's without a heartbeat.")
+    lease_seconds: Annotated[float, Field(gt=0, le=LONGEST_LEASE_SECONDS)] = Field(
+        default=60.0, description="How long a shard stays a worker's without a heartbeat; up to 6 hours."
+    )
     heartbeat_seconds: Positive = Field(default=15.0, description="Time between heartbeats; well below `lease_seconds`.")
     drain_seconds: Positive = Field(default=300.0, description="How long a worker that was told to stop may finish its items.")
     commit_items: PositiveInt = Field(default=256, description="Most outcomes in one commit.")
@@ -75,6 +81,18 @@ class VllmSettings(_Part):
     eager: bool | None = Field(default=None, description="Without compilation and CUDA graphs: a quicker start, slower steps.")
 
 
+class LedgerSettings(_Part):
+    """Waiting on a PostgreSQL ledger."""
+
+    idle_transaction_seconds: Positive = Field(
+        default=10.0, description="PostgreSQL: a transaction whose process is silent for so long is rolled back, and its locks are free."
+    )
+    lock_seconds: Positive = Field(
+        default=30.0, description="PostgreSQL: longest wait for a lock; longer than `idle_transaction_seconds`, well below a lease."
+    )
+    statement_seconds: Positive = Field(default=3600.0, description="PostgreSQL: longest time of one statement, upgrades apart.")
+
+
 class DispatchSettings(_Part):
     """How shards get from the ledger to the broker."""
 
@@ -94,6 +112,14 @@ class ShardSettings(_Part):
     max_items: PositiveInt = Field(default=256, description="Most items of a shard.")
 
 
+class SweepSettings(_Part):
+    """The sweep: objects of ended jobs that nothing names."""
+
+    daily: bool = Field(default=False, description="Whether beat sends the sweep to a worker every day at 5:30.")
+    delete: bool = Field(default=False, description="Whether the daily sweep deletes what it finds, or only counts and logs it.")
+    grace_hours: Positive = Field(default=24.0, description="Age of the end of a job, and of an object, before the sweep looks at it.")
+
+
 class FlowerSettings(_Part):
     """The dashboard of the queues."""
 
@@ -105,11 +131,11 @@ class FlowerSettings(_Part):
 
 
 class ServeSettings(_Part):
-    """The server of `jobs serve`."""
+    """The server of `nightjar serve`."""
 
     address: str = Field(default="127.0.0.1", description="Address the server listens at; `0.0.0.0`: every network, and only with a key.")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port of the server; 0: a free one.")
-    api_key: SecretStr | None = Field(default=None, description="Key that clients send; `jobs evaluate` sends it too.")
+    api_key: SecretStr | None = Field(default=None, description="Key that clients send; `nightjar evaluate` sends it too.")
     api_key_file: Path | None = Field(default=None, description="File of keys, one a line, that clients may send.")
     slots: PositiveInt = Field(default=256, description="Requests that are in the engine at once.")
     waiting_room: Annotated[int, Field(ge=0)] = Field(default=256, description="Requests that wait behind them; more get 429.")
@@ -117,6 +143,11 @@ class ServeSettings(_Part):
     max_audio_seconds: Positive = Field(default=600.0, description="Longest audio that a request may bring.")
     request_seconds: Positive = Field(default=600.0, description="Longest time of a request, from its slot to its last byte.")
     body_seconds: Positive = Field(default=60.0, description="Longest time a client may take to send its request.")
+    header_seconds: Positive = Field(default=10.0, description="Longest time a connection may take for the headers of a request.")
+    connections: PositiveInt = Field(default=2048, description="Connections at once; one without a request makes room for a new one.")
+    stuck_seconds: Positive = Field(
+        default=60.0, description="`/health` is 503 once nothing has come of the requests in the engine for so long."
+    )
     drain_seconds: Positive = Field(default=60.0, description="How long requests may go on after SIGTERM.")
 
 
@@ -128,7 +159,11 @@ class Schedule(_Part):
     hour: Annotated[int, Field(ge=0, le=23)] = Field(default=2, description="Hour of the day it runs, in the worker's time zone.")
     minute: Annotated[int, Field(ge=0, le=59)] = Field(default=0, description="Minute of the hour it runs.")
     model: str = Field(default="hibari", description="Pipeline or checkpoint folder.")
+    speak: Literal["auto", "user", "assistant", "all"] | None = Field(
+        default=None, description="Whose texts are spoken; unset: auto, the assistant's that have no audio yet, else the user's."
+    )
     voice: str | None = Field(default=None, description="Voice of lines that name none.")
+    voice_of: dict[Literal["user", "assistant"], str] = Field(default={}, description="Voice of one role's turns, by role.")
     language: str | None = Field(default=None, description="Language of lines that name none.")
     instruct: str | None = Field(default=None, description="Instruction of lines that have none.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="Seed of the job.")
@@ -140,7 +175,7 @@ class Schedule(_Part):
     store_url: str | None = Field(default=None, description="Store of this schedule; unset: the common one.")
     on_error: Literal["skip", "abort"] = Field(default="skip", description="What a bad line does.")
     exports: tuple[str, ...] = Field(
-        default=(), description="Formats that `jobs nightly` writes when the night's job has ended, `,` between them; also `report`."
+        default=(), description="Formats that `nightjar nightly` writes when the night's job has ended, `,` between them; also `report`."
     )
     export_to: str | None = Field(
         default=None,
@@ -171,7 +206,7 @@ class Settings(_Part):
         default=(), description="Folders that reference audio may be read from, `:` between them; unset: only the input file's own folder."
     )
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="Price of an engine hour, for the cost in `jobs status`."
+        default=None, description="Price of an engine hour, for the cost in `nightjar status`."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level that is logged.")
     log_format: Literal["auto", "json", "console"] = Field(
@@ -180,8 +215,10 @@ class Settings(_Part):
     s3: S3Settings = Field(default=S3Settings(), description="The S3 store.")
     worker: WorkerSettings = Field(default=WorkerSettings(), description="Worker processes.")
     vllm: VllmSettings = Field(default=VllmSettings(), description="The vLLM engine.")
+    ledger: LedgerSettings = Field(default=LedgerSettings(), description="Waiting on the ledger.")
     dispatch: DispatchSettings = Field(default=DispatchSettings(), description="Dispatch and reconciliation.")
     shard: ShardSettings = Field(default=ShardSettings(), description="Cutting of jobs.")
+    sweep: SweepSettings = Field(default=SweepSettings(), description="The sweep.")
     flower: FlowerSettings = Field(default=FlowerSettings(), description="The dashboard.")
     serve: ServeSettings = Field(default=ServeSettings(), description="The server.")
     schedules: dict[str, Schedule] = Field(default={}, description="Nightly jobs by name.")
@@ -192,6 +229,14 @@ class Settings(_Part):
     @classmethod
     def _split_roots(cls, value: object) -> object:
         return tuple(part for part in value.split(os.pathsep) if part) if isinstance(value, str) else value
+
+    @field_validator("home", "store_url", mode="before")
+    @classmethod
+    def _refuse_no_folder(cls, value: object) -> object:
+        # An empty path would be the working directory, which nobody named.
+        if isinstance(value, str) and not value.strip():
+            raise ValueError("it is empty")
+        return value
 
     @field_validator("database_url", "broker_url")
     @classmethod
@@ -209,7 +254,7 @@ class Settings(_Part):
     @property
     def state_folder(self) -> Path:
         """Where the embedded default keeps its ledger, lock and logs."""
-        return self.home.absolute() / ".nightjar"
+        return self.home.absolute() / STATE_FOLDER
 
     @property
     def ledger_url(self) -> str:
@@ -239,7 +284,7 @@ class Settings(_Part):
 
 
 def embedded_broker_url(state_folder: Path) -> str | None:
-    """Address of the broker that `jobs run` keeps in a home, or None when none runs."""
+    """Address of the broker that `nightjar run` keeps in a home, or None when none runs."""
     try:
         broker = json.loads((state_folder / "broker.json").read_text())
         os.kill(int(broker["pid"]), 0)
@@ -369,9 +414,9 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
         origin = f"{origin} {PREFIX}{key.replace('.', '__').upper()}"
     set_in = f" ({origin})" if origin else ""
     if first["type"] == "extra_forbidden":
-        return _invalid(f"There is no setting {key}{set_in}.", "`jobs config list` lists all settings.")
+        return _invalid(f"There is no setting {key}{set_in}.", "`nightjar config list` lists all settings.")
     reason = first["msg"].removeprefix("Value error, ")
-    return _invalid(f"The setting {key}{set_in} cannot be used: {reason}.", "Correct it; `jobs config list` lists all settings.")
+    return _invalid(f"The setting {key}{set_in} cannot be used: {reason}.", "Correct it; `nightjar config list` lists all settings.")
 
 
 def _invalid(message: str, advice: str) -> ConfigError:

@@ -23,6 +23,8 @@ from pipelines.errors import ErrorCode, InputError, StoreError
 
 #: A longer line is refused; its bytes are skipped without being held.
 MAX_LINE_BYTES = 1 << 20
+#: Blank lines that an input may have, and more for each other line: a small archive can hold billions.
+MAX_BLANK_LINES, MAX_BLANK_LINES_EACH = 1_000_000, 10
 _CHUNK_BYTES = 1 << 20
 #: zstd makes at most 128 KiB of 4 bytes, so what one piece can swell to stays below 32 MiB.
 _ZSTD_PIECE_BYTES = 1 << 10
@@ -61,11 +63,16 @@ class Source:
     def batches(self, max_lines: int, max_bytes: int, after_line: int = 0) -> Iterator[LineBatch]:
         """The lines after the first `after_line` ones, decompressed, in batches of at most `max_lines`, of about `max_bytes`.
 
-        Raises `input.unreadable` when the content cannot be read or is a damaged archive.
+        Raises `input.unreadable` when the content cannot be read, is a damaged archive, or is blank lines for the most part.
         """
         waiting: list[bytes | None] = []
         size, to_skip = 0, after_line
+        blank_left = MAX_BLANK_LINES
         for some, some_bytes in self._line_lists():
+            blank = len([line for line in some if line is not None and (not line or line.isspace())])
+            blank_left += (len(some) - blank) * MAX_BLANK_LINES_EACH - blank
+            if blank_left < 0:
+                raise _unreadable(self.uri, f"has more than {MAX_BLANK_LINES:,} blank lines, and hardly any other", "Remove them.")
             skipped = min(to_skip, len(some))
             to_skip -= skipped
             waiting += some[skipped:]

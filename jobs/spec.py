@@ -7,7 +7,9 @@ import hashlib
 import msgspec
 
 from jobs.ledger.records import JobSpec
+from jobs.openai_batch import InputFormat
 from jobs.quality import Quality, checked
+from jobs.turns import ASKED, Speak
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import ModelCard
 
@@ -15,7 +17,10 @@ FORMATS = ("wav", "flac")
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
-    """The spec with the model's full name and, unless it names them, its revision, its pace and its language. Raises `config.invalid`."""
+    """The spec with the model's full name and, unless it names them, its revision, its pace, its language and whose turns are spoken.
+
+    Raises `config.invalid`.
+    """
     if spec.format not in FORMATS:
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"The format {spec.format[:40]!r} is unknown.", f"Use one of: {', '.join(FORMATS)}.")
     if not 0 <= spec.seed < 2**63:
@@ -27,7 +32,37 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
             # What was learned by now stays this job's measure.
             quality = msgspec.structs.replace(quality, paces=(card.pace,))
         quality = _heard_in(quality, card.capabilities.languages)
-    return msgspec.structs.replace(spec, model=card.name, model_revision=spec.model_revision or card.revision, quality=quality)
+    revision, speak = spec.model_revision or card.revision, _speak(spec, card)
+    return msgspec.structs.replace(spec, model=card.name, model_revision=revision, quality=quality, speak=speak)
+
+
+def of_before(spec: JobSpec) -> JobSpec:
+    """The spec as it was frozen before it could say whose turns are spoken."""
+    return msgspec.structs.replace(spec, speak=msgspec.UNSET)
+
+
+def speak_of(spec: JobSpec) -> Speak | None:
+    """Whose turns a job speaks; None: it is of before this could be said."""
+    return None if spec.speak is msgspec.UNSET else spec.speak
+
+
+def check_speak(spec: JobSpec, input_format: InputFormat) -> None:
+    """Raises `config.invalid` for an input in which nobody speaks whose turns the spec asks for."""
+    if input_format == "openai-batch" and spec.speak == "assistant":
+        message = "A line of an OpenAI batch is the user's; there is no assistant's turn to speak."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave `speak` out: the `input` is spoken.")
+
+
+def _speak(spec: JobSpec, card: ModelCard) -> Speak:
+    asked = "auto" if spec.speak is msgspec.UNSET else spec.speak
+    if card.capabilities.multi_turn:
+        if asked not in ("auto", "answer"):
+            message = f"The model {card.name} answers a whole dialogue; it does not speak its turns."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave `speak` out, or use a model that speaks one text.")
+        return "answer"
+    if asked not in ASKED:
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"`speak` is {asked[:40]!r}.", f"Use one of: {', '.join(ASKED)}.")
+    return asked
 
 
 def _heard_in(quality: Quality, languages: tuple[str, ...]) -> Quality:

@@ -30,10 +30,20 @@ def elapsed_seconds(status: JobStatus) -> float:
     return max(0.0, (status.job.finished_at or status.now) - status.job.started_at)
 
 
+def busy_seconds(status: JobStatus) -> float:
+    """Time in which workers held shards of the job: without pauses, and without the time between its end and a retry."""
+    return elapsed_seconds(status) if status.busy_seconds is None else status.busy_seconds
+
+
 def items_per_second(status: JobStatus) -> float:
-    """Items that ended, over the time since the first claim."""
-    elapsed = elapsed_seconds(status)
-    return (status.items.done + status.items.failed) / elapsed if elapsed > 0 else 0.0
+    """Items that ended, over the time in which workers held shards."""
+    seconds = busy_seconds(status)
+    return (status.items.done + status.items.failed) / seconds if seconds > 0 else 0.0
+
+
+def lacks_workers(status: JobStatus) -> bool:
+    """Whether the job waits for nothing but a worker: none lives that would take its shards."""
+    return status.workers == 0 and status.job.state in _MOVING and status.items.pending > 0
 
 
 def eta_seconds(status: JobStatus) -> float | None:
@@ -81,9 +91,9 @@ def cost_at_end(status: JobStatus, price_per_gpu_hour: float | None) -> float | 
 
 
 def real_time_factor(status: JobStatus) -> float | None:
-    """Seconds of audio made in a second of wall time; None before there is any."""
-    elapsed = elapsed_seconds(status)
-    return status.audio_ms / 1000 / elapsed if elapsed > 0 and status.audio_ms else None
+    """Seconds of audio made in a second in which workers held shards; None before there is any."""
+    seconds = busy_seconds(status)
+    return status.audio_ms / 1000 / seconds if seconds > 0 and status.audio_ms else None
 
 
 def status_view(
@@ -106,6 +116,9 @@ def status_view(
         "engine_seconds": round(status.engine_ms / 1000, 3),
         "gpu_seconds": round(status.engine_ms / 1000, 3),
         "elapsed_seconds": round(elapsed_seconds(status), 3),
+        "busy_seconds": round(busy_seconds(status), 3),
+        "workers": status.workers,
+        "labels": dict(job.labels),
         "items_per_second": round(items_per_second(status), 3),
         "real_time_factor": _rounded(real_time_factor(status)),
         "eta_seconds": _rounded(eta_seconds(status)),
@@ -149,14 +162,18 @@ def job_view(job: Job) -> dict[str, Any]:
     }
 
 
-def item_view(job_id: str, item: ItemRow) -> dict[str, Any]:
-    """`nightjar.item/1`: an item and its audio; the audio's fields are null while there is none."""
+def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:
+    """`nightjar.item/1`: an item with its line of the input and its audio; the audio's fields are null while there is none. `id`
+    names the turn too, where several of a dialogue are spoken; `turn` counts these from 0."""
     artifact = item.artifact
     return {
         "schema": "nightjar.item/1",
         "job": job_id,
         "example_id": item.example_id,
+        "id": item.id,
+        "turn": item.turn,
         "index": item.index,
+        "line": line,
         "state": item.state.value,
         "attempts": item.attempts,
         "error_code": item.error_code.value if item.error_code else None,
@@ -175,9 +192,9 @@ def line_error_view(job_id: str, line: RejectedLine) -> dict[str, Any]:
     return _job_error(job_id, "line", line.code, line.message, line.example_id, line=line.line)
 
 
-def item_error_view(job_id: str, item: ItemRow) -> dict[str, Any]:
-    """`nightjar.job_error/1` of an item that failed."""
-    return _job_error(job_id, "item", item.error_code, item.error_message, item.example_id, index=item.index)
+def item_error_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:
+    """`nightjar.job_error/1` of an item that failed, with its line of the input."""
+    return _job_error(job_id, "item", item.error_code, item.error_message, item.example_id, line=line, index=item.index, id=item.id)
 
 
 def _job_error(
@@ -188,6 +205,7 @@ def _job_error(
     example_id: str | None,
     line: int | None = None,
     index: int | None = None,
+    id: str | None = None,
 ) -> dict[str, Any]:
     return {
         "schema": "nightjar.job_error/1",
@@ -196,6 +214,7 @@ def _job_error(
         "line": line,
         "index": index,
         "example_id": example_id,
+        "id": example_id if id is None else id,
         "code": code.value if code else None,
         "message": message,
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from jobs.ledger.records import QUARANTINE, ItemState, Job
@@ -36,8 +37,47 @@ class Expected:
 
     key: str
     sha256: str
-    #: None for what no item owns.
+    #: `input`, or the artifact's: `audio`, `text`, `quarantine`.
+    kind: str = "input"
+    #: Of the item that owns it; None for an input.
+    index: int | None = None
+    #: None where only the items of the job tell it.
     example_id: str | None = None
+    #: None for an input.
+    bytes: int | None = None
+
+
+KINDS = ("input", "audio", "text", QUARANTINE)
+
+
+def expected_objects(ledger: Ledger, job_id: str, kinds: Collection[str] = KINDS) -> Iterator[Expected]:
+    """What the ledger says is in the store, in the order of the keys for each kind; a page in memory at a time."""
+    if "input" in kinds:
+        for key, sha256 in sorted(set(ledger.shard_inputs(job_id).values())):
+            yield Expected(key, sha256)
+    if "audio" in kinds:
+        for row in ledger.items(job_id, state=ItemState.DONE):
+            if (audio := row.artifact) is not None:
+                yield Expected(audio.key, audio.sha256, "audio", row.index, row.example_id, audio.bytes)
+    for kind in ("text", QUARANTINE):
+        if kind in kinds:
+            for index, key, sha256, size in ledger.artifact_facts(job_id, kind):
+                yield Expected(key, sha256, kind, index, None, size)
+
+
+def glance_at(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[tuple[Expected, Fault]]:
+    """What is missing, or has another size, going by listings: quick, and blind to damage that keeps the size.
+
+    Raises `StoreError` when the store cannot be asked.
+    """
+    for folder, inside in groupby(objects, lambda expected: expected.key.rpartition("/")[0]):
+        sizes = {info.key: info.bytes for info in store.list(f"{folder}/")}
+        for expected in inside:
+            size = sizes.get(expected.key)
+            if size is None:
+                yield expected, Fault.MISSING
+            elif size != expected.bytes and (expected.bytes is not None or size == 0):
+                yield expected, Fault.CHANGED
 
 
 class ObjectCheck:
@@ -47,11 +87,12 @@ class ObjectCheck:
     A folder's files are read. A bucket's objects are read with `deep`, else their checksum is asked of the server.
     """
 
-    def __init__(self, ledger: Ledger, store: ObjectStore, job: Job, *, deep: bool = False) -> None:
+    def __init__(self, ledger: Ledger, store: ObjectStore, job: Job, *, deep: bool = False, kinds: Collection[str] = KINDS) -> None:
         self._ledger = ledger
         self._store = store
         self._job = job
         self._deep = deep
+        self._kinds = kinds
         #: Objects looked at so far.
         self.objects = 0
 
@@ -59,22 +100,12 @@ class ObjectCheck:
         """Raises `StoreError` when the store cannot be asked."""
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as threads:
             waiting: deque[tuple[Expected, Future[Fault | None]]] = deque()
-            for expected in self._expected():
+            for expected in expected_objects(self._ledger, self._job.id, self._kinds):
                 waiting.append((expected, threads.submit(self._look, expected)))
                 if len(waiting) > _AHEAD:
                     yield from self._result(*waiting.popleft())
             while waiting:
                 yield from self._result(*waiting.popleft())
-
-    def _expected(self) -> Iterator[Expected]:
-        for key, sha256 in sorted(set(self._ledger.shard_inputs(self._job.id).values())):
-            yield Expected(key, sha256)
-        for row in self._ledger.items(self._job.id, state=ItemState.DONE):
-            if row.artifact is not None:
-                yield Expected(row.artifact.key, row.artifact.sha256, row.example_id)
-        for kind in ("text", QUARANTINE):
-            for key, sha256 in self._ledger.artifact_hashes(self._job.id, kind):
-                yield Expected(key, sha256)
 
     def _result(self, expected: Expected, future: Future[Fault | None]) -> Iterator[tuple[Expected, Fault]]:
         self.objects += 1
@@ -88,6 +119,9 @@ class ObjectCheck:
         except StoreError as error:
             if error.code is ErrorCode.STORE_MISSING:
                 return Fault.MISSING
+            if error.code is ErrorCode.STORE_BAD_KEY:
+                # A folder or a symbolic link is in its place.
+                return Fault.CHANGED
             raise
         if found is None:
             return Fault.MISSING

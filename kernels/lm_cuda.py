@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
-import shutil
 import subprocess
 from collections.abc import Sequence
 from functools import cache
@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kernels import toolchain
+
+log = logging.getLogger(__name__)
+
 SOURCES = Path(__file__).parent / "cuda"
+#: The files of `kernels/cuda` that are compiled, by name.
+LIBRARIES = ("skinny", "predictor_attention", "sampler")
 PLAIN, RESIDUAL, SWIGLU, BIAS = range(4)
 #: (inner size, has norm, epilogue) that the skinny kernel was instantiated for.
 _SHAPES = {
@@ -31,12 +37,6 @@ _SHAPES = {
 }
 
 
-def compiler() -> str | None:
-    """Path of nvcc, or None where there is none."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
-
-
 def build(name: str, capability: tuple[int, int]) -> Path:
     """Compiles `kernels/cuda/<name>.cu` for one compute capability unless the cache holds it; returns the shared library.
 
@@ -50,16 +50,16 @@ def build(name: str, capability: tuple[int, int]) -> Path:
     library = folder / f"{name}-{target}-{digest}.so"
     if library.exists():
         return library
-    nvcc = compiler()
+    nvcc = toolchain.nvcc()
     if nvcc is None:
-        raise RuntimeError("nvcc was not found: install the CUDA toolkit or set CUDA_HOME.")
+        raise RuntimeError("nvcc was not found")
     folder.mkdir(parents=True, exist_ok=True)
     unfinished = library.with_suffix(f".{os.getpid()}.tmp")
     flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static"]
     architecture = f"-gencode=arch=compute_{target},code=sm_{target}"
     done = subprocess.run([nvcc, architecture, *flags, "-o", str(unfinished), str(source)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"nvcc failed on {source.name}: {done.stderr[-2000:]}")
+        raise RuntimeError(f"nvcc failed on {source.name}: {done.stderr.strip()[-2000:]}")
     unfinished.replace(library)
     return library
 
@@ -69,9 +69,24 @@ def _library(name: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(build(name, torch.cuda.get_device_capability())))
 
 
+@cache
 def available() -> bool:
-    """Whether the CUDA C++ kernels can run here: an sm_90 or newer device and a compiler."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0) and compiler() is not None
+    """Whether the CUDA C++ kernels can run here: on an sm_90 or newer device, for which the cache holds them or nvcc compiles them.
+
+    Where nvcc is missing or fails on a device that could run them, one warning says so.
+    """
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+        return False
+    try:
+        for name in LIBRARIES:
+            _library(name)
+    except (RuntimeError, OSError) as error:
+        log.warning(
+            "the CUDA C++ kernels cannot be made (%s); batches of few requests run on Triton's kernels, which are slower. %s",
+            toolchain.first_line(error), toolchain.NVCC_ADVICE, exc_info=True,
+        )  # fmt: skip
+        return False
+    return True
 
 
 def has_skinny(inner: int, normed: bool, epilogue: int) -> bool:

@@ -1,1 +1,1 @@
-"""Alembic migrations of the ledger, for SQLite and PostgreSQL; run by `jobs db upgrade`."""
+"""Alembic migrations of the ledger, for SQLite and PostgreSQL; run by `nightjar db upgrade`."""

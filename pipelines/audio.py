@@ -5,6 +5,9 @@ from __future__ import annotations
 import io
 import math
 import struct
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -23,8 +26,14 @@ AudioFormat = Literal["wav", "flac"]
 TARGET_LUFS = -23.0
 PEAK_LIMIT = 0.97
 
-_RATES = range(1_000, 768_001)
-_MAX_CHANNELS = 32
+#: What a file may claim, whatever its length in bytes: a FLAC of silence holds a thousand times as much as it takes to send.
+MAX_SAMPLE_RATE = 192_000
+RATES = range(1_000, MAX_SAMPLE_RATE + 1)
+MAX_CHANNELS = 8
+#: Frames x channels: a minute of 8 channels at 192 kHz, or an hour of one channel at 24 kHz.
+MAX_SAMPLES = 60 * MAX_SAMPLE_RATE * MAX_CHANNELS
+#: Frames x channels that are decoded at a time.
+BLOCK_SAMPLES = 1 << 18
 _BLOCK_SECONDS, _HOPS_PER_BLOCK = 0.4, 4
 _ABSOLUTE_GATE_LUFS, _RELATIVE_GATE_LU, _OFFSET_LUFS = -70.0, -10.0, -0.691
 _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
@@ -42,25 +51,16 @@ def decode(
     """Mono samples (float32 [samples]) and their rate in Hz, from a WAV, FLAC, OGG, MP3 or AIFF file.
 
     Channels are averaged unless one is asked for by its index. With a `sample_rate` the samples are resampled to it (soxr,
-    high quality, or very high: for models whose reference does so). Reads at most `max_seconds` however much the
-    file claims to hold. Raises `InputError`: `input.audio_unreadable` for what is no audio, is empty or holds values that
-    are not numbers, `input.too_long` for more than `max_seconds`.
+    high quality, or very high: for models whose reference does so). Decodes a block at a time, and nothing beyond
+    `max_seconds` and `MAX_SAMPLES`, whatever the file claims to hold. Raises `InputError`: `input.audio_unreadable` for what is
+    no audio, is empty, holds values that are not numbers or has another rate than `RATES` or more than `MAX_CHANNELS`;
+    `input.too_long` for more than `max_seconds` or `MAX_SAMPLES`.
     """
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            rate = int(file.samplerate)
-            if rate not in _RATES or not 0 < file.channels <= _MAX_CHANNELS:
-                raise _unreadable(f"The audio claims {file.channels} channels at {rate} Hz.")
-            limit = int(max_seconds * rate)
-            if file.frames > limit:
-                raise _too_long(max_seconds)
-            samples = np.asarray(file.read(limit + 1, dtype="float32", always_2d=True), np.float32)
-    except (soundfile.SoundFileError, ValueError, TypeError) as error:
-        raise _unreadable("The audio cannot be read.") from error
-    if len(samples) > limit:
+    with _opened(data) as file:
+        rate = _header(file, max_seconds).sample_rate
+        mono = _mono(file, min(int(max_seconds * rate), MAX_SAMPLES // file.channels), channel)
+    if mono is None:
         raise _too_long(max_seconds)
-    averaged = channel is None and samples.shape[1] > 1
-    mono = samples.mean(axis=1, dtype=np.float32) if averaged else samples[:, channel or 0]
     if len(mono) == 0:
         raise _unreadable("The audio is empty.")
     if not _finite(mono):
@@ -68,6 +68,55 @@ def decode(
     if sample_rate is not None and sample_rate != rate:
         mono, rate = soxr.resample(mono, rate, sample_rate, quality=quality), sample_rate
     return np.ascontiguousarray(mono, dtype=np.float32), rate
+
+
+@dataclass(frozen=True, slots=True)
+class AudioHeader:
+    """What an encoded file says of itself."""
+
+    #: In libsndfile's words: WAV, WAVEX, RF64, FLAC, OGG, MP3, AIFF ...
+    kind: str
+    frames: int
+    channels: int
+    sample_rate: int
+
+
+def read_header(data: bytes, max_seconds: float) -> AudioHeader:
+    """The header of an encoded file, within the bounds of `decode`; decodes nothing. Raises `InputError` as `decode` does."""
+    with _opened(data) as file:
+        return _header(file, max_seconds)
+
+
+@contextmanager
+def _opened(data: bytes) -> Generator[soundfile.SoundFile]:
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            yield file
+    except (soundfile.SoundFileError, ValueError, TypeError) as error:
+        raise _unreadable("The audio cannot be read.") from error
+
+
+def _header(file: soundfile.SoundFile, max_seconds: float) -> AudioHeader:
+    rate, frames, channels = int(file.samplerate), int(file.frames), int(file.channels)
+    if rate not in RATES or not 0 < channels <= MAX_CHANNELS:
+        message = f"The audio claims {channels} channels at {rate} Hz; 1 to {MAX_CHANNELS} at {RATES[0]} to {MAX_SAMPLE_RATE} Hz are read."
+        raise _unreadable(message)
+    if frames > max_seconds * rate or frames * channels > MAX_SAMPLES:
+        raise _too_long(max_seconds)
+    return AudioHeader(file.format, frames, channels, rate)
+
+
+def _mono(file: soundfile.SoundFile, limit: int, channel: int | None) -> NDArray[np.float32] | None:
+    """The frames of a file as one channel, float32 [frames]; None where there are more than `limit`."""
+    blocks: list[NDArray[np.float32]] = []
+    frames = 0
+    while len(block := np.asarray(file.read(BLOCK_SAMPLES // file.channels, dtype="float32", always_2d=True), np.float32)):
+        frames += len(block)
+        if frames > limit:
+            return None
+        averaged = channel is None and block.shape[1] > 1
+        blocks.append(block.mean(axis=1, dtype=np.float32) if averaged else block[:, channel or 0].copy())
+    return np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
 
 
 def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFormat) -> bytes:
@@ -173,4 +222,5 @@ def _unreadable(message: str) -> InputError:
 
 
 def _too_long(max_seconds: float) -> InputError:
-    return InputError(ErrorCode.INPUT_TOO_LONG, f"The audio is longer than {max_seconds:g} seconds.", "Cut it.")
+    message = f"The audio is longer than {max_seconds:g} seconds, or has more than {MAX_SAMPLES:,} samples in all its channels."
+    return InputError(ErrorCode.INPUT_TOO_LONG, message, "Cut it, or give it with one channel and a lower rate.")

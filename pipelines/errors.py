@@ -82,6 +82,11 @@ class ErrorCode(StrEnum):
         """Whether the same request may succeed when tried again without a change by a person."""
         return self in _RETRYABLE
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether the line itself is at fault, so that it can never succeed as it is."""
+        return self.value.startswith("input.") or self is ErrorCode.STORE_BAD_KEY
+
 
 _RETRYABLE = frozenset(
     {

@@ -18,7 +18,7 @@ _DIGITS, _MARKS = "0123456789", ".!?;:,"
 
 @lru_cache(maxsize=1)
 def _foreign_signs() -> tuple[tuple[float, re.Pattern[str]], ...]:
-    """(units beyond the one that every character counts, what counts so). Compiled at first use: `jobs status` needs none."""
+    """(units beyond the one that every character counts, what counts so). Compiled at first use: `nightjar status` needs none."""
     marks = "[\u2026\u3001\u3002\uff0c\uff01\uff1f\uff1b\uff1a]"
     ideographs = "[\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff]"
     signs = ((2.0, marks), (2.5, ideographs), (1.5, "[\uac00-\ud7af]"), (1.0, "[\u3040-\u30ff]"))

@@ -7,7 +7,7 @@ import importlib
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -41,8 +41,12 @@ class ModelCard:
     seconds_per_character: float = 0.07
     #: Seconds of engine time that one second of speech takes on one worker; None where it was not measured.
     realtime_factor: float | None = None
-    #: How long its speech is, learned from much of it (`jobs calibrate`); None where nobody has.
+    #: How long its speech is, learned from much of it (`nightjar calibrate`); None where nobody has.
     pace: Pace | None = None
+    #: What submit asks of every text, and of every recording of a voice to clone (an encoded file). Each is cheap, loads no model and
+    #: raises `InputError` for what the model would refuse; None: nothing is known before the model looks at it.
+    check_text: Callable[[str], None] | None = field(default=None, compare=False)
+    check_reference: Callable[[bytes], None] | None = field(default=None, compare=False)
 
 
 class Provider(Protocol):

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 Role = Literal["user", "assistant", "system"]
 Modality = Literal["text", "audio", "image", "video", "toolcall"]
+#: Whose texts can be spoken.
+SpokenRole = Literal["user", "assistant"]
 Mode = Literal["text_only", "text_audio"]
+#: The longest recording of a voice to clone.
+MAX_REFERENCE_SECONDS = 60.0
+
 EngineState = Literal["ready", "starting", "broken"]
 
 
@@ -41,6 +46,15 @@ class Generation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     audio_top_k: int | None = None
     #: Steps of the engine: text tokens and frames together.
     max_tokens: int | None = None
+    #: Settings of one role's turns, where a dialogue has several; each goes before the same one outside.
+    roles: dict[SpokenRole, Generation] | None = None
+
+    def of(self, role: SpokenRole) -> Generation:
+        """The settings of one role's turns. `reference_text` outside of `roles` belongs to the user's recording."""
+        said = self.reference_text if role == "user" else None
+        whole = msgspec.structs.replace(self, roles=None, reference_text=said)
+        own = None if self.roles is None else self.roles.get(role)
+        return whole if own is None else own.over(whole)
 
     def over(self, defaults: Generation) -> Generation:
         """This object with every unset field taken from `defaults`."""

@@ -243,8 +243,10 @@ def _system_text(earlier: str | None, message: Message) -> str | None:
 
 
 def _check_abilities(audio: Sequence[str | bytes], generation: Generation, capabilities: Capabilities) -> None:
+    if generation.roles is not None:
+        raise _unsupported("`roles` has no meaning here", "Say the settings for the whole line.")
     if audio and not capabilities.cloning:
-        raise _unsupported("This model cannot clone a voice", "Remove the user's audio message, or use a model that clones.")
+        raise _unsupported("This model cannot clone a voice", "Remove the audio message beside the text, or use a model that clones.")
     if not audio and capabilities.needs_reference:
         raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "This model needs a voice to clone.", "Add a user audio message to the line.")
     if generation.reference_text is not None:

@@ -46,7 +46,7 @@ class Browser:
         self._number = 0
         #: Every event so far, as (method, parameters).
         self.events: list[tuple[str, dict[str, Any]]] = []
-        target = self.call("Target.getTargets", session=False)["targetInfos"][0]["targetId"]
+        target = self._first_page()
         self._session = self.call("Target.attachToTarget", session=False, targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network", "Accessibility", "DOM"):
             self.call(f"{domain}.enable")
@@ -63,6 +63,14 @@ class Browser:
         os.close(self._write)
         os.close(self._read)
         self._profile.cleanup()
+
+    def _first_page(self) -> str:
+        """The page that the browser opens at its start; extensions and workers of its own may come before it."""
+        while True:
+            for target in self.call("Target.getTargets", session=False)["targetInfos"]:
+                if target["type"] == "page":
+                    return target["targetId"]
+            time.sleep(0.02)
 
     def call(self, method: str, *, session: bool = True, **parameters: Any) -> dict[str, Any]:
         """One command of the DevTools protocol and its result."""

@@ -1,4 +1,4 @@
-"""The `jobs` command as a process, for tests."""
+"""The `nightjar` command as a process, for tests."""
 
 from __future__ import annotations
 

@@ -9,12 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+from tests import skips
 from tests.services import S3, MotoS3, Postgres, SeaweedFS, Valkey, running_postgres
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in [name for name in os.environ if name.startswith("SPEECH_")]:
     del os.environ[name]
+
+# The same examples in every run; NIGHTJAR_RANDOM_EXAMPLES=1 tries others.
+settings.register_profile("same", derandomize=True, database=None)
+if not os.environ.get("NIGHTJAR_RANDOM_EXAMPLES"):
+    settings.load_profile("same")
+
+pytest_sessionfinish = skips.pytest_sessionfinish
 
 
 @pytest.fixture(scope="session")

@@ -36,15 +36,17 @@ class Finished:
     audio: dict[str, bytes]
 
 
-def wav(number: int, seconds: float = 1.0, format: str = "WAV") -> bytes:
+def wav(number: int, seconds: float = 1.0, format: str = "WAV", sample_rate: int = SAMPLE_RATE) -> bytes:
     """A file that no other number has: as many samples more than `seconds` as the number says."""
     buffer = io.BytesIO()
-    samples = np.random.default_rng(number).uniform(-0.1, 0.1, round(seconds * SAMPLE_RATE) + number).astype(np.float32)
-    soundfile.write(buffer, samples, SAMPLE_RATE, format=format)
+    samples = np.random.default_rng(number).uniform(-0.1, 0.1, round(seconds * sample_rate) + number).astype(np.float32)
+    soundfile.write(buffer, samples, sample_rate, format=format)
     return buffer.getvalue()
 
 
-def run_all(ledger: Ledger, store: ObjectStore, job_id: str, seconds: float = 1.0, *, mended: bool = False) -> dict[str, bytes]:
+def run_all(
+    ledger: Ledger, store: ObjectStore, job_id: str, seconds: float = 1.0, *, mended: bool = False, sample_rate: int = SAMPLE_RATE
+) -> dict[str, bytes]:
     """Plays the worker: every item gets audio, apart from those whose id begins with `fails` unless that is mended."""
     audio: dict[str, bytes] = {}
     extension = ledger.job(job_id).spec.format
@@ -57,17 +59,24 @@ def run_all(ledger: Ledger, store: ObjectStore, job_id: str, seconds: float = 1.
                 if example_id.startswith("fails") and not mended:
                     ledger.commit(lease.ticket, [Failed(index, ErrorCode.SYNTH_NO_EOS, "no end")])
                     continue
-                key, data = audio_key(job_id, index, example_id, extension), wav(index, seconds, extension.upper())
+                key, data = audio_key(job_id, index, example_id, extension), wav(index, seconds, extension.upper(), sample_rate)
                 info = store.put(key, data).info
                 audio[key] = data
-                samples = round(seconds * SAMPLE_RATE) + index
-                made = Artifact(index, "audio", key, info.sha256, info.bytes, round(1000 * seconds), SAMPLE_RATE, samples, index + 2**62)
+                samples = round(seconds * sample_rate) + index
+                made = Artifact(index, "audio", key, info.sha256, info.bytes, round(1000 * seconds), sample_rate, samples, index + 2**62)
                 ledger.commit(lease.ticket, [Done(index, (made,))])
             ledger.finish_shard(lease.ticket)
     return dict(sorted(audio.items()))
 
 
-def finished_job(folder: Path, store: ObjectStore, lines: Sequence[Line], spec: JobSpec | None = None, seconds: float = 1.0) -> Finished:
+def finished_job(
+    folder: Path,
+    store: ObjectStore,
+    lines: Sequence[Line],
+    spec: JobSpec | None = None,
+    seconds: float = 1.0,
+    sample_rate: int = SAMPLE_RATE,
+) -> Finished:
     """Submits the lines and makes them; shards of two items."""
     ledger = Ledger.open(f"sqlite:///{folder}/ledger.sqlite")
     ledger.migrate()
@@ -75,4 +84,4 @@ def finished_job(folder: Path, store: ObjectStore, lines: Sequence[Line], spec: 
     source.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     settings = Settings(shard=ShardSettings(max_items=2))
     job_id = submit(settings, ledger, store, str(source), spec or JobSpec("hibari"), options=SubmitOptions(name="A night")).job.id
-    return Finished(folder, ledger, store, job_id, run_all(ledger, store, job_id, seconds))
+    return Finished(folder, ledger, store, job_id, run_all(ledger, store, job_id, seconds, sample_rate=sample_rate))

@@ -247,8 +247,12 @@ class MemoryStore:
     def __init__(self, url: str = "memory://") -> None:
         self.url = url
         self.objects: dict[str, tuple[bytes, Mapping[str, str]]] = {}
+        #: When each object was written; a test may age one.
+        self.modified_at: dict[str, float] = {}
         self.fail_next: list[StoreError] = []
         self.puts = 0
+        #: Keys that a power cut would take away.
+        self.unsynced: set[str] = set()
         self._lock = threading.Lock()
 
     def put(
@@ -258,8 +262,10 @@ class MemoryStore:
         with self._lock:
             self.puts += 1
             created = key not in self.objects
+            self.unsynced.add(key)
             if created:
                 self.objects[key] = (bytes(data), dict(metadata or {}))
+                self.modified_at[key] = time.time()
         return PutResult(self._info(key), created)
 
     def put_file(
@@ -285,6 +291,10 @@ class MemoryStore:
     def delete(self, key: str) -> None:
         self.objects.pop(key, None)
 
+    def sync(self) -> None:
+        with self._lock:
+            self.unsynced.clear()
+
     def uri(self, key: str) -> str:
         return self.url + key
 
@@ -298,7 +308,7 @@ class MemoryStore:
 
     def _info(self, key: str) -> ObjectInfo:
         data, metadata = self._object(key)
-        return ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest(), metadata)
+        return ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest(), metadata, self.modified_at.get(key))
 
     def _maybe_fail(self) -> None:
         with self._lock:

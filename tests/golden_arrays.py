@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MARK = "~"
+#: Rounding in float32 grows with the values: where that is more than a limit, so much of the largest of them is allowed.
+RELATIVE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,29 @@ class Thinned:
 
 
 Array = NDArray[Any] | Thinned
+
+
+class Arrays(dict[str, Any]):
+    """The arrays of a file by their keys, and which of them were looked at."""
+
+    def __init__(self, found: Mapping[str, Array]) -> None:
+        super().__init__(found)
+        self.seen: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        """Raises AssertionError for an array that the file lacks."""
+        assert key in self, f"the array {key} is absent"
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def check_listed(self, listed: Mapping[str, tuple[str, list[int]]]) -> None:
+        """Raises AssertionError where an array that is listed as {key: (type, shape)} is absent or another one."""
+        for key, (kind, shape) in listed.items():
+            assert key in self, f"the array {key} is absent"
+            array = super().__getitem__(key)
+            values = array.values if isinstance(array, Thinned) else array
+            found = (str(values.dtype), list(array.shape))
+            assert found == (kind, list(shape)), f"the array {key} is {found}, listed is {(kind, shape)}"
 
 
 def read_arrays(path: Path) -> dict[str, Array]:
@@ -76,3 +101,12 @@ def largest_difference(got: NDArray[Any], want: Array, what: str) -> float:
     """The largest absolute difference. Raises AssertionError for another shape."""
     mine, theirs = aligned(got, want, what)
     return float(np.abs(mine - theirs).max()) if mine.size else 0.0
+
+
+def check_near(what: str, got: Any, want: Array, limit: float) -> None:
+    """Raises AssertionError for another shape, and for a difference above `limit` and above `RELATIVE` of the largest value."""
+    mine = got.detach().float().cpu().numpy() if hasattr(got, "detach") else np.asarray(got)
+    values = want.values if isinstance(want, Thinned) else want
+    allowed = max(limit, RELATIVE * float(np.abs(values).max(initial=0.0)))
+    difference = largest_difference(mine, want, what)
+    assert difference <= allowed, f"{what}: largest difference {difference:.2e}, allowed {allowed:.0e}"

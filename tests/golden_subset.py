@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipelines.spark_tts.config import BICODEC, LLM, SparkConfig
-from pipelines.spark_tts.speaker import Ecapa
+from pipelines.spark_tts.config import BICODEC, LLM
 from tests.golden_arrays import Array, read_arrays, thinned, write_arrays
 from tests.golden_checkpoint import LEFT_OUT
 
@@ -30,28 +29,56 @@ from tests.golden_checkpoint import LEFT_OUT
 STEP = 7
 #: Arrays with fewer values than this are kept whole.
 LARGE = 12_000
-_ECAPA = "speaker_encoder.speaker_encoder."
-#: Of SparkTTS: the long recording and what was made of it, and files of the tokenizer that nobody reads.
-_SPARK_LEFT_OUT = ("*long*", "added_tokens.json", "merges.txt", "vocab.json")
+#: The same for families whose arrays are many and small.
+SMALL = 2_000
+#: Of SparkTTS: files of the tokenizer that nobody reads.
+_SPARK_LEFT_OUT = ("added_tokens.json", "merges.txt", "vocab.json")
+_FISH_THINNED = ("wav", "hidden", "slow_logits", "encoder_out", "downsample_out", "pre_module_out", "semantic_z", "upsample_out")
+#: Of SpeechLM: the codec's weights, which the checkpoint's own files hold once more, and files of the tokenizer that nobody reads.
+_SPEECHLM_LEFT_OUT = ("model.safetensors", "added_tokens.json", "merges.txt", "special_tokens_map.json", "vocab.json")
+_SPEECHLM_THINNED = ("mel", "waveform", "pcm16", "text_logits", "prompt_embeds", "tower", "features")
 #: Waves that tests of the conformance command change.
 _QWEN3_WHOLE = ("clone_icl_nonstreaming.0.wave", "clone_xvector_streaming.0.wave")
+
+_THINNED_SAYS = "Large arrays that are only compared have every 7th of their values (`tests/golden_arrays.py`)."
+#: What the README says of the repository's copy.
+_COPIES = {
+    "fish": f"All cases of the set. {_THINNED_SAYS}",
+    "spark": (
+        "All cases of the set, made anew by `python -m tests.golden_spark` with the same reference implementation, because the ECAPA of "
+        "12 MB does not pack: of each of its large tensors 15 % of the values are one size and the others 0. Everything that depends on a "
+        "voice was computed with it; with the set's own ECAPA that command gives the set's own numbers. `.gz` files are packed ones "
+        f"(`tests/golden_checkpoint.py`). {_THINNED_SAYS}"
+    ),
+    "speechlm": f"All cases of the set; `xcodec/` holds the codec's config alone, its weights are in the checkpoint. {_THINNED_SAYS}",
+}
 
 Gaps = dict[str, dict[str, Any]]
 
 
 def spark(source: Path, target: Path) -> None:
-    """Leaves out the ECAPA, which is twelve of the checkpoint's megabytes, and the mel filters, which nobody reads."""
+    """Packs the checkpoint, whose ECAPA was made to pack well (`tests.golden_spark`), and thins what is only compared."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_SPARK_LEFT_OUT), copy_function=shutil.copyfile)
-    checkpoint, file = target / "checkpoint", f"{BICODEC}/model.safetensors"
-    with torch.device("meta"):
-        used = [_ECAPA + name for name in Ecapa(SparkConfig.from_folder(checkpoint).bicodec.speaker.input).state_dict()]
-    _cut(checkpoint, {file: lambda tensors: _without_ecapa(tensors, used)})
-    _pack(checkpoint / LLM / "tokenizer.json")
+    _pack(target / "checkpoint" / LLM / "tokenizer.json")
+    _pack(target / "checkpoint" / BICODEC / "model.safetensors")
     cases = json.loads((source / "cases.json").read_text(encoding="utf-8"))["cases"]
     read = {case.get("logits_file") for case in cases}
     for path in (target / "arrays").iterdir():
-        keys = {"mel", "ref_clip", "wav"} | (set() if f"arrays/{path.name}" in read else {"logits"})
-        _thin(path, lambda key, keys=keys: key in keys)
+        keys = {"mel", "ref_clip", "wav", "hidden"} | (set() if f"arrays/{path.name}" in read else {"logits"})
+        _thin(path, lambda key, keys=keys: key in keys, SMALL)
+
+
+def fish(source: Path, target: Path) -> None:
+    """Every case; audio, states and logits of the whole vocabulary are thinned."""
+    shutil.copytree(source, target, copy_function=shutil.copyfile)
+    for path in (target / "arrays").iterdir():
+        _thin(path, lambda key: key in _FISH_THINNED, SMALL)
+
+
+def speechlm(source: Path, target: Path) -> None:
+    """Every case; the codec's weights are in the checkpoint once more, and audio and what spans the vocabulary are thinned."""
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*_SPEECHLM_LEFT_OUT), copy_function=shutil.copyfile)
+    _thin(target / "arrays.npz", lambda key: key.rpartition("/")[2] in _SPEECHLM_THINNED, SMALL)
 
 
 def qwen3_tts(source: Path, target: Path) -> None:
@@ -138,13 +165,6 @@ def _without(tensors: dict[str, Tensor], names: Iterable[str]) -> Gaps:
     return {name: {"shape": list(tensors.pop(name).shape)} for name in names}
 
 
-def _without_ecapa(tensors: dict[str, Tensor], used: Iterable[str]) -> Gaps:
-    """Takes out all of it; what nobody uses is not to be filled in again."""
-    gaps = _without(tensors, (*used, "mel_transformer.mel_scale.fb"))
-    _without(tensors, [name for name in tensors if name.startswith(_ECAPA)])
-    return gaps
-
-
 def _rows(tensors: dict[str, Tensor], pattern: str, rows: list[NDArray[np.int64]]) -> Gaps:
     """Keeps rows of the tensors that a pattern names by number."""
     gaps: Gaps = defaultdict(dict)
@@ -165,9 +185,9 @@ def _pack(path: Path) -> None:
     path.unlink()
 
 
-def _thin(path: Path, chosen: Callable[[str], bool]) -> None:
+def _thin(path: Path, chosen: Callable[[str], bool], large: int = LARGE) -> None:
     def shorter(key: str, array: Array) -> Array:
-        return thinned(array, STEP) if isinstance(array, np.ndarray) and array.size > LARGE and chosen(key) else array
+        return thinned(array, STEP) if isinstance(array, np.ndarray) and array.size > large and chosen(key) else array
 
     write_arrays(path, {key: shorter(key, array) for key, array in read_arrays(path).items()})
 
@@ -176,5 +196,33 @@ def _keep(path: Path, chosen: Callable[[str], bool]) -> None:
     write_arrays(path, {key: array for key, array in read_arrays(path).items() if chosen(key)})
 
 
+def kinds(folder: Path) -> dict[str, list[str]]:
+    """The names of a folder's cases by their kind."""
+    content = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
+    found: dict[str, list[str]] = defaultdict(list)
+    for case in content["cases"]:
+        found[case["kind"] if "kind" in case else case["mode"]].append(case.get("name") or case["id"])
+    for table in ("batches", "teacher_forced", "sampling", "delay"):
+        for item in content.get(table, ()):
+            found[table].append(item["id"])
+    return dict(found)
+
+
+def case_list(folder: Path) -> str:
+    """The list of cases that the README of a folder ends with."""
+    found = kinds(folder)
+    rows = [f"| {kind} | {len(names)} | {', '.join(names)} |" for kind, names in found.items()]
+    head = f"## Cases\n\n{sum(map(len, found.values()))} cases.\n\n| kind | number | names |\n|---|---|---|\n"
+    return head + "\n".join(rows) + "\n"
+
+
+def _describe(family: str, target: Path) -> None:
+    path = target / "README.md"
+    about = path.read_text(encoding="utf-8").strip()
+    path.write_text(f"{about}\n\n## What this copy is\n\n{_COPIES[family]}\n\n{case_list(target)}", encoding="utf-8")
+
+
 if __name__ == "__main__":
-    {"spark": spark, "qwen3_tts": qwen3_tts}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    {"fish": fish, "qwen3_tts": qwen3_tts, "spark": spark, "speechlm": speechlm}[sys.argv[1]](Path(sys.argv[2]), Path(sys.argv[3]))
+    if sys.argv[1] in _COPIES:
+        _describe(sys.argv[1], Path(sys.argv[3]))

@@ -52,12 +52,14 @@ def _stat(pid: str) -> list[str]:
         return []
 
 
-def _children(parent: int) -> list[int]:
+def children(parent: int) -> list[int]:
+    """The processes whose parent this is, zombies too."""
     pids = [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [int(pid) for pid in pids if _stat(pid)[1:2] == [str(parent)]]
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether there is such a process and it has not ended."""
     return _stat(str(pid))[:1] not in ([], ["Z"], ["X"])
 
 
@@ -196,13 +198,13 @@ class Postgres(Service):
 
     def kill(self) -> None:
         # Backends have sessions of their own: for a moment they outlive their server, and may still answer.
-        backends = [] if self.process is None else _children(self.process.pid)
+        backends = [] if self.process is None else children(self.process.pid)
         super().kill()
         for pid in backends:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + START_SECONDS
-        while any(_runs(pid) for pid in backends) and time.monotonic() < deadline:
+        while any(runs(pid) for pid in backends) and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def stop(self) -> None:

@@ -79,13 +79,17 @@ class Running:
         return tuple(now[name] for name in names)
 
     def until(self, true: Any, seconds: float = PATIENCE_SECONDS) -> None:
-        deadline = time.monotonic() + seconds
-        while not true():
-            assert time.monotonic() < deadline, "it did not come about in time"
-            time.sleep(0.02)
+        wait_until(true, seconds)
 
     def until_idle(self) -> None:
         self.until(lambda: self.busy() == (0, 0, 0, 0))
+
+
+def wait_until(true: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.02)
 
 
 def scraped(text: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A voice that takes a known time on any machine: twenty items a second. `jobs` finds it as it finds any package's pipeline."""
+"""A voice that takes a known time on any machine: twenty items a second. `nightjar` finds it as it finds any package's pipeline."""
 
 from __future__ import annotations
 

@@ -58,6 +58,9 @@ class Rig:
         path = self.folder / f"{len(list(self.folder.glob('*.jsonl')))}.jsonl"
         lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return self.submit_file(path, model=model, options=options, **spec)
+
+    def submit_file(self, path: Path, *, model: str = "fake", options: SubmitOptions | None = None, **spec: object) -> Job:
         job_spec = JobSpec(model=model, **spec)  # pyright: ignore[reportArgumentType]
         return submit(self.settings, self.ledger, self.store, str(path), job_spec, options=options).job
 

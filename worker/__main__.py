@@ -13,7 +13,7 @@ from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from pipelines.errors import NightjarError
 
-#: Exit codes, as those of `jobs wait`.
+#: Exit codes, as those of `nightjar wait`.
 FAILED, NOT_ENDED = 1, 7
 
 
@@ -50,7 +50,7 @@ def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | 
 
 @cli.command()
 def beat() -> None:
-    """Sends the nightly schedules and the sweep to the workers; run exactly one."""
+    """Sends the nightly schedules, and the sweep if wanted, to the workers; run exactly one."""
     from worker.run import run_beat
 
     run_beat(_settings())
@@ -90,13 +90,25 @@ def flower() -> None:
 
 @cli.command()
 @click.option("--delete", is_flag=True, help="Delete what was found; without it, it is only counted.")
-@click.option("--grace-hours", type=FiniteRange(min=0), default=24.0, show_default=True, help="Age of the end of a job.")
-def sweep(delete: bool, grace_hours: float) -> None:
-    """Finds objects of finished jobs that no artifact names."""
+@click.option("--grace-hours", type=FiniteRange(min=0), help="Age of the end of a job, and of an object; default: the setting, 24.")
+@click.option("--json", "as_json", is_flag=True, help="Print versioned JSON.")
+def sweep(delete: bool, grace_hours: float | None, as_json: bool) -> None:
+    """Finds objects of ended jobs that nothing names: what killed workers and cancelled jobs left.
+
+    Exit code: 0 all jobs were looked at, 1 the store of a job did not answer as it should.
+    """
     from worker.sweep import sweep_all
 
-    report = sweep_all(_settings(), grace_hours * 3600, delete=delete)
-    click.echo(f"{report.orphans} orphans, {report.bytes} bytes{', deleted' if delete else ''}")
+    settings = _settings()
+    hours = settings.sweep.grace_hours if grace_hours is None else grace_hours
+    report = sweep_all(settings, hours * 3600, delete=delete)
+    if as_json:
+        view = {"orphans": report.orphans, "bytes": report.bytes, "deleted": delete, "failed_jobs": report.failed_jobs}
+        Output(as_json=True).data({"schema": "nightjar.sweep/1", **view})
+    else:
+        failed = f"; {report.failed_jobs} jobs could not be looked at" if report.failed_jobs else ""
+        click.echo(f"{report.orphans} orphans, {report.bytes} bytes{', deleted' if delete else ''}{failed}")
+    sys.exit(FAILED if report.failed_jobs else 0)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The Celery app of workers and beat. Also the target of `celery -A worker.app inspect ping`."""
+"""The Celery app of workers and beat."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def create_app(settings: Settings) -> Celery:
     """The app with its tasks and its beat schedule."""
     app = make_celery(settings)
     app.conf.beat_schedule = beat_schedule(settings)
+    app.conf.worker_consumer = "worker.consumer:SteadyConsumer"
     app.task(name=RUN_SHARD, base=ShardTask)(run_shard)
     app.task(name=RUN_NIGHTLY, base=ShardTask)(run_nightly)
     app.task(name=RUN_SWEEP, base=ShardTask)(run_sweep)
@@ -40,7 +41,7 @@ def run_shard(job: str, shard: int, epoch: int) -> str:
 
 
 def beat_schedule(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Every nightly schedule at its time, and the sweep once a day. Messages that nobody took by the next hour are void."""
+    """Every nightly schedule at its time, and the sweep once a day if wanted. Messages that nobody took by the next hour are void."""
     entries: dict[str, dict[str, Any]] = {
         f"nightly-{name}": {
             "task": RUN_NIGHTLY,
@@ -50,7 +51,8 @@ def beat_schedule(settings: Settings) -> dict[str, dict[str, Any]]:
         }
         for name, schedule in settings.schedules.items()
     }
-    entries["sweep"] = {"task": RUN_SWEEP, "schedule": crontab(minute=30, hour=5), "options": {"expires": EXPIRES_SECONDS}}
+    if settings.sweep.daily:
+        entries["sweep"] = {"task": RUN_SWEEP, "schedule": crontab(minute=30, hour=5), "options": {"expires": EXPIRES_SECONDS}}
     return entries
 
 
@@ -63,11 +65,12 @@ def run_nightly(schedule: str) -> str:
 
 
 def run_sweep() -> int:
-    """Deletes orphans of finished jobs; returns how many."""
+    """Counts orphans of ended jobs, and deletes them if the settings say so; returns how many."""
     from worker.pool import runtime
     from worker.sweep import sweep
 
-    return sweep(runtime().ledger, runtime().store_for, delete=True).orphans
+    settings = runtime().settings.sweep
+    return sweep(runtime().ledger, runtime().store_for, settings.grace_hours * 3600, delete=settings.delete).orphans
 
 
 @signals.setup_logging.connect(weak=False)

@@ -50,7 +50,8 @@ class Chore:
     def stop(self, timeout_seconds: float = 5.0) -> None:
         self._stopping = True
         self._nudged.set()
-        self._thread.join(timeout_seconds)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
 
     def run_once(self) -> None:
         try:
@@ -92,7 +93,7 @@ class Housekeeping:
         publisher: Publisher,
         on_job_ended: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`on_job_ended` is told of jobs that the reconciler ended."""
+        """`on_job_ended` is told of jobs that the reconciler ended, and of those that have no manifest yet."""
         self._ledger = ledger
         self._settings = settings
         self._worker = worker
@@ -103,6 +104,7 @@ class Housekeeping:
         self._on_job_ended = on_job_ended
         self._dispatcher = Dispatcher(ledger, settings, publisher)
         self._state = UP
+        self._registered = False
         self._reconciled_at = float("-inf")
         self._depth_at = float("-inf")
         self._heartbeats = Chore("heartbeats", settings.worker.heartbeat_seconds, self.beat)
@@ -111,6 +113,7 @@ class Housekeeping:
     def start(self) -> None:
         """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this worker."""
         self._ledger.register_worker(self._worker)
+        self._registered = True
         self._heartbeats.start()
         self._dispatch.start()
         self._dispatch.nudge()
@@ -128,6 +131,8 @@ class Housekeeping:
         """Ends the threads and strikes the worker off. The ledger may be unreachable."""
         self._dispatch.stop()
         self._heartbeats.stop()
+        if not self._registered:
+            return
         try:
             self._ledger.retire_worker(self._worker.id)
         except NightjarError as error:
@@ -162,9 +167,8 @@ class Housekeeping:
     def _reconcile(self) -> None:
         report = self._ledger.reconcile(self._settings.dispatch.queued_timeout_seconds)
         if report.changed:
-            counts = {name: getattr(report, name) for name in report.__dataclass_fields__ if name != "ended_jobs"}
-            log.info("reconciled", **counts)
-            for name, count in counts.items():
+            log.info("reconciled", **report.counts)
+            for name, count in report.counts.items():
                 self._metrics.reconciled.labels(what=name).inc(count)
-        for job_id in report.ended_jobs:
+        for job_id in {*report.ended_jobs, *report.without_manifest}:
             self._on_job_ended(job_id)

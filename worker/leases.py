@@ -27,6 +27,8 @@ class GoneReason(StrEnum):
     EXPIRED = "expired"
     #: The worker stops and gives the shard back.
     DRAINED = "drained"
+    #: The job was paused: what was not begun is given back.
+    PAUSED = "paused"
 
 
 class LeaseGoneError(Exception):

@@ -34,6 +34,12 @@ class Metrics:
         )
         self.reconciled = Counter("speech_reconciled", "What the reconciler put right.", ["what"], registry=self.registry)
         self.dispatched = Counter("speech_dispatched", "Shards that were sent to the broker.", registry=self.registry)
+        self.dropped_messages = Counter(
+            "speech_dropped_messages", "Messages of the broker that were none of ours and were dropped.", registry=self.registry
+        )
+        self.consumer_restarts = Counter(
+            "speech_consumer_restarts", "Times that this worker connected to the broker anew.", registry=self.registry
+        )
         self.leases_held = Gauge("speech_leases_held", "Shards in flight.", registry=self.registry)
         self.batch_size = Gauge("speech_engine_batch_size", "Requests in the running batch.", registry=self.registry)
         self.engine_waiting = Gauge("speech_engine_waiting", "Requests that wait for a slot of the engine.", registry=self.registry)

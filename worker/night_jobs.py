@@ -5,10 +5,12 @@ from __future__ import annotations
 from datetime import date
 from typing import TYPE_CHECKING
 
-from jobs.ledger.records import Job, JobSpec, JobState
+import msgspec
+
+from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState
 from jobs.quality import quality_of
 from pipelines.errors import ErrorCode, InputError, NightjarError, ServiceError
-from pipelines.request import Generation
+from pipelines.request import Generation, SpokenRole
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -54,16 +56,19 @@ def is_mended(settings: Settings, job: Job, name: str, night: date) -> bool:
     same file that were refused would be taken, since audio that they name is there now. A job that a person cancelled comes
     back for a change only. Raises `NightjarError`.
     """
-    from jobs.ingest import INPUT_FORMAT, dry_run
+    from jobs.ingest import dry_run
     from jobs.source import open_source
-    from jobs.spec import frozen_spec, spec_sha
+    from jobs.spec import frozen_spec, of_before, spec_sha
     from pipelines.registry import describe
 
     schedule = settings.schedules[name]
     spec, store, source = _spec(schedule), _store(settings, schedule), input_of(schedule, night)
     with open_source(source, settings.s3) as opened:
         input_sha256 = opened.sha256
-    now = (input_sha256, spec_sha(frozen_spec(spec, describe(spec.model))), store.url, schedule.input_format)
+    frozen = frozen_spec(spec, describe(spec.model))
+    if schedule.speak is None and job.spec.speak is msgspec.UNSET:
+        frozen = of_before(frozen)
+    now = (input_sha256, spec_sha(frozen), store.url, schedule.input_format)
     if now != (job.input_sha256, job.spec_sha, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
         return True
     return job.state is JobState.FAILED and dry_run(settings, store, source, spec, schedule.input_format).items > 0
@@ -79,7 +84,9 @@ def bad_end(job: Job) -> NightjarError:
         )
     if job.rejected_lines:
         message = f"Its job {job.id} has no items: all of the file's lines were refused."
-        return InputError(ErrorCode.INPUT_NO_ITEMS, message, f"See why with `jobs errors {job.id}`, mend the file and run the night again.")
+        return InputError(
+            ErrorCode.INPUT_NO_ITEMS, message, f"See why with `nightjar errors {job.id}`, mend the file and run the night again."
+        )
     return InputError(ErrorCode.INPUT_NO_ITEMS, "Its file has no lines.", "Put a file with dialogues there and run the night again.")
 
 
@@ -90,12 +97,14 @@ def _key(name: str, night: date, earlier: int) -> str:
 
 
 def _spec(schedule: Schedule) -> JobSpec:
+    roles: dict[SpokenRole, Generation] = {role: Generation(voice=voice) for role, voice in schedule.voice_of.items()}
     return JobSpec(
         model=schedule.model,
-        generation=Generation(voice=schedule.voice, language=schedule.language, instruct=schedule.instruct),
+        generation=Generation(voice=schedule.voice, language=schedule.language, instruct=schedule.instruct, roles=roles or None),
         seed=schedule.seed,
         format=schedule.format,
         quality=quality_of(schedule.qa, schedule.qa_config),
+        speak=msgspec.UNSET if schedule.speak is None else schedule.speak,
     )
 
 

@@ -67,7 +67,7 @@ class Night:
         lines = [f"{clean(self.schedule, 100)} {self.night.isoformat()} {self.end.value}{f' {tail}' if tail else ''}"]
         if self.failed_items or self.rejected_lines:
             counts = f"{counted(self.failed_items, 'item')} failed, {counted(self.rejected_lines, 'line')} refused"
-            lines.append(f"  {counts}; see why with: jobs errors {self.job_id}")
+            lines.append(f"  {counts}; see why with: nightjar errors {self.job_id}")
         for one in self.datasets:
             written = f"{one.to} ({counted(one.items, 'item')})"
             lines.append(f"  {one.format} {f'not written: {one.reason}' if one.reason else written}")
@@ -148,7 +148,7 @@ def run_nights(
         known = ", ".join(sorted(settings.schedules)) or "none"
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no schedule {sorted(unknown)[0]!r}.", f"Schedules are: {known}.")
     check_exports(settings, names or settings.schedules)
-    ledger = Ledger.open(settings.ledger_url)
+    ledger = Ledger.of(settings)
     try:
         ledger.check_schema()
         dates = [last - timedelta(days=days) for days in range(catch_up, -1, -1)]
@@ -195,7 +195,7 @@ def _explained(error: NightjarError, job: Job | None) -> NightjarError:
     if job is None or job.state is not JobState.INGESTING or error.code is not ErrorCode.LEDGER_STATE:
         return error
     message = f"Its job {job.id} was made from another file or other settings, and its submit was stopped."
-    return ServiceError(error.code, message, f"Run the night again after `jobs cancel {job.id}`.")
+    return ServiceError(error.code, message, f"Run the night again after `nightjar cancel {job.id}`.")
 
 
 def _failed(ledger: Ledger, night: Night, error: NightjarError) -> Night:
@@ -253,7 +253,7 @@ def _unfinished(settings: Settings, ledger: Ledger, night: Night) -> Night:
     datasets = " for its datasets" if settings.schedules[night.schedule].exports else ""
     if job.state is JobState.PAUSED:
         why = f" ({job.state_reason})" if job.state_reason else ""
-        reason = f"its job is paused{why}; let it go on with `jobs resume {job.id}`, and run this again{datasets}"
+        reason = f"its job is paused{why}; let it go on with `nightjar resume {job.id}`, and run this again{datasets}"
     else:
         reason = f"its job is {job.state.value}; run this again{datasets}" if datasets else f"its job is {job.state.value}"
     return replace(night, state=job.state, reason=reason)

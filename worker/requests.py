@@ -60,8 +60,8 @@ class RequestBuilder:
         return SynthesisRequest(
             request_id=f"{lease.job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else ""),
             messages=tuple([self._loaded(message) if message.modality == "audio" else message for message in line.messages]),
-            generation=line.generation.over(spec.generation),
-            seed=item_seed(spec.seed, line.example_id, line.speech_position, draw, line_seed=line.generation.seed),
+            generation=line.generation_over(spec.generation),
+            seed=item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.seed),
         )
 
     def _loaded(self, message: Message) -> Message:

@@ -14,6 +14,7 @@ from pipelines.errors import ConfigError, ErrorCode
 
 def run_worker(settings: Settings, model: str | None, parent_pid: int | None) -> int:
     """Works until a signal; returns the exit status. Raises `NightjarError` when the worker cannot start."""
+    from celery.exceptions import CPendingDeprecationWarning
     from celery.platforms import SecurityWarning
 
     from worker import pool
@@ -22,6 +23,8 @@ def run_worker(settings: Settings, model: str | None, parent_pid: int | None) ->
 
     # Celery warns root of pickled messages; only JSON is accepted here.
     warnings.filterwarnings("ignore", category=SecurityWarning)
+    # And of what becomes of tasks when a connection is lost, at each loss; that is set.
+    warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
     pool.configure(settings, WorkerOptions(model, parent_pid))
     worker = create_app(settings).Worker(
         pool_cls=pool.EnginePool,
@@ -60,13 +63,16 @@ def _leave(*_: object) -> None:
 
 def run_flower(settings: Settings) -> None:
     """Becomes Flower. Raises `config.invalid` without credentials, for the dashboard shows every job."""
-    auth = settings.flower.basic_auth
-    if auth is None or ":" not in auth.get_secret_value():
+    auth = "" if settings.flower.basic_auth is None else settings.flower.basic_auth.get_secret_value()
+    # Flower takes several, with commas between them, and would let in whoever leaves both fields of a lone colon empty.
+    if not all(user.strip() and password.strip() for user, _, password in (one.partition(":") for one in auth.split(","))):
         raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "Flower does not start without a password.", "Set SPEECH_FLOWER__BASIC_AUTH to user:password."
+            ErrorCode.CONFIG_INVALID,
+            "Flower does not start without a user and a password.",
+            "Set SPEECH_FLOWER__BASIC_AUTH to user:password, neither of them empty or with a comma.",
         )
     # By environment, not by arguments: those are readable by every user of the machine.
-    os.environ["FLOWER_BASIC_AUTH"] = auth.get_secret_value()
+    os.environ["FLOWER_BASIC_AUTH"] = auth
     from worker.app import create_app
 
     sys.argv[0] = "celery"

@@ -8,6 +8,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,7 @@ from jobs.broker import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
+from jobs.startup import say_up
 from jobs.store import open_store
 from jobs.store.base import ObjectStore
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError
@@ -102,7 +104,7 @@ class Runtime:
             slots=settings.worker.shards_in_flight,
         )
         self._stop_serving: Callable[[], None] = lambda: None
-        self.ledger = Ledger.open(settings.ledger_url, settings.dispatch.backoff_seconds)
+        self.ledger = Ledger.of(settings)
         self._storer = Storer(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
         self._isolation = Isolation()
         self.runner = ShardRunner(
@@ -125,15 +127,17 @@ class Runtime:
         return self._draining.is_set()
 
     def start(self) -> None:
-        """Registers this worker, after it loaded the model it is pinned to. Raises `NightjarError` when it cannot work."""
-        self.ledger.check_schema()
-        self._serve_metrics()
-        if self.options.model is not None:
-            with self.pipelines.use(self.options.model):
-                log.info("model ready", model=self.options.model)
-        self.housekeeping.start()
+        """Registers this worker, after it loaded the model it is pinned to; waits for services that are away, until a signal.
+
+        Raises `NightjarError` when it cannot work.
+        """
         if self.options.parent_pid is not None:
             threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
+        self._serve_metrics()
+        for step in (self.ledger.check_schema, self._load_model, self.housekeeping.start):
+            if not self._done(step):
+                return
+        say_up()
         log.info("worker up", worker=self.worker.id, slots=self.worker.slots, model=self.worker.model or "any")
 
     def handle(self, ticket: Ticket) -> Handling:
@@ -224,19 +228,30 @@ class Runtime:
 
     def _asking(self, call: Callable[[], T]) -> T | None:
         """The ledger's answer, asked for until it comes or the worker drains; None for what it does not know."""
+        answers: list[T] = []
+        with suppress(NotFoundError):
+            self._done(lambda: answers.append(call()))
+        return answers[0] if answers else None
+
+    def _done(self, step: Callable[[], None]) -> bool:
+        """Takes a step, again after every error that may pass, with growing pauses; False: the worker drains instead."""
         pause_seconds = 0.2
         while not self.draining:
             try:
-                return call()
-            except NotFoundError:
-                return None
+                step()
+                return True
             except NightjarError as error:
                 if not error.code.retryable:
                     raise
                 self.metrics.waited_for(error)
             self._draining.wait(pause_seconds)
             pause_seconds = min(pause_seconds * 2, 5.0)
-        return None
+        return False
+
+    def _load_model(self) -> None:
+        if self.options.model is not None:
+            with self.pipelines.use(self.options.model):
+                log.info("model ready", model=self.options.model)
 
     def _end_job(self, job_id: str) -> None:
         put_manifest_if_over(self.ledger, self.store_for, job_id)

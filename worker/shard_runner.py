@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from jobs.dialogue import spoken_text
-from jobs.ledger.records import Done, Failed, Outcome
-from jobs.manifest import put_shard_manifest
+from jobs.ledger.records import Done, Failed, JobState, Outcome
+from jobs.ledger.states import WORKING
+from jobs.manifest import put_shard_manifest, spoken_by
 from jobs.payload import ShardLine, read_shard
 from jobs.provenance import ProvenanceBook
 from jobs.store.base import ObjectStore
@@ -43,7 +43,7 @@ class ShardEnd(StrEnum):
     FINISHED = "finished"
     #: The lease was gone: another worker has the shard, or its job was cancelled.
     LOST = "lost"
-    #: Given back by a draining worker; what was done stays done.
+    #: Given back by a draining worker, or because its job was paused; what was done stays done.
     RELEASED = "released"
     #: The shard as a whole could not be worked on.
     FAILED = "failed"
@@ -124,7 +124,13 @@ class ShardRunner:
         self._finish(held, store, lines, retry_later)
 
     def _synthesize(self, held: HeldLease, store: ObjectStore, todo: Sequence[ShardLine], pipeline: Pipeline) -> bool:
-        """Brings every line to a committed outcome; returns whether some are left for another attempt."""
+        """Brings every line to a committed outcome; returns whether some are left for another attempt.
+
+        Raises `LeaseGoneError` once what was begun is committed, where the job was paused meanwhile.
+        """
+        if self._is_paused(held):
+            # While the model was opened.
+            raise LeaseGoneError(GoneReason.PAUSED)
         work = ShardWork(
             held,
             todo,
@@ -139,29 +145,33 @@ class ShardRunner:
         )
         work.start()
         try:
-            return self._collect(held, work, pipeline)
+            return self._collect(held, store, work, pipeline)
         finally:
             left = work.close(STORING_SECONDS if held.gone in (None, GoneReason.DRAINED) else 0.0)
-            self._commit_once(held, left)
+            self._commit_once(held, store, left)
 
     def _drawn_before(self, held: HeldLease, todo: Sequence[ShardLine]) -> Mapping[int, int]:
-        """Draws that open items have behind them: `jobs retry` goes on with the next ones, a lost worker's are made again."""
+        """Draws that open items have behind them: `nightjar retry` goes on with the next ones, a lost worker's are made again."""
         job = held.lease.job
         if job.spec.quality is None:
             return {}
         first, last = todo[0].index, todo[-1].index
         return held.retrying(lambda: self._ledger.drawn_before(job.id, first, last), self._metrics.waited_for)
 
-    def _collect(self, held: HeldLease, work: ShardWork, pipeline: Pipeline) -> bool:
+    def _collect(self, held: HeldLease, store: ObjectStore, work: ShardWork, pipeline: Pipeline) -> bool:
         worker = self._settings.worker
         committed: list[Outcome] = []
-        due_at = self._clock.monotonic() + worker.commit_seconds
+        due_at = look_at = self._clock.monotonic() + worker.commit_seconds
         while not work.finished:
             held.check()
+            if self._clock.monotonic() >= look_at:
+                look_at = self._clock.monotonic() + worker.commit_seconds
+                if self._is_paused(held):
+                    work.wind_down()
             batch = work.take(worker.commit_items, due_at, POLL_SECONDS)
             if batch:
                 try:
-                    self._commit(held, batch)
+                    self._commit(held, store, batch)
                 except (LeaseGoneError, NightjarError):
                     work.put_back(batch)
                     raise
@@ -171,26 +181,38 @@ class ShardRunner:
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine takes no more requests; it is opened anew.")
             if batch or self._clock.monotonic() >= due_at:
                 due_at = self._clock.monotonic() + worker.commit_seconds
+        if work.unfinished:
+            raise LeaseGoneError(GoneReason.PAUSED)
         if _engine_is_broken(committed):
             log.warning("the engine failed every item; it is opened anew", model=held.lease.job.spec.model)
             self._pipelines.discard(pipeline)
         return any(_runs_again(held.lease, outcome) for outcome in committed)
 
-    def _commit(self, held: HeldLease, batch: Sequence[Outcome]) -> None:
+    def _is_paused(self, held: HeldLease) -> bool:
+        """Whether the job was paused. Raises `LeaseGoneError` for one that was cancelled: no heartbeat need tell of it."""
+        state = held.retrying(lambda: self._ledger.job_state(held.lease.job.id), self._metrics.waited_for)
+        if state not in WORKING:
+            held.give_up(GoneReason.LOST)
+            raise LeaseGoneError(GoneReason.LOST)
+        return state is JobState.PAUSED
+
+    def _commit(self, held: HeldLease, store: ObjectStore, batch: Sequence[Outcome]) -> None:
         ticket = held.lease.ticket
         with self._metrics.commit_seconds.time():
+            # What the ledger calls done must be there after a power cut.
+            held.retrying(store.sync, self._metrics.waited_for)
             result = held.retrying(lambda: self._ledger.commit(ticket, batch), self._metrics.waited_for)
         if result.lost:
             held.give_up(GoneReason.LOST)
             raise LeaseGoneError(GoneReason.LOST)
         self._metrics.count(batch)
 
-    def _commit_once(self, held: HeldLease, left: Sequence[Outcome]) -> None:
+    def _commit_once(self, held: HeldLease, store: ObjectStore, left: Sequence[Outcome]) -> None:
         """Saves what is left of a shard that stops early. A failure costs time, not items: they run again and are adopted."""
         if not left or held.gone not in (None, GoneReason.DRAINED):
             return
         try:
-            self._commit(held, left)
+            self._commit(held, store, left)
         except (LeaseGoneError, NightjarError) as error:
             log.warning("last outcomes of a shard were not committed", items=len(left), error=str(error))
 
@@ -198,11 +220,13 @@ class ShardRunner:
         lease = held.lease
         manifest: tuple[str, str] | tuple[None, None] = (None, None)
         if not retry_later:
-            texts = {line.index: spoken_text(line.messages) for line in lines}
+            spoken = {line.index: spoken_by(lease.job, line) for line in lines}
 
             def put_manifest() -> tuple[str, str]:
                 made = self._ledger.shard_audio(lease.job.id, lease.shard_no)
-                return put_shard_manifest(store, lease.job, lease.shard_no, made, texts)
+                manifest = put_shard_manifest(store, lease.job, lease.shard_no, made, spoken)
+                store.sync()
+                return manifest
 
             manifest = held.retrying(put_manifest, self._metrics.waited_for)
         if not held.retrying(lambda: self._ledger.finish_shard(lease.ticket, *manifest), self._metrics.waited_for):
@@ -210,12 +234,12 @@ class ShardRunner:
             raise LeaseGoneError(GoneReason.LOST)
 
     def _give_up(self, held: HeldLease, reason: GoneReason) -> ShardEnd:
-        if reason is not GoneReason.DRAINED:
+        if reason not in (GoneReason.DRAINED, GoneReason.PAUSED):
             self._metrics.lease_lost.inc()
             log.warning("lease gone", reason=reason.value)
             return ShardEnd.LOST
         try:
-            self._ledger.release(held.lease.ticket, "drain")
+            self._ledger.release(held.lease.ticket, "drain" if reason is GoneReason.DRAINED else "pause")
         except NightjarError as error:
             log.warning("lease not released; it runs out by itself", error=str(error))
         return ShardEnd.RELEASED

@@ -92,9 +92,14 @@ class ShardWork:
         #: By index, oldest first.
         self._in_engine: dict[int, _InEngine] = {}
         self._submitting: int | None = None
+        #: Whether the feeder has taken a line that may not be in the engine yet.
+        self._feeding = False
         self._outcomes: list[Outcome] = []
+        #: Out of the engine and not yet settled.
         self._storing: set[int] = set()
         self._halted = False
+        #: No more is fed; what is in the engine may finish.
+        self._winding_down = False
         self._closed = False
         self._error: BaseException | None = None
         in_context = contextvars.copy_context().run
@@ -111,8 +116,26 @@ class ShardWork:
 
     @property
     def finished(self) -> bool:
-        """Whether every line has its outcome and every outcome was taken."""
-        return not self._unsettled and not self._outcomes
+        """Whether every line has its outcome and every outcome was taken; once it winds down, every line that was begun."""
+        with self._changed:
+            return not self._outcomes and not (self._begun if self._winding_down else self._unsettled)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether lines have no outcome."""
+        return bool(self._unsettled)
+
+    @property
+    def _begun(self) -> bool:
+        """Whether lines are on their way: in the engine, in a call of `submit`, or out of the engine and not yet settled."""
+        return bool(self._in_engine or self._storing or self._feeding)
+
+    def wind_down(self) -> None:
+        """Feeds no more: lines that were not begun, and draws that would follow, are left without an outcome."""
+        with self._changed:
+            self._winding_down = True
+            self._again.clear()
+            self._changed.notify_all()
 
     def take(self, most: int, due_at: float, poll_seconds: float) -> list[Outcome]:
         """Up to `most` outcomes once a commit is worth it: there are `most`, the shard is through, or it is `due_at`.
@@ -138,6 +161,7 @@ class ShardWork:
         with self._changed:
             self._storing.discard(outcome.index)
             if outcome.index not in self._unsettled:
+                self._changed.notify_all()
                 return
             self._unsettled.discard(outcome.index)
             self._outcomes.append(outcome)
@@ -154,7 +178,7 @@ class ShardWork:
         """Takes an item whose draw did not pass; its next draw is made."""
         with self._changed:
             self._storing.discard(index)
-            if index in self._unsettled:
+            if index in self._unsettled and not self._winding_down:
                 self._again.append(_Turn(self._by_index[index], history.draws[-1].draw + 1, history))
             self._changed.notify_all()
 
@@ -178,6 +202,7 @@ class ShardWork:
                     break
                 late.append((index, entry))
             engine_ms = {index: self._leave(index) for index, _ in late}
+            self._storing.update(engine_ms)
             stuck = any(index == self._submitting for index, _ in late)
         message = f"The item took more than {timeout_seconds:g} s in the engine."
         for index, entry in late:
@@ -207,7 +232,8 @@ class ShardWork:
         return left
 
     def _worth_waking(self) -> bool:
-        return len(self._outcomes) >= self._wake_at or not self._unsettled or self._error is not None or self._held.gone is not None
+        over = not self._unsettled or (self._winding_down and not self._begun)
+        return len(self._outcomes) >= self._wake_at or over or self._error is not None or self._held.gone is not None
 
     def _wake(self) -> None:
         with self._changed:
@@ -219,9 +245,14 @@ class ShardWork:
             while (turn := self._next(fresh)) is not None:
                 while self._storer.full and not self._stopped():
                     self._clock.sleep(ROOM_POLL_SECONDS)
-                if self._stopped():
-                    return
+                with self._changed:
+                    if self._stopped():
+                        return
+                    self._feeding = True
                 self._feed_one(turn)
+                with self._changed:
+                    self._feeding = False
+                    self._changed.notify_all()
         except Exception as error:
             log.exception("feeder failed")
             self._error = error
@@ -240,7 +271,7 @@ class ShardWork:
         return _Turn(line, self._drawn_before.get(line.index, 0))
 
     def _stopped(self) -> bool:
-        return self._halted or self._error is not None or self._held.gone is not None
+        return self._halted or self._winding_down or self._error is not None or self._held.gone is not None
 
     def _feed_one(self, turn: _Turn) -> None:
         index = turn.line.index
@@ -291,8 +322,8 @@ class ShardWork:
             engine_ms = self._leave(index)
             if self._halted and error is not None:
                 return
-            if error is None or redrawn:
-                self._storing.add(index)
+            # In the same step: at no time is a line that was begun on no book.
+            self._storing.add(index)
         if error is None:
             self._storer.submit(self._item(turn, request, future.result(), round(engine_ms)))
         elif not isinstance(error, NightjarError):
@@ -322,5 +353,6 @@ class ShardWork:
             text=spoken_text(line.messages),
             draw=turn.draw,
             last_draw=last,
+            sampled=self._pipeline.capabilities.sampling and request.generation.temperature != 0,
             history=turn.history,
         )

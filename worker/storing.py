@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 import structlog
 
-from jobs.artifacts import audio_key, quarantine_key, text_key
+from jobs.artifacts import CONTENT_TYPES, audio_key, object_metadata, quarantine_key, text_key
 from jobs.ledger.records import QUARANTINE, Artifact, Done, Failed, Outcome
 from jobs.ledger.states import LASTING_OUTAGES
 from jobs.quality import Quality
@@ -35,11 +35,6 @@ log = structlog.get_logger(__name__)
 
 #: Files need processor time, S3 mostly waits for the network.
 FOLDER_THREADS, S3_THREADS = 2, 16
-
-#: Of `spec_sha` in an object's metadata: with more, no ext4 inode has room for the metadata and each file takes a block for it.
-SPEC_SHA_CHARACTERS = 16
-
-CONTENT_TYPES = {"wav": "audio/wav", "flac": "audio/flac"}
 
 
 class Destination(Protocol):
@@ -83,6 +78,8 @@ class SpeechToStore:
     draw: int = 0
     #: The last one there may be.
     last_draw: int = 0
+    #: Whether draws differ by more than noise: the model samples, and was not asked to be greedy.
+    sampled: bool = True
     history: History = field(default_factory=History)
 
     @property
@@ -202,13 +199,13 @@ class Storer:
         return self._decided(item, with_readings(checked, readings, cast(Quality, item.quality)))
 
     def _decided(self, item: SpeechToStore, checked: CheckedDraw) -> Outcome | None:
-        """Stores a draw that passed, asks for another after one that did not, and ends the item after the last."""
+        """Stores a draw that passed, asks for another after one that did not, and ends the item after the last, or after two alike."""
         history = item.history.after(checked, item.engine_ms)
         if checked.passed:
             speech = cast(Speech, checked.speech)
             artifacts = self._artifacts(item, speech, item.seed, item.draw)
             return Done(item.index, artifacts, history.engine_ms, history.draws)
-        if item.draw < item.last_draw:
+        if item.draw < item.last_draw and not item.history.ended_by(checked, item.sampled):
             item.destination.redraw(item.index, history)
             return None
         return self._given_up(item, history)
@@ -246,7 +243,12 @@ class Storer:
         result = self._put(item, key, data, CONTENT_TYPES[audio_format], seed)
         samples, sample_rate = len(speech.samples), speech.sample_rate
         if not result.created and result.info.sha256 != hashlib.sha256(data).hexdigest():
-            samples, sample_rate = item.held.retrying(lambda: _measure(item.store, key), self._on_retry)
+            if (measured := item.held.retrying(lambda: _measure(item.store, key), self._on_retry)) is not None:
+                samples, sample_rate = measured
+            else:
+                # No artifact names it, since the item is open: what a power cut left of an earlier holder's is replaced.
+                item.held.retrying(lambda: item.store.delete(key), self._on_retry)
+                result = self._put(item, key, data, CONTENT_TYPES[audio_format], seed)
         return Artifact(
             index=item.index,
             kind=kind,
@@ -263,13 +265,17 @@ class Storer:
     def _store_text(self, item: SpeechToStore, text: str, seed: int, draw: int) -> Artifact:
         """What a model wrote beside its speech."""
         key = text_key(item.held.lease.job.id, item.index, item.example_id, draw)
-        info = self._put(item, key, text.encode(), "text/plain; charset=utf-8", seed).info
+        data = text.encode()
+        info = self._put(item, key, data, CONTENT_TYPES["txt"], seed).info
+        if data and not info.bytes:
+            item.held.retrying(lambda: item.store.delete(key), self._on_retry)
+            info = self._put(item, key, data, CONTENT_TYPES["txt"], seed).info
         return Artifact(item.index, "text", key, info.sha256, info.bytes, duration_ms=0, sample_rate=0, samples=0, seed=seed)
 
     def _put(self, item: SpeechToStore, key: str, data: bytes, content_type: str, seed: int) -> PutResult:
         """Writes once; what an earlier holder of this shard left there is adopted. Raises `store.conflict` for another spec's."""
-        spec_sha = item.held.lease.job.spec_sha[:SPEC_SHA_CHARACTERS]
-        metadata = {"seed": str(seed), "spec_sha": spec_sha}
+        metadata = object_metadata(item.held.lease.job.spec_sha, seed)
+        spec_sha = metadata["spec_sha"]
         result = item.held.retrying(lambda: item.store.put(key, data, content_type=content_type, metadata=metadata), self._on_retry)
         if result.info.metadata.get("spec_sha", spec_sha) != spec_sha:
             raise StoreError(
@@ -293,9 +299,17 @@ def _text_only(made: Speech | NightjarError) -> bool:
     return isinstance(made, Speech) and made.text_out is not None and made.meta.get("mode") == "text_only"
 
 
-def _measure(store: ObjectStore, key: str) -> tuple[int, int]:
-    """(samples, sample rate) of an audio object."""
+def _measure(store: ObjectStore, key: str) -> tuple[int, int] | None:
+    """(samples, sample rate) of an audio object; None for one that is no whole file."""
     import soundfile
 
-    info = soundfile.info(io.BytesIO(store.get(key)))
-    return int(info.frames), int(info.samplerate)
+    data = store.get(key)
+    # A WAV file says its own length; one that was cut would be read as a shorter one.
+    if data[:4] == b"RIFF" and int.from_bytes(data[4:8], "little") + 8 != len(data):
+        return None
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            frames = len(file.read())
+            return (frames, file.samplerate) if frames == file.frames else None
+    except soundfile.SoundFileError:
+        return None

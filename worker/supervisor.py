@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import structlog
 
+from jobs.startup import UpPipe
+
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 0.2
 FIRST_PAUSE_SECONDS = 0.5
 #: A worker that lived so long starts its pauses anew.
 HEALTHY_SECONDS = 300.0
-#: A worker that ends so often with an exit status before it was ever healthy cannot start at all.
+#: A worker that ends so often in a row, with an exit status and before it came up, cannot start at all.
 FAILED_STARTS = 3
 
 
@@ -28,16 +30,22 @@ class Child:
 
     gpu: str | None
     process: subprocess.Popen[bytes] | None = None
+    up: UpPipe | None = None
     started_at: float = 0.0
     pause_seconds: float = FIRST_PAUSE_SECONDS
     restart_at: float = 0.0
     failed_starts: int = 0
 
+    @property
+    def given_up(self) -> bool:
+        return self.failed_starts >= FAILED_STARTS
+
 
 class Supervisor:
     """Starts `command` once for each GPU (None: without one) and keeps it running until a signal.
 
-    What dies is started again after a pause that doubles up to `longest_pause_seconds`.
+    What dies is started again after a pause that doubles up to `longest_pause_seconds`. A worker that cannot start is given up
+    alone: the others go on.
     """
 
     def __init__(self, command: Sequence[str], gpus: Sequence[str | None], longest_pause_seconds: float = 10.0) -> None:
@@ -48,26 +56,32 @@ class Supervisor:
         self._ending: int | None = None
 
     def run(self) -> int:
-        """Returns the exit status: 0 after a drain, 1 when a worker cannot start."""
+        """Works until a signal, or until every worker was given up; the exit status: 0 after a drain, 1 when a worker was given up."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
             signal.signal(number, self._pass_on)
         for child in self._children:
             if self._ending is None:
                 self._start(child)
-        while not (self._ending is not None and all(child.process is None for child in self._children)):
+        while not self._over:
             for child in self._children:
                 self._look_after(child)
-                if child.failed_starts >= FAILED_STARTS and self._ending is None:
-                    log.error("worker cannot start; all workers stop", gpu=child.gpu)
-                    self._pass_on(signal.SIGTERM)
             time.sleep(POLL_SECONDS)
-        return 1 if any(child.failed_starts >= FAILED_STARTS for child in self._children) else 0
+        given_up = [child.gpu for child in self._children if child.given_up]
+        if given_up:
+            log.error("workers could not start", gpus=given_up, workers=len(self._children))
+        return 1 if given_up else 0
+
+    @property
+    def _over(self) -> bool:
+        return all(child.process is None and (child.given_up or self._ending is not None) for child in self._children)
 
     def _start(self, child: Child) -> None:
-        environment = dict(os.environ)
+        up = child.up = UpPipe()
+        environment = dict(os.environ) | up.environment
         if child.gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = child.gpu
-        child.process = subprocess.Popen(self._command, env=environment, start_new_session=True)
+        child.process = subprocess.Popen(self._command, env=environment, start_new_session=True, pass_fds=up.pass_fds)
+        up.started()
         child.started_at = time.monotonic()
         if self._ending is not None:
             # The signal came before there was a process to pass it on to.
@@ -76,21 +90,25 @@ class Supervisor:
     def _look_after(self, child: Child) -> None:
         now = time.monotonic()
         if child.process is None:
-            if self._ending is None and now >= child.restart_at:
+            if self._ending is None and not child.given_up and now >= child.restart_at:
                 self._start(child)
             return
         status = child.process.poll()
         if status is None:
             return
         child.process = None
+        came_up = child.up is not None and child.up.close()
         if self._ending is not None:
             return
         healthy = now - child.started_at >= HEALTHY_SECONDS
         pause_seconds = FIRST_PAUSE_SECONDS if healthy else child.pause_seconds * 2
         child.pause_seconds = min(pause_seconds, self._longest_pause_seconds)
-        child.failed_starts = child.failed_starts + 1 if status > 0 and not healthy else 0
+        child.failed_starts = child.failed_starts + 1 if status > 0 and not came_up else 0
         child.restart_at = now + child.pause_seconds
-        log.warning("worker ended", gpu=child.gpu, status=status, restart_seconds=child.pause_seconds)
+        if child.given_up:
+            log.error("worker cannot start and is given up; the others go on", gpu=child.gpu, status=status, starts=child.failed_starts)
+        else:
+            log.warning("worker ended", gpu=child.gpu, status=status, came_up=came_up, restart_seconds=child.pause_seconds)
 
     def _pass_on(self, number: int, *_: object) -> None:
         self._ending = number

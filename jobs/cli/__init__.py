@@ -1,4 +1,4 @@
-"""The `jobs` command. Subcommands are imported when they are called, so that `jobs status` pays for nothing else."""
+"""The `nightjar` command (`jobs` is the same). A subcommand is imported when it is called: `nightjar status` pays for nothing else."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import click
 from jobs.cli.output import Interrupted, ReaderLeft, exit_code, fail, note_interrupts, undisturbed
 from pipelines.errors import NightjarError
 
-#: Command: (module under jobs.cli, function, one line of help), in the order of `jobs --help`.
+#: Command: (module under jobs.cli, function, one line of help), in the order of `nightjar --help`.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "run": ("run", "run", "Make the speech of a file here and now, with nothing else running."),
     "submit": ("submit", "submit", "Submit a file of dialogues as a job."),
@@ -46,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "beat": ("processes", "beat", "Run the timer of nightly jobs."),
     "flower": ("processes", "flower", "Run the dashboard of the queues."),
     "nightly": ("processes", "nightly", "Submit the nightly jobs that are due."),
+    "sweep": ("processes", "sweep", "Find objects of ended jobs that nothing names."),
     "completion": ("completion", "completion", "Print the completion script of a shell."),
 }
 
@@ -98,7 +99,7 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool)
 def cli() -> None:
     """Turn files of dialogues into speech datasets.
 
-    `jobs run dialogues.jsonl --out DIR` needs nothing but this command. Settings come from SPEECH_* variables and nightjar.toml.
+    `nightjar run dialogues.jsonl --out DIR` needs nothing but this command. Settings come from SPEECH_* variables and nightjar.toml.
     """
 
 
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in words
     _mend_streams()
     try:
-        result = cli.main(words, prog_name="jobs", standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)
+        result = cli.main(words, prog_name="nightjar", standalone_mode=False, color=False if os.environ.get("NO_COLOR") else None)
         sys.stdout.flush()
     except (BrokenPipeError, ReaderLeft):
         _forget_output()

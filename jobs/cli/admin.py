@@ -1,4 +1,4 @@
-"""`jobs db` and `jobs config`."""
+"""`nightjar db` and `nightjar config`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def upgrade(home: str | None, as_json: bool) -> None:
     from jobs.ledger.schema import SCHEMA_REVISION
 
     settings = load_settings(home=home)
-    with closing(Ledger.open(settings.ledger_url)) as ledger:
+    with closing(Ledger.of(settings)) as ledger:
         ledger.migrate()
         if as_json:
             Output(as_json=True).data(_ledger_view(ledger.url, SCHEMA_REVISION))
@@ -48,7 +48,7 @@ def current(home: str | None, as_json: bool) -> None:
     from jobs.ledger.schema import SCHEMA_REVISION
 
     settings = load_settings(home=home)
-    with closing(Ledger.open(settings.ledger_url)) as ledger:
+    with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
         if as_json:
             Output(as_json=True).data(_ledger_view(ledger.url, SCHEMA_REVISION))

@@ -1,4 +1,4 @@
-"""`jobs calibrate`: what a job teaches about the length of its voices' speech, for the quality checks of later jobs."""
+"""`nightjar calibrate`: what a job teaches about the length of its voices' speech, for the quality checks of later jobs."""
 
 from __future__ import annotations
 

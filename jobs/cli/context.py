@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
-from jobs.homes import settings_for_job
+from jobs.homes import keep_remembered, settings_for_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
 
@@ -29,6 +29,15 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+class NamedPath(click.Path):
+    """A path that is not empty: an empty one, as of a variable that is not set, would be the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.strip():
+            self.fail("a path is not empty", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 PRIORITY = click.IntRange(-100, 100)
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,7 +53,7 @@ def common_options(function: F) -> F:
 def home_option(function: F) -> F:
     """`--out/--home` as `home`."""
     option = click.option(
-        "--out", "--home", "home", metavar="DIR", type=click.Path(), help="Folder of the embedded ledger and store. [default: out]"
+        "--out", "--home", "home", metavar="DIR", type=NamedPath(), help="Folder of the embedded ledger and store. [default: out]"
     )
     return option(function)
 
@@ -53,6 +62,22 @@ def price_option(function: F) -> F:
     """`--price` as `price`; None: the setting's."""
     text = "Price of a GPU hour. [default: the setting price_per_gpu_hour]"
     return click.option("--price", type=FiniteRange(min=0), metavar="PRICE", help=text)(function)
+
+
+def label_option(text: str) -> Callable[[F], F]:
+    """`--label` as `labels`, for `labels_of`."""
+    return click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help=text)
+
+
+def labels_of(given: Sequence[str]) -> dict[str, str]:
+    """The labels of `--label KEY=VALUE`. Raises `UsageError`."""
+    labels: dict[str, str] = {}
+    for label in given:
+        key, equals, value = label.partition("=")
+        if not key or not equals:
+            raise click.UsageError(f"The label {label!r} is not KEY=VALUE.")
+        labels[key] = value
+    return labels
 
 
 class JobId(click.ParamType):
@@ -91,7 +116,7 @@ def reading_ledger(settings: Settings) -> Iterator[Ledger]:
         )
     from jobs.ledger import Ledger
 
-    with closing(Ledger.open(settings.ledger_url)) as ledger:
+    with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
         yield ledger
 
@@ -101,4 +126,6 @@ def found_job(prefix: str, home: str | None) -> Iterator[tuple[Settings, Ledger,
     """The job of an id or prefix, with its ledger and the settings it was found under. Raises `ledger.not_found`."""
     settings = settings_for_job(prefix, home)
     with reading_ledger(settings) as ledger:
-        yield settings, ledger, ledger.find_job(prefix)
+        job = ledger.find_job(prefix)
+        keep_remembered(job.id, settings)
+        yield settings, ledger, job

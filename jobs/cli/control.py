@@ -1,4 +1,4 @@
-"""`jobs retry`, `pause`, `resume`, `cancel`, `priority`: what a person decides about a job."""
+"""`nightjar retry`, `pause`, `resume`, `cancel`, `priority`: what a person decides about a job."""
 
 from __future__ import annotations
 
@@ -21,19 +21,28 @@ if TYPE_CHECKING:
 @click.command()
 @job_argument
 @click.option("--code", "codes", multiple=True, type=code_choice, metavar="CODE", help="Only items that ended with this error.")
+@click.option("--force", is_flag=True, help="Also items whose lines are at fault (input.*), which fail again as they are.")
 @common_options
-def retry(job: str, codes: Sequence[str], home: str | None, as_json: bool, quiet: bool) -> None:
-    """Open JOB's failed items again; what is done stays done."""
+def retry(job: str, codes: Sequence[str], force: bool, home: str | None, as_json: bool, quiet: bool) -> None:
+    """Open JOB's failed items again; what is done stays done, and so does what can never succeed as it is."""
     output = Output(as_json=as_json, quiet=quiet)
+    wanted = [ErrorCode(code) for code in codes] or None
     with found_job(job, home) as (settings, ledger, found):
-        count = ledger.retry(found.id, [ErrorCode(code) for code in codes] or None)
+        count = ledger.retry(found.id, wanted, force=force)
+        # What was opened is no longer among the failed items.
+        failed = ledger.failed_counts(found.id)
+        left = {code: number for code, number in failed.items() if code.hopeless and (wanted is None or code in wanted)}
         found = ledger.job(found.id)
     if as_json:
-        output.data({"schema": "nightjar.retry/1", "job": found.id, "state": found.state.value, "reopened": count})
+        view = {"schema": "nightjar.retry/1", "job": found.id, "state": found.state.value, "reopened": count}
+        output.data({**view, "left": {code.value: number for code, number in left.items()}})
         return
     output.line(f"Opened {counted(count, 'item')} of {found.id} again.")
+    if left:
+        reasons = ", ".join(f"{number} x {code.value}" for code, number in left.items())
+        output.note(f"Left as they are, for their lines are at fault: {reasons}. Correct the lines and submit them, or give --force.")
     if count and settings.database_url is None:
-        output.note(f"To make them, give the job's `jobs run` command again, or start a worker for {settings.home}.")
+        output.note(f"To make them, give the job's `nightjar run` command again, or start a worker for {settings.home}.")
 
 
 @click.command()

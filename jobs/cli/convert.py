@@ -1,4 +1,4 @@
-"""`jobs models convert`: a training checkpoint to the published layout."""
+"""`nightjar models convert`: a training checkpoint to the published layout."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from pathlib import Path
 
 import click
 
+from jobs.cli.context import NamedPath
 from jobs.cli.output import Output
 
 
 @click.command(name="convert")
-@click.argument("source", type=click.Path(path_type=Path))
-@click.option("--like", required=True, type=click.Path(path_type=Path), help="Folder with config.json, tokenizer and chat template.")
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="New folder.")
+@click.argument("source", type=NamedPath(path_type=Path))
+@click.option("--like", required=True, type=NamedPath(path_type=Path), help="Folder with config.json, tokenizer and chat template.")
+@click.option("--out", required=True, type=NamedPath(path_type=Path), help="New folder.")
 @click.option("--dtype", type=click.Choice(["bfloat16", "float32", "same"]), default="bfloat16", show_default=True, help="Of the weights.")
 def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
     """Convert SOURCE, a SpeechLM training checkpoint (.pt), to a folder of safetensors. Nothing in it is run."""

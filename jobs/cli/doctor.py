@@ -1,4 +1,4 @@
-"""`jobs doctor`."""
+"""`nightjar doctor`."""
 
 from __future__ import annotations
 

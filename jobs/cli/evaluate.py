@@ -1,4 +1,4 @@
-"""`jobs evaluate`: a file of dialogues asked of a server, and its answers in a file."""
+"""`nightjar evaluate`: a file of dialogues asked of a server, and its answers in a file."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jobs.cli.context import NamedPath
 from jobs.cli.output import FAILED, Output, counted, seconds_text
 from jobs.cli.serve import read_keys
 from jobs.cli.spec import check_source
@@ -27,7 +28,7 @@ _LINE_SECONDS = 30.0
 @click.command()
 @click.argument("source", metavar="INPUT")
 @click.option("--server", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
-@click.option("--to", "to", required=True, type=click.Path(path_type=Path), help="File of the answers; an existing one is continued.")
+@click.option("--to", "to", required=True, type=NamedPath(path_type=Path), help="File of the answers; an existing one is continued.")
 @click.option("--model", help="Name of the model. [default: the first one the server has]")
 @click.option(
     "--mode", type=click.Choice(["text_only", "text_audio"]), help="What is asked for. [default: text_only; text_audio with --cfg]"

@@ -1,4 +1,4 @@
-"""`jobs export`: a job's result in a format that other tools read."""
+"""`nightjar export`: a job's result in a format that other tools read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from jobs.cli.context import common_options, found_job, job_argument
+from jobs.cli.context import NamedPath, common_options, found_job, job_argument
 from jobs.cli.output import Output, counted
 
 
@@ -21,11 +21,19 @@ from jobs.cli.output import Output, counted
     help="One file: espnet (dialogue JSONL), manifest (our own), nemo, openai-batch, openai-batch-errors. "
     "A folder: espnet-dataset, kaldi, lhotse, shar, webdataset, parquet.",
 )
-@click.option("--to", default="-", show_default=True, metavar="PLACE", help="File (`-` is standard output), folder or s3://BUCKET/PREFIX.")
+@click.option(
+    "--to",
+    default="-",
+    show_default=True,
+    metavar="PLACE",
+    type=NamedPath(),
+    help="File (`-` is standard output), folder or s3://BUCKET/PREFIX.",
+)
 @click.option("--split", metavar="SHARES", help="Splits by hash of the example id, such as train=0.98,dev=0.01,test=0.01.")
 @click.option(
-    "--audio-root", type=click.Path(path_type=Path), help="Name audio by its path below this folder, and fetch what is missing there."
+    "--audio-root", type=NamedPath(path_type=Path), help="Name audio by its path below this folder, and fetch what is missing there."
 )
+@click.option("--absolute", is_flag=True, help="Name audio by absolute paths, for readers that start from their working directory.")
 @click.option("--part-mb", type=click.IntRange(min=1), help="Most audio in one file of shar, webdataset and parquet.  [default: 500]")
 @common_options
 def export(
@@ -34,6 +42,7 @@ def export(
     to: str,
     split: str | None,
     audio_root: Path | None,
+    absolute: bool,
     part_mb: int | None,
     home: str | None,
     as_json: bool,
@@ -61,6 +70,7 @@ def export(
             splits=splits,
             part_bytes=part_mb * 10**6 if part_mb else PART_BYTES,
             s3=settings.s3,
+            absolute=absolute,
             on_part=lambda part: output.note(f"{part.split} {part.number + 1} of {part.of}: {counted(part.items, 'item')}"),
         )
     if output.as_json:

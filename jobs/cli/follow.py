@@ -1,4 +1,4 @@
-"""`jobs wait` and `jobs watch`: to a job's end, and how it ended."""
+"""`nightjar wait` and `nightjar watch`: to a job's end, and how it ended."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import click
 
 from jobs.cli.context import FiniteRange, common_options, found_job, job_argument
 from jobs.cli.output import CANCELLED, FAILED, TIMEOUT, Output, seconds_text
-from jobs.cli.show import status_lines
+from jobs.cli.show import NO_WORKER, status_lines
 from jobs.ledger.records import JobState, JobStatus
-from jobs.status import items_per_second, real_time_factor, status_view
+from jobs.status import items_per_second, lacks_workers, real_time_factor, status_view
 
 if TYPE_CHECKING:
     from jobs.ingest import IngestProgress
@@ -39,10 +39,10 @@ class Pace:
         self._seen: deque[tuple[float, int, int]] = deque()
 
     def facts(self, status: JobStatus) -> str:
-        """Failed items, rate, speed and time to go, as the tail of a sentence; only what is known."""
+        """Failed and skipped items, rate, speed and time to go, as the tail of a sentence; only what is known."""
         items = status.items
         rate, factor = self._take(status)
-        parts = [f"{items.failed} failed"] if items.failed else []
+        parts = [f"{count} {what}" for count, what in ((items.failed, "failed"), (items.skipped, "skipped")) if count]
         if rate:
             parts.append(f"{rate:.2f} items/s")
         if factor:
@@ -108,13 +108,13 @@ class Progress:
         items = status.items
         facts = self._pace.facts(status)
         if self._bar is not None and self._task is not None:
-            ended = items.total - items.pending
+            ended = items.done + items.failed
             self._bar.update(
                 self._task, description=status.job.state.value, total=items.total, completed=ended, facts=facts.removeprefix(", ")
             )
         elif not self._quiet and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_SECONDS
-            click.echo(f"{status.job.state.value}: {items.total - items.pending} of {items.total} items{facts}", err=True)
+            click.echo(f"{status.job.state.value}: {items.done + items.failed} of {items.total} items{facts}", err=True)
 
 
 def _bar():
@@ -126,18 +126,22 @@ def _bar():
 
 
 def until_end(read: Callable[[], JobStatus], progress: Progress, timeout_seconds: float | None = None) -> JobStatus:
-    """Reads a job's status until it is final or the time is over; the last status."""
+    """Reads a job's status until it is final or the time is over; the last status. Says when no live worker takes the job."""
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    alone = False
     while True:
         status = read()
         progress.update(status)
+        if lacks_workers(status) and not alone:
+            progress.say(NO_WORKER.capitalize() + ".")
+        alone = lacks_workers(status)
         if status.job.state.final or (deadline is not None and time.monotonic() >= deadline):
             return status
         time.sleep(POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
 
 
 def exit_code_of(state: JobState) -> int:
-    """How `jobs wait` tells a job's state: 0 completed, 1 with errors or failed, 6 cancelled, 7 not ended."""
+    """How `nightjar wait` tells a job's state: 0 completed, 1 with errors or failed, 6 cancelled, 7 not ended."""
     return EXIT_BY_STATE.get(state, FAILED) if state.final else TIMEOUT
 
 
@@ -161,7 +165,7 @@ def wait(job: str, timeout_seconds: float | None, home: str | None, as_json: boo
 @job_argument
 @common_options
 def watch(job: str, home: str | None, as_json: bool, quiet: bool) -> int:
-    """Follow JOB until it ends, then show its status; with --json one status a line as it changes. Exit codes as `jobs wait`."""
+    """Follow JOB until it ends, then show its status; with --json one status a line as it changes. Exit codes as `nightjar wait`."""
     output = Output(as_json=as_json, quiet=quiet)
     last = None
     with found_job(job, home) as (settings, ledger, found), Progress(quiet=quiet or as_json) as progress:
@@ -169,7 +173,7 @@ def watch(job: str, home: str | None, as_json: bool, quiet: bool) -> int:
         def read() -> JobStatus:
             nonlocal last
             status = ledger.status(found.id)
-            counts = (status.job.state, status.items)
+            counts = (status.job.state, status.items, status.workers)
             if as_json and counts != last:
                 output.data(status_view(status, settings.price_per_gpu_hour))
                 sys.stdout.flush()

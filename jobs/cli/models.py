@@ -1,7 +1,8 @@
-"""`jobs models`: which models there are and what they can do."""
+"""`nightjar models`: which models there are and what they can do."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import click
@@ -23,7 +24,7 @@ class _ShowOrCommand(click.Group):
 
 @click.group(cls=_ShowOrCommand)
 def models() -> None:
-    """List the models by name, or show MODEL (a name or a checkpoint folder): jobs models [MODEL] [--json]."""
+    """List the models by name, or show MODEL (a name or a checkpoint folder): nightjar models [MODEL] [--json]."""
 
 
 models.add_command(convert)
@@ -53,7 +54,8 @@ def show(model: str | None, as_json: bool) -> None:
 
 def model_view(card: ModelCard) -> dict[str, Any]:
     """`nightjar.model/1`."""
-    return {"schema": "nightjar.model/1", **msgspec.to_builtins(card)}
+    facts = {field.name: getattr(card, field.name) for field in fields(card) if not field.name.startswith("check_")}
+    return {"schema": "nightjar.model/1", **msgspec.to_builtins(facts)}
 
 
 def _words(value: object) -> str:

@@ -18,7 +18,7 @@ from jobs.redact import redact
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, NotFoundError, ServiceError, StoreError
 
 FAILED, NOT_FOUND, INVALID_INPUT, UNREACHABLE = 1, 3, 4, 5
-#: `jobs wait` and `jobs watch` of a job that was cancelled, or that did not end in time.
+#: `nightjar wait` and `nightjar watch` of a job that was cancelled, or that did not end in time.
 CANCELLED, TIMEOUT = 6, 7
 
 _EXIT_BY_CODE = {

@@ -1,4 +1,4 @@
-"""`jobs worker`, `beat`, `flower`, `nightly`: this process becomes `python -m worker ...`, so that the CLI never imports the worker."""
+"""`nightjar worker`, `beat`, `flower`, `nightly`, `sweep`: this process becomes `python -m worker ...`: the CLI imports no worker."""
 
 from __future__ import annotations
 
@@ -25,26 +25,33 @@ def _become(name: str, arguments: Sequence[str]) -> None:
 @click.command(context_settings=_PASS_ON, add_help_option=False)
 @_arguments
 def worker(arguments: Sequence[str]) -> None:
-    """Run a worker; options as in `jobs worker --help`."""
+    """Run a worker; options as in `nightjar worker --help`."""
     _become("run", arguments)
 
 
 @click.command(context_settings=_PASS_ON, add_help_option=False)
 @_arguments
 def beat(arguments: Sequence[str]) -> None:
-    """Run the timer of nightly jobs; options as in `jobs beat --help`."""
+    """Run the timer of nightly jobs; options as in `nightjar beat --help`."""
     _become("beat", arguments)
 
 
 @click.command(context_settings=_PASS_ON, add_help_option=False)
 @_arguments
 def flower(arguments: Sequence[str]) -> None:
-    """Run the dashboard of the queues; options as in `jobs flower --help`."""
+    """Run the dashboard of the queues; options as in `nightjar flower --help`."""
     _become("flower", arguments)
 
 
 @click.command(context_settings=_PASS_ON, add_help_option=False)
 @_arguments
 def nightly(arguments: Sequence[str]) -> None:
-    """Submit the nightly jobs that are due; options as in `jobs nightly --help`."""
+    """Submit the nightly jobs that are due; options as in `nightjar nightly --help`."""
     _become("nightly", arguments)
+
+
+@click.command(context_settings=_PASS_ON, add_help_option=False)
+@_arguments
+def sweep(arguments: Sequence[str]) -> None:
+    """Find objects that nothing names; options as in `nightjar sweep --help`."""
+    _become("sweep", arguments)

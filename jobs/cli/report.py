@@ -1,4 +1,4 @@
-"""`jobs report`: one HTML file that shows how a job went."""
+"""`nightjar report`: one HTML file that shows how a job went."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from jobs.cli.context import common_options, found_job, job_argument, price_option
+from jobs.cli.context import NamedPath, common_options, found_job, job_argument, price_option
 from jobs.cli.output import Output, bytes_text, counted
 from jobs.settings import Settings
 
 
 @click.command()
 @job_argument
-@click.option("--to", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="The file. [default: DIR/reports/JOB.html]")
+@click.option("--to", type=NamedPath(dir_okay=False, path_type=Path), metavar="FILE", help="The file. [default: DIR/reports/JOB.html]")
 @click.option("--items", default=60, show_default=True, type=click.IntRange(0, 500), help="Items in the table.")
 @click.option("--embed", is_flag=True, help="Put short clips into the page rather than links to the store's folder.")
 @price_option

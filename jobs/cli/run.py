@@ -1,10 +1,10 @@
-"""`jobs run`: the whole path here and now. Ledger, broker, store and worker live in one folder and die with the command."""
+"""`nightjar run`: the whole path here and now. Ledger, broker, store and worker live in one folder and die with the command."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jobs.artifacts import job_prefix
 from jobs.cli.context import common_options
 from jobs.cli.follow import POLL_SECONDS, Progress, exit_code_of
 from jobs.cli.output import Interrupted, Output, check_interrupts, counted, undisturbed
@@ -19,9 +20,10 @@ from jobs.cli.show import status_lines
 from jobs.cli.spec import check_source, lacking_meters, resolve_spec, spec_options, take_spec
 from jobs.cli.submit import job_options, no_items, submit_options
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome, embedded_overrides
-from jobs.homes import remember
+from jobs.homes import out_words, remember
 from jobs.ledger.records import Job, JobState, JobStatus, ShardState
 from jobs.ledger.states import LASTING_OUTAGES
+from jobs.redact import redact
 from jobs.settings import Settings, load_settings
 from jobs.status import status_view
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 STALL_SECONDS = 60.0
 #: After so long without an item that ended, a run makes sure that its ledger can still be written.
 WRITE_SECONDS = 10.0
-#: Items in the table of the report at the end.
-REPORT_ITEMS = 24
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -82,10 +82,10 @@ def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any)
     Needs no other service. Ended in any way, the same command goes on where it was and makes nothing twice.
     """
     output = Output(as_json=as_json, quiet=quiet)
-    settings = load_settings(home=home)
-    settings = load_settings(home=str(settings.home), **embedded_overrides(settings))
+    chosen = load_settings(home=home)
+    settings = load_settings(home=str(chosen.home), **embedded_overrides(chosen))
     spec = resolve_spec(take_spec(given))
-    if (lack := lacking_meters(spec)) is not None:
+    if (lack := lacking_meters(spec, output.note)) is not None:
         raise lack
     check_source(source)
     options = submit_options(given)
@@ -98,15 +98,22 @@ def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any)
     with Signals().installed() as signals, EmbeddedHome(settings) as embedded, Progress(quiet=quiet) as progress:
         signals.embedded = embedded
         store = open_store(settings.effective_store_url, settings.s3)
-        with closing(Ledger.open(settings.ledger_url)) as ledger:
+        _say_settings(chosen, store, progress)
+        with closing(Ledger.of(settings)) as ledger:
             ledger.migrate()
             result = submit(settings, ledger, store, source, spec, options=options, progress=progress.reading)
             remember(result.job.id, settings.home)
-            _explain(result.job, created=result.created, progress=progress)
+            where = out_words(result.job.id, ledger.database.path)
+            _explain(result.job, where, created=result.created, progress=progress)
             try:
-                status = _follow(ledger, result.job, embedded, progress, signals)
-                manifest = _manifest(ledger, store, status)
-                report = _report(ledger, store, status, settings, progress)
+                _restore(settings, ledger, store, result.job, source, progress)
+                begun = ledger.status(result.job.id).items.done > 0
+                status = _follow(ledger, result.job, where, embedded, progress, signals)
+                if begun:
+                    _mend(ledger, store, result.job.id, where, progress)
+                made = {kind: _folder(store, status.job, kind) for kind in ("audio", "text")}
+                made["manifest"] = _manifest(ledger, store, status)
+                made["report"] = _report(ledger, store, status, settings, progress)
                 signals.cleaning = True
             except Interrupted:
                 drain_seconds = settings.worker.drain_seconds
@@ -117,31 +124,42 @@ def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any)
             finally:
                 signals.cleaning = True
                 embedded.stop(DRAIN_SECONDS)
-    _summarize(status, settings, manifest, report, output)
+    _summarize(status, settings, made, where, output)
     return exit_code_of(status.job.state)
 
 
-def _explain(job: Job, *, created: bool, progress: Progress) -> None:
+def _say_settings(settings: Settings, store: ObjectStore, progress: Progress) -> None:
+    """Says which settings of an installation apply here, and which do not."""
+    if settings.store_url is not None:
+        progress.say(f"The store is {redact(store.url)}, set by store_url ({settings.origin('store_url')}).")
+    if settings.broker_url is not None:
+        progress.say(f"broker_url ({settings.origin('broker_url')}) is not used: `nightjar run` has a broker of its own.")
+
+
+def _explain(job: Job, where: str, *, created: bool, progress: Progress) -> None:
     if job.state is JobState.FAILED:
         raise no_items(job)
     if job.state is JobState.PAUSED:
-        raise _paused(job)
+        raise _paused(job, where)
     before = "" if created else ", done before" if job.state.final else ", begun before"
     progress.say(f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{before}.")
 
 
-def _paused(job: Job) -> NightjarError:
+def _paused(job: Job, where: str) -> NightjarError:
+    """`where`: what advice about the job adds to its id, as below."""
     reason = f" ({job.state_reason})" if job.state_reason else ""
-    advice = f"Look with `jobs errors {job.id}`, go on with `jobs resume {job.id}` and the same `jobs run`."
+    advice = f"Look with `nightjar errors {job.id}{where}`, go on with `nightjar resume {job.id}{where}` and the same `nightjar run`."
     return ServiceError(ErrorCode.LEDGER_STATE, f"Job {job.id} is paused{reason}.", advice)
 
 
-def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress, signals: Signals) -> JobStatus:
+def _follow(ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, progress: Progress, signals: Signals) -> JobStatus:
     """Runs the job to its end. Raises `worker.crash`, `ledger.state` when it stands still because it is paused, and the
     error that a person has to mend, such as a full disk."""
     status = ledger.status(job.id)
     if status.job.state.final:
         return status
+    if embedded.lost_worker is not None:
+        ledger.lose_worker(*embedded.lost_worker)
     _requeue(ledger)
     ledger.wake(job.id)
     started_at = ledger.now()
@@ -152,7 +170,7 @@ def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress
     while not status.job.state.final:
         time.sleep(POLL_SECONDS)
         signals.check()
-        embedded.tend(lambda: _requeue(ledger))
+        embedded.tend(lambda: _requeue(ledger), lambda host, pid: _forsake(ledger, host, pid))
         status = ledger.status(job.id)
         progress.update(status)
         if status.items.done + status.items.failed > ended:
@@ -164,7 +182,7 @@ def _follow(ledger: Ledger, job: Job, embedded: EmbeddedHome, progress: Progress
             doubt_at = time.monotonic() + STALL_SECONDS
             progress.say(f"No item ended for {STALL_SECONDS:.0f} s. The worker's log is {embedded.worker_log}. {embedded.last_words()}")
         if status.job.state is JobState.PAUSED and not status.shards.get(ShardState.LEASED):
-            raise _paused(status.job)
+            raise _paused(status.job, where)
         outage = status.outage
         if outage is not None and outage.code in LASTING_OUTAGES and outage.at >= started_at:
             raise StoreError(outage.code, outage.message, "")
@@ -180,9 +198,52 @@ def _requeue(ledger: Ledger) -> None:
     ledger.reconcile(queued_timeout_seconds=0)
 
 
+def _forsake(ledger: Ledger, host: str, pid: int) -> None:
+    """The worker is dead: its shards need not wait for the end of its leases."""
+    ledger.lose_worker(host, pid)
+    _requeue(ledger)
+
+
 def _say_resume(ledger: Ledger, job_id: str, progress: Progress) -> None:
     items = ledger.status(job_id).items
     progress.say(f"Stopped with {items.done} of {items.total} items done. The same command goes on from there.")
+
+
+def _folder(store: ObjectStore, job: Job, kind: str) -> str | None:
+    """Where the job's objects of a kind lie, or None where there are none."""
+    folder = f"{job_prefix(job.id)}{kind}"
+    return None if next(iter(store.list(f"{folder}/")), None) is None else store.uri(folder)
+
+
+def _restore(settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, progress: Progress) -> None:
+    """Writes inputs of shards again that are gone or damaged. Raises `store.missing` where the file no longer has their lines."""
+    from jobs.inputs import lost_inputs, restore_inputs
+
+    lost = lost_inputs(ledger, store, job)
+    if lost:
+        progress.say(
+            f"{counted(len(lost), 'input')} of this job's shards {'is' if len(lost) == 1 else 'are'} lost or damaged; writing again."
+        )
+        restore_inputs(settings, ledger, store, job, source, lost)
+
+
+def _mend(ledger: Ledger, store: ObjectStore, job_id: str, where: str, progress: Progress) -> None:
+    """Looks whether what earlier runs made is there, and makes again what is not. Raises `store.missing` for what cannot be."""
+    from jobs.repair import mend
+    from jobs.verify import expected_objects, glance_at
+    from pipelines.registry import open_pipeline
+
+    lost = [expected for expected, _ in glance_at(store, expected_objects(ledger, job_id))]
+    if not lost:
+        return
+    progress.say(f"{counted(len(lost), 'object')} of this job {'is' if len(lost) == 1 else 'are'} missing or damaged; making again.")
+    job = ledger.job(job_id)
+    with closing(open_pipeline(job.spec.model)) as pipeline:
+        counts = mend(ledger, store, job, pipeline, lost)
+    progress.say(f"{counts['same']} made again as they were, {counts['other']} with other bytes.")
+    if counts["failed"]:
+        message = f"{counted(counts['failed'], 'object')} of job {job_id} could not be made again."
+        raise StoreError(ErrorCode.STORE_MISSING, message, f"See why with: nightjar verify {job_id} --repair{where}")
 
 
 def _manifest(ledger: Ledger, store: ObjectStore, status: JobStatus) -> str | None:
@@ -193,11 +254,11 @@ def _manifest(ledger: Ledger, store: ObjectStore, status: JobStatus) -> str | No
 
 
 def _report(ledger: Ledger, store: ObjectStore, status: JobStatus, settings: Settings, progress: Progress) -> str | None:
-    """Writes the report, with few items; where it is, or None for a page that could not be written: the job has ended all the same."""
+    """Writes the report; where it is, or None for a page that could not be written: the job has ended all the same."""
     from jobs.cli.report import default_place
     from jobs.report import ReportOptions, write_report
 
-    options = ReportOptions(items=REPORT_ITEMS, price_per_gpu_hour=settings.price_per_gpu_hour)
+    options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)
     try:
         return write_report(ledger, store, status.job.id, default_place(settings, status.job.id), options).path
     except NightjarError as error:
@@ -205,28 +266,25 @@ def _report(ledger: Ledger, store: ObjectStore, status: JobStatus, settings: Set
         return None
 
 
-def _summarize(status: JobStatus, settings: Settings, manifest: str | None, report: str | None, output: Output) -> None:
+def _summarize(status: JobStatus, settings: Settings, made: Mapping[str, str | None], where: str, output: Output) -> None:
+    """The status, and where what was made lies: only what is there."""
     job = status.job
-    folder = settings.home.absolute() / "jobs" / job.id / "audio"
     if output.as_json:
-        view = status_view(status, settings.price_per_gpu_hour)
-        files = {"audio": str(folder), "manifest": manifest, "report": report}
-        output.data({**view, "schema": "nightjar.run/1", **files})
+        output.data({**status_view(status, settings.price_per_gpu_hour), "schema": "nightjar.run/1", **made})
         return
     if output.quiet:
         output.line(job.id)
         return
     for line in status_lines(status, settings.price_per_gpu_hour):
         output.line(line)
-    output.line(f"files   {_near(folder)}")
-    if manifest:
-        output.line(f"list    {_near(Path(manifest))}")
-    if report:
-        output.line(f"report  {_near(Path(report))}")
+    for word, place in (("files", made["audio"]), ("texts", made["text"]), ("list", made["manifest"]), ("report", made["report"])):
+        if place is not None:
+            output.line(f"{word:<8}{_near(place)}")
     if status.items.failed or job.rejected_lines:
-        output.line(f"errors  jobs errors {job.id}")
+        output.line(f"errors  nightjar errors {job.id}{where}")
 
 
-def _near(path: Path) -> Path:
-    """The path as seen from the working directory, where it is below it."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+def _near(place: str) -> str:
+    """A path as seen from the working directory, where it is below it; an address as it is."""
+    path = Path(place)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else place

@@ -1,8 +1,10 @@
-"""`jobs serve`: one model behind an API that OpenAI's clients know."""
+"""`nightjar serve`: one model behind an API that OpenAI's clients know."""
 
 from __future__ import annotations
 
 import ipaddress
+import logging
+import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,6 +61,10 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
     sys.stdout.flush()
     output.note(f"Serving {options.names[0]}; the model loads while {server.url}/health says `starting`.")
     server.run()
+    if server.hangs:
+        sys.stdout.flush()
+        logging.shutdown()
+        os._exit(0)
 
 
 def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
@@ -75,6 +81,9 @@ def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> Ser
         max_audio_seconds=serve.max_audio_seconds,
         request_seconds=serve.request_seconds,
         body_seconds=serve.body_seconds,
+        header_seconds=serve.header_seconds,
+        connections=serve.connections,
+        stuck_seconds=serve.stuck_seconds,
         drain_seconds=serve.drain_seconds,
     )
 

@@ -1,19 +1,22 @@
-"""`jobs status`, `list`, `items`, `errors`: what the ledger knows, for a person or as JSON."""
+"""`nightjar status`, `list`, `items`, `errors`: what the ledger knows, for a person or as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.context import common_options, found_job, job_argument, price_option, reading_ledger
+from jobs.cli.context import common_options, found_job, job_argument, label_option, labels_of, price_option, reading_ledger
 from jobs.cli.output import Output, bytes_text, counted, printable, seconds_text
-from jobs.homes import settings_for_job
+from jobs.homes import keep_remembered, out_words, settings_for_job
+from jobs.ledger.busy import GAP_SECONDS
 from jobs.ledger.glance import glance
-from jobs.ledger.records import ItemState, JobState, JobStatus
-from jobs.settings import Settings, load_settings
+from jobs.ledger.records import ItemState, Job, JobState, JobStatus
+from jobs.settings import Settings, load_settings, sqlite_path
 from jobs.status import (
+    busy_seconds,
     cost,
     cost_at_end,
     elapsed_seconds,
@@ -22,12 +25,20 @@ from jobs.status import (
     item_error_view,
     item_view,
     items_per_second,
+    lacks_workers,
     line_error_view,
     real_time_factor,
     status_view,
     utc,
 )
 from pipelines.errors import ErrorCode, NotFoundError
+
+if TYPE_CHECKING:
+    from jobs.item_lines import ItemLines
+    from jobs.ledger import Ledger
+
+#: What `status`, `watch` and `wait` say of a job that waits for a worker.
+NO_WORKER = "no live worker takes this job; start one with `nightjar worker`, or give its `nightjar run` again"
 
 code_choice = click.Choice([code.value for code in ErrorCode])
 
@@ -42,6 +53,7 @@ def status(job: str, price: float | None, home: str | None, as_json: bool, quiet
     settings = settings_for_job(job, home)
     price = settings.price_per_gpu_hour if price is None else price
     state, errors = _status_and_errors(settings, job)
+    keep_remembered(state.job.id, settings)
     if as_json:
         output.data(status_view(state, price, errors))
         return
@@ -50,7 +62,7 @@ def status(job: str, price: float | None, home: str | None, as_json: bool, quiet
     for code, count in errors.items():
         output.line(f"  {count} x {code.value}")
     if errors:
-        output.note(f"See them with: jobs errors {state.job.id}")
+        output.note(f"See them with: nightjar errors {state.job.id}{out_words(state.job.id, sqlite_path(settings.ledger_url))}")
 
 
 def _status_and_errors(settings: Settings, prefix: str) -> tuple[JobStatus, dict[ErrorCode, int]]:
@@ -67,26 +79,32 @@ def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None) -> l
     reason = f" ({printable(job.state_reason)})" if job.state_reason else ""
     named = f"  {printable(job.name)}" if job.name else ""
     lines = [f"{job.id}  {click.style(job.state.value, bold=True)}{reason}{named}"]
+    if job.labels:
+        lines.append(f"labels  {printable(_labels_text(job.labels))}")
     counts = f"items   {items.done} done, {items.failed} failed, {items.pending} pending, {items.total} in all"
     lines.append(counts + (f", {items.skipped} skipped" if items.skipped else ""))
     if state.outage is not None:
         lines.append(f"waits   {state.outage.code.value}: {printable(state.outage.message)}")
+    if lacks_workers(state):
+        lines.append(f"waits   {NO_WORKER}")
     if job.rejected_lines:
         lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")
     factor = real_time_factor(state)
     speed = f", {factor:.1f} x real time" if factor else ""
     lines.append(f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}")
-    pace = f"time    {seconds_text(elapsed_seconds(state))}, {items_per_second(state):.2f} items/s"
+    elapsed, busy = elapsed_seconds(state), busy_seconds(state)
+    idle = f" of work in {seconds_text(elapsed)}" if elapsed - busy > GAP_SECONDS else ""
+    pace = f"time    {seconds_text(busy if idle else elapsed)}{idle}, {items_per_second(state):.2f} items/s"
     if not job.state.final and (eta := eta_seconds(state)) is not None:
         error = eta_error_seconds(state)
         pace += f", {seconds_text(eta)} to go{'' if error is None else f' (± {seconds_text(error)})'}"
     lines.append(pace)
-    lines.append(f"gpu     {_hours(state.engine_ms / 1000)} of engine time")
+    lines.append(f"engine  {_hours(state.engine_ms / 1000)} with work")
     price = cost(state, price_per_gpu_hour)
     if price is not None:
         at_end = None if state.job.state.final else cost_at_end(state, price_per_gpu_hour)
         ahead = "" if at_end is None else f", about {at_end:.2f} at the end"
-        lines.append(f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} a GPU hour")
+        lines.append(f"cost    {price:.2f}{ahead}, at {price_per_gpu_hour:g} an engine hour")
     return lines
 
 
@@ -97,18 +115,16 @@ def _hours(seconds: float) -> str:
 
 @click.command("list")
 @click.option("--state", "states", multiple=True, type=click.Choice([state.value for state in JobState]), help="Only jobs in this state.")
+@label_option("Only jobs with this label; given again: with all of them.")
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), help="Most jobs that are listed.")
 @common_options
-def list_jobs(states: Sequence[str], limit: int, home: str | None, as_json: bool, quiet: bool) -> None:
+def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, as_json: bool, quiet: bool) -> None:
     """List jobs, newest first."""
     output = Output(as_json=as_json, quiet=quiet)
-    settings = load_settings(home=home)
+    settings, wanted = load_settings(home=home), labels_of(labels)
     try:
         with reading_ledger(settings) as ledger:
-            if states:
-                found = [ledger.status(job.id) for job in ledger.jobs(limit=limit, states=[JobState(state) for state in states])]
-            else:
-                found = ledger.statuses(limit)
+            found = ledger.statuses(limit, [JobState(state) for state in states] or None, wanted)
     except NotFoundError as error:
         output.note(f"No jobs: {error}")
         return
@@ -120,10 +136,18 @@ def list_jobs(states: Sequence[str], limit: int, home: str | None, as_json: bool
         output.note("No jobs.")
         return
     rows = [
-        (s.job.id, s.job.state.value, s.items.total, s.items.done, s.items.failed, s.job.spec.model, utc(s.job.created_at), s.job.name)
+        (
+            *(s.job.id, s.job.state.value, s.items.total, s.items.done, s.items.failed, s.job.spec.model, utc(s.job.created_at)),
+            *(s.job.name, _labels_text(s.job.labels)),
+        )
         for s in found
     ]
-    output.table(("JOB", "STATE", "ITEMS", "DONE", "FAILED", "MODEL", "CREATED", "NAME"), rows)
+    output.table(("JOB", "STATE", "ITEMS", "DONE", "FAILED", "MODEL", "CREATED", "NAME", "LABELS"), rows)
+
+
+def _labels_text(labels: Mapping[str, str]) -> str:
+    """`corpus=evening, owner=night`, in the order of the keys."""
+    return ", ".join(f"{key}={value}" for key, value in sorted(labels.items()))
 
 
 @click.command()
@@ -138,19 +162,36 @@ def items(
 ) -> None:
     """List JOB's items in the order of the input, with their audio."""
     output = Output(as_json=as_json, quiet=quiet)
-    with found_job(job, home) as (_, ledger, found):
+    with found_job(job, home) as (settings, ledger, found):
+        lines = _lines(settings, ledger, found)
         wanted = [ErrorCode(code) for code in codes] or None
         rows = ledger.items(found.id, state=ItemState(state) if state else None, codes=wanted, after=after, limit=limit)
         if not as_json:
-            output.line(click.style("INDEX\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
+            output.line(click.style("INDEX\tLINE\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
         for item in rows:
+            line = lines.line_of(item)
             if as_json:
-                output.data(item_view(found.id, item))
+                output.data(item_view(found.id, item, line))
                 continue
             audio = item.artifact
             seconds = f"{audio.duration_ms / 1000:.2f}" if audio else ""
             last = audio.key if audio else (item.error_code or "")
-            output.line(f"{item.index}\t{item.state.value}\t{seconds}\t{printable(item.example_id)}\t{last}")
+            place = f"{item.index}\t{'' if line is None else line}"
+            output.line(f"{place}\t{item.state.value}\t{seconds}\t{printable(item.id)}\t{last}")
+        _note_unknown(lines, output)
+
+
+def _lines(settings: Settings, ledger: Ledger, job: Job) -> ItemLines:
+    # Other commands of this module pay for no store.
+    from jobs.item_lines import ItemLines
+    from jobs.store import open_store
+
+    return ItemLines(ledger, open_store(job.store_url, settings.s3), job.id)
+
+
+def _note_unknown(lines: ItemLines, output: Output) -> None:
+    if lines.failure is not None:
+        output.note(f"Lines of the input are not shown for all items: {printable(str(lines.failure))}")
 
 
 @click.command()
@@ -163,7 +204,7 @@ def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, ho
     """List the lines of JOB's input that were refused and the items that failed."""
     output = Output(as_json=as_json, quiet=quiet)
     wanted = {ErrorCode(code) for code in codes} or None
-    with found_job(job, home) as (_, ledger, found):
+    with found_job(job, home) as (settings, ledger, found):
         if by:
             counts = ledger.error_counts(found.id)
             for code, count in sorted(counts.items(), key=lambda pair: -pair[1]):
@@ -174,16 +215,20 @@ def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, ho
                 else:
                     output.line(f"{count}\t{code.value}")
             return
-        lines = (line_error_view(found.id, line) for line in ledger.rejected_lines(found.id) if wanted is None or line.code in wanted)
+        lines = _lines(settings, ledger, found)
+        refused = (line_error_view(found.id, line) for line in ledger.rejected_lines(found.id) if wanted is None or line.code in wanted)
         ended = (ItemState.FAILED, ItemState.DEAD)
-        failed = (item_error_view(found.id, item) for state in ended for item in ledger.items(found.id, state=state, codes=wanted))
+        broken = (item for state in ended for item in ledger.items(found.id, state=state, codes=wanted))
+        failed = (item_error_view(found.id, item, lines.line_of(item)) for item in broken)
         shown = 0
-        for view in islice((view for views in (lines, failed) for view in views), limit):
+        for view in islice((view for views in (refused, failed) for view in views), limit):
             shown += 1
             if as_json:
                 output.data(view)
                 continue
-            where = f"line {view['line']}" if view["kind"] == "line" else f"item {view['index']}"
-            output.line(f"{where}\t{view['code']}\t{printable(view['example_id'] or '')}\t{printable(view['message'] or '')}")
+            where = f"item {view['index']}" if view["line"] is None else f"line {view['line']}"
+            what = f"{view['code']}\t{printable(view['id'] or '')}\t{printable(view['message'] or '')}"
+            output.line(f"{where}\t{what}")
+        _note_unknown(lines, output)
         if not shown and not as_json:
             output.note("No errors.")

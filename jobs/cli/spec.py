@@ -1,22 +1,24 @@
-"""The options that say what a job is made with; `jobs run` and `jobs submit` share them."""
+"""The options that say what a job is made with; `nightjar run` and `nightjar submit` share them."""
 
 from __future__ import annotations
 
 import getpass
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
+import msgspec
 
-from jobs.cli.context import FiniteRange
+from jobs.cli.context import FiniteRange, NamedPath
 from jobs.ledger.records import JobSpec
 from jobs.quality import DEFAULT, PRESETS, Quality, quality_of
+from jobs.turns import ASKED, Speak
 from pipelines.errors import ErrorCode, InputError, NightjarError
-from pipelines.request import Generation, Mode
+from pipelines.request import Generation, Mode, SpokenRole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -49,22 +51,30 @@ class SpecOptions:
     format: str
     generation: Generation
     quality: Quality | None
+    speak: Speak | None = None
 
 
 def spec_options(function: F) -> F:
     """Adds the options of a spec, handed over as keyword arguments that `take_spec` takes."""
+    text = "Voice of one role's turns, as assistant=NAME; may be given again."
+    function = click.option("--voice-of", "voices", multiple=True, metavar="ROLE=NAME", help=text)(function)
     for name, kind, text in reversed(_GENERATION):
         function = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)(function)
     text = "One value of the checks, as bounds.pause.high=2; may be given again."
     function = click.option("--qa-set", multiple=True, metavar="KEY=VALUE", help=text)(function)
     text = "TOML file that changes the checks."
-    function = click.option("--qa-config", type=click.Path(path_type=Path), metavar="FILE", help=text)(function)
+    function = click.option("--qa-config", type=NamedPath(path_type=Path), metavar="FILE", help=text)(function)
     text = "Checks that the speech has to pass."
     function = click.option("--qa", type=click.Choice(list(PRESETS)), default=DEFAULT, show_default=True, help=text)(function)
     text = "Encoding of the audio (wav or flac; wav is the default), or how INPUT is written (openai-batch); may be given for each."
     choice = click.Choice([*_ENCODINGS, *_INPUT_FORMATS])
     function = click.option("--format", "formats", multiple=True, type=choice, help=text)(function)
     function = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the job.")(function)
+    text = (
+        "Whose texts are spoken: the user's, the assistant's or all; auto: the assistant's that have no audio yet, the user's where "
+        "there is none. [default: auto]"
+    )
+    function = click.option("--speak", type=click.Choice(ASKED), help=text)(function)
     text = "Pipeline, by name or checkpoint folder."
     return click.option("--model", default="hibari", show_default=True, help=text)(function)
 
@@ -76,9 +86,23 @@ def take_spec(given: dict[str, Any]) -> SpecOptions:
     if len(set(encodings)) > 1:
         raise click.UsageError("--format names two encodings; a job has one.")
     given["input_format"] = next((name for name in formats if name in _INPUT_FORMATS), "dialogues")
-    generation = Generation(**{name: given.pop(name) for name, _, _ in _GENERATION})
+    generation = Generation(**{name: given.pop(name) for name, _, _ in _GENERATION}, roles=_roles(given.pop("voices")))
     quality = quality_of(given.pop("qa"), given.pop("qa_config"), given.pop("qa_set"))
-    return SpecOptions(given.pop("model"), given.pop("seed"), encodings[0] if encodings else _ENCODINGS[0], generation, quality)
+    return SpecOptions(
+        given.pop("model"), given.pop("seed"), encodings[0] if encodings else _ENCODINGS[0], generation, quality, given.pop("speak")
+    )
+
+
+def _roles(voices: Sequence[str]) -> dict[SpokenRole, Generation] | None:
+    named: dict[SpokenRole, Generation] = {}
+    for voice in voices:
+        role, _, name = voice.partition("=")
+        if role not in ("user", "assistant") or not name:
+            raise click.UsageError(f"The voice {voice!r} is not ROLE=NAME; the roles are user and assistant.")
+        if role in named:
+            raise click.UsageError(f"--voice-of names two voices of the {role}.")
+        named[role] = Generation(voice=name)
+    return named or None
 
 
 def resolve_spec(options: SpecOptions) -> JobSpec:
@@ -86,9 +110,12 @@ def resolve_spec(options: SpecOptions) -> JobSpec:
     from pipelines.registry import describe
 
     card = describe(options.model)
-    _require(options.generation.voice, card.capabilities.voices, ErrorCode.INPUT_UNKNOWN_VOICE, "voice", card.name)
-    _require(options.generation.language, card.capabilities.languages, ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", card.name)
-    return JobSpec(card.name, card.revision, options.generation, options.seed, options.format, options.quality)
+    generation = options.generation
+    for said in (generation, *(generation.roles or {}).values()):
+        _require(said.voice, card.capabilities.voices, ErrorCode.INPUT_UNKNOWN_VOICE, "voice", card.name)
+    _require(generation.language, card.capabilities.languages, ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", card.name)
+    speak = msgspec.UNSET if options.speak is None else options.speak
+    return JobSpec(card.name, card.revision, generation, options.seed, options.format, options.quality, speak)
 
 
 def _require(wanted: str | None, known: tuple[str, ...], code: ErrorCode, what: str, model: str) -> None:
@@ -96,11 +123,20 @@ def _require(wanted: str | None, known: tuple[str, ...], code: ErrorCode, what: 
         raise InputError(code, f"The model {model} has no {what} {wanted!r}.", f"It has: {', '.join(known)}.")
 
 
-def lacking_meters(spec: JobSpec) -> NightjarError | None:
-    """What this machine lacks for the checks of a job that runs here (`model.missing_extra`), or None."""
-    from jobs.meters import lacking
+def lacking_meters(spec: JobSpec, say: Callable[[str], None] | None = None) -> NightjarError | None:
+    """What this machine lacks for the checks of a job: a meter's libraries (`model.missing_extra`) or weights (`model.unreachable`).
 
-    return None if spec.quality is None else lacking(spec.quality.meters)
+    With `say`, for a job that runs here, weights that are not here are fetched, and `say` is told so.
+    """
+    from jobs.meters import lacking, lacking_weights
+
+    if spec.quality is None:
+        return None
+    lack = lacking(spec.quality.meters) or lacking_weights(spec.quality.meters, fetch=False)
+    if lack is None or lack.code is not ErrorCode.MODEL_UNREACHABLE or say is None:
+        return lack
+    say("Fetching the weights of the quality checks.")
+    return lacking_weights(spec.quality.meters, fetch=True)
 
 
 def check_source(source: str) -> str:

@@ -1,4 +1,4 @@
-"""`jobs submit`: a file of dialogues becomes a job. Everything that could refuse is asked before anything is written."""
+"""`nightjar submit`: a file of dialogues becomes a job. Everything that could refuse is asked before anything is written."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import click
 import msgspec
 
-from jobs.cli.context import PRIORITY, FiniteRange, common_options
+from jobs.cli.context import PRIORITY, FiniteRange, common_options, label_option, labels_of
 from jobs.cli.follow import Progress
-from jobs.cli.output import Output, bytes_text, counted, printable, seconds_text
+from jobs.cli.output import FAILED, Output, bytes_text, counted, printable, seconds_text
 from jobs.cli.spec import check_source, lacking_meters, owner, resolve_spec, spec_options, take_spec
 from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.openai_batch import InputFormat
@@ -25,7 +25,7 @@ def job_options(function: Any) -> Any:
     """Options of a job beside its spec, handed over as keyword arguments that `submit_options` takes."""
     options = (
         click.option("--name", default="", help="Name for people."),
-        click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help="A label; may be given again."),
+        label_option("A label, for `nightjar list --label`; may be given again."),
         click.option("--priority", default=0, show_default=True, type=PRIORITY, help="Higher runs first."),
         click.option(
             "--weight", default=1, show_default=True, type=click.IntRange(1, 1000), help="Share against jobs of the same priority."
@@ -45,12 +45,7 @@ def submit_options(given: dict[str, Any]) -> Any:
     """The `SubmitOptions` of a command's keyword arguments."""
     from jobs.ingest import SubmitOptions
 
-    labels: dict[str, str] = {}
-    for label in given.pop("labels"):
-        key, equals, value = label.partition("=")
-        if not key or not equals:
-            raise click.UsageError(f"The label {label!r} is not KEY=VALUE.")
-        labels[key] = value
+    labels = labels_of(given.pop("labels"))
     if given["idempotency_key"] is not None and not given["idempotency_key"].strip():
         raise click.UsageError("The idempotency key is empty.")
     return SubmitOptions(owner=owner(), labels=labels, **given)
@@ -65,14 +60,20 @@ def submit_options(given: dict[str, Any]) -> Any:
 def submit(source: str, dry_run: bool, home: str | None, as_json: bool, quiet: bool, **given: Any) -> int:
     """Submit INPUT (a path, `-` or `s3://…`; JSONL, also .gz or .zst) as a job and print its id.
 
-    The same file with the same spec is the same job: submitting it again changes nothing.
+    The same file with the same spec is the same job: submitting it again changes nothing. Exit code 1: lines were refused, the
+    others are submitted.
     """
     output = Output(as_json=as_json, quiet=quiet)
     settings = load_settings(home=home)
     spec = resolve_spec(take_spec(given))
     if (lack := lacking_meters(spec)) is not None:
         # The worker may be another machine.
-        output.note(f"{lack.message} A worker without them refuses the items. {lack.advice}")
+        fate = (
+            "A worker that cannot fetch them waits"
+            if lack.code is ErrorCode.MODEL_UNREACHABLE
+            else "A worker without them refuses the items"
+        )
+        output.note(f"{lack.message} {fate}. {lack.advice}")
     check_source(source)
     if dry_run:
         return _dry_run(settings, source, spec, output, given["input_format"], abort=given["on_error"] == "abort")
@@ -84,7 +85,7 @@ def submit(source: str, dry_run: bool, home: str | None, as_json: bool, quiet: b
     from jobs.store import open_store
 
     store = open_store(settings.effective_store_url, settings.s3)
-    with closing(Ledger.open(settings.ledger_url)) as ledger:
+    with closing(Ledger.of(settings)) as ledger:
         if settings.database_url is None:
             ledger.migrate()
         ledger.check_schema()
@@ -124,19 +125,19 @@ def _report(result: Any, output: Output) -> int:
     if job.state is JobState.FAILED:
         raise no_items(job)
     output.note(f"{counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused. {_next_step(job)}")
-    return 0
+    return FAILED if job.rejected_lines else 0
 
 
 def _next_step(job: Job) -> str:
     if job.state is JobState.CANCELLED:
         return "To make it again as another job, give an --idempotency-key of your own."
-    return f"Look at it with: jobs status {job.id}" if job.state.final else f"Follow it with: jobs watch {job.id}"
+    return f"Look at it with: nightjar status {job.id}" if job.state.final else f"Follow it with: nightjar watch {job.id}"
 
 
 def no_items(job: Job) -> InputError:
     """The error of a job that none of its input's lines became an item of."""
     if job.rejected_lines:
-        return InputError(ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: jobs errors {job.id}")
+        return InputError(ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}")
     return InputError(ErrorCode.INPUT_NO_ITEMS, "The input has no lines.", "Give a file with one dialogue a line.")
 
 
@@ -145,7 +146,7 @@ def _dry_run(settings: Settings, source: str, spec: JobSpec, output: Output, inp
     from jobs.store import open_store
 
     store = open_store(settings.effective_store_url, settings.s3)
-    estimate = dry_run(settings, store, source, spec, input_format)
+    estimate = dry_run(settings, store, source, spec, input_format, abort=abort)
     rate, seconds = settings.price_per_gpu_hour, estimate.engine_seconds
     price = None if rate is None or seconds is None else seconds / 3600 * rate
     if output.as_json:
@@ -160,9 +161,6 @@ def _dry_run(settings: Settings, source: str, spec: JobSpec, output: Output, inp
             output.line(f"refused {count} x {code.value}")
         for rejected in estimate.rejected_lines[:SHOWN_LINES]:
             output.line(f"  line {rejected.line}  {rejected.code.value}  {printable(rejected.message)}")
-    if abort and estimate.rejected_lines:
-        first = estimate.rejected_lines[0]
-        raise InputError(first.code, f"Line {first.line}: {first.message}", "`--on-error skip` would leave such lines out.")
     if not estimate.items:
         raise InputError(ErrorCode.INPUT_NO_ITEMS, "No line of the input can become an item.", "Correct the lines and try again.")
-    return 0
+    return FAILED if estimate.rejected else 0

@@ -1,32 +1,37 @@
-"""`jobs verify`: a job's objects against their hashes, and a sample of its items made again."""
+"""`nightjar verify`: a job's objects against their hashes, and a sample of its items made again."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 from jobs.cli.context import common_options, found_job, job_argument
 from jobs.cli.output import FAILED, Output, printable
+from jobs.homes import out_words
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.ledger.records import Job
     from jobs.store.base import ObjectStore
+    from jobs.verify import Expected
+    from pipelines.request import Pipeline
 
 
 @click.command()
 @job_argument
 @click.option("--sample", default=3, show_default=True, type=click.IntRange(min=0), help="Items that are made again with their seeds.")
 @click.option("--deep", is_flag=True, help="Read the objects of a bucket rather than asking for their checksums.")
+@click.option("--repair", is_flag=True, help="Make what is missing or changed again, with the same seeds.")
 @common_options
-def verify(job: str, sample: int, deep: bool, home: str | None, as_json: bool, quiet: bool) -> int:
+def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, as_json: bool, quiet: bool) -> int:
     """Check that JOB's objects are what was made, and that some of its items come out the same again.
 
-    Exit code 1: an object is missing or changed, or an item came out different.
+    Exit code 1: an object is missing or changed and was not made again, or an item came out different.
     """
     from jobs.store import open_store
     from jobs.verify import ObjectCheck
@@ -35,47 +40,82 @@ def verify(job: str, sample: int, deep: bool, home: str | None, as_json: bool, q
     with found_job(job, home) as (settings, ledger, found):
         store = open_store(found.store_url, settings.s3)
         check = ObjectCheck(ledger, store, found, deep=deep)
-        faults = 0
+        lost: list[Expected] = []
         for expected, fault in check:
-            faults += 1
+            lost.append(expected)
             if as_json:
                 view = {"schema": "nightjar.fault/1", "job": found.id, "key": expected.key, "example_id": expected.example_id}
                 output.data({**view, "fault": fault.value})
             else:
                 output.line(f"{fault.value}\t{expected.key}\t{printable(expected.example_id or '')}")
-        likeness = _redraw(ledger, store, found, sample, output) if sample else Counter[str]()
-        _summarize(found, check.objects, faults, likeness, output)
-    return FAILED if faults or likeness["different"] or likeness["failed"] else 0
+        mended, likeness = Counter[str](), Counter[str]()
+        if sample or (repair and lost):
+            with _opened(found, output) as pipeline:
+                mended = _mend(ledger, store, found, pipeline, lost, output) if repair else mended
+                likeness = _redraw(ledger, store, found, pipeline, sample, output)
+        _summarize(found, check.objects, len(lost), mended, likeness, output, out_words(found.id, ledger.database.path))
+    left = len(lost) - mended["same"] - mended["other"]
+    return FAILED if left or likeness["different"] or likeness["failed"] else 0
 
 
-def _redraw(ledger: Ledger, store: ObjectStore, job: Job, sample: int, output: Output) -> Counter[str]:
-    from jobs.redraw import redraw
+@contextmanager
+def _opened(job: Job, output: Output) -> Iterator[Pipeline]:
+    """The model of a job, with a note where it is another revision by now."""
     from pipelines.registry import describe, open_pipeline
 
     now = describe(job.spec.model).revision
     if now != job.spec.model_revision:
         output.note(f"The job was made with revision {job.spec.model_revision or 'unknown'} of its model; here is {now or 'unknown'}.")
-    counts: Counter[str] = Counter()
     with closing(open_pipeline(job.spec.model)) as pipeline:
-        for redrawn in redraw(ledger, store, job, pipeline, sample):
-            counts[redrawn.likeness.value] += 1
-            finite = redrawn.snr_db is not None and math.isfinite(redrawn.snr_db)
-            if output.as_json:
-                view = {"schema": "nightjar.redrawn/1", "job": job.id, "index": redrawn.index, "example_id": redrawn.example_id}
-                snr = redrawn.snr_db if finite else None
-                output.data({**view, "likeness": redrawn.likeness.value, "snr_db": snr, "reason": redrawn.reason or None})
-            else:
-                about = f"{redrawn.snr_db:.1f} dB" if finite else printable(redrawn.reason)
-                output.line(f"{redrawn.likeness.value}\titem {redrawn.index}\t{printable(redrawn.example_id)}\t{about}".rstrip())
+        yield pipeline
+
+
+def _mend(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, lost: Iterable[Expected], output: Output) -> Counter[str]:
+    from jobs.repair import Mended, Repaired, mend
+
+    said = {Mended.SAME: "made again", Mended.OTHER: "made again, other bytes", Mended.FAILED: "not made again"}
+
+    def say(repaired: Repaired) -> None:
+        if output.as_json:
+            view = {"schema": "nightjar.repaired/1", "job": job.id, "key": repaired.key, "example_id": repaired.example_id}
+            output.data({**view, "outcome": repaired.outcome.value, "reason": repaired.reason or None})
+        else:
+            about = [said[repaired.outcome], repaired.key, printable(repaired.example_id), printable(repaired.reason)]
+            output.line("\t".join(about).rstrip())
+
+    return mend(ledger, store, job, pipeline, lost, say)
+
+
+def _redraw(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, sample: int, output: Output) -> Counter[str]:
+    from jobs.redraw import redraw
+
+    counts: Counter[str] = Counter()
+    for redrawn in redraw(ledger, store, job, pipeline, sample):
+        counts[redrawn.likeness.value] += 1
+        finite = redrawn.snr_db is not None and math.isfinite(redrawn.snr_db)
+        if output.as_json:
+            view = {"schema": "nightjar.redrawn/1", "job": job.id, "index": redrawn.index, "example_id": redrawn.example_id}
+            snr = redrawn.snr_db if finite else None
+            output.data({**view, "likeness": redrawn.likeness.value, "snr_db": snr, "reason": redrawn.reason or None})
+        else:
+            about = f"{redrawn.snr_db:.1f} dB" if finite else printable(redrawn.reason)
+            output.line(f"{redrawn.likeness.value}\titem {redrawn.index}\t{printable(redrawn.example_id)}\t{about}".rstrip())
     return counts
 
 
-def _summarize(job: Job, objects: int, faults: int, likeness: Counter[str], output: Output) -> None:
+def _summarize(job: Job, objects: int, faults: int, mended: Counter[str], likeness: Counter[str], output: Output, where: str) -> None:
+    """`where`: what advice about the job adds to its id."""
     if output.as_json:
         counts = {name: likeness[name] for name in ("same", "close", "different", "failed")}
-        output.data({"schema": "nightjar.verify/1", "job": job.id, "objects": objects, "faults": faults, "redrawn": counts})
+        repaired = {name: mended[name] for name in ("same", "other", "failed")}
+        view = {"schema": "nightjar.verify/1", "job": job.id, "objects": objects, "faults": faults}
+        output.data({**view, "repaired": repaired, "redrawn": counts})
         return
     state = f"{faults} of them missing or changed" if faults else "all of them as they were made"
     output.note(f"{objects} objects checked, {state}.")
+    if mended:
+        output.note(f"{mended['same']} made again as they were, {mended['other']} with other bytes, {mended['failed']} not made again.")
+    elif faults:
+        output.note(f"To make them again: nightjar verify {job.id} --repair{where}")
     if likeness:
         output.note(f"{likeness.total()} items made again: " + ", ".join(f"{count} {name}" for name, count in likeness.items()) + ".")

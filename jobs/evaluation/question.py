@@ -97,7 +97,7 @@ def _one_by_one(generation: Generation, mode: Mode) -> Generation:
 
 
 def _refuse_unsendable(generation: Generation) -> None:
-    for name in ("voice", "language", "instruct", "reference_text"):
+    for name in ("voice", "language", "instruct", "reference_text", "roles"):
         if getattr(generation, name) is not None:
             message = f"A dialogue that is asked of a server has no `{name}`."
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, f"Remove `{name}` from the line.")

@@ -117,5 +117,5 @@ def _changed(artifact: Artifact) -> StoreError:
     return StoreError(
         ErrorCode.STORE_CONFLICT,
         f"The object {artifact.key} is not the one that was made.",
-        "Its SHA-256 differs from the ledger's; restore it from a backup.",
+        "Its SHA-256 differs from the ledger's. Make it again with: nightjar verify JOB --repair",
     )

@@ -10,12 +10,12 @@ ending, which keeps ids with spaces whole) and `dialogue`.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import IO
 
 import msgspec
 
-from jobs.export.espnet import espnet_line
+from jobs.export.espnet import espnet_line, together
 from jobs.export.files import PartFiles
 from jobs.export.lhotse import write_lhotse
 from jobs.export.made import MadeItem, facts
@@ -28,27 +28,32 @@ _encode = msgspec.json.Encoder().encode
 
 def write_espnet_dataset(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, str]]) -> None:
     """The dataset of one split, in one pass over its items."""
-    folder = f"{files.place.address}/{part.split}"
-    samples = SortedLines(files.scratch("sort"))
+    turns, examples = SortedLines(files.scratch("sort")), SortedLines(files.scratch("sort-dialogues"))
     texts, dialogues = files.open(f"{part.split}/text.jsonl"), files.open(f"{part.split}/dialogue.jsonl")
 
     def noted() -> Generator[tuple[MadeItem, str], None, None]:
-        for item, where in items:
-            texts.write(_encode({"id": item.example_id, "text": facts(job, item).text}) + b"\n")
-            dialogues.write(espnet_line(job, item, where))
-            # Without its closing quote, which would sort after a space.
-            samples.add(_encode(item.example_id)[:-1] + b"\n")
-            yield item, where
+        for dialogue in together(items):
+            dialogues.write(espnet_line(job, [(item, files.named(f"{part.split}/dialogue.jsonl", where)) for item, where in dialogue]))
+            examples.add(_sample(dialogue[0][0].example_id))
+            for item, where in dialogue:
+                texts.write(_encode({"id": item.id, "text": facts(job, item).text}) + b"\n")
+                turns.add(_sample(item.id))
+                yield item, where
 
     write_lhotse(msgspec.structs.replace(part, split=f"{part.split}/audio"), files, job, noted())
-    audio = {"name": "audio1", "path": f"{folder}/audio", "reader": "lhotse_audio"}
-    text = {"name": "text1", "path": f"{folder}/text.jsonl", "reader": "text"}
-    dialogue = {"name": "dialogue1", "path": f"{folder}/dialogue.jsonl", "reader": "dialogue"}
-    _write_dataset(files.open(f"{part.split}/audio_text.json"), [audio, text], samples)
-    _write_dataset(files.open(f"{part.split}/dialogue.json"), [dialogue], samples)
+    audio = {"name": "audio1", "path": files.named_file(f"{part.split}/audio"), "reader": "lhotse_audio"}
+    text = {"name": "text1", "path": files.named_file(f"{part.split}/text.jsonl"), "reader": "text"}
+    dialogue = {"name": "dialogue1", "path": files.named_file(f"{part.split}/dialogue.jsonl"), "reader": "dialogue"}
+    _write_dataset(files.open(f"{part.split}/audio_text.json"), [audio, text], turns)
+    _write_dataset(files.open(f"{part.split}/dialogue.json"), [dialogue], examples)
 
 
-def _write_dataset(file: IO[bytes], entries: list[dict[str, str]], samples: SortedLines) -> None:
+def _sample(id: str) -> bytes:
+    """The line of an id that is sorted: without its closing quote, which would sort after a space."""
+    return _encode(id)[:-1] + b"\n"
+
+
+def _write_dataset(file: IO[bytes], entries: list[dict[str, str]], samples: Iterable[bytes]) -> None:
     file.write(b'{"data_entry":%b,"samples":[' % _encode(entries))
     for place, sample in enumerate(samples):
         file.write(b'%b\n%b"' % (b"," if place else b"", sample[:-1]))

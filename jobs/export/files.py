@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 import msgspec
 
+from jobs.export.names import AudioNames
 from jobs.export.place import Place
 
 if TYPE_CHECKING:
@@ -87,11 +88,21 @@ class HashedFile(io.RawIOBase):
 class PartFiles:
     """Opens the files of one part; `publish` moves them to their place once all are complete."""
 
-    def __init__(self, place: Place, label: str = "") -> None:
-        """`label` keeps the unfinished files of two that are open at once apart."""
+    def __init__(self, place: Place, label: str = "", names: AudioNames | None = None) -> None:
+        """`label` keeps the unfinished files of two that are open at once apart; `names`: how they name audio."""
         self.place = place
+        self._names = names
         self._label = label
         self._open: dict[str, HashedFile] = {}
+
+    def named(self, file: str, where: str) -> str:
+        """What the file with this name calls the audio at `where`."""
+        return where if self._names is None else self._names.of(file, where)
+
+    def named_file(self, name: str) -> str:
+        """What a file of the export in the same folder calls the one with this name."""
+        relative = self._names is not None and self._names.base is not None
+        return name.rpartition("/")[2] if relative else f"{self.place.address}/{name}"
 
     def open(self, name: str) -> IO[bytes]:
         """A new file under a relative name. Raises `OSError`, as the file does."""

@@ -20,6 +20,7 @@ from jobs.export.audio import AudioPlace
 from jobs.export.files import PartFiles, WrittenFile
 from jobs.export.made import MadeItem, MadeItems
 from jobs.export.manifest import manifest_line
+from jobs.export.names import AudioNames
 from jobs.export.output import output_error
 from jobs.export.place import END, RECORDS, Place, open_place
 from jobs.export.plan import Part, Plan, make_plan
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 #: Raised when a format's files change for the same items.
-VERSION = 1
+VERSION = 2
 _PLAN, _RENEWAL = f"{RECORDS}/plan.json", f"{RECORDS}/renewal.json"
 _AWAY = "Move it away; the export is then written anew."
 _decode_files = msgspec.json.Decoder(list[WrittenFile]).decode
@@ -52,6 +53,8 @@ class FolderFormat:
     local_audio: bool = False
     #: Its files name each other by their path.
     local_place: bool = False
+    #: It holds dialogues, with the audio of all their spoken turns.
+    dialogues: bool = False
     #: What stands beside the parts.
     card: Callable[[Job, Plan], bytes] | None = None
 
@@ -111,6 +114,8 @@ class FolderExport:
     audio_root: Path | None
     #: Jobs whose export in this format is removed for this one.
     replaces: Collection[str] = ()
+    #: Names audio by absolute paths.
+    absolute: bool = False
 
     def run(self, to: str, s3: S3Settings | None, on_part: Callable[[Part], None]) -> Plan:
         """Writes what is not there yet. `on_part` hears of every part that is complete.
@@ -119,11 +124,12 @@ class FolderExport:
         """
         with open_place(to, s3) as place, AudioPlace(self.store, self.audio_root) as audio:
             limit = self.part_bytes if self.format.audio == "inside" else None
-            plan = make_plan(self.ledger.items(self.job.id), self.splits, limit)
-            identity = self._identity(plan)
+            plan = make_plan(self.ledger.items(self.job.id), self.splits, limit, whole=self.format.dialogues)
+            names = self._names(to)
+            identity = self._identity(plan, names)
             if self._take(place, identity):
                 return plan
-            files = [file for part in plan.parts for file in self._part(place, audio, part, on_part)]
+            files = [file for part in plan.parts for file in self._part(place, audio, names, part, on_part)]
             files += self._beside(place, plan)
             if (hole := _hole(place, files)) is not None:
                 reason = f"{hole!r} in {place.address!r} is missing or was changed before the export was complete."
@@ -134,8 +140,12 @@ class FolderExport:
             _clear(place)
             return plan
 
-    def _identity(self, plan: Plan) -> _Identity:
-        where = str(self.audio_root.absolute()) if self.audio_root is not None else self.store.url
+    def _names(self, to: str) -> AudioNames:
+        absolute = self.absolute or self.audio_root is not None or to.startswith("s3://")
+        return AudioNames(self.store, None if absolute else Path(to).absolute())
+
+    def _identity(self, plan: Plan, names: AudioNames) -> _Identity:
+        where = str(self.audio_root.absolute()) if self.audio_root is not None else names.base or self.store.url
         named = self.format.audio == "named"
         splits = tuple(zip(self.splits.names, self.splits.bounds, strict=True))
         return _Identity(self.job.id, self.name, VERSION, plan.digest, splits, self.part_bytes, where if named else "")
@@ -183,7 +193,7 @@ class FolderExport:
         _publish(place, _PLAN, [_json(identity)])
         place.remove(_RENEWAL)
 
-    def _part(self, place: Place, audio: AudioPlace, part: Part, on_part: Callable[[Part], None]) -> list[WrittenFile]:
+    def _part(self, place: Place, audio: AudioPlace, names: AudioNames, part: Part, on_part: Callable[[Part], None]) -> list[WrittenFile]:
         record = f"{RECORDS}/{_name(part)}.json"
         if (found := place.read(record)) is not None:
             return _files_in(place, record, found)
@@ -194,9 +204,10 @@ class FolderExport:
             after=part.first - 1,
             last=part.last,
             wanted=lambda example_id: self.splits.of(example_id) == part.split,
+            whole=self.format.dialogues,
         )
         counted = _counted(items, part)
-        with _files(place) as files:
+        with _files(place, names=names) as files:
             self.format.write(part, files, self.job, audio.loaded(counted) if self.format.audio == "inside" else audio.located(counted))
             written = _publish_known(place, _name(part), files)
         _publish(place, record, [_json(written)])
@@ -242,9 +253,9 @@ def _publish_known(place: Place, name: str, files: PartFiles) -> list[WrittenFil
 
 
 @contextmanager
-def _files(place: Place, label: str = "") -> Generator[PartFiles, None, None]:
+def _files(place: Place, label: str = "", names: AudioNames | None = None) -> Generator[PartFiles, None, None]:
     """The files of a part, which leave nothing behind unless they are published. Turns `OSError` into what a person can mend."""
-    files = PartFiles(place, label)
+    files = PartFiles(place, label, names)
     try:
         yield files
     except OSError as error:

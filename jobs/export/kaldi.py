@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import unicodedata
 from collections.abc import Iterator
 from typing import IO
 
@@ -38,8 +39,9 @@ def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[Ma
     for item, where in items:
         known = facts(job, item)
         speaker = _escaped(_ESCAPED_IN_SPEAKERS, known.speaker)
-        utterance = f"{speaker}-{_escaped(_ESCAPED, item.example_id)}"
-        rest = (speaker, _readable(where, item.extension), " ".join(known.text.split()), f"{item.seconds:.6f}")
+        utterance = f"{speaker}-{_escaped(_ESCAPED, item.id)}"
+        audio = _readable(files.named(f"{part.split}/wav.scp", where), item.extension)
+        rest = (speaker, audio, _one_line(known.text), f"{item.seconds:.6f}")
         lines.add(utterance.encode() + b"\t" + msgspec.json.encode(rest) + b"\n")
     directory = _Directory(files, part.split)
     for line in lines:
@@ -67,6 +69,11 @@ class _Directory:
 
     def end(self) -> None:
         _write(self._files["spk2utt"], "\n")
+
+
+def _one_line(text: str) -> str:
+    """Text without control characters, which break the lines of Kaldi's files or a terminal that shows them."""
+    return " ".join("".join(" " if unicodedata.category(character) == "Cc" else character for character in text).split())
 
 
 def _write(file: IO[bytes], text: str) -> None:

@@ -24,7 +24,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, str]]) -> None:
-    """Manifests whose ids are example ids."""
+    """Manifests whose ids are those of the items."""
     folder = part.split
     with (
         files.gzip(f"{folder}/recordings.jsonl.gz") as recordings,
@@ -33,12 +33,13 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[M
     ):
         for item, where in items:
             known = facts(job, item)
-            source = {"type": "url" if "://" in where else "file", "channels": [0], "source": where}
-            recording = _recording(item.example_id, item, source)
-            supervision = _supervision(item.example_id, job, item, known)
+            named = files.named(f"{folder}/cuts.jsonl.gz", where)
+            source = {"type": "url" if "://" in where else "file", "channels": [0], "source": named}
+            recording = _recording(item.id, item, source)
+            supervision = _supervision(item.id, job, item, known)
             recordings.write(_encode(recording) + b"\n")
             supervisions.write(_encode(supervision) + b"\n")
-            cuts.write(_encode(_cut(item.example_id, item, recording, supervision)) + b"\n")
+            cuts.write(_encode(_cut(item.id, item, recording, supervision)) + b"\n")
 
 
 def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, bytes]]) -> None:
@@ -67,7 +68,9 @@ def _recording(id: str, item: MadeItem, source: dict[str, Any]) -> dict[str, Any
 
 
 def _supervision(id: str, job: Job, item: MadeItem, known: ItemFacts) -> dict[str, Any]:
-    custom = {"example_id": item.example_id, "seed": item.artifact.seed, "sha256": item.artifact.sha256, "spec_sha": job.spec_sha}
+    turn = {"role": known.role, "message_index": known.message_index}
+    made = {"seed": item.artifact.seed, "sha256": item.artifact.sha256, "spec_sha": job.spec_sha}
+    custom = {"example_id": item.example_id, **turn, **made}
     language = {} if known.language is None else {"language": known.language}
     return {
         "id": id,

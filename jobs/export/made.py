@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from jobs.dialogue import Dialogue, spoken_text
 from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
-from jobs.payload import read_raw_shard
+from jobs.payload import RawLine, read_raw_shard
 from jobs.store.base import ObjectStore
+from jobs.turns import Triple, reference_places
+from pipelines.request import Generation, SpokenRole
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 _decode = msgspec.json.Decoder(Dialogue).decode
+_NO_GENERATION = Generation()
 
 
 class MadeItem(msgspec.Struct, frozen=True):
     """An item with its audio."""
 
     example_id: str
+    #: Its own in the job: that of the dialogue, with the turn where several are spoken.
+    id: str
     artifact: Artifact
     #: The line as it was submitted.
     dialogue: msgspec.Raw
+    #: Place of the message that is spoken; None: the item is the whole dialogue.
+    message_index: int | None = None
     #: Place of a message -> key of its reference audio.
     references: Mapping[int, str] = {}
     #: The text that the model wrote before its audio, where it writes text.
@@ -50,8 +57,13 @@ class ItemFacts(msgspec.Struct, frozen=True):
 
     #: The text that was asked for.
     text: str
+    #: Whose turn it is.
+    role: SpokenRole
+    #: Place of the message that is spoken; None: the audio answers the whole dialogue.
+    message_index: int | None
     #: The voice; without one `ref-` and the beginning of the reference audio's SHA-256; without either the model.
     speaker: str
+    voice: str | None
     language: str | None
     instruct: str | None
 
@@ -59,11 +71,60 @@ class ItemFacts(msgspec.Struct, frozen=True):
 def facts(job: Job, item: MadeItem) -> ItemFacts:
     """The facts of an item, from its line and the job's defaults."""
     dialogue = _decode(item.dialogue)
-    defaults = job.spec.generation
-    generation = dialogue.generation.over(defaults) if dialogue.generation else defaults
-    return ItemFacts(
-        spoken_text(dialogue.typed_messages()), _speaker(job, item, generation.voice), generation.language, generation.instruct
-    )
+    place = spoken_place(job, item, dialogue.messages)
+    generation = settings_of(job, dialogue, place)
+    if place is None:
+        text = spoken_text(dialogue.typed_messages())
+        speaker = _speaker(job, item, generation.voice)
+        return ItemFacts(text, "assistant", None, speaker, generation.voice, generation.language, generation.instruct)
+    role = cast("SpokenRole", dialogue.messages[place][0])
+    text = dialogue.messages[place][2].strip()
+    heard = reference_places(dialogue.messages, place)
+    speaker = _speaker(job, item, generation.voice, heard)
+    return ItemFacts(text, role, place, speaker, generation.voice, generation.language, generation.instruct)
+
+
+def settings_of(job: Job, dialogue: Dialogue, place: int | None) -> Generation:
+    """What the line and the job ask for of a spoken message, or of the answer to the whole dialogue."""
+    defaults, said = job.spec.generation, dialogue.generation or _NO_GENERATION
+    if place is None:
+        return said.over(defaults)
+    role = cast("SpokenRole", dialogue.messages[place][0])
+    return said.of(role).over(defaults.of(role))
+
+
+def spoken_place(job: Job, item: MadeItem | RawLine, messages: Sequence[Triple]) -> int | None:
+    """The place of the message that the audio of an item says; None: it answers the whole dialogue.
+
+    Of a job of before turns could be chosen that is the one user's text, unless the model wrote its own.
+    """
+    if item.message_index is not None or job.spec.speak is not msgspec.UNSET:
+        return item.message_index
+    texts = [place for place, message in enumerate(messages) if message[0] == "user" and message[1] == "text"]
+    wrote = isinstance(item, MadeItem) and item.text_out is not None
+    return texts[0] if len(texts) == 1 and not wrote else None
+
+
+def dialogues(rows: Iterable[ItemRow]) -> Iterator[list[ItemRow]]:
+    """The items of each dialogue, of items in index order."""
+    together: list[ItemRow] = []
+    for row in rows:
+        if together and not row.turn:
+            yield together
+            together = []
+        together.append(row)
+    if together:
+        yield together
+
+
+def exported(rows: Iterable[ItemRow], *, whole: bool) -> Iterator[tuple[ItemRow, Artifact | None]]:
+    """Each item with its audio where it is exported; `whole`: only with all others of its dialogue."""
+    if not whole:
+        yield from ((row, made(row)) for row in rows)
+        return
+    for together in dialogues(rows):
+        audio = [made(row) for row in together]
+        yield from zip(together, audio if None not in audio else [None] * len(together), strict=True)
 
 
 def made(row: ItemRow) -> Artifact | None:
@@ -74,7 +135,8 @@ def made(row: ItemRow) -> Artifact | None:
 class MadeItems:
     """Iterates once over made items of a job in index order, with one shard's lines in memory at a time.
 
-    `after` and `last` bound the indexes, `wanted` chooses by example id; what they leave out is not counted.
+    `after` and `last` bound the indexes, `wanted` chooses by example id; what they leave out is not counted. `whole`: dialogues
+    of which a spoken turn has no audio are left out.
     """
 
     def __init__(
@@ -86,32 +148,34 @@ class MadeItems:
         after: int = -1,
         last: int | None = None,
         wanted: Callable[[str], bool] = lambda _: True,
+        whole: bool = False,
     ) -> None:
-        self._rows = ledger.items(job_id, after=after)
+        self._rows = exported(ledger.items(job_id, after=after), whole=whole)
         self._texts = _TextKeys(ledger, job_id)
         self._inputs = ledger.shard_inputs(job_id)
         self._store = store
         self._last = last
         self._wanted = wanted
-        #: Items seen so far that have no audio.
+        #: Items seen so far that have no audio, or are left out with one that has none.
         self.left_out = 0
 
     def __iter__(self) -> Iterator[MadeItem]:
         loaded = ("", "")
-        lines: dict[int, tuple[msgspec.Raw, Mapping[int, str]]] = {}
-        for row in self._rows:
+        lines: dict[int, RawLine] = {}
+        for row, artifact in self._rows:
             if self._last is not None and row.index > self._last:
                 return
             if not self._wanted(row.example_id):
                 continue
-            artifact = made(row)
             if artifact is None:
                 self.left_out += 1
                 continue
             if self._inputs[row.shard_no] != loaded:
                 loaded = self._inputs[row.shard_no]
-                lines = {line.index: (line.dialogue, line.references) for line in read_raw_shard(self._store, *loaded)}
-            yield MadeItem(row.example_id, artifact, *lines[row.index], self._text_of(row.index))
+                lines = {line.index: line for line in read_raw_shard(self._store, *loaded)}
+            line = lines[row.index]
+            text_out = self._text_of(row.index)
+            yield MadeItem(row.example_id, row.id, artifact, line.dialogue, line.message_index, line.references, text_out)
 
     def _text_of(self, index: int) -> str | None:
         key = self._texts.of(index)
@@ -152,10 +216,11 @@ class _TextKeys:
         return self._next[1] if self._next is not None and self._next[0] == index else None
 
 
-def _speaker(job: Job, item: MadeItem, voice: str | None) -> str:
+def _speaker(job: Job, item: MadeItem, voice: str | None, heard: Sequence[int] | None = None) -> str:
+    """`heard`: places of the recordings whose voice it is; None: any."""
     if voice and voice.strip():
         return voice.strip()
-    if item.references:
-        reference = item.references[min(item.references)]
-        return f"ref-{reference.rpartition('/')[2][:16]}"
+    references = [item.references[place] for place in sorted(item.references) if heard is None or place in heard]
+    if references:
+        return f"ref-{references[0].rpartition('/')[2][:16]}"
     return job.spec.model.rstrip("/").rpartition("/")[2]

@@ -8,7 +8,7 @@ import msgspec
 
 from jobs.export.made import MadeItem, MadeItems, facts
 from jobs.ledger.records import Job
-from jobs.manifest import ManifestEntry, entry, put_job_manifest
+from jobs.manifest import ManifestEntry, Spoken, entry, put_job_manifest
 from jobs.store.base import ObjectInfo, ObjectStore
 
 if TYPE_CHECKING:
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 def manifest_entry(job: Job, item: MadeItem) -> ManifestEntry:
     """The manifest's line of an item."""
-    return entry(item.example_id, item.artifact, job.spec_sha, facts(job, item).text)
+    known = facts(job, item)
+    if job.spec.speak is msgspec.UNSET:
+        # Its workers' manifests say no more, and one item has one line.
+        return entry(item.example_id, item.artifact, job.spec_sha, Spoken(known.text))
+    return entry(item.example_id, item.artifact, job.spec_sha, Spoken(known.text, known.role, known.message_index))
 
 
 def manifest_line(job: Job, item: MadeItem, where: str) -> bytes:
@@ -26,6 +30,9 @@ def manifest_line(job: Job, item: MadeItem, where: str) -> bytes:
 
 
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
-    """Writes the manifest of a job into its store, see `jobs.manifest.put_job_manifest`."""
+    """Writes the manifest of a job into its store, see `jobs.manifest.put_job_manifest`; the ledger notes it if the job has ended."""
     job = ledger.job(job_id)
-    return put_job_manifest(store, job, (manifest_entry(job, item) for item in MadeItems(ledger, store, job_id)))
+    info = put_job_manifest(store, job, (manifest_entry(job, item) for item in MadeItems(ledger, store, job_id)))
+    if job.state.final:
+        ledger.note_manifest(job)
+    return info

@@ -17,4 +17,5 @@ def nemo_line(job: Job, item: MadeItem, where: str) -> bytes:
     line: dict[str, str | float] = {"audio_filepath": where, "duration": round(item.seconds, 6), "text": known.text}
     if known.language is not None:
         line["lang"] = known.language
-    return msgspec.json.encode({**line, "speaker": known.speaker, "example_id": item.example_id}) + b"\n"
+    spoken = {"role": known.role, "message_index": known.message_index}
+    return msgspec.json.encode({**line, "speaker": known.speaker, "example_id": item.example_id, **spoken}) + b"\n"

@@ -1,7 +1,7 @@
 """The formats `openai-batch` and `openai-batch-errors`: the output file and the error file of a batch.
 
 Source: https://platform.openai.com/docs/guides/batch: requests that succeeded stand in the output file, the others in the
-error file, both by their `custom_id`, which is the item's example id. Speech is no JSON, so the body says where its file is.
+error file, both by their `custom_id`, which is the item's id. Speech is no JSON, so the body says where its file is.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def openai_batch_line(job: Job, item: MadeItem, where: str) -> bytes:
         "sample_rate": artifact.sample_rate,
         "duration": round(item.seconds, 6),
     }
-    request = _request_id(job, item.example_id)
+    request = _request_id(job, item.id)
     body = {"object": "audio.speech", "model": job.spec.model, "audio": audio}
     response = {"status_code": 200, "request_id": request, "body": body}
-    return _line(request, item.example_id, response, None)
+    return _line(request, item.id, response, None)
 
 
 def openai_error_line(job: Job, failed: ItemRow | RejectedLine) -> bytes:
     """An item that failed, or a line that became none."""
     if isinstance(failed, ItemRow):
-        code, message, custom_id = failed.error_code, failed.error_message, failed.example_id
+        code, message, custom_id = failed.error_code, failed.error_message, failed.id
     else:
         code, message, custom_id = failed.code, failed.message, failed.example_id or f"line-{failed.line}"
     error = {"code": code.value if code else "not_done", "message": message or "The item was not made."}

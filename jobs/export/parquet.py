@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: A reader loads a row group at a time.
 _GROUP_ROWS = 100
 _GROUP_BYTES = 32 << 20
-_TEXTS = ("text", "example_id", "speaker", "language", "spec_sha", "sha256")
+_TEXTS = ("text", "example_id", "role", "speaker", "language", "spec_sha", "sha256")
 
 
 def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, bytes]]) -> None:
@@ -48,7 +48,7 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
                         _schema(item.artifact.sample_rate),
                         # Audio is left as it is: it shrinks by little and takes long to do so.
                         compression=dict.fromkeys(_TEXTS, "zstd"),
-                        use_dictionary=["speaker", "language", "spec_sha"],
+                        use_dictionary=["role", "speaker", "language", "spec_sha"],
                         write_statistics=["index", "duration"],
                     )
                 )
@@ -63,6 +63,8 @@ def _row(job: Job, item: MadeItem, audio: bytes) -> dict[str, Any]:
         "audio": {"bytes": audio, "path": f"{item.name}.{item.extension}"},
         "text": known.text,
         "example_id": item.example_id,
+        "role": known.role,
+        "message_index": known.message_index,
         "index": item.artifact.index,
         "speaker": known.speaker,
         "language": known.language,
@@ -79,6 +81,8 @@ def _schema(sample_rate: int) -> pyarrow.Schema:
     columns: dict[str, tuple[str, Any]] = {
         "text": text,
         "example_id": text,
+        "role": text,
+        "message_index": ("int64", arrow.int64()),
         "index": ("int64", arrow.int64()),
         "speaker": text,
         "language": text,

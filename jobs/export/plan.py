@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jobs.export.made import made
+from jobs.export.made import exported
 from jobs.export.splits import Splits
 from jobs.ledger.records import ItemRow
 
@@ -33,7 +33,7 @@ class Plan(msgspec.Struct, frozen=True):
     """The parts of an export, by split and number."""
 
     parts: tuple[Part, ...]
-    #: Items of the job that have no audio: failed, skipped or still pending.
+    #: Items of the job that have no audio (failed, skipped or still pending), or are left out with one that has none.
     left_out: int
     #: SHA-256 over indexes, ids and audio hashes of all made items: the same result of a job has the same one.
     digest: str
@@ -69,13 +69,14 @@ class _Growing:
             self.number, self.items, self.audio_bytes = self.number + 1, 0, 0
 
 
-def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None) -> Plan:
-    """The plan for the items of a job, in index order. A part ends before its audio passes `part_bytes`; None: one part a split."""
+def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, whole: bool = False) -> Plan:
+    """The plan for the items of a job, in index order. A part ends before its audio passes `part_bytes`; None: one part a split.
+    `whole`: dialogues of which a spoken turn has no audio are left out.
+    """
     growing = {name: _Growing() for name in splits.names}
     digest = hashlib.sha256()
     left_out = 0
-    for row in rows:
-        artifact = made(row)
+    for row, artifact in exported(rows, whole=whole):
         if artifact is None:
             left_out += 1
             continue

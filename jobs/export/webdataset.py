@@ -28,6 +28,8 @@ def write_webdataset(part: Part, files: PartFiles, job: Job, items: Iterator[tup
             "example_id": item.example_id,
             "index": artifact.index,
             "text": known.text,
+            "role": known.role,
+            "message_index": known.message_index,
             "speaker": known.speaker,
             "language": known.language,
             "sample_rate": artifact.sample_rate,

@@ -12,7 +12,7 @@ __all__ = ["DuplicateExamples", "Ledger"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports SQLAlchemy only for those who use the ledger itself: `jobs status` reads its records without."""
+    """Imports SQLAlchemy only for those who use the ledger itself: `nightjar status` reads its records without."""
     if name == "Ledger":
         from jobs.ledger.ledger import Ledger
 

@@ -47,7 +47,7 @@ def draws_page(connection: sa.Connection, job_id: str, after: int, limit: int) -
 
 
 def drawn_before(connection: sa.Connection, job_id: str, first: int, last: int) -> dict[int, int]:
-    """Index -> number of draws of the items from `first` to `last` that have some: those that `jobs retry` opened again."""
+    """Index -> number of draws of the items from `first` to `last` that have some: those that `nightjar retry` opened again."""
     columns = schema.draws.c
     query = (
         sa.select(columns.idx, (sa.func.max(columns.draw) + 1).label("drawn"))

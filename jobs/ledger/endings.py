@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from jobs.ledger import schema
 from jobs.ledger.engine import base_backoff_seconds
 from jobs.ledger.records import ItemState, JobState, ShardState
-from jobs.ledger.rows import clean, insert, items_of, open_items
+from jobs.ledger.rows import clean, insert, items_of, lock_job, open_items
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, db_now, item_is, state_is
 from jobs.ledger.states import (
     DISPATCHED,
@@ -45,13 +45,21 @@ _END_ATTEMPT = (
         schema.attempts.c.shard_no == sa.bindparam("of_shard"),
         schema.attempts.c.epoch == sa.bindparam("of_epoch"),
     )
-    .values(ended_at=db_now(), **{name: sa.bindparam(name) for name in ("outcome", "n_ok", "n_failed", "error_code", "error_message")})
+    .values(
+        ended_at=sa.func.coalesce(sa.bindparam("at", type_=sa.Double), db_now()),
+        **{name: sa.bindparam(name) for name in ("outcome", "n_ok", "n_failed", "error_code", "error_message")},
+    )
 )
-#: One question a state, so that each is answered from its partial index.
-_HAS_OPEN_SHARD = [
-    sa.select(sa.exists().where(schema.shards.c.job_id == sa.bindparam("job_id"), state_is(schema.shards.c.state, state)))
-    for state in (ShardState.READY, ShardState.LEASED, ShardState.QUEUED)
-]
+#: One question a state, so that each is answered from its partial index; in one statement, so that a shard that changes its state
+#: meanwhile is in one of them.
+_HAS_OPEN_SHARD = sa.select(
+    sa.or_(
+        *[
+            sa.exists().where(schema.shards.c.job_id == sa.bindparam("job_id"), state_is(schema.shards.c.state, state))
+            for state in (ShardState.READY, ShardState.LEASED, ShardState.QUEUED)
+        ]
+    )
+)
 
 
 def lock_shard(connection: sa.Connection, job_id: str, shard_no: int) -> sa.RowMapping | None:
@@ -86,13 +94,15 @@ def wait(connection: sa.Connection, attempts: int) -> sa.ColumnElement[float]:
 def end_attempt(
     connection: sa.Connection, shard: sa.RowMapping, outcome: AttemptOutcome, code: ErrorCode | None = None, message: str | None = None
 ) -> None:
-    """Closes the row of the lease in `attempts`."""
+    """Closes the row of the lease in `attempts`; one that ran out ended then, whenever that is found."""
     connection.execute(
         _END_ATTEMPT,
         {
             "of_job": shard["job_id"],
             "of_shard": shard["no"],
             "of_epoch": shard["epoch"],
+            # No lease ends before the last heartbeat that was heard.
+            "at": max(shard["lease_until"], shard["heartbeat_at"]) if outcome is AttemptOutcome.EXPIRED else None,
             "outcome": outcome.value,
             "n_ok": shard["n_done"] - shard["claimed_done"],
             "n_failed": max(0, shard["n_failed"] - shard["claimed_failed"]),
@@ -206,7 +216,7 @@ def record_errors(connection: sa.Connection, shard: sa.RowMapping, errors: Seque
 
 
 def has_open_shards(connection: sa.Connection, job_id: str) -> bool:
-    return any(connection.scalar(question, {"job_id": job_id}) for question in _HAS_OPEN_SHARD)
+    return bool(connection.scalar(_HAS_OPEN_SHARD, {"job_id": job_id}))
 
 
 def complete_if_over(connection: sa.Connection, job_id: str) -> bool:
@@ -224,6 +234,13 @@ def complete_if_over(connection: sa.Connection, job_id: str) -> bool:
     return connection.execute(statement).rowcount == 1
 
 
+def judge_budget(connection: sa.Connection, job_id: str) -> None:
+    """Pauses a job that fails too often; for after a commit, whose transaction has locked a shard and must not lock the job."""
+    job = lock_job(connection, job_id)
+    if job is not None:
+        pause_if_over_budget(connection, job)
+
+
 def pause_if_over_budget(connection: sa.Connection, job: sa.RowMapping) -> None:
     """Pauses a job that fails too often."""
     reason = spent_budget(connection, job)
@@ -238,8 +255,9 @@ def spent_budget(connection: sa.Connection, job: sa.RowMapping) -> str | None:
     columns = schema.shards.c
     sums = sa.select(sa.func.coalesce(sa.func.sum(columns.n_done), 0), sa.func.coalesce(sa.func.sum(columns.n_failed), 0))
     done, failed = connection.execute(sums.where(columns.job_id == job["id"])).one()
+    pending = max(0, job["total_items"] - int(done) - int(failed))
     done, failed = max(0, int(done) - job["budget_from_done"]), max(0, int(failed) - job["budget_from_failed"])
-    if not over_budget(job["error_budget"], done, failed):
+    if not over_budget(job["error_budget"], done, failed, pending):
         return None
     return f"error budget: {failed} of {done + failed} items failed, more than {job['error_budget']:.1%}"
 

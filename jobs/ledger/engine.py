@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+import shlex
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import quote
@@ -15,6 +17,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 
+from jobs.ledger.addresses import home_of, place_of
 from pipelines.errors import ConfigError, ErrorCode, ServiceError
 
 P = ParamSpec("P")
@@ -22,26 +25,47 @@ T = TypeVar("T")
 
 BUSY_TIMEOUT_MS = 30_000
 CONNECT_TIMEOUT_SECONDS = 5
+#: When either end takes a silent PostgreSQL connection for lost: idle before the first probe, between probes, unanswered data.
+KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECONDS = 30, 10, 3, 30
 #: A transaction that lost against another one is tried this often.
 TRANSACTION_TRIES = 6
 
-_READ_ONLY, _BACKOFF = "nightjar_read_only", "nightjar_backoff_seconds"
+_READ_ONLY, _BACKOFF, _PLACE = "nightjar_read_only", "nightjar_backoff_seconds", "nightjar_place"
 #: serialization_failure, deadlock_detected
 _LOST_RACE = {"40001", "40P01"}
 #: undefined_table, undefined_column, undefined_schema
 _WRONG_SCHEMA = {"42P01", "42703", "3F000"}
+#: lock_not_available, query_canceled
+_TIMED_OUT = {"55P03", "57014"}
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerLimits:
+    """How long a connection to PostgreSQL may keep others waiting, or wait for them, in seconds."""
+
+    #: A transaction whose process says nothing for so long is rolled back: a process that is stopped holds no lock for ever.
+    idle_transaction_seconds: float = 10.0
+    #: Longest wait for a lock; longer than the above, so that who waits for a stopped process outlasts it.
+    lock_seconds: float = 30.0
+    statement_seconds: float = 3600.0
+
+
+NO_LIMITS = LedgerLimits(0, 0, 0)
 
 
 class Database:
     """One engine for one ledger; every method may be called from any thread. Connects when it is first used."""
 
-    def __init__(self, url: str, backoff_seconds: float = 1.0) -> None:
+    def __init__(self, url: str, backoff_seconds: float = 1.0, limits: LedgerLimits | None = None) -> None:
         parsed = _parse(url)
         self.display_url = parsed.render_as_string(hide_password=True)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self.path = Path(parsed.database or "") if self.is_sqlite else None
-        engine = _sqlite_engine(self.path) if self.path is not None else _postgresql_engine(parsed)
-        self.engine = engine.execution_options(**{_BACKOFF: backoff_seconds})
+        #: For a person: the path of a file, else the address without its password.
+        self.name = self.display_url if self.path is None else str(self.path)
+        engine = _sqlite_engine(self.path) if self.path is not None else _postgresql_engine(parsed, limits or LedgerLimits())
+        self.place = place_of(self.path)
+        self.engine = engine.execution_options(**{_BACKOFF: backoff_seconds, _PLACE: self.place})
         self._reader = self.engine.execution_options(**{_READ_ONLY: True})
         # Threads that wait here wait in order; SQLite itself lets them poll.
         self._writing = threading.Lock() if self.is_sqlite else nullcontext()
@@ -70,6 +94,12 @@ class Database:
         with self._explained(), self.engine.connect() as connection:
             driver: Any = connection.connection.driver_connection
             driver.execute("PRAGMA journal_mode = WAL")
+
+    def wrong_schema(self, message: str) -> ServiceError:
+        """The error of a ledger whose tables are not those of this version."""
+        home = home_of(self.path)
+        where = "" if home is None else f" --out {shlex.quote(str(home))}"
+        return ServiceError(ErrorCode.LEDGER_SCHEMA, message, f"Run `nightjar db upgrade{where}`.")
 
     def close(self) -> None:
         """Gives all connections back; the next use opens new ones."""
@@ -100,7 +130,13 @@ class Database:
         if sqlstate in _LOST_RACE:
             return LostRaceError()
         if sqlstate in _WRONG_SCHEMA or text.startswith(("no such table", "no such column")):
-            return wrong_schema(f"The ledger {self.display_url} lacks tables of this version.")
+            return self.wrong_schema(f"The ledger {self.name} lacks tables of this version.")
+        if sqlstate in _TIMED_OUT:
+            return ServiceError(
+                ErrorCode.LEDGER_UNREACHABLE,
+                f"The ledger {self.display_url} kept this waiting for too long: {text}.",
+                "Try again; if it lasts, see in pg_stat_activity which transaction holds its locks.",
+            )
         kind = {base.__name__ for base in type(error).__mro__}
         # SQLite says DatabaseError itself where the file is no database or is damaged.
         if disconnected or kind & {"OperationalError", "InterfaceError"} or type(error) is sqlite3.DatabaseError:
@@ -121,13 +157,13 @@ def base_backoff_seconds(connection: sa.Connection) -> float:
     return connection.get_execution_options()[_BACKOFF]
 
 
+def place(connection: sa.Connection) -> Path | None:
+    """The folder that this ledger records stores relative to; None for a ledger that is no file."""
+    return connection.get_execution_options()[_PLACE]
+
+
 class LostRaceError(Exception):
     """Another transaction won; nothing was written and the same work may be done again."""
-
-
-def wrong_schema(message: str) -> ServiceError:
-    """The error of a ledger whose tables are not those of this version."""
-    return ServiceError(ErrorCode.LEDGER_SCHEMA, message, "Run `jobs db upgrade`.")
 
 
 def _parse(url: str) -> sa.URL:
@@ -175,18 +211,46 @@ def _begin(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
-def _postgresql_engine(url: sa.URL) -> sa.Engine:
-    # tcp_user_timeout: a server whose host vanished is noticed in seconds, not hours.
+def set_limits(limits: LedgerLimits, *, local: bool = False) -> sa.Select[Any]:
+    """The statement that puts limits on a PostgreSQL session, or on its present transaction."""
+    names = {
+        "idle_in_transaction_session_timeout": limits.idle_transaction_seconds,
+        "lock_timeout": limits.lock_seconds,
+        "statement_timeout": limits.statement_seconds,
+    }
+    return sa.select(*(sa.func.set_config(name, f"{round(seconds * 1000)}ms", local) for name, seconds in names.items()))
+
+
+def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
+    # The server notices a client whose host vanished as soon as a client notices a server's.
     defaults: dict[str, Any] = {
         "connect_timeout": CONNECT_TIMEOUT_SECONDS,
         "application_name": "nightjar",
-        "keepalives_idle": 30,
-        "tcp_user_timeout": 30_000,
+        "keepalives_idle": KEEPALIVE_IDLE_SECONDS,
+        "keepalives_interval": KEEPALIVE_INTERVAL_SECONDS,
+        "keepalives_count": KEEPALIVES,
+        "tcp_user_timeout": UNANSWERED_SECONDS * 1000,
     }
     arguments = {name: value for name, value in defaults.items() if name not in url.query}
     try:
-        return sa.create_engine(url, pool_pre_ping=True, max_overflow=-1, hide_parameters=True, connect_args=arguments)
+        engine = sa.create_engine(url, pool_pre_ping=True, max_overflow=-1, hide_parameters=True, connect_args=arguments)
     except ModuleNotFoundError:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID, "A PostgreSQL ledger needs psycopg.", "Install it with `pip install 'nightjar-speech[postgres]'`."
         ) from None
+    statements = [
+        str(set_limits(limits).compile(engine, compile_kwargs={"literal_binds": True})),
+        f"SET tcp_keepalives_idle = {KEEPALIVE_IDLE_SECONDS}",
+        f"SET tcp_keepalives_interval = {KEEPALIVE_INTERVAL_SECONDS}",
+        f"SET tcp_keepalives_count = {KEEPALIVES}",
+        f"SET tcp_user_timeout = '{UNANSWERED_SECONDS}s'",
+    ]
+
+    def prepare(connection: Any, _record: object) -> None:
+        # Statements and not the option `options`, which poolers such as PgBouncer refuse.
+        connection.autocommit = True
+        connection.execute("; ".join(statements))
+        connection.autocommit = False
+
+    event.listen(engine, "connect", prepare)
+    return engine

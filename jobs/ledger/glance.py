@@ -1,4 +1,4 @@
-"""A job's status by the bare driver, for `jobs status`: SQLAlchemy would take longer to import than the whole command may.
+"""A job's status by the bare driver, for `nightjar status`: SQLAlchemy would take longer to import than the whole command may.
 
 Whatever is not plain (no such job, another schema, a database that is away) is left to `Ledger`, which has the right words for it.
 """
@@ -14,12 +14,14 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
+from jobs.ledger.addresses import located, place_of
+from jobs.ledger.busy import LIVE_WORKERS, NOW, busy_spans
 from jobs.ledger.records import ItemCounts, Job, JobSpec, JobState, JobStatus, Outage, ShardSpread, ShardState
 from jobs.ledger.states import OUTAGES
 from pipelines.errors import ErrorCode
 
 #: The schema these statements are for.
-REVISION = "0003"
+REVISION = "0006"
 CONNECT_SECONDS = 5
 BUSY_SECONDS = 30
 
@@ -37,10 +39,6 @@ _OUTAGE = """
 SELECT error_code, error_message, ended_at FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
 WHERE shards.job_id = :job AND shards.outages > 0 AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT 1
 """
-_NOW = {
-    "sqlite": "SELECT (julianday('now') - 2440587.5) * 86400.0",
-    "postgresql": "SELECT CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS DOUBLE PRECISION)",
-}
 
 
 def glance(url: str, prefix: str) -> tuple[JobStatus, dict[ErrorCode, int]] | None:
@@ -52,10 +50,10 @@ def glance(url: str, prefix: str) -> tuple[JobStatus, dict[ErrorCode, int]] | No
     try:
         if scheme == "sqlite":
             with closing(_sqlite(url)) as connection:
-                return _read(connection.execute, "sqlite", wanted)
+                return _read(connection.execute, "sqlite", wanted, place_of(_path(url)))
         if scheme in {"postgresql", "postgres"}:
             with _postgresql(url) as execute:
-                return _read(execute, "postgresql", wanted)
+                return _read(execute, "postgresql", wanted, None)
     except ModuleNotFoundError:
         return None
     except Exception as error:
@@ -66,10 +64,13 @@ def glance(url: str, prefix: str) -> tuple[JobStatus, dict[ErrorCode, int]] | No
 
 
 def _sqlite(url: str) -> sqlite3.Connection:
-    path = unquote(url.partition(":///")[2].partition("?")[0])
-    connection = sqlite3.connect(f"file:{quote(str(Path(path).absolute()))}?mode=rw", uri=True, timeout=BUSY_SECONDS, isolation_level=None)
+    connection = sqlite3.connect(f"file:{quote(str(_path(url)))}?mode=rw", uri=True, timeout=BUSY_SECONDS, isolation_level=None)
     connection.execute("BEGIN")
     return connection
+
+
+def _path(url: str) -> Path:
+    return Path(unquote(url.partition(":///")[2].partition("?")[0])).absolute()
 
 
 @contextmanager
@@ -82,20 +83,20 @@ def _postgresql(url: str) -> Iterator[Any]:
 
 
 def _with_percent_names(statement: str) -> bytes:
-    for name in ("low", "high", "job"):
+    for name in ("low", "high", "job", "model"):
         statement = statement.replace(f":{name}", f"%({name})s")
     return statement.encode()
 
 
-def _read(execute: Any, engine: str, wanted: str) -> tuple[JobStatus, dict[ErrorCode, int]] | None:
+def _read(execute: Any, engine: str, wanted: str, place: Path | None) -> tuple[JobStatus, dict[ErrorCode, int]] | None:
     if execute("SELECT version_num FROM alembic_version").fetchall() != [(REVISION,)]:
         return None
     # Ids are lower-case letters and digits, all below "{".
     jobs = execute(_JOB, {"low": wanted, "high": wanted + "{"}).fetchall()
     if len(jobs) != 1:
         return None
-    job = _job(dict(zip(_JOB_FIELDS, jobs[0])))
-    (now,) = execute(_NOW[engine]).fetchone()
+    job = _job(dict(zip(_JOB_FIELDS, jobs[0])), place)
+    (now,) = execute(f"SELECT {NOW[engine]}").fetchone()
     shards: dict[ShardState, int] = {}
     sums = dict.fromkeys(_SUMS, 0)
     spread = ShardSpread()
@@ -111,9 +112,13 @@ def _read(execute: Any, engine: str, wanted: str) -> tuple[JobStatus, dict[Error
         for code, count in execute(_ERRORS, {"job": job.id}):
             errors[ErrorCode(code)] = errors.get(ErrorCode(code), 0) + count
     errors = dict(sorted(errors.items(), key=lambda pair: (-pair[1], pair[0])))
-    outage = None if job.state.final else _outage(execute(_OUTAGE, {"job": job.id}).fetchone())
+    outage = workers = None
+    if not job.state.final:
+        outage = _outage(execute(_OUTAGE, {"job": job.id}).fetchone())
+        (workers,) = execute(LIVE_WORKERS[engine], {"model": job.spec.model}).fetchone()
+    busy = sum(end - start for _, start, end in execute(busy_spans(engine, "= :job"), {"job": job.id}))
     times = sums["audio_ms"], sums["engine_ms"], sums["bytes_out"]
-    return JobStatus(job, counts, shards, *times, float(now), outage, spread), errors
+    return JobStatus(job, counts, shards, *times, float(now), outage, spread, busy, workers), errors
 
 
 def _outage(row: tuple[Any, ...] | None) -> Outage | None:
@@ -123,7 +128,8 @@ def _outage(row: tuple[Any, ...] | None) -> Outage | None:
     return Outage(ErrorCode(code), message or "", at)
 
 
-def _job(row: dict[str, Any]) -> Job:
+def _job(row: dict[str, Any], place: Path | None) -> Job:
+    row["store_url"] = located(row["store_url"], place, row["id"])
     for name in ("spec", "labels"):
         if isinstance(row[name], str):
             row[name] = msgspec.json.decode(row[name])

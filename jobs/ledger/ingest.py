@@ -9,7 +9,9 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from jobs.ledger import schema
+from jobs.ledger.addresses import recorded
 from jobs.ledger.bulk import DuplicateRowsError, bulk_copy
+from jobs.ledger.engine import place
 from jobs.ledger.records import Job, JobState, NewJob, NewShard, RejectedLine
 from jobs.ledger.rows import clean, insert, job_from, lock_job, new_job_id, no_such_job, number_of, read_job
 from jobs.ledger.schema import db_now
@@ -25,6 +27,13 @@ INSERT INTO items (job_no, idx, example_id, shard_no)
 SELECT ?, (CAST(shard.key AS INTEGER) & {2**_INDEX_BITS - 1}) + item.key, item.value, CAST(shard.key AS INTEGER) >> {_INDEX_BITS}
 FROM json_each(?) AS shard, json_each(shard.value) AS item
 """  # noqa: S608 - numbers of ours
+# The same for shards in which a dialogue has several items: rows of [index, example id, shard, turn].
+_TURNS_OF_JSON = """
+INSERT INTO items (job_no, idx, example_id, shard_no, turn)
+SELECT ?, json_extract(item.value, '$[0]'), json_extract(item.value, '$[1]'), json_extract(item.value, '$[2]'),
+    json_extract(item.value, '$[3]')
+FROM json_each(?) AS item
+"""
 
 
 class DuplicateExamples(InputError):  # noqa: N818 - the word of the contract
@@ -53,7 +62,7 @@ def begin_job(connection: sa.Connection, new: NewJob) -> Job:
         input_uri=clean(new.input_uri),
         input_sha256=new.input_sha256,
         idempotency_key=clean(new.idempotency_key),
-        store_url=new.store_url,
+        store_url=recorded(new.store_url, place(connection)),
         owner=clean(new.owner),
         priority=new.priority,
         weight=new.weight,
@@ -65,7 +74,7 @@ def begin_job(connection: sa.Connection, new: NewJob) -> Job:
     )
     connection.execute(statement.on_conflict_do_nothing(index_elements=["idempotency_key"]))
     by_key = sa.select(schema.jobs).where(schema.jobs.c.idempotency_key == clean(new.idempotency_key))
-    return job_from(connection.execute(by_key).mappings().one())
+    return job_from(connection, connection.execute(by_key).mappings().one())
 
 
 def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
@@ -101,21 +110,31 @@ def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], re
 def _add_items(connection: sa.Connection, job_no: int, shards: Sequence[NewShard]) -> None:
     """Raises `DuplicateRowsError`."""
     if connection.dialect.name != "sqlite" or any(len(s.items) != s.items[-1][0] - s.items[0][0] + 1 for s in shards if s.items):
-        rows = [(job_no, index, example_id, shard.no) for shard in shards for index, example_id in shard.items]
-        bulk_copy(connection, schema.items, ("job_no", "idx", "example_id", "shard_no"), rows)
+        rows = [(job_no, index, example_id, shard.no, turn) for shard in shards for index, example_id, turn in _numbered(shard)]
+        bulk_copy(connection, schema.items, ("job_no", "idx", "example_id", "shard_no", "turn"), rows)
         return
-    ids = {shard.no << _INDEX_BITS | shard.items[0][0]: [example_id for _, example_id in shard.items] for shard in shards if shard.items}
+    plain = [shard for shard in shards if shard.items and not shard.turns]
+    ids = {shard.no << _INDEX_BITS | shard.items[0][0]: [example_id for _, example_id in shard.items] for shard in plain}
+    several = [(index, example_id, shard.no, turn) for shard in shards if shard.turns for index, example_id, turn in _numbered(shard)]
     try:
         connection.exec_driver_sql(_ITEMS_OF_JSON, (job_no, msgspec.json.encode(ids).decode()))
+        if several:
+            connection.exec_driver_sql(_TURNS_OF_JSON, (job_no, msgspec.json.encode(several).decode()))
     except exc.IntegrityError as error:
         raise DuplicateRowsError from error
+
+
+def _numbered(shard: NewShard) -> list[tuple[int, str, int]]:
+    """(index, example_id, turn) of the items of a shard."""
+    return [(index, example_id, shard.turns.get(index, 0)) for index, example_id in shard.items]
 
 
 def duplicates(connection: sa.Connection, job_id: str, shards: Sequence[NewShard]) -> list[str]:
     """The example ids of `shards` that stand there twice or are in the job already, in the order of the input."""
     seen: set[str] = set()
     twice: dict[str, None] = {}
-    ids = [example_id for shard in shards for _, example_id in shard.items]
+    # The items of a dialogue share its id: its first one stands for it.
+    ids = [example_id for shard in shards for index, example_id in shard.items if index not in shard.turns]
     for example_id in ids:
         if example_id in seen:
             twice[example_id] = None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from jobs.ledger import dispatch, draws, ingest, leases, migrate, people, reconcile, samples, schedules, views, workers
+from jobs.ledger import dispatch, draws, ingest, leases, manifests, migrate, orphans, people, reconcile, samples, schedules, views, workers
+from jobs.ledger.addresses import recorded
 from jobs.ledger.bulk import DuplicateRowsError
-from jobs.ledger.engine import Database
+from jobs.ledger.endings import judge_budget
+from jobs.ledger.engine import Database, LedgerLimits
 from jobs.ledger.ingest import DuplicateExamples
 from jobs.ledger.outcomes import commit as commit_outcomes
+from jobs.ledger.outcomes import replace_artifact, set_shard_manifest
 from jobs.ledger.records import (
     Artifact,
     CommitResult,
@@ -34,6 +38,9 @@ from jobs.ledger.rows import read_job
 from jobs.ledger.samples import Attempt, Commit
 from pipelines.errors import ErrorCode, ServiceError
 
+if TYPE_CHECKING:
+    from jobs.settings import Settings
+
 
 class Ledger:
     """A ledger on SQLite or PostgreSQL; its methods may be called from any thread.
@@ -47,12 +54,18 @@ class Ledger:
         self._database = database
 
     @classmethod
-    def open(cls, url: str, backoff_seconds: float = 1.0) -> Ledger:
+    def open(cls, url: str, backoff_seconds: float = 1.0, limits: LedgerLimits | None = None) -> Ledger:
         """A ledger at `sqlite:///PATH` or `postgresql://...`; connects at its first use. Raises `ConfigError` for other URLs.
 
-        `backoff_seconds`: pause of a shard that failed; it doubles with each attempt.
+        `backoff_seconds`: pause of a shard that failed; it doubles with each attempt. `limits`: of waiting, on PostgreSQL.
         """
-        return cls(Database(url, backoff_seconds))
+        return cls(Database(url, backoff_seconds, limits))
+
+    @classmethod
+    def of(cls, settings: Settings) -> Ledger:
+        """The ledger of an installation, as `open` does."""
+        limits = LedgerLimits(**{name: getattr(settings.ledger, name) for name in LedgerLimits.__dataclass_fields__})
+        return cls.open(settings.ledger_url, settings.dispatch.backoff_seconds, limits)
 
     @property
     def url(self) -> str:
@@ -141,6 +154,10 @@ class Ledger:
     def retire_worker(self, worker_id: str) -> None:
         self._database.write(workers.retire_worker, worker_id)
 
+    def lose_worker(self, host: str, pid: int) -> int:
+        """Ends the leases of a worker whose process is known to be dead, for the next `reconcile`; returns how many."""
+        return self._database.write(workers.lose_worker, host, pid)
+
     def on_trial(self, ticket: Ticket) -> bool:
         """Whether a shard should be run with no other beside it: its next crash decides over its items."""
         return self._database.read(leases.on_trial, ticket)
@@ -154,8 +171,14 @@ class Ledger:
         return self._database.write(leases.heartbeat, worker_id, tickets, lease_seconds) if tickets else set()
 
     def commit(self, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
-        """Writes outcomes of items, fenced by the lease's epoch. Committing the same outcomes again changes nothing."""
-        return self._database.write(commit_outcomes, ticket, outcomes)
+        """Writes outcomes of items, fenced by the lease's epoch. Committing the same outcomes again changes nothing.
+
+        Pauses the job where its error budget is spent by them.
+        """
+        result = self._database.write(commit_outcomes, ticket, outcomes)
+        if result.failed:
+            self._database.write(judge_budget, ticket.job_id)
+        return result
 
     def finish_shard(self, ticket: Ticket, manifest_key: str | None = None, manifest_sha256: str | None = None) -> bool:
         """Ends a lease: the shard is done, or ready later for its open items. False: the lease was lost."""
@@ -173,11 +196,15 @@ class Ledger:
         return self._database.write(leases.fail_shard, ticket, code, message)
 
     def reconcile(self, queued_timeout_seconds: float = 600, worker_timeout_seconds: float = 60) -> ReconcileReport:
-        """One pass over expired leases, lost messages, stale workers, error budgets and unfinished cancels."""
+        """One pass over expired leases, lost messages, stale workers, wrong times, error budgets and unfinished cancels."""
         return reconcile.reconcile(self._database, queued_timeout_seconds, worker_timeout_seconds)
 
+    def note_manifest(self, job: Job) -> None:
+        """Notes that the manifest of this end of a job is written, or that there is none to write."""
+        self._database.write(manifests.note_manifest, job.id, job.finished_at)
+
     def pause(self, job_id: str) -> None:
-        """Stops claims at once; leases that run go on to their end. Raises `ServiceError` with `ledger.state`."""
+        """Stops claims at once; workers give back what of their leases is not in the engine. Raises `ServiceError` with `ledger.state`."""
         self._database.write(people.pause, job_id)
 
     def resume(self, job_id: str) -> None:
@@ -190,14 +217,15 @@ class Ledger:
         while self._database.write(people.cancel_some, job_id):
             pass
 
-    def retry(self, job_id: str, codes: Collection[ErrorCode] | None) -> int:
-        """Opens failed and dead items with these codes (None: all) again; returns how many.
+    def retry(self, job_id: str, codes: Collection[ErrorCode] | None, *, force: bool = False) -> int:
+        """Opens failed and dead items with these codes (None: all) again; returns how many. What can never succeed as it is
+        (`ErrorCode.hopeless`) stays as it is, unless `force`.
 
         Raises `ServiceError` with `ledger.state` for a job that is ingesting, cancelled or failed.
         """
         opened, after = 0, -1
         while True:
-            more, last = self._database.write(people.retry_some, job_id, codes, after)
+            more, last = self._database.write(people.retry_some, job_id, codes, force, after)
             opened += more
             if last is None:
                 return opened
@@ -217,6 +245,10 @@ class Ledger:
     def job(self, job_id: str) -> Job:
         return self._database.read(read_job, job_id)
 
+    def job_state(self, job_id: str) -> JobState:
+        """The state of a job alone: what a worker asks often."""
+        return self._database.read(views.job_state, job_id)
+
     def find_job(self, prefix: str) -> Job:
         """The job with this id, or the only one whose id begins so. Raises `NotFoundError`."""
         return self._database.read(views.find_job, prefix)
@@ -224,6 +256,14 @@ class Ledger:
     def job_of_key(self, idempotency_key: str) -> Job | None:
         """The job that was submitted under a key."""
         return self._database.read(views.job_of_key, idempotency_key)
+
+    def keys_of_input(self, input_sha256: str, spec_sha: str) -> list[tuple[Job, str, str]]:
+        """(job, its idempotency key, the address of its store as it is recorded) of the jobs of one input and spec."""
+        return self._database.read(views.keys_of_input, input_sha256, spec_sha)
+
+    def store_address(self, store_url: str) -> str:
+        """The address of a store as this ledger records it: the same one wherever its home is moved."""
+        return recorded(store_url, self._database.place)
 
     def jobs(self, limit: int = 50, states: Collection[JobState] | None = None) -> list[Job]:
         """The newest jobs first."""
@@ -237,9 +277,15 @@ class Ledger:
         """Why shards of a job wait, where their last leases met a service that was down, full or forbidden."""
         return self._database.read(views.last_outage, job_id)
 
-    def statuses(self, limit: int = 50) -> list[JobStatus]:
-        """Status of the newest jobs first."""
-        return self._database.read(views.statuses, limit)
+    def statuses(
+        self, limit: int = 50, states: Collection[JobState] | None = None, labels: Mapping[str, str] | None = None
+    ) -> list[JobStatus]:
+        """Status of the newest jobs first, of those in these states (None: any) with all of these labels."""
+        return self._database.read(views.statuses, limit, states, labels)
+
+    def worked_on(self, job_id: str) -> list[tuple[float, float]]:
+        """(start, end) of every time in which workers held shards of a job, in order, by the ledger's clock."""
+        return self._database.read(views.worked_on, [job_id]).get(job_id, [])
 
     def items(
         self,
@@ -250,15 +296,14 @@ class Ledger:
         limit: int | None = None,
     ) -> Iterator[ItemRow]:
         """Items with an index above `after`, in index order; a page in memory at a time."""
-        self.job(job_id)
-        return self._items(job_id, state, codes, after, limit)
+        return self._items(self.job(job_id), state, codes, after, limit)
 
     def _items(
-        self, job_id: str, state: ItemState | None, codes: Collection[ErrorCode] | None, after: int, limit: int | None
+        self, job: Job, state: ItemState | None, codes: Collection[ErrorCode] | None, after: int, limit: int | None
     ) -> Iterator[ItemRow]:
         while limit is None or limit > 0:
             wanted = views.PAGE_ROWS if limit is None else min(limit, views.PAGE_ROWS)
-            page = self._database.read(views.items_page, job_id, state, codes, after, wanted)
+            page = self._database.read(views.items_page, job, state, codes, after, wanted)
             yield from page
             if len(page) < wanted:
                 return
@@ -269,6 +314,11 @@ class Ledger:
         """Failed and dead items and rejected lines by code, the most frequent first."""
         self.job(job_id)
         return self._database.read(views.error_counts, job_id)
+
+    def failed_counts(self, job_id: str) -> dict[ErrorCode, int]:
+        """Failed and dead items alone by code."""
+        self.job(job_id)
+        return self._database.read(views.failed_counts, job_id)
 
     def rejected_lines(self, job_id: str) -> Iterator[RejectedLine]:
         """Lines that became no item, in the order of the input."""
@@ -287,13 +337,10 @@ class Ledger:
 
     def artifact_keys(self, job_id: str, kind: str) -> Iterator[tuple[int, str]]:
         """(index, key) of the artifacts of one kind in index order; a page in memory at a time."""
-        return ((index, key) for index, key, _ in self._artifacts(job_id, kind))
+        return ((index, key) for index, key, _, _ in self.artifact_facts(job_id, kind))
 
-    def artifact_hashes(self, job_id: str, kind: str) -> Iterator[tuple[str, str]]:
-        """(key, SHA-256) of the artifacts of one kind in index order; a page in memory at a time."""
-        return ((key, sha256) for _, key, sha256 in self._artifacts(job_id, kind))
-
-    def _artifacts(self, job_id: str, kind: str) -> Iterator[tuple[int, str, str]]:
+    def artifact_facts(self, job_id: str, kind: str) -> Iterator[tuple[int, str, str, int]]:
+        """(index, key, SHA-256, bytes) of the artifacts of one kind in index order; a page in memory at a time."""
         page, after = [], -1
         while page := self._database.read(views.artifacts_page, job_id, kind, after, views.PAGE_ROWS):
             yield from page
@@ -307,7 +354,7 @@ class Ledger:
             after = page[-1].index
 
     def drawn_before(self, job_id: str, first: int, last: int) -> dict[int, int]:
-        """Index -> number of draws of the items from `first` to `last` that have some: after `jobs retry` they go on from there."""
+        """Index -> number of draws of the items from `first` to `last` that have some: after `nightjar retry` they go on from there."""
         return self._database.read(draws.drawn_before, job_id, first, last)
 
     def attempts(self, job_id: str) -> Iterator[Attempt]:
@@ -330,9 +377,31 @@ class Ledger:
         """Index -> artifact of one kind, of those of a few items that have one."""
         return self._database.read(samples.artifacts_of, job_id, kind, indexes)
 
+    def replace_artifact(self, job_id: str, artifact: Artifact, sha256: str) -> bool:
+        """Records an artifact whose object was made again with other bytes than those of `sha256`. False: it is another one by now."""
+        return self._database.write(replace_artifact, job_id, artifact, sha256)
+
+    def set_shard_manifest(self, job_id: str, shard_no: int, key: str, sha256: str) -> None:
+        """Names the manifest of a shard that has ended."""
+        self._database.write(set_shard_manifest, job_id, shard_no, key, sha256)
+
     def shard_inputs(self, job_id: str) -> dict[int, tuple[str, str]]:
         """Key and SHA-256 of the input object of each shard; the two halves of a bisected shard share one."""
         return self._database.read(views.shard_inputs, job_id)
+
+    def is_orphan(self, job_id: str, key: str, ended_before: float, read: orphans.Inputs = frozenset()) -> bool:
+        """Whether an object was written by a job that ended before that time, and nothing names it or may come to name it.
+
+        Only keys that this ledger writes, to the letter, are orphans. `read`: the inputs in which no line names the key,
+        where it is one of reference audio.
+        """
+        return self._database.read(orphans.is_orphan, job_id, key, ended_before, read)
+
+    def delete_orphan(
+        self, job_id: str, key: str, ended_before: float, delete: Callable[[], None], read: orphans.Inputs = frozenset()
+    ) -> bool:
+        """Calls `delete` if the object is an orphan; no retry of the job begins meanwhile. False: it is none, or no more."""
+        return self._database.write(orphans.delete_orphan, job_id, key, ended_before, read, delete)
 
     def workers(self) -> list[WorkerRow]:
         """All workers that ever registered, the newest first."""

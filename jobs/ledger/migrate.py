@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from jobs.ledger.engine import Database, wrong_schema
+from jobs.ledger.engine import NO_LIMITS, Database, set_limits
 from jobs.ledger.schema import SCHEMA_REVISION, metadata
 from pipelines.errors import ErrorCode, ServiceError
 
@@ -47,16 +47,16 @@ def downgrade(database: Database, revision: str) -> None:
 def check(database: Database) -> None:
     """Raises `ServiceError` with `ledger.schema` unless the tables are of this version."""
     if database.path is not None and not database.path.exists():
-        raise wrong_schema(f"There is no ledger at {database.path} yet.")
+        raise database.wrong_schema(f"There is no ledger at {database.path} yet.")
     current = database.read(_revision)
     if current is None:
-        raise wrong_schema(f"The ledger {database.display_url} has no tables yet.")
+        raise database.wrong_schema(f"The ledger {database.name} has no tables yet.")
     if current != SCHEMA_REVISION:
         raise (
             _too_new(database, current)
             if current > SCHEMA_REVISION
-            else wrong_schema(
-                f"The ledger {database.display_url} has the tables of an older version ({current}; this is {SCHEMA_REVISION})."
+            else database.wrong_schema(
+                f"The ledger {database.name} has the tables of an older version ({current}; this is {SCHEMA_REVISION})."
             )
         )
 
@@ -64,7 +64,7 @@ def check(database: Database) -> None:
 def _too_new(database: Database, current: str) -> ServiceError:
     return ServiceError(
         ErrorCode.LEDGER_SCHEMA,
-        f"The ledger {database.display_url} has the tables of a newer version ({current}; this is {SCHEMA_REVISION}).",
+        f"The ledger {database.name} has the tables of a newer version ({current}; this is {SCHEMA_REVISION}).",
         "Install the version of nightjar that made it, or a newer one.",
     )
 
@@ -100,6 +100,8 @@ def _run(connection: sa.Connection, direction: str, revision: str) -> None:
     from alembic import command
 
     if connection.dialect.name == "postgresql":
+        # To rewrite a large table takes its time, and so does waiting for a process that does.
+        connection.execute(set_limits(NO_LIMITS, local=True))
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(MIGRATION_LOCK)))
         if direction == "upgrade" and revision == "head" and _revision(connection) == SCHEMA_REVISION:
             return
@@ -119,7 +121,7 @@ def _config() -> Config:
 
     spec = find_spec("migrations")
     if spec is None or not spec.submodule_search_locations:
-        raise wrong_schema("The package `migrations` is not installed.")
+        raise ServiceError(ErrorCode.LEDGER_SCHEMA, "The package `migrations` is not installed.", "Install nightjar again.")
     config = Config()
     config.set_main_option("script_location", str(Path(next(iter(spec.submodule_search_locations)))).replace("%", "%%"))
     config.attributes["metadata"] = metadata

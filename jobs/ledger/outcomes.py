@@ -11,9 +11,9 @@ import sqlalchemy as sa
 from jobs.ledger import schema
 from jobs.ledger.bulk import add_missing
 from jobs.ledger.draws import add_draws
-from jobs.ledger.endings import record_errors
+from jobs.ledger.endings import lock_shard, record_errors, update_shard
 from jobs.ledger.records import QUARANTINE, Artifact, CommitResult, Done, Failed, ItemState, Outcome, ShardState, Ticket
-from jobs.ledger.rows import clean
+from jobs.ledger.rows import clean, number_of
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, db_now, item_is, state_is
 from jobs.ledger.states import WORKING, after_failure
 
@@ -21,7 +21,7 @@ _PENDING, _DONE = ITEM_STATE_NUMBERS[ItemState.PENDING], ITEM_STATE_NUMBERS[Item
 
 # Made once: for the few rows of a commit, building a statement takes longer than running it.
 _LEASED = (
-    sa.select(schema.shards, schema.jobs.c.max_attempts, db_now().label("now"))
+    sa.select(schema.shards, schema.jobs.c.max_attempts, schema.jobs.c.error_budget, db_now().label("now"))
     .join(schema.jobs, schema.jobs.c.id == schema.shards.c.job_id)
     .where(
         schema.shards.c.job_id == sa.bindparam("job_id"),
@@ -68,7 +68,7 @@ def commit(connection: sa.Connection, ticket: Ticket, outcomes: Sequence[Outcome
     }
     of = {"of_job": ticket.job_id, "of_shard": ticket.shard_no}
     connection.execute(_COUNT, {**of, **{f"more_{name}": count for name, count in more.items()}})
-    return CommitResult(n_done + n_failed + n_waiting)
+    return CommitResult(n_done + n_failed + n_waiting, failed=n_failed if shard["error_budget"] is not None else 0)
 
 
 def _open_items(connection: sa.Connection, shard: sa.RowMapping, indexes: list[int]) -> dict[int, int]:
@@ -167,3 +167,31 @@ def _told_before(connection: sa.Connection, shard: sa.RowMapping, indexes: list[
     errors = schema.item_errors.c
     query = sa.select(errors.idx).where(errors.job_no == shard["job_no"], errors.idx.in_(indexes), errors.epoch == shard["epoch"])
     return set(connection.scalars(query))
+
+
+def replace_artifact(connection: sa.Connection, job_id: str, artifact: Artifact, sha256: str) -> bool:
+    """Puts what was made again into the place of an artifact whose hash is still `sha256`, and counts it in its shard."""
+    items, artifacts = schema.items.c, schema.artifacts.c
+    shard_no = connection.scalar(sa.select(items.shard_no).where(items.job_no == number_of(job_id), items.idx == artifact.index))
+    shard = None if shard_no is None else lock_shard(connection, job_id, shard_no)
+    if shard is None:
+        return False
+    of_artifact = (artifacts.job_no == shard["job_no"], artifacts.idx == artifact.index, artifacts.kind == artifact.kind)
+    known = sa.select(artifacts.bytes, artifacts.duration_ms).where(*of_artifact, artifacts.sha256 == sha256)
+    before = connection.execute(known).one_or_none()
+    if before is None:
+        return False
+    changed = {name: getattr(artifact, name) for name in ("sha256", "bytes", "duration_ms", "sample_rate", "samples")}
+    meta = msgspec.to_builtins(artifact.meta)
+    connection.execute(sa.update(schema.artifacts).where(*of_artifact).values(**changed, meta=meta))
+    if artifact.kind != QUARANTINE:
+        audio_ms = artifact.duration_ms - before.duration_ms if artifact.kind == "audio" else 0
+        update_shard(connection, shard, audio_ms=shard["audio_ms"] + audio_ms, bytes_out=shard["bytes_out"] + artifact.bytes - before.bytes)
+    return True
+
+
+def set_shard_manifest(connection: sa.Connection, job_id: str, shard_no: int, key: str, sha256: str) -> None:
+    """Names the manifest of a shard that has ended."""
+    columns = schema.shards.c
+    ended = (columns.job_id == job_id, columns.no == shard_no, state_is(columns.state, ShardState.DONE))
+    connection.execute(sa.update(schema.shards).where(*ended).values(manifest_key=key, manifest_sha256=sha256))

@@ -11,18 +11,15 @@ from jobs.ledger.endings import UNHELD, end_attempt, hold, update_shard
 from jobs.ledger.records import ItemState, JobState, ShardState
 from jobs.ledger.rows import items_of, lock_job, no_such_job
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, db_now, item_is, state_is
-from jobs.ledger.states import BROKEN_ITEMS, DISPATCHED, OPEN_SHARDS, AttemptOutcome
+from jobs.ledger.states import BROKEN_ITEMS, DISPATCHED, OPEN_SHARDS, RETRYABLE_JOBS, AttemptOutcome
 from pipelines.errors import ErrorCode, ServiceError
 
 #: Shards that one transaction of a cancel or a retry changes.
 SHARDS_AT_ONCE = 500
 
-#: Jobs whose failed items can be opened again.
-_RETRYABLE_JOBS = (JobState.READY, JobState.RUNNING, JobState.PAUSED, JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS)
-
 
 def pause(connection: sa.Connection, job_id: str) -> None:
-    """Stops claims at once; leases that run go on to their end."""
+    """Stops claims at once; workers that hold leases look at the job's state and give back what they have not begun."""
     job = _lock(connection, job_id)
     if job["state"] != JobState.PAUSED:
         _require(job, "paused", *DISPATCHED)
@@ -81,28 +78,32 @@ def cancel_some(connection: sa.Connection, job_id: str) -> bool:
     return False
 
 
-def retry_some(connection: sa.Connection, job_id: str, codes: Collection[ErrorCode] | None, after: int) -> tuple[int, int | None]:
-    """Opens failed and dead items with these codes (None: all) again, in some shards above `after`.
+def retry_some(
+    connection: sa.Connection, job_id: str, codes: Collection[ErrorCode] | None, force: bool, after: int
+) -> tuple[int, int | None]:
+    """Opens failed and dead items with these codes (None: all) again, in some shards above `after`; hopeless ones only by force.
 
     Returns (items opened, the last shard looked at, or None after the last).
     """
     job = _lock(connection, job_id)
-    _require(job, "retried", *_RETRYABLE_JOBS)
+    _require(job, "retried", *RETRYABLE_JOBS)
     columns, items = schema.shards.c, schema.items.c
     query = sa.select(schema.shards).where(columns.job_id == job_id, columns.no > after, columns.n_failed > 0)
     chunk = connection.execute(query.order_by(columns.no).limit(SHARDS_AT_ONCE).with_for_update()).mappings().all()
+    chosen = [code.value for code in (ErrorCode if codes is None else codes) if force or not code.hopeless]
     opened = 0
     for shard in chunk:
-        broken = sa.and_(items_of(shard), item_is(*BROKEN_ITEMS))
-        if codes is not None:
-            broken = sa.and_(broken, items.error_code.in_([code.value for code in codes]))
+        broken = sa.and_(items_of(shard), item_is(*BROKEN_ITEMS), items.error_code.in_(chosen))
         reset = {"state": ITEM_STATE_NUMBERS[ItemState.PENDING], "attempts": 0, "error_code": None, "error_message": None}
         count = connection.execute(sa.update(schema.items).where(broken).values(**reset)).rowcount
         if count:
             _reopen(connection, shard, count)
             opened += count
-    if opened and JobState(job["state"]).final:
-        _update(connection, job_id, state=JobState.RUNNING.value, state_reason="", finished_at=None)
+    if opened:
+        # What failed before the last resume and is open again may fail again.
+        _update(connection, job_id, budget_from_failed=max(0, job["budget_from_failed"] - opened))
+        if JobState(job["state"]).final:
+            _update(connection, job_id, state=JobState.RUNNING.value, state_reason="", finished_at=None)
     return opened, chunk[-1]["no"] if len(chunk) == SHARDS_AT_ONCE else None
 
 

@@ -1,4 +1,4 @@
-"""Puts right what died in between: expired leases, lost messages, stale workers, unfinished cancels."""
+"""Puts right what died in between: expired leases, lost messages, stale workers, wrong times, unfinished cancels, missing manifests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import sqlalchemy as sa
 from jobs.ledger import schema
 from jobs.ledger.endings import complete_if_over, crash, end_attempt, has_open_shards, lock_shard, pause_if_over_budget, spent_budget
 from jobs.ledger.engine import Database
+from jobs.ledger.manifests import without_manifest
 from jobs.ledger.people import cancel_some
 from jobs.ledger.records import JobState, ReconcileReport, ShardState
 from jobs.ledger.rows import lock_job, read_job
 from jobs.ledger.schema import db_now, state_is
 from jobs.ledger.states import WORKING, AttemptOutcome, Verdict
-from jobs.ledger.workers import stale_workers
+from jobs.ledger.times import any_ahead, bring_back
+from jobs.ledger.workers import HEARD, stale_workers
 from pipelines.errors import ErrorCode
 
 
@@ -29,11 +31,14 @@ class _Damage:
     cancelling: list[str]
     #: Jobs to be completed, or paused for their error budget.
     judged: list[str]
+    times_ahead: bool
+    without_manifest: list[str]
 
 
 def reconcile(database: Database, queued_timeout_seconds: float, worker_timeout_seconds: float) -> ReconcileReport:
     """One pass; any process may run it, also several at once. Writes only where there is something to put right."""
     damage = database.read(_look, queued_timeout_seconds, worker_timeout_seconds)
+    times_ahead = database.write(bring_back) if damage.times_ahead else 0
     verdicts = Counter(database.write(_expire, job_id, no) for job_id, no in damage.expired)
     lost = sum(database.write(_requeue, job_id, no, queued_timeout_seconds) for job_id, no in damage.lost_messages)
     stale = database.write(stale_workers, worker_timeout_seconds) if damage.stale_workers else 0
@@ -49,7 +54,9 @@ def reconcile(database: Database, queued_timeout_seconds: float, worker_timeout_
         bisected_shards=verdicts[Verdict.BISECT],
         dead_items=verdicts[Verdict.BURY],
         stale_workers=stale,
+        times_ahead=times_ahead,
         ended_jobs=tuple(sorted(job_id for job_id in touched if database.read(read_job, job_id).state.final)),
+        without_manifest=tuple(damage.without_manifest),
     )
 
 
@@ -61,9 +68,7 @@ def _look(connection: sa.Connection, queued_timeout_seconds: float, worker_timeo
     lost = connection.execute(
         shards.where(state_is(columns.state, ShardState.QUEUED), columns.enqueued_at < db_now() - queued_timeout_seconds)
     )
-    stale = sa.select(sa.func.count()).where(
-        workers.state.not_in(["retired", "lost"]), workers.heartbeat_at < db_now() - worker_timeout_seconds
-    )
+    stale = sa.select(sa.func.count()).where(HEARD, workers.heartbeat_at < db_now() - worker_timeout_seconds)
     working = connection.execute(sa.select(schema.jobs).where(state_is(jobs.state, *WORKING)).order_by(jobs.id)).mappings().all()
     return _Damage(
         expired=sorted((job_id, no) for job_id, no in expired),
@@ -71,6 +76,8 @@ def _look(connection: sa.Connection, queued_timeout_seconds: float, worker_timeo
         stale_workers=connection.scalar(stale) or 0,
         cancelling=list(connection.scalars(sa.select(jobs.id).where(state_is(jobs.state, JobState.CANCELLING)))),
         judged=[job["id"] for job in working if spent_budget(connection, job) or not has_open_shards(connection, job["id"])],
+        times_ahead=any_ahead(connection),
+        without_manifest=without_manifest(connection),
     )
 
 

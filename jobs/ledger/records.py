@@ -9,8 +9,12 @@ from enum import StrEnum
 import msgspec
 
 from jobs.quality import Quality
+from jobs.turns import Speak, row_id
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.request import Generation
+
+#: Label of a job whose input is not written as dialogues.
+INPUT_FORMAT = "input_format"
 
 
 class JobState(StrEnum):
@@ -42,7 +46,7 @@ class ItemState(StrEnum):
     #: Waits for a worker, or for another attempt.
     PENDING = "pending"
     DONE = "done"
-    #: Ended with an error: not retryable, or its attempts are spent. `jobs retry` opens it again.
+    #: Ended with an error: not retryable, or its attempts are spent. `nightjar retry` opens it again.
     FAILED = "failed"
     #: Killed its workers each time it ran alone (`poison.worker_crash`).
     DEAD = "dead"
@@ -62,6 +66,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: str = "wav"
     #: Checks of the speech; None: only that it is audio.
     quality: Quality | None = None
+    #: Whose turns are spoken; unset in jobs of before it could be said, which speak the one user's text, or answer the dialogue.
+    speak: Speak | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,7 @@ class NewJob:
     max_attempts: int = 3
     #: Most shards of this job queued or leased at once; None: no limit.
     max_in_flight: int | None = None
-    #: Pauses the job when failed / (done + failed) passes it after 100 items; None: never.
+    #: Share of failed items that pauses the job, see `states.over_budget`; None: never.
     error_budget: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -124,6 +130,12 @@ class Job:
     started_at: float | None
     finished_at: float | None
 
+    @property
+    def speaks_turns(self) -> bool:
+        """Whether a dialogue of it may have several spoken turns: not in jobs of before turns could be chosen, nor where a model
+        answers whole dialogues; a line of a batch has one text."""
+        return self.spec.speak not in (msgspec.UNSET, "answer") and self.labels.get(INPUT_FORMAT) != "openai-batch"
+
 
 @dataclass(frozen=True, slots=True)
 class RejectedLine:
@@ -137,7 +149,10 @@ class RejectedLine:
 
 @dataclass(frozen=True, slots=True)
 class NewShard:
-    """A shard to stage: items are (index, example_id), indexes rise without a gap over the job."""
+    """A shard to stage: items are (index, example_id), indexes rise without a gap over the job.
+
+    The items of one dialogue stand side by side; `turns` numbers those that are not its first.
+    """
 
     no: int
     items: tuple[tuple[int, str], ...]
@@ -145,6 +160,8 @@ class NewShard:
     input_sha256: str
     #: Estimated audio of all its items.
     estimated_ms: int
+    #: Index -> which of its dialogue's spoken turns an item is, from 1; items that are not in it are number 0.
+    turns: Mapping[int, int] = field(default_factory=dict[int, int])
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +283,8 @@ class CommitResult:
 
     accepted: int
     lost: bool = False
+    #: Items that failed for good, of a job with an error budget.
+    failed: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +335,10 @@ class JobStatus:
     #: Why open shards wait, if they do.
     outage: Outage | None = None
     spread: ShardSpread = ShardSpread()
+    #: Time in which shards were leased; None: that from the first claim to the end, or to now.
+    busy_seconds: float | None = None
+    #: Live workers that take shards of the job's model; None: nobody looked.
+    workers: int | None = None
 
 
 class ItemRow(msgspec.Struct, frozen=True):
@@ -329,6 +352,16 @@ class ItemRow(msgspec.Struct, frozen=True):
     error_code: ErrorCode | None
     error_message: str | None
     artifact: Artifact | None
+    #: Which of its dialogue's spoken turns it is, from 0, and whether there are several.
+    turn: int = 0
+    several: bool = False
+    #: Whether a dialogue of its job may have several.
+    speaks_turns: bool = False
+
+    @property
+    def id(self) -> str:
+        """The example id; of a dialogue with several spoken turns it names the turn too."""
+        return row_id(self.example_id, self.turn, several=self.several, speaks_turns=self.speaks_turns)
 
 
 class MadeAudio(msgspec.Struct, frozen=True, gc=False):
@@ -375,12 +408,21 @@ class ReconcileReport:
     bisected_shards: int = 0
     dead_items: int = 0
     stale_workers: int = 0
+    #: Rows with a time further ahead than possible: the database's clock was wrong, and is right again.
+    times_ahead: int = 0
     #: Jobs that ended in this pass.
     ended_jobs: tuple[str, ...] = ()
+    #: Some of the jobs that ended a while ago and have no manifest.
+    without_manifest: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What there was to put right in the ledger, by kind."""
+        return {name: value for name in self.__dataclass_fields__ if isinstance(value := getattr(self, name), int)}
 
     @property
     def changed(self) -> bool:
-        return any((self.ended_jobs, self.expired_leases, self.lost_messages, self.bisected_shards, self.dead_items, self.stale_workers))
+        return any(self.counts.values()) or bool(self.ended_jobs)
 
 
 # msgspec learns a class at its first use, and crashes where two threads do so at once. Here the import's lock keeps them apart.

@@ -10,6 +10,8 @@ import msgspec
 import sqlalchemy as sa
 
 from jobs.ledger import schema
+from jobs.ledger.addresses import located
+from jobs.ledger.engine import place
 from jobs.ledger.records import Artifact, ItemRow, Job, JobSpec, JobState
 from pipelines.errors import ErrorCode, NotFoundError
 
@@ -37,7 +39,7 @@ def clean(text: str) -> str:
 
 def insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
     """An INSERT that knows ON CONFLICT."""
-    # A dialect is a tenth of the start-up of `jobs status`, so only the one in use is imported.
+    # A dialect is a tenth of the start-up of `nightjar status`, so only the one in use is imported.
     if connection.dialect.name == "sqlite":
         from sqlalchemy.dialects.sqlite import insert as insert_into
 
@@ -47,19 +49,25 @@ def insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postgr
     return insert_into_postgresql(table)
 
 
-def job_from(row: sa.RowMapping) -> Job:
+def job_from(connection: sa.Connection, row: sa.RowMapping) -> Job:
     fields: dict[str, Any] = {name: row[name] for name in Job.__dataclass_fields__}
+    fields["store_url"] = located(row["store_url"], place(connection), row["id"])
     fields["state"] = JobState(row["state"])
     fields["spec"] = msgspec.convert(row["spec"], JobSpec)
     return Job(**fields)
 
 
+def read_row(connection: sa.Connection, job_id: str) -> sa.RowMapping | None:
+    """The row of a job, not locked."""
+    return connection.execute(_JOB, {"job_id": job_id}).mappings().one_or_none()
+
+
 def read_job(connection: sa.Connection, job_id: str) -> Job:
     """Raises `NotFoundError`."""
-    row = connection.execute(_JOB, {"job_id": job_id}).mappings().one_or_none()
+    row = read_row(connection, job_id)
     if row is None:
         raise no_such_job(job_id)
-    return job_from(row)
+    return job_from(connection, row)
 
 
 def lock_job(connection: sa.Connection, job_id: str) -> sa.RowMapping | None:
@@ -73,7 +81,9 @@ def number_of(job_id: str) -> sa.ScalarSelect[int]:
 
 
 def no_such_job(job_id: str) -> NotFoundError:
-    return NotFoundError(ErrorCode.LEDGER_NOT_FOUND, f"There is no job {clean(job_id)!r}.", "`jobs list` shows the jobs of this ledger.")
+    return NotFoundError(
+        ErrorCode.LEDGER_NOT_FOUND, f"There is no job {clean(job_id)!r}.", "`nightjar list` shows the jobs of this ledger."
+    )
 
 
 def open_items(row: sa.RowMapping) -> int:
@@ -91,7 +101,7 @@ def items_of(shard: sa.RowMapping) -> sa.ColumnElement[bool]:
     )
 
 
-def item_from(row: sa.RowMapping) -> ItemRow:
+def item_from(row: sa.RowMapping, *, speaks_turns: bool) -> ItemRow:
     artifact = None
     if row["kind"] is not None:
         values: dict[str, Any] = {name: row[name] for name in Artifact.__struct_fields__ if name != "index"}
@@ -105,4 +115,7 @@ def item_from(row: sa.RowMapping) -> ItemRow:
         error_code=None if row["error_code"] is None else ErrorCode(row["error_code"]),
         error_message=row["error_message"],
         artifact=artifact,
+        turn=row["turn"],
+        several=bool(row["several"]),
+        speaks_turns=speaks_turns,
     )

@@ -17,7 +17,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from jobs.ledger.records import ItemState, JobState, ShardState
 
 #: The newest migration; a database at another revision is refused.
-SCHEMA_REVISION = "0003"
+SCHEMA_REVISION = "0006"
 
 #: `items.state` as it is stored.
 ITEM_STATE_NUMBERS = {
@@ -121,6 +121,8 @@ jobs = sa.Table(
     sa.Column("finished_at", sa.Double),
     sa.Column("paused_at", sa.Double),
     sa.Column("cancel_requested_at", sa.Double),
+    # The `finished_at` of the end whose manifest is in the store; another one, or NULL: it has to be written.
+    sa.Column("manifest_finished_at", sa.Double),
     sa.UniqueConstraint("id"),
     sa.UniqueConstraint("idempotency_key"),
     sa.CheckConstraint(_one_of(JobState), name="state"),
@@ -184,7 +186,9 @@ items = sa.Table(
     sa.Column("attempts", sa.SmallInteger, nullable=False, server_default=sa.text("0")),
     sa.Column("error_code", sa.Text),
     sa.Column("error_message", sa.Text),
-    sa.UniqueConstraint("job_no", "example_id"),
+    # Which of its dialogue's spoken turns it is: each dialogue has one 0, so the first items keep example ids apart.
+    sa.Column("turn", sa.Integer, nullable=False, server_default=sa.text("0")),
+    sa.UniqueConstraint("job_no", "example_id", "turn"),
     sa.CheckConstraint("state BETWEEN 0 AND 4", name="state"),
     sqlite_with_rowid=False,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import comb
 
 from jobs.ledger.records import ItemState, JobState, ShardState
 from pipelines.errors import ErrorCode
@@ -12,14 +13,22 @@ from pipelines.errors import ErrorCode
 WORKING = (JobState.READY, JobState.RUNNING, JobState.PAUSED)
 #: Jobs whose shards are handed out.
 DISPATCHED = (JobState.READY, JobState.RUNNING)
+#: Jobs whose failed items can be opened again.
+RETRYABLE_JOBS = (*WORKING, JobState.COMPLETED, JobState.COMPLETED_WITH_ERRORS)
 #: Shards that still have to end.
 OPEN_SHARDS = (ShardState.READY, ShardState.QUEUED, ShardState.LEASED)
 #: Items that ended with an error.
 BROKEN_ITEMS = (ItemState.FAILED, ItemState.DEAD)
 
-#: The error budget is judged from this many ended items on.
+#: From this many ended items on their share of failures is compared with the error budget as it is.
 BUDGET_MIN_ITEMS = 100
+#: Of fewer it is spent by as many failures as one job in a thousand would show that keeps its budget.
+BUDGET_CHANCE = 0.001
 MAX_BACKOFF_SECONDS = 300.0
+#: A time of the ledger may lie so much ahead of its clock: one statement reads it a moment before another writes.
+CLOCK_SLACK_SECONDS = 10.0
+#: So long the worker that ended a job may take to write its manifest.
+MANIFEST_GRACE_SECONDS = 60.0
 
 #: A service was down or refused: says nothing about the shard, so it spends no attempt.
 OUTAGES = frozenset(
@@ -102,10 +111,23 @@ def backoff_seconds(attempts: int, jitter: float, base_seconds: float = 1.0) -> 
     return min(MAX_BACKOFF_SECONDS, base_seconds * 2.0 ** min(attempts, 16)) * (0.5 + jitter / 2)
 
 
-def over_budget(error_budget: float | None, done: int, failed: int) -> bool:
-    """Whether a job has failed too often since its start or its last resume."""
+def over_budget(error_budget: float | None, done: int, failed: int, pending: int) -> bool:
+    """Whether a job has failed too often since its start or its last resume.
+
+    It has where it cannot end within its budget any more, whatever becomes of the pending items. Before that the items that have ended
+    are judged: a hundred and more by their share of failures, fewer by how probable as many failures are at the budget's rate.
+    """
     ended = done + failed
-    return error_budget is not None and ended >= BUDGET_MIN_ITEMS and failed / ended > error_budget
+    if error_budget is None or not failed or failed / ended <= error_budget:
+        return False
+    if failed / (ended + pending) > error_budget or ended >= BUDGET_MIN_ITEMS:
+        return True
+    return _chance(failed, ended, error_budget) < BUDGET_CHANCE
+
+
+def _chance(failed: int, ended: int, rate: float) -> float:
+    """The probability of `failed` failures or more among `ended` items that fail at this rate, each for itself (binomial)."""
+    return sum(comb(ended, count) * rate**count * (1 - rate) ** (ended - count) for count in range(failed, ended + 1))
 
 
 def final_state(failed: int, rejected_lines: int) -> JobState:

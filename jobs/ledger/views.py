@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, cast
 
 import sqlalchemy as sa
 
 from jobs.ledger import schema
+from jobs.ledger.busy import LIVE_WORKERS, busy_spans
 from jobs.ledger.records import (
     ItemCounts,
     ItemRow,
@@ -22,7 +24,7 @@ from jobs.ledger.records import (
     ShardSpread,
     ShardState,
 )
-from jobs.ledger.rows import item_from, job_from, number_of, read_job
+from jobs.ledger.rows import item_from, job_from, no_such_job, number_of, read_job
 from jobs.ledger.schema import db_now, item_is
 from jobs.ledger.states import BROKEN_ITEMS, OUTAGES
 from pipelines.errors import ErrorCode, NotFoundError
@@ -66,8 +68,19 @@ _SHARD_AUDIO = (
 )
 
 
+_STATE = sa.select(schema.jobs.c.state).where(schema.jobs.c.id == sa.bindparam("job_id"))
+
+
 def now(connection: sa.Connection) -> float:
     return float(connection.scalar(sa.select(db_now())) or 0.0)
+
+
+def job_state(connection: sa.Connection, job_id: str) -> JobState:
+    """Raises `NotFoundError`."""
+    state = connection.scalar(_STATE, {"job_id": job_id})
+    if state is None:
+        raise no_such_job(job_id)
+    return JobState(state)
 
 
 def find_job(connection: sa.Connection, prefix: str) -> Job:
@@ -77,7 +90,7 @@ def find_job(connection: sa.Connection, prefix: str) -> Job:
     query = sa.select(schema.jobs).where(jobs.id.startswith(wanted, autoescape=True)).order_by(jobs.id).limit(2)
     rows = connection.execute(query).mappings().all() if wanted else []
     if len(rows) == 1:
-        return job_from(rows[0])
+        return job_from(connection, rows[0])
     if rows:
         raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, f"Several jobs begin with {wanted!r}.", "Give more of the id.")
     return read_job(connection, wanted)
@@ -86,21 +99,36 @@ def find_job(connection: sa.Connection, prefix: str) -> Job:
 def job_of_key(connection: sa.Connection, idempotency_key: str) -> Job | None:
     """The job that was submitted under a key."""
     row = connection.execute(sa.select(schema.jobs).where(schema.jobs.c.idempotency_key == idempotency_key)).mappings().one_or_none()
-    return None if row is None else job_from(row)
+    return None if row is None else job_from(connection, row)
 
 
-def jobs(connection: sa.Connection, limit: int, states: Collection[JobState] | None) -> list[Job]:
-    """The newest jobs first."""
+def keys_of_input(connection: sa.Connection, input_sha256: str, spec_sha: str) -> list[tuple[Job, str, str]]:
+    """(job, its idempotency key, the address of its store as it is recorded) of the jobs of one input and spec."""
     columns = schema.jobs.c
-    query = sa.select(schema.jobs).order_by(columns.created_at.desc(), columns.id.desc()).limit(limit)
+    query = sa.select(schema.jobs).where(columns.input_sha256 == input_sha256, columns.spec_sha == spec_sha).order_by(columns.no)
+    rows = connection.execute(query).mappings()
+    return [(job_from(connection, row), row["idempotency_key"], row["store_url"]) for row in rows]
+
+
+def jobs(connection: sa.Connection, limit: int, states: Collection[JobState] | None, labels: Mapping[str, str] | None = None) -> list[Job]:
+    """The newest jobs first, of those with all of these labels."""
+    columns = schema.jobs.c
+    query = sa.select(schema.jobs).order_by(columns.created_at.desc(), columns.id.desc())
     if states is not None:
         query = query.where(columns.state.in_([state.value for state in states]))
-    return [job_from(row) for row in connection.execute(query).mappings()]
+    if not labels:
+        return [job_from(connection, row) for row in connection.execute(query.limit(limit)).mappings()]
+    # Compared here: a label's key may be any text, and the databases write paths into JSON in different ways.
+    rows = (row for row in connection.execute(query).mappings() if labels.items() <= row["labels"].items())
+    return [job_from(connection, row) for row in islice(rows, limit)]
 
 
 def status(connection: sa.Connection, job_id: str) -> JobStatus:
     found = _statuses(connection, [read_job(connection, job_id)])[0]
-    return found if found.job.state.final else replace(found, outage=last_outage(connection, job_id))
+    if found.job.state.final:
+        return found
+    workers = connection.scalar(sa.text(LIVE_WORKERS[connection.dialect.name]), {"model": found.job.spec.model})
+    return replace(found, outage=last_outage(connection, job_id), workers=workers)
 
 
 _LAST_OUTAGE = (
@@ -127,9 +155,11 @@ def last_outage(connection: sa.Connection, job_id: str) -> Outage | None:
     return Outage(ErrorCode(row.error_code), row.error_message or "", row.ended_at)
 
 
-def statuses(connection: sa.Connection, limit: int) -> list[JobStatus]:
-    """Status of the newest jobs first."""
-    return _statuses(connection, jobs(connection, limit, None))
+def statuses(
+    connection: sa.Connection, limit: int, states: Collection[JobState] | None, labels: Mapping[str, str] | None
+) -> list[JobStatus]:
+    """Status of the newest jobs first, of those in these states with all of these labels."""
+    return _statuses(connection, jobs(connection, limit, states, labels))
 
 
 def _statuses(connection: sa.Connection, found: Sequence[Job]) -> list[JobStatus]:
@@ -148,6 +178,9 @@ def _statuses(connection: sa.Connection, found: Sequence[Job]) -> list[JobStatus
         .group_by(columns.job_id, columns.state)
     )
     at = now(connection)
+    busy = dict.fromkeys((job.id for job in found), 0.0)
+    for job_id, spans in worked_on(connection, list(busy)).items():
+        busy[job_id] = sum(end - start for start, end in spans)
     shards: dict[str, dict[ShardState, int]] = {job.id: {} for job in found}
     spreads: dict[str, ShardSpread] = {}
     sums: dict[str, dict[str, int]] = {job.id: dict.fromkeys(_SUMS, 0) for job in found}
@@ -167,22 +200,32 @@ def _statuses(connection: sa.Connection, found: Sequence[Job]) -> list[JobStatus
             bytes_out=sums[job.id]["bytes_out"],
             now=at,
             spread=spreads.get(job.id, ShardSpread()),
+            busy_seconds=busy[job.id],
         )
         for job in found
     ]
 
 
+def worked_on(connection: sa.Connection, job_ids: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
+    """(start, end) of every time in which shards of these jobs were leased, in order; only jobs that have some."""
+    statement = sa.text(busy_spans(connection.dialect.name, "IN :jobs")).bindparams(sa.bindparam("jobs", expanding=True))
+    found: dict[str, list[tuple[float, float]]] = {}
+    for job_id, start, end in connection.execute(statement, {"jobs": list(job_ids)}):
+        found.setdefault(job_id, []).append((start, end))
+    return found
+
+
 def items_page(
-    connection: sa.Connection, job_id: str, state: ItemState | None, codes: Collection[ErrorCode] | None, after: int, limit: int
+    connection: sa.Connection, job: Job, state: ItemState | None, codes: Collection[ErrorCode] | None, after: int, limit: int
 ) -> list[ItemRow]:
     """Up to `limit` items with an index above `after`, in index order."""
     items = schema.items.c
-    query = _with_audio().where(items.job_no == number_of(job_id), items.idx > after).order_by(items.idx).limit(limit)
+    query = _with_audio().where(items.job_no == number_of(job.id), items.idx > after).order_by(items.idx).limit(limit)
     if state is not None:
         query = query.where(item_is(state))
     if codes is not None:
         query = query.where(items.error_code.in_([code.value for code in codes]))
-    return [item_from(row) for row in connection.execute(query).mappings()]
+    return [item_from(row, speaks_turns=job.speaks_turns) for row in connection.execute(query).mappings()]
 
 
 def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[MadeAudio]:
@@ -191,13 +234,14 @@ def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[M
     return [MadeAudio(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
 
 
-def artifacts_page(connection: sa.Connection, job_id: str, kind: str, after: int, limit: int) -> list[tuple[int, str, str]]:
-    """(index, key, SHA-256) of up to `limit` artifacts of a kind with an index above `after`, in index order."""
+def artifacts_page(connection: sa.Connection, job_id: str, kind: str, after: int, limit: int) -> list[tuple[int, str, str, int]]:
+    """(index, key, SHA-256, bytes) of up to `limit` artifacts of a kind with an index above `after`, in index order."""
     artifacts = schema.artifacts.c
-    query = sa.select(artifacts.idx, artifacts.key, artifacts.sha256).where(
+    query = sa.select(artifacts.idx, artifacts.key, artifacts.sha256, artifacts.bytes).where(
         artifacts.job_no == number_of(job_id), artifacts.idx > after, artifacts.kind == kind
     )
-    return [(index, key, sha256) for index, key, sha256 in connection.execute(query.order_by(artifacts.idx).limit(limit))]
+    rows = connection.execute(query.order_by(artifacts.idx).limit(limit))
+    return [(index, key, sha256, size) for index, key, sha256, size in rows]
 
 
 def shard_inputs(connection: sa.Connection, job_id: str) -> dict[int, tuple[str, str]]:
@@ -211,22 +255,28 @@ def _with_audio() -> sa.Select[tuple[object, ...]]:
     items, artifacts = schema.items.c, schema.artifacts.c
     audio = sa.and_(artifacts.job_no == items.job_no, artifacts.idx == items.idx, artifacts.kind == "audio")
     wanted = [column for column in artifacts if column.name not in {"job_no", "idx", "epoch", "worker_id"}]
-    return sa.select(schema.items, *wanted).select_from(schema.items.outerjoin(schema.artifacts, audio))
+    following = schema.items.alias("following")
+    # The items of a dialogue have indexes that follow one another.
+    more = sa.exists().where(following.c.job_no == items.job_no, following.c.idx == items.idx + 1, following.c.turn > 0)
+    several = sa.or_(items.turn > 0, more).label("several")
+    return sa.select(schema.items, *wanted, several).select_from(schema.items.outerjoin(schema.artifacts, audio))
 
 
 def error_counts(connection: sa.Connection, job_id: str) -> dict[ErrorCode, int]:
     """Failed and dead items and rejected lines by code, the most frequent first."""
-    items, rejected = schema.items.c, schema.rejected_lines.c
-    counts: dict[ErrorCode, int] = {}
-    for query in (
-        sa.select(items.error_code, sa.func.count())
-        .where(items.job_no == number_of(job_id), item_is(*BROKEN_ITEMS))
-        .group_by(items.error_code),
-        sa.select(rejected.code, sa.func.count()).where(rejected.job_id == job_id).group_by(rejected.code),
-    ):
-        for code, count in connection.execute(query):
-            counts[ErrorCode(code)] = counts.get(ErrorCode(code), 0) + count
+    rejected = schema.rejected_lines.c
+    counts = failed_counts(connection, job_id)
+    query = sa.select(rejected.code, sa.func.count()).where(rejected.job_id == job_id).group_by(rejected.code)
+    for code, count in connection.execute(query):
+        counts[ErrorCode(code)] = counts.get(ErrorCode(code), 0) + count
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def failed_counts(connection: sa.Connection, job_id: str) -> dict[ErrorCode, int]:
+    """Failed and dead items by code."""
+    items = schema.items.c
+    query = sa.select(items.error_code, sa.func.count()).where(items.job_no == number_of(job_id), item_is(*BROKEN_ITEMS))
+    return {ErrorCode(code): count for code, count in connection.execute(query.group_by(items.error_code))}
 
 
 def rejected_page(connection: sa.Connection, job_id: str, after: int, limit: int) -> list[RejectedLine]:

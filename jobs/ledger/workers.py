@@ -5,9 +5,9 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from jobs.ledger import schema
-from jobs.ledger.records import WorkerInfo, WorkerRow
+from jobs.ledger.records import ShardState, WorkerInfo, WorkerRow
 from jobs.ledger.rows import clean, insert
-from jobs.ledger.schema import db_now
+from jobs.ledger.schema import db_now, state_is
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
 UP = "up"
@@ -23,9 +23,13 @@ LIVE_SECONDS = 60.0
 ANY_MODEL = ""
 
 
+#: Workers whose heartbeats are waited for.
+HEARD = schema.workers.c.state.not_in([RETIRED, LOST])
+
+
 def _live(seconds: float) -> sa.ColumnElement[bool]:
     columns = schema.workers.c
-    return sa.and_(columns.state.not_in([RETIRED, LOST]), columns.heartbeat_at >= db_now() - seconds)
+    return sa.and_(HEARD, columns.heartbeat_at >= db_now() - seconds)
 
 
 _LIVE_SLOTS = (
@@ -75,12 +79,20 @@ def retire_worker(connection: sa.Connection, worker_id: str) -> None:
 def stale_workers(connection: sa.Connection, timeout_seconds: float) -> int:
     """Marks workers without a heartbeat as lost; returns how many."""
     columns = schema.workers.c
-    statement = (
-        sa.update(schema.workers)
-        .where(columns.state.not_in([RETIRED, LOST]), columns.heartbeat_at < db_now() - timeout_seconds)
-        .values(state=LOST)
-    )
+    statement = sa.update(schema.workers).where(HEARD, columns.heartbeat_at < db_now() - timeout_seconds).values(state=LOST)
     return connection.execute(statement).rowcount
+
+
+def lose_worker(connection: sa.Connection, host: str, pid: int) -> int:
+    """Ends the leases of a worker whose process is known to be dead with its last sign of life, so that the reconciler need not wait
+    them out; returns how many. Should it live after all, the epoch fences it."""
+    workers, shards = schema.workers.c, schema.shards.c
+    of_process = (workers.host == clean(host), workers.pid == pid)
+    ids = sa.select(workers.id).where(*of_process)
+    held = (state_is(shards.state, ShardState.LEASED), shards.worker_id.in_(ids))
+    ended = connection.execute(sa.update(schema.shards).where(*held).values(lease_until=shards.heartbeat_at)).rowcount
+    connection.execute(sa.update(schema.workers).where(*of_process, workers.state != RETIRED).values(state=LOST))
+    return ended
 
 
 def live_slots(connection: sa.Connection) -> dict[str, int]:

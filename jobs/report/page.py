@@ -48,7 +48,10 @@ class Row:
     #: 1 is the worst.
     rank: int
     index: int
+    #: Names the turn too, where several of its dialogue are spoken.
     example_id: str
+    #: Whose turn it is.
+    role: str
     text: str
     state: str
     why: str
@@ -69,8 +72,9 @@ class Page:
     """All that a report shows. Texts are fit for a page, as in `Row`; those of `job` are shown where nobody chooses them."""
 
     job: Job
-    #: The job's name, or its id; its model, its voice, and why it is in its state.
+    #: The job's name, or its input's; its input, its model, its voices, and why it is in its state.
     name: str
+    input: str
     model: str
     voice: str
     reason: str

@@ -12,7 +12,8 @@ from typing import IO, TYPE_CHECKING
 from jobs.cli.output import bytes_text, seconds_text
 from jobs.dialogue import clean
 from jobs.export.output import output
-from jobs.ledger.records import ItemState, JobStatus, RejectedLine
+from jobs.ledger.busy import GAP_SECONDS
+from jobs.ledger.records import ItemState, Job, JobStatus, RejectedLine
 from jobs.redact import redact
 from jobs.report.charts import Histogram, Lines, histogram, lines, number
 from jobs.report.clips import Clip, Clips
@@ -25,21 +26,34 @@ from jobs.report.timeline import (
     FEWEST_SPANS,
     EtaCheck,
     Timeline,
+    WorkClock,
     checkpoints,
     eta_checks,
     spans_of_attempts,
     spans_of_commits,
     timeline,
 )
-from jobs.status import cost, cost_at_end, elapsed_seconds, eta_error_seconds, eta_seconds, items_per_second, real_time_factor, utc
+from jobs.status import (
+    busy_seconds,
+    cost,
+    cost_at_end,
+    elapsed_seconds,
+    eta_error_seconds,
+    eta_seconds,
+    items_per_second,
+    real_time_factor,
+    utc,
+)
 from jobs.store.base import ObjectStore
-from pipelines.errors import ErrorCode
+from pipelines.errors import ErrorCode, NightjarError
+from pipelines.registry import describe
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 SHOWN_ITEMS = 60
 MOST_SHOWN_ITEMS = 500
+MOST_VOICES = 5
 _TEXT_CHARACTERS = 240
 _MESSAGE_CHARACTERS = 300
 #: Units of the scores; others have none.
@@ -92,9 +106,10 @@ def write_report(
     checks = eta_checks(line) if line and status.job.state.final and line.spans >= FEWEST_FOR_ETA else []
     page = Page(
         job=status.job,
-        name=clean(status.job.name or status.job.id, 200),
+        name=clean(status.job.name or _input_name(status.job) or status.job.id, 200),
+        input=clean(_input_name(status.job) or "standard input", 200),
         model=clean(status.job.spec.model, 300),
-        voice=clean(status.job.spec.generation.voice or "", 100),
+        voice=clean(_voice(status.job, sample), 200),
         reason=clean(redact(status.job.state_reason), _MESSAGE_CHARACTERS),
         state=status.job.state.value,
         at=utc(status.job.finished_at if status.job.state.final else status.now) or "",
@@ -121,22 +136,43 @@ def write_report(
     return ReportResult(os.path.abspath(to), size, len(sample.items), sample.measured)
 
 
+def _input_name(job: Job) -> str:
+    """The file's name without its folders; empty for standard input."""
+    return redact(job.input_uri).rstrip("/").rpartition("/")[2].removeprefix("-")
+
+
+def _voice(job: Job, sample: Sample) -> str:
+    """The voices that the looked-at items were asked for; of a model with one voice that, where none was."""
+    asked = sorted(sample.voices)
+    if not asked:
+        try:
+            voices = describe(job.spec.model).capabilities.voices
+        except NightjarError:
+            # The report may be made where the model is not.
+            voices = ()
+        return voices[0] if len(voices) == 1 else "the model's own"
+    shown = ", ".join(asked[:MOST_VOICES])
+    return shown if len(asked) <= MOST_VOICES else f"{shown} and {len(asked) - MOST_VOICES} more"
+
+
 def _timeline(ledger: Ledger, status: JobStatus) -> Timeline | None:
-    """From the first claim on; None for a job that no worker has touched."""
+    """The time in which workers held shards; None for a job that no worker has touched."""
+    clock = WorkClock(ledger.worked_on(status.job.id))
     start = status.job.started_at
-    if start is None:
+    if start is None or not clock.seconds:
         return None
-    end = status.job.finished_at or status.now
     if status.job.total_items <= MOST_MEASURED:
         commits = ledger.commits(status.job.id)
         if all(commit.at is not None for commit in commits):
-            return timeline(spans_of_commits(commits, start), start, end, min(BINS, max(FEWEST_BINS, len(commits))))
-    return timeline(spans_of_attempts(ledger.attempts(status.job.id)), start, end)
+            bins = min(BINS, max(FEWEST_BINS, len(commits)))
+            return timeline(clock.at_work(spans_of_commits(commits, start)), 0.0, clock.seconds, bins)
+    return timeline(clock.at_work(spans_of_attempts(ledger.attempts(status.job.id))), 0.0, clock.seconds)
 
 
 def _facts(status: JobStatus, price: float | None) -> list[Fact]:
     items, job = status.items, status.job
-    factor, seconds = real_time_factor(status), elapsed_seconds(status)
+    factor, seconds, busy = real_time_factor(status), elapsed_seconds(status), busy_seconds(status)
+    whole = "" if seconds - busy <= GAP_SECONDS else f"{seconds_text(seconds)} "
     open_or_skipped = [f"{count:,} {what}" for count, what in ((items.pending, "pending"), (items.skipped, "skipped")) if count]
     facts = [
         Fact("Items done", f"{items.done:,}", f"of {items.total:,}" + "".join(f", {text}" for text in open_or_skipped)),
@@ -149,17 +185,17 @@ def _facts(status: JobStatus, price: float | None) -> list[Fact]:
         Fact("Throughput", f"{number(items_per_second(status))}", "items a second"),
         Fact(
             "Time",
-            seconds_text(seconds) if job.started_at else "not begun",
-            "from the first claim" + ("" if job.state.final else " to now"),
+            seconds_text(busy if whole else seconds) if job.started_at else "not begun",
+            (f"at work, {whole}" if whole else "") + "from the first claim" + ("" if job.state.final else " to now"),
         ),
-        Fact("GPU time", f"{number(status.engine_ms / 1000)} s", "in which an engine had work"),
+        Fact("Engine time", f"{number(status.engine_ms / 1000)} s", "in which an engine had work"),
     ]
     spent, ahead = cost(status, price), cost_at_end(status, price)
     if spent is None:
         facts.append(Fact("Cost", "unknown", "set price_per_gpu_hour, or give --price"))
     else:
         more = "" if job.state.final or ahead is None else f", about {ahead:,.2f} at the end"
-        facts.append(Fact("Cost", f"{spent:,.2f}", f"at {price:g} a GPU hour{more}"))
+        facts.append(Fact("Cost", f"{spent:,.2f}", f"at {price:g} an engine hour{more}"))
     eta, error = eta_seconds(status), eta_error_seconds(status)
     if not job.state.final and eta is not None:
         facts.append(Fact("Time to go", seconds_text(eta), "" if error is None else f"give or take {seconds_text(error)} (95 %)"))
@@ -239,7 +275,8 @@ def _row(rank: int, item: SampleItem, clips: Clips) -> Row:
     return Row(
         rank=rank,
         index=row.index,
-        example_id=clean(row.example_id, 120),
+        example_id=clean(row.id, 120),
+        role=item.role,
         text=clean(item.text, _TEXT_CHARACTERS),
         state=row.state.value,
         why=clean(item.why, 200),

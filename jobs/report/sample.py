@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jobs.dialogue import Dialogue, spoken_text
+from jobs.export.made import settings_of, spoken_place
 from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
 from jobs.payload import read_raw_shard
 from jobs.store.base import ObjectStore
@@ -46,6 +47,10 @@ class SampleItem:
     #: Its audio; that in quarantine of one that failed its checks.
     artifact: Artifact | None
     text: str = ""
+    #: Voice that was asked for; empty: none.
+    voice: str = ""
+    #: Whose turn it is.
+    role: str = ""
     draws: list[Draw] = field(default_factory=list[Draw])
     #: Scores of the draw that counts, and the pace.
     values: dict[str, float] = field(default_factory=dict[str, float])
@@ -70,6 +75,8 @@ class Sample:
     durations: Sequence[float]
     #: Name of a score -> its values.
     scores: Mapping[str, Sequence[float]]
+    #: Voices that were asked for.
+    voices: frozenset[str]
     #: The shown ones, the worst first.
     items: Sequence[SampleItem]
 
@@ -89,7 +96,8 @@ def take_sample(ledger: Ledger, store: ObjectStore, job: Job, shown: int, codes:
         for name, value in item.values.items():
             scores.setdefault(name, []).append(value)
     durations = [seconds for item in made if (seconds := item.seconds) is not None]
-    return Sample(len(made), job.total_items <= MOST_MEASURED, durations, scores, _chosen(made, failed, shown))
+    voices = frozenset(filter(None, (item.voice for item in (*made, *failed))))
+    return Sample(len(made), job.total_items <= MOST_MEASURED, durations, scores, voices, _chosen(made, failed, shown))
 
 
 def _population(ledger: Ledger, job: Job) -> Iterator[ItemRow]:
@@ -129,7 +137,11 @@ def _add_texts(ledger: Ledger, store: ObjectStore, job: Job, items: Sequence[Sam
     for place, wanted in by_input.items():
         for line in read_raw_shard(store, *place):
             for item in wanted.get(line.index, ()):
-                item.text = spoken_text(_decode(line.dialogue).typed_messages())
+                dialogue = _decode(line.dialogue)
+                place = spoken_place(job, line, dialogue.messages)
+                item.text = spoken_text(dialogue.typed_messages()) if place is None else dialogue.messages[place][2].strip()
+                item.role = "assistant" if place is None else dialogue.messages[place][0]
+                item.voice = settings_of(job, dialogue, place).voice or ""
 
 
 def _add_scores(ledger: Ledger, job: Job, items: Sequence[SampleItem]) -> None:

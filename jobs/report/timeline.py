@@ -1,9 +1,11 @@
-"""How a job went over time: from its commits, or for a large job from the leases of its shards, each spread over its time."""
+"""How a job went over its time at work: from its commits, or for a large job from the leases of its shards, each spread over its time."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from jobs.ledger.samples import Attempt, Commit
 
@@ -29,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Equal steps from the first claim to the end, or to now."""
+    """Equal steps of the time in which workers held shards, up to the end or to now."""
 
     step_seconds: float
     #: Items that ended, and seconds of speech, in each step.
@@ -53,7 +55,7 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class EtaCheck:
-    """What `jobs status` would have said at a time of a job that has ended by now."""
+    """What `nightjar status` would have said at a time of a job that has ended by now."""
 
     at_seconds: float
     #: Time to go by the rate until then, and as it turned out.
@@ -64,6 +66,33 @@ class EtaCheck:
     def error(self) -> float:
         """As a share of the whole time; above zero: it was too long."""
         return (self.said_seconds - self.was_seconds) / (self.at_seconds + self.was_seconds)
+
+
+class WorkClock:
+    """Counts only the time in which a job was worked on, as its rates do: without pauses, and without what lies before a retry."""
+
+    def __init__(self, busy: Sequence[tuple[float, float]]) -> None:
+        """`busy`: (start, end) by the ledger's clock, in order and apart from each other."""
+        self._busy = busy
+        self._starts = [start for start, _ in busy]
+        self._before = [0.0, *accumulate(end - start for start, end in busy)]
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self._before[-1]
+
+    def at(self, time: float) -> float:
+        """Seconds of work before a time of the ledger's clock."""
+        place = bisect_right(self._starts, time) - 1
+        if place < 0:
+            return 0.0
+        start, end = self._busy[place]
+        return self._before[place] + min(time, end) - start
+
+    def at_work(self, spans: Iterable[Span]) -> Iterator[Span]:
+        """The spans on this clock."""
+        return (Span(self.at(span.start), self.at(span.end), span.items, span.audio_seconds) for span in spans)
 
 
 def spans_of_commits(commits: Iterable[Commit], start: float) -> Iterator[Span]:

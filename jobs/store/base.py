@@ -17,6 +17,8 @@ class ObjectInfo:
     #: Hex SHA-256 of the content; empty where the store would have to read the object to know it (listings).
     sha256: str = ""
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    #: When it was written, UTC epoch seconds of the store's clock; known of what a listing finds.
+    modified_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
+        ...
+
+    def sync(self) -> None:
+        """What was put by now, or found there by a put, survives a power cut; to be called before the ledger names it."""
         ...
 
     def uri(self, key: str) -> str:

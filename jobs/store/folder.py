@@ -15,7 +15,8 @@ from typing import BinaryIO, cast
 import msgspec
 
 from jobs.store.base import ObjectInfo, PutResult
-from jobs.store.handles import FolderHandles, walk_down
+from jobs.store.disk import SYNCS_AT_ONCE, sync_file_system
+from jobs.store.handles import FolderHandles, Handle, walk_down
 from jobs.store.keys import split_key, split_prefix
 from jobs.store.probe import probe
 from pipelines.errors import ErrorCode, StoreError
@@ -47,13 +48,15 @@ class FolderStore:
     """Objects as files under `root`. A file appears under its name complete or not at all, and is never replaced.
 
     Metadata is kept in the extended attribute `user.nightjar`; on file systems without such attributes it is dropped.
-    Data is left to the operating system to flush: a killed process loses nothing, a power cut may lose the last seconds.
+    Data is left to the operating system until `sync`: a killed process loses nothing, a power cut what was not synced.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = Path(os.path.abspath(root))
         self.url = self.root.as_uri()
         self._handles = FolderHandles(self.root)
+        #: Device -> a folder on it that was written to: other file systems may be mounted below the root.
+        self._written: dict[int, Handle] = {}
         self._tmpfile = hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd")
 
     def put(
@@ -62,7 +65,7 @@ class FolderStore:
         """Writes once: if the key exists its object stays as it is and is described with `created=False`."""
         *folders, name = split_key(key)
         try:
-            folder = self._handles.open(folders)
+            folder = self._opened(folders)
             if self._write(folder.fd, name, [data], metadata):
                 return PutResult(ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest(), dict(metadata or {})), created=True)
             return PutResult(_describe(key, folder.fd, name), created=False)
@@ -85,7 +88,7 @@ class FolderStore:
 
         *folders, name = split_key(key)
         with self._errors(key):
-            folder = self._handles.open(folders)
+            folder = self._opened(folders)
             if not _exists(folder.fd, name):
                 with path.open("rb") as file:
                     if self._write(folder.fd, name, chunks(file), metadata):
@@ -116,7 +119,7 @@ class FolderStore:
         """Objects whose key starts with `prefix`, in key order; one folder's names are in memory at a time."""
         segments, stem = split_prefix(prefix)
         below = self._entries(segments)
-        yield from self._walk(segments, [(name, size) for name, size in below if name.startswith(stem)])
+        yield from self._walk(segments, [entry for entry in below if entry[0].startswith(stem)])
 
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
@@ -127,6 +130,12 @@ class FolderStore:
             if error.code is not ErrorCode.STORE_MISSING:
                 raise
 
+    def sync(self) -> None:
+        """Waits until what was put by now, or found there by a put, is on the disk with its name."""
+        for folder in list(self._written.values()):
+            with self._errors(""):
+                sync_file_system(folder.fd)
+
     def uri(self, key: str) -> str:
         """The absolute path of the object's file."""
         return str(self.root.joinpath(*split_key(key)))
@@ -135,16 +144,21 @@ class FolderStore:
         """Proves that the folder can be written, read and keeps what is there, with a probe object. Raises `StoreError`."""
         probe(self)
 
-    def _walk(self, folder: list[str], entries: list[tuple[str, int]]) -> Iterator[ObjectInfo]:
-        for name, size in entries:
+    def _opened(self, segments: list[str]) -> Handle:
+        folder = self._handles.open(segments)
+        self._written.setdefault(folder.device, folder)
+        return folder
+
+    def _walk(self, folder: list[str], entries: list[tuple[str, int, float]]) -> Iterator[ObjectInfo]:
+        for name, size, modified_at in entries:
             if name.endswith("/"):
                 below = [*folder, name[:-1]]
                 yield from self._walk(below, self._entries(below))
             else:
-                yield ObjectInfo("/".join([*folder, name]), size)
+                yield ObjectInfo("/".join([*folder, name]), size, modified_at=modified_at)
 
-    def _entries(self, segments: list[str]) -> list[tuple[str, int]]:
-        """Names and sizes in a folder; nothing where it is gone."""
+    def _entries(self, segments: list[str]) -> list[tuple[str, int, float]]:
+        """Names, sizes and times in a folder; nothing where it is gone."""
         try:
             with self._errors("/".join(segments)), self._folder(segments) as folder:
                 return _entries(folder)
@@ -162,8 +176,12 @@ class FolderStore:
                 _write_all(file, chunk)
             if metadata:
                 _set_metadata(file, metadata)
+            if not SYNCS_AT_ONCE:
+                os.fsync(file)
             source, source_folder = (temporary, folder) if temporary else (f"/proc/self/fd/{file}", None)
             os.link(source, name, src_dir_fd=source_folder, dst_dir_fd=folder, follow_symlinks=not temporary)
+            if not SYNCS_AT_ONCE:
+                os.fsync(folder)
         except FileExistsError:
             return False
         except OSError:
@@ -239,18 +257,19 @@ def _describe(key: str, folder: int, name: str) -> ObjectInfo:
         return ObjectInfo(key, os.fstat(file.fileno()).st_size, digest, _get_metadata(file.fileno()))
 
 
-def _entries(folder: int) -> list[tuple[str, int]]:
-    """Names and sizes, folders with a slash at their end, so that sorted names are keys in order."""
-    found: list[tuple[str, int]] = []
+def _entries(folder: int) -> list[tuple[str, int, float]]:
+    """Names, sizes and times of change, folders with a slash at their end, so that sorted names are keys in order."""
+    found: list[tuple[str, int, float]] = []
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                found.append((entry.name + "/", 0))
+                found.append((entry.name + "/", 0, 0.0))
             elif entry.is_file(follow_symlinks=False):
                 with suppress(FileNotFoundError):
-                    found.append((entry.name, entry.stat(follow_symlinks=False).st_size))
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((entry.name, status.st_size, status.st_mtime))
     return sorted(found)
 
 

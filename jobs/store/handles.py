@@ -7,6 +7,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
+from jobs.store.disk import SYNCS_AT_ONCE
+
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 #: Audio, texts and manifests of one job take turns.
 _HANDLES_PER_THREAD = 4
@@ -40,6 +42,8 @@ def _step(folder: int, segment: str, create: bool) -> int:
             raise
         with suppress(FileExistsError):
             os.mkdir(segment, dir_fd=folder)
+            if not SYNCS_AT_ONCE:
+                os.fsync(folder)
         return os.open(segment, FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=folder)
 
 
@@ -53,6 +57,11 @@ class Handle:
         self._path = os.path.join(root, *segments)
         found = os.fstat(self.fd)
         self._identity = (found.st_dev, found.st_ino)
+
+    @property
+    def device(self) -> int:
+        """Number of the file system it is on."""
+        return self._identity[0]
 
     @property
     def current(self) -> bool:

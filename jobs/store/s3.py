@@ -104,7 +104,7 @@ class S3Store:
             request = {"Bucket": self.bucket, "Prefix": self.prefix + prefix, **token}
             page = self._call(prefix, lambda request=request: self._client.list_objects_v2(**request))
             for entry in page.get("Contents", []):
-                yield ObjectInfo(entry["Key"][len(self.prefix) :], int(entry["Size"]))
+                yield ObjectInfo(entry["Key"][len(self.prefix) :], int(entry["Size"]), modified_at=entry["LastModified"].timestamp())
             if not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
@@ -112,6 +112,9 @@ class S3Store:
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
         self._call(key, lambda: self._client.delete_object(Bucket=self.bucket, Key=self._name(key)))
+
+    def sync(self) -> None:
+        """Does nothing: a put that was answered is durable."""
 
     def uri(self, key: str) -> str:
         """The object's `s3://` address."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pipelines.fish_speech.config import FishConfig
 from pipelines.nn.keys import revision
+from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
@@ -34,4 +35,5 @@ def describe(folder: Path) -> ModelCard:
         capabilities=CAPABILITIES,
         revision=revision(folder, _SUFFIXES),
         seconds_per_character=SECONDS_PER_CHARACTER,
+        check_reference=check_encoded,
     )

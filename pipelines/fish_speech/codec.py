@@ -29,6 +29,7 @@ from pipelines.fish_speech.codec_encoder import Codebook, CodecEncoder
 from pipelines.fish_speech.config import CodecConfig, FishConfig
 from pipelines.fish_speech.weights import TensorSource, open_codec
 from pipelines.nn.codec_fused import FusedStack
+from pipelines.nn.codec_kernels import codec_kernels
 
 STACK_KERNEL = 7
 #: Frames of one pass of the decoder, and of all rows of a pass: what bounds its memory.
@@ -116,8 +117,8 @@ class CodecDecoder:
         ]
         stack = ConvStack(Loader(source, "decoder.model.", dtype, device), layout, config)
         if fused is None:
-            fused = device.type == "cuda" and dtype == torch.bfloat16
-        if fused and device.type == "cuda":
+            fused = device.type == "cuda" and dtype == torch.bfloat16 and codec_kernels()
+        elif fused and device.type == "cuda":
             import_module("kernels.codec_launch")  # gives the fused ops their kernels
         self._stack = FusedConvStack(stack) if fused else stack
         self.state_size = layout.size

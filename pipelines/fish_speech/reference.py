@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
 from pipelines.fish_speech.codec_encoder import CodecEncoder
-from pipelines.nn.recordings import RecordingCache, check_recording
+from pipelines.nn.recordings import RecordingCache, check_recording, decode_recording
 
 #: Zero crossings of the resampling filter on either side, and its cutoff as a share of the lower Nyquist frequency.
 _ZEROS, _ROLLOFF = 6, 0.99
@@ -28,7 +28,7 @@ class ReferenceEncoder:
         self._kept: RecordingCache[NDArray[np.int64]] = RecordingCache(capacity)
 
     def prepare(self, recording: bytes) -> NDArray[np.int64]:
-        """The codes int64 [frames, codebooks] of an encoded audio file, of any rate and channel count.
+        """The codes int64 [frames, codebooks] of an encoded audio file within the bounds of `pipelines.audio`.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) when the device has no room for it.
@@ -37,13 +37,11 @@ class ReferenceEncoder:
 
     def read(self, recording: bytes) -> Tensor:
         """float32 [samples] at the codec's rate: channels averaged, resampled on the device. Raises `InputError` as `prepare`."""
-        from pipelines.audio import decode  # only where there is audio to read
-
-        samples, rate = decode(recording)
+        samples, rate = decode_recording(recording)
         check_recording(samples, rate)
         wanted = self._encoder.config.sample_rate
         if (rate // math.gcd(rate, wanted)) * (wanted // math.gcd(rate, wanted)) > _MOST_VALUES:
-            samples, rate = decode(recording, wanted, quality="VHQ")
+            samples, rate = decode_recording(recording, wanted, quality="VHQ")
         return resample(torch.from_numpy(samples).to(self._encoder.device), rate, wanted)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from pipelines.hibari.pipeline import HibariPipeline
 
 SAMPLE_RATE = 24_000
+#: An ASCII text with one of these is read.
+_SPOKEN = re.compile("[A-Za-z0-9]")
 CAPABILITIES = Capabilities(voices=("heart",), languages=("English",), sampling=False)
 
 
@@ -29,8 +32,19 @@ def describe() -> ModelCard:
         realtime_factor=0.0038,
         # 200 generated sentences of 4 to 25 words (benchmarks/sentences.py): 0.85 to 1.19 times as long. Numbers, initials
         # and single words are up to 1.5 times as long, which the slack covers.
+        check_text=check_text,
         pace=Pace(base_seconds=0.33, seconds_per_unit=0.0558, low=0.7, high=1.5),
     )
+
+
+def check_text(text: str) -> None:
+    """Raises `InputError` for text that the voice cannot read aloud, as far as its characters tell."""
+    if text.isascii() and _SPOKEN.search(text):
+        return
+    # Costs a fraction of a second once, which a file of plain English need not pay.
+    from pipelines.hibari.text import check_pronounceable
+
+    check_pronounceable(text)
 
 
 def load(*, threads: int | None = None, waiting_room: int | None = None) -> HibariPipeline:

@@ -12,14 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.errors import ErrorCode, InputError, SynthesisError
+from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.recording import check_recording, decode_recording
 
 T = TypeVar("T")
-
-LEAST_SECONDS = 0.5
-MOST_SECONDS = 60.0
-#: Root mean square below which a recording holds no voice (-60 dBFS).
-SILENCE = 1e-3
 
 
 def read_recording(
@@ -29,24 +25,9 @@ def read_recording(
 
     Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`.
     """
-    from pipelines.audio import decode  # only where there is audio to read
-
-    samples, _ = decode(recording, sample_rate, channel=channel, quality=quality)
+    samples, _ = decode_recording(recording, sample_rate, channel=channel, quality=quality)
     check_recording(samples, sample_rate)
     return samples
-
-
-def check_recording(samples: NDArray[np.float32], sample_rate: int) -> None:
-    """Raises `InputError` for a recording [samples] that is too short, too long or silent."""
-    seconds = len(samples) / sample_rate
-    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        raise InputError(
-            ErrorCode.INPUT_REFERENCE_LENGTH,
-            f"The reference audio is {seconds:.2f} s long; it must have {LEAST_SECONDS:g} to {MOST_SECONDS:g} s.",
-            "Three to fifteen seconds of clear speech work best.",
-        )
-    if float(np.sqrt(np.mean(np.square(samples, dtype=np.float64)))) < SILENCE:
-        raise InputError(ErrorCode.INPUT_REFERENCE_SILENT, "The reference audio is silent.", "Give a recording with a clear voice.")
 
 
 class RecordingCache(Generic[T]):

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.nn.keys import revision
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
+from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
@@ -26,6 +27,7 @@ def describe(folder: Path) -> ModelCard:
         capabilities=capabilities(config),
         revision=revision(folder, (".json", ".safetensors")),
         seconds_per_character=SECONDS_PER_CHARACTER,
+        check_reference=check_encoded,
     )
 
 

@@ -16,6 +16,7 @@ from kernels.transfer import to_device
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.codec_fused import FusedStack
+from pipelines.nn.codec_kernels import codec_kernels
 from pipelines.qwen3_tts.codec_batches import FIXED_ROWS, alike, cheapest, round_up
 from pipelines.qwen3_tts.codec_blocks import (
     CausalConv,
@@ -92,8 +93,8 @@ class CodecDecoder:
         ]
         stack = ConvStack(load.at("decoder."), layout, config)
         if fused is None:
-            fused = self.device.type == "cuda" and dtype == torch.bfloat16
-        if fused and self.device.type == "cuda":
+            fused = self.device.type == "cuda" and dtype == torch.bfloat16 and codec_kernels()
+        elif fused and self.device.type == "cuda":
             import_module("kernels.codec_launch")  # gives the fused ops their kernels
         self._stack = FusedStack(stack) if fused else stack
         self.state_size = layout.size

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from importlib.util import find_spec
 from typing import Literal
 
 import torch
 
+from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
 from pipelines.engine.codec_stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor, FrameExecutor
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.qwen3_tts.codec import CodecDecoder, CodecState
 from pipelines.qwen3_tts.model import Qwen3TTSModel
+
+log = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 1 << 30
 #: On a GPU: turns that a newcomer may wait while most slots are taken, and frames a turn.
@@ -42,22 +45,45 @@ def engine_options(model: Qwen3TTSModel, slots: int | None, pages: int | None, p
 def open_executor(
     model: Qwen3TTSModel, sizes: EngineOptions, kind: Literal["auto", "eager", "graph"] = "auto", reproducible: bool = False
 ) -> FrameExecutor:
-    """The executor of a model; "auto" means graphs on a CUDA device with Triton, else eager. Graphs are captured before this returns.
+    """The executor of a model; "auto" means graphs on a CUDA device, else eager. Graphs are captured before this returns.
 
-    Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` without them.
+    Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
+    Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` on a GPU without them.
     """
-    can = model.device.type == "cuda" and find_spec("triton") is not None
-    if kind == "eager" or (kind == "auto" and not can):
-        if reproducible and model.device.type != "cpu":
-            raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", "Use the graph executor.")
-        return EagerExecutor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
-    if not can:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device and Triton.", "Use the eager executor.")
-    from pipelines.qwen3_tts.fused import graph_executor
+    on_gpu = model.device.type == "cuda"
+    if kind == "eager" and reproducible and on_gpu:
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", "Use the graph executor.")
+    if kind == "graph" and not on_gpu:
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.", "Use the eager executor.")
+    if kind != "eager" and on_gpu:
+        executor, fault = _open_graphs(model, sizes, reproducible)
+        if executor is not None:
+            return executor
+        if kind == "graph" or reproducible:
+            raise ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
+        log.warning(
+            "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower. %s",
+            fault, TRITON_ADVICE,
+        )  # fmt: skip
+    return EagerExecutor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
 
-    executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible)
-    executor.warm(sizes.slots)
-    return executor
+
+def _open_graphs(model: Qwen3TTSModel, sizes: EngineOptions, reproducible: bool) -> tuple[FrameExecutor | None, str | None]:
+    """The graph executor with its graphs captured, or None and why its kernels cannot be made. Raises what a lack of memory raises."""
+    fault = triton_fault()
+    if fault is not None:
+        return None, fault
+    try:
+        from pipelines.qwen3_tts.fused import graph_executor
+
+        executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible)
+        executor.warm(sizes.slots)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        log.warning("the graph executor could not be set up", exc_info=True)
+        return None, f"Its kernels could not be made ({first_line(error)})."
+    return executor, None
 
 
 def open_stage(decoder: CodecDecoder) -> CodecStage[CodecState]:

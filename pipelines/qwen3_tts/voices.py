@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.nn.recordings import RecordingCache, read_recording
+from pipelines.nn.recordings import RecordingCache, decode_recording, read_recording
 from pipelines.qwen3_tts.codec import Codec, CodecState
 from pipelines.qwen3_tts.speaker import SpeakerEncoder
 
@@ -33,7 +33,7 @@ class VoiceCabinet:
         self._kept: RecordingCache[PreparedVoice] = RecordingCache(capacity)
 
     def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
-        """The voice of an encoded audio file, any rate and channel count; `in_context` also makes its codes.
+        """The voice of an encoded audio file within the bounds of `pipelines.audio`; `in_context` also makes its codes.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) when the device has no room for it.
@@ -42,14 +42,12 @@ class VoiceCabinet:
 
     @torch.inference_mode()
     def _make(self, recording: bytes, in_context: bool) -> PreparedVoice:
-        from pipelines.audio import decode  # only where there is audio to read
-
         samples = read_recording(recording, self._speaker.sample_rate)
         vector = self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()
         if not in_context:
             return PreparedVoice(vector)
         if self._codec.encoder.sample_rate != self._speaker.sample_rate:
-            samples, _ = decode(recording, self._codec.encoder.sample_rate)
+            samples, _ = decode_recording(recording, self._codec.encoder.sample_rate)
         codes = self._codec.encoder.encode(torch.from_numpy(samples))
         state = self._codec.decoder.new_state()
         self._codec.decoder.decode_chunk([state], [codes])

@@ -30,7 +30,8 @@ from pipelines.serving.speech import SpeechBody, SpeechRoute
 def create_app(model: ServedModel, options: ServeOptions, gate: Gate, failed: Callable[[], None] = lambda: None) -> ASGIApp:
     """The ASGI app of one model. Its lifespan opens the model; `failed` is called when that cannot be done."""
     metrics = ServerMetrics(model, gate)
-    app = FastAPI(title="Nightjar", lifespan=_lifespan(model, failed), docs_url=None, redoc_url=None)
+    # A redirect would lead wherever the request's Host header says.
+    app = FastAPI(title="Nightjar", lifespan=_lifespan(model, failed), docs_url=None, redoc_url=None, redirect_slashes=False)
     refusal.install(app)
     _look(app, model, options, gate, metrics)
     _work(app, model, options, metrics)
@@ -58,7 +59,7 @@ def _look(app: FastAPI, model: ServedModel, options: ServeOptions, gate: Gate, m
 
     @app.get(HEALTH)
     def health() -> Response:
-        """200 while requests are taken; 503 while the engine starts, is down, or the server drains."""
+        """200 while requests are taken; 503 while the engine starts, is down or stuck, or the server drains."""
         state = "draining" if gate.closed else model.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 

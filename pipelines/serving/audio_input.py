@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import re
 
-import soundfile
-
+from pipelines.audio import read_header
 from pipelines.errors import ErrorCode, InputError
 
 #: What each name may be, in libsndfile's words.
@@ -24,24 +22,17 @@ def read_audio(text: str, max_seconds: float, declared: str | None = None) -> by
     """The encoded file behind base64 or a data URL; nothing is ever fetched or opened by name.
 
     `declared` is the format that the client says it is. Raises `InputError`: `input.audio_forbidden` for another URL,
-    `input.audio_unreadable` for what is not base64, not audio or not of that format, `input.too_long`.
+    `input.audio_unreadable` for what is not base64, not audio or not of that format; those of `pipelines.audio.read_header`.
     """
     if declared is not None and declared not in _KINDS:
         raise _unreadable(f"The audio format {declared[:20]!r} is not read", f"Formats are: {', '.join(_KINDS)}.")
     data = _decoded(text)
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            kind, frames, rate = file.format, file.frames, file.samplerate
-    except (soundfile.SoundFileError, ValueError, TypeError) as error:
-        raise _unreadable("The audio cannot be read", "Give a WAV, FLAC, OGG or MP3 file.") from error
-    if kind not in _KNOWN or frames <= 0:
-        raise _unreadable(f"The audio is {kind} with {frames} samples", "Give a WAV, FLAC, OGG or MP3 file with sound.")
+    header = read_header(data, max_seconds)
+    kind = header.kind
+    if kind not in _KNOWN or header.frames <= 0:
+        raise _unreadable(f"The audio is {kind} with {header.frames} samples", "Give a WAV, FLAC, OGG or MP3 file with sound.")
     if declared is not None and kind not in _KINDS[declared]:
         raise _unreadable(f"The audio is {kind}, but its `format` says {declared!r}", "Correct the format.")
-    if frames > max_seconds * rate:
-        raise InputError(
-            ErrorCode.INPUT_TOO_LONG, f"The audio has {frames / rate:.0f} s; this server takes at most {max_seconds:g} s.", "Cut it."
-        )
     return data
 
 

@@ -22,7 +22,6 @@ class SpeechCall:
         self._loop = asyncio.get_running_loop()
         self._outcome: asyncio.Future[Speech] = self._loop.create_future()
         self._lock = threading.Lock()
-        self._submitted = False
         self._given_up = False
 
     async def result(self, threads: Executor) -> Speech:
@@ -47,7 +46,6 @@ class SpeechCall:
             return
         future.add_done_callback(self._ended)
         with self._lock:
-            self._submitted = True
             unwanted = self._given_up
         if unwanted:
             self._pipeline.abort(self._request.request_id)
@@ -73,7 +71,8 @@ class SpeechCall:
     def _give_up(self) -> None:
         with self._lock:
             self._given_up = True
-            unwanted = self._submitted and not (self._outcome.done() and not self._outcome.cancelled())
+            # Also while it is being submitted, where it may be read or wait for room: a pipeline ignores an id it does not know yet.
+            unwanted = not self._outcome.done() or self._outcome.cancelled()
         if unwanted:
             self._pipeline.abort(self._request.request_id)
 

@@ -17,7 +17,7 @@ from pipelines.serving.gate import Gate, Ticket
 from pipelines.serving.inlet import Inlet, too_large
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.options import ServeOptions
-from pipelines.serving.refusal import Refusal
+from pipelines.serving.refusal import Refusal, unavailable
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,13 @@ class Guard:
 
         try:
             await self._answer(scope, Inlet(receive, self._options.max_body_bytes, self._options.body_seconds), tell)
+        except asyncio.CancelledError:
+            if not self._gate.closed:
+                raise
+            # The drain is over. Where the status is out, the answer breaks off.
+            if status == CLIENT_LEFT:
+                refusal = unavailable("The server is shutting down.", "shutting_down")
+                await JSONResponse(refusal.view(), refusal.status_code, refusal.headers)(scope, receive, tell)
         finally:
             seconds = time.monotonic() - begin
             path = self._metrics.answered(scope["path"], status, seconds)
@@ -89,11 +96,14 @@ class Guard:
                 ticket.release()
 
     def _check(self, path: str, raw_headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Raises `Refusal`: 401 without a key that fits, 400 for a body that says it is too large."""
+        """Raises `Refusal`: 401 without a key that fits, 404 for a path with control characters, 400 for a body that is too large."""
         headers = dict(raw_headers)
         if self._keys and path != HEALTH and not self._fits(headers.get(b"authorization", b"")):
             message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
             raise Refusal(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if not path.isprintable():
+            # A route matches a path with a newline at its end, too, and what stands here would take it for another path.
+            raise Refusal(404, "Not Found.", "not_found")
         if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
             raise too_large(self._options.max_body_bytes)
 

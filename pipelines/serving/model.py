@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 from pipelines.errors import NightjarError
 from pipelines.registry import ModelCard
-from pipelines.request import AudioChunk, EngineState, EngineStats, Pipeline, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, SynthesisRequest
 from pipelines.serving.calls import SpeechCall, StreamCall
 from pipelines.serving.gate import Ticket
+from pipelines.serving.progress import Progress
 from pipelines.serving.refusal import unavailable
+from pipelines.serving.threads import DaemonThreads
 
 log = logging.getLogger(__name__)
 
@@ -23,49 +25,67 @@ DEFAULT_VOICE = "default"
 _SUBMIT_THREADS = 16
 _LOOK_SECONDS = 0.5
 _MOST_PAUSE_SECONDS = 60.0
+#: Of a pipeline that is closed: what it takes an engine core to end, and more.
+_CLOSE_SECONDS = 60.0
 
 
 class ServedModel:
     """One model and the threads that stand between it and the event loop."""
 
-    def __init__(self, card: ModelCard, open_model: Callable[[], Pipeline], slots: int) -> None:
+    def __init__(self, card: ModelCard, open_model: Callable[[], Pipeline], slots: int, progress: Progress) -> None:
         self.card = card
         self._open = open_model
         self._pipeline: Pipeline | None = None
-        self._submitters = ThreadPoolExecutor(_SUBMIT_THREADS, "submit")
+        self._progress = progress
+        self._submitters = DaemonThreads(_SUBMIT_THREADS, "submit")
         # Each stream may need one to pull and one to close.
-        self._pullers = ThreadPoolExecutor(2 * slots, "stream")
+        self._pullers = DaemonThreads(2 * slots, "stream")
         #: Why the model could not be opened the first time, which ends the server.
         self.failure: BaseException | None = None
+        self._close_seconds = _CLOSE_SECONDS
 
     def voice(self, asked: str | None) -> str | None:
         """The voice that a client means; None for the model's own."""
         return None if asked == DEFAULT_VOICE and DEFAULT_VOICE not in self.card.capabilities.voices else asked
 
     @property
-    def state(self) -> EngineState:
-        return "starting" if self._pipeline is None else self._pipeline.stats().state
+    def state(self) -> Literal["ready", "starting", "broken", "stuck"]:
+        """That of the engine; `stuck` where it calls itself ready, but nothing comes of its requests."""
+        stats = self.stats()
+        stuck = self._progress.is_stuck(stats)
+        return "stuck" if stuck and stats.state == "ready" else stats.state
 
     def stats(self) -> EngineStats:
         return EngineStats(state="starting") if self._pipeline is None else self._pipeline.stats()
 
     async def speech(self, request: SynthesisRequest, ticket: Ticket) -> Speech:
         """The whole speech; being cancelled aborts it. Raises `NightjarError`, and `Refusal` (503) while the engine is away."""
-        ticket.hold()
+        over = self._began(ticket)
         try:
-            call = SpeechCall(self._living(), request, ticket.release)
+            call = SpeechCall(self._living(), request, over)
         except BaseException:
-            ticket.release()
+            over()
             raise
         return await call.result(self._submitters)
 
     async def chunks(self, request: SynthesisRequest, ticket: Ticket) -> AsyncGenerator[AudioChunk, None]:
         """The speech as it is made; closing the generator aborts it. Raises as `speech`."""
         pipeline = self._living()
-        ticket.hold()
-        async with contextlib.aclosing(StreamCall(pipeline, request, ticket.release).chunks(self._pullers)) as chunks:
+        async with contextlib.aclosing(StreamCall(pipeline, request, self._began(ticket)).chunks(self._pullers)) as chunks:
             async for chunk in chunks:
+                self._progress.moved()
                 yield chunk
+
+    def _began(self, ticket: Ticket) -> Callable[[], None]:
+        """Holds the ticket for a call of the pipeline; what is to be called once that is over."""
+        ticket.hold()
+        self._progress.began()
+
+        def over() -> None:
+            self._progress.ended()
+            ticket.release()
+
+        return over
 
     async def run(self, failed: Callable[[], None]) -> None:
         """Opens the model and keeps it open, until cancelled; calls `failed` when it cannot be opened at all."""
@@ -79,16 +99,25 @@ class ServedModel:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             # Also what notices a core that died while nobody asked for anything.
-            if self.stats().state == "broken":
+            if self.state == "broken":
                 await self._renew()
 
-    def close(self) -> None:
-        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once."""
+    def close(self) -> bool:
+        """Closes the pipeline; what is in it fails with `synth.aborted`. May be called more than once. False: it does not end."""
         pipeline, self._pipeline = self._pipeline, None
+        ended = True
         if pipeline is not None:
-            pipeline.close()
-        self._submitters.shutdown(wait=False, cancel_futures=True)
-        self._pullers.shutdown(wait=False)
+            closer = DaemonThreads(1, "close")
+            closing = closer.submit(pipeline.close)
+            closer.shutdown()
+            try:
+                closing.result(self._close_seconds)
+            except TimeoutError:
+                log.error("the model did not close within %g s; the process ends without it", self._close_seconds)
+                ended = False
+        self._submitters.shutdown(cancel_futures=True)
+        self._pullers.shutdown()
+        return ended
 
     async def _renew(self) -> None:
         broken, self._pipeline = self._pipeline, None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import signal
 import socket
 from collections.abc import Callable, Generator
+from functools import partial
 from types import FrameType
 
 import uvicorn
@@ -15,9 +17,11 @@ from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import ModelCard
 from pipelines.request import Pipeline
 from pipelines.serving.app import create_app
+from pipelines.serving.connections import Connections, HttpProtocol, places
 from pipelines.serving.gate import Gate
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.progress import Progress
 
 _BACKLOG = 2048
 #: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is being closed.
@@ -32,20 +36,24 @@ class Server:
         """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) where it cannot."""
         self._socket = _bound(address, port)
         self._gate = Gate(options.slots, options.waiting_room)
-        self._model = ServedModel(card, open_model, options.slots)
+        self._model = ServedModel(card, open_model, options.slots, Progress(options.stuck_seconds))
+        connections = Connections(places(options.connections), options.header_seconds)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         config = uvicorn.Config(
             create_app(self._model, options, self._gate, self.stop),
             log_config=None,
             access_log=False,
             server_header=False,
+            http=partial(HttpProtocol, connections),  # pyright: ignore[reportArgumentType]
             ws="none",
             loop="asyncio",
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=options.drain_seconds,  # pyright: ignore[reportArgumentType]
         )
-        self._uvicorn = _Uvicorn(config, self._gate)
+        self._uvicorn = _Uvicorn(config, self._gate, connections)
+        #: The model did not end: its threads or processes may keep this process from ending by itself.
+        self.hangs = False
 
     @property
     def url(self) -> str:
@@ -61,7 +69,7 @@ class Server:
         try:
             self._uvicorn.run(sockets=[self._socket])
         finally:
-            self._model.close()
+            self.hangs = not self._model.close()
             self._socket.close()
         if self._model.failure is not None:
             raise self._model.failure
@@ -73,9 +81,15 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, gate: Gate) -> None:
+    def __init__(self, config: uvicorn.Config, gate: Gate, connections: Connections) -> None:
         super().__init__(config)
         self._gate = gate
+        self._connections = connections
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's own, on a loop whose accept errors are the connections' to handle."""
+        asyncio.get_running_loop().set_exception_handler(self._connections.on_loop_error)
+        await super().startup(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:

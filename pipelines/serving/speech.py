@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
+from pipelines.request import MAX_REFERENCE_SECONDS, AudioChunk, Generation, Message, SynthesisRequest
 from pipelines.serving.audio_input import read_audio
 from pipelines.serving.body import Body
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
@@ -115,7 +115,7 @@ class SpeechRoute:
         return wanted and able.streaming
 
     def _request(self, body: SpeechBody, request_id: str) -> SynthesisRequest:
-        seconds = self._options.max_audio_seconds
+        seconds = min(self._options.max_audio_seconds, MAX_REFERENCE_SECONDS)
         messages = [Message("user", "audio", read_audio(audio, seconds)) for audio in body.reference_audio or ()]
         messages.append(Message("user", "text", body.input))
         generation = Generation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipelines.nn.keys import revision
+from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 from pipelines.spark_tts.config import SparkConfig
@@ -35,4 +36,5 @@ def describe(folder: Path) -> ModelCard:
         capabilities=CAPABILITIES,
         revision=revision(folder, _SUFFIXES),
         seconds_per_character=SECONDS_PER_CHARACTER,
+        check_reference=check_encoded,
     )

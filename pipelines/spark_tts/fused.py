@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.codec_ops import pack_centred_upsample
 from pipelines.nn.codec_fused import FusedUnit, tap_major
+from pipelines.nn.codec_kernels import codec_kernels
 from pipelines.spark_tts.blocks import SNAKE_EPS, Snake, masked
 from pipelines.spark_tts.wave import ResidualUnit, UpBlock, WaveGenerator
 
@@ -36,11 +37,11 @@ def prepared(wave: WaveGenerator, dtype: torch.dtype, fused: bool | None = None)
     """
     on_gpu = next(wave.parameters()).device.type == "cuda"
     if fused is None:
-        fused = on_gpu and dtype == torch.bfloat16 and _sees_neighbours_only(wave)
+        fused = on_gpu and dtype == torch.bfloat16 and _sees_neighbours_only(wave) and codec_kernels()
+    elif fused and on_gpu:
+        import_module("kernels.codec_launch")  # gives the fused ops their kernels
     if not fused:
         return wave.to(dtype)
-    if on_gpu:
-        import_module("kernels.codec_launch")  # gives the fused ops their kernels
     return FusedWave(wave, dtype)
 
 

@@ -38,7 +38,7 @@ class ReferenceEncoder:
         self._kept: RecordingCache[Reference] = RecordingCache(capacity)
 
     def prepare(self, recording: bytes, with_semantic: bool) -> Reference:
-        """The tokens of an encoded audio file, of any rate and channel count; semantic tokens only where they are needed.
+        """The tokens of an encoded audio file within the bounds of `pipelines.audio`; semantic tokens only where they are needed.
 
         Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
         `SynthesisError` (`synth.oom`) when the device has no room for it.

@@ -29,7 +29,7 @@ def refuse_pickle(folder: Path) -> None:
         raise ModelError(
             ErrorCode.MODEL_BAD_CHECKPOINT,
             f"{folder} holds its weights as {found[0]}, which is not loaded.",
-            f"Convert it once: jobs models convert {folder / found[0]} --like FOLDER_WITH_CONFIG_AND_TOKENIZER --out NEW_FOLDER",
+            f"Convert it once: nightjar models convert {folder / found[0]} --like FOLDER_WITH_CONFIG_AND_TOKENIZER --out NEW_FOLDER",
         )
 
 

@@ -14,6 +14,11 @@ class SpeechLmHfConfig(Qwen3Config):
 
     model_type = "speechlm"
 
+    def __init_subclass__(cls, **keys: Any) -> None:
+        # transformers 5 generates an `__init__` for every config class without one of its own, which would not read `text_config`.
+        cls.__init__ = cls.__init__
+        super().__init_subclass__(**keys)
+
     def __init__(self, text_config: dict[str, Any] | None = None, audio_config: dict[str, Any] | None = None, **keys: Any) -> None:
         text = {name: value for name, value in (text_config or {}).items() if name not in ("model_type", "architectures")}
         super().__init__(**{**text, **keys})

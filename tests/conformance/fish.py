@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,16 +23,18 @@ from pipelines.fish_speech.reference import ReferenceEncoder
 from pipelines.fish_speech.sampling import draw, probabilities, ranked, repetition_aware
 from pipelines.fish_speech.vocabulary import Vocabulary, clean
 from pipelines.nn.checkpoint import Checkpoint
+from tests.conformance.listing import Case, Files
 from tests.fish_checkpoint import whole
 from tests.fish_oracle import OracleLm, Trace
+from tests.golden_arrays import Array, Arrays, check_near, flat
 
-#: Largest differences in float32: what the golden folder's README suggests, unless it gives its own.
+#: Largest differences in float32 of values up to about 10 (see `tests.golden_arrays.check_near` for larger ones): what the golden folder's
+#: README suggests, unless it gives its own.
 LIMITS = {"embeds": 1e-6, "hidden": 1e-4, "logits": 1e-4, "probabilities": 1e-5, "resampled": 1e-5, "state": 1e-4, "wav": 2e-5}
 CHUNKS = (1, 2, 5)
 #: The reference's own limit of a group of turns, where a case names none.
 CHUNK_BYTES = 512
 
-Case = tuple[str, Callable[[], None]]
 Item = dict[str, Any]
 
 
@@ -45,13 +47,14 @@ def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator
     torch.backends.cudnn.allow_tf32 = False
     golden = Golden(folder, torch.device(device))
     for case in golden.cases.values():
-        yield f"{case['kind']} {case['name']}", lambda case=case: CHECKS[case["kind"]](golden, case)
+        yield f"{case['kind']} {case['name']}", partial(golden.check, case)
     if find_spec("vllm") is None or (device == "cpu" and find_spec("triton") is None):
         print("left out: the cases on vLLM, which is not installed (or Triton is not)")
-        return
-    from tests.conformance import fish_vllm
+    else:
+        from tests.conformance import fish_vllm
 
-    yield from fish_vllm.cases(golden)
+        yield from fish_vllm.cases(golden)
+    golden.arrays.report()
 
 
 class Golden:
@@ -62,8 +65,8 @@ class Golden:
         self.folder = folder
         self.device = device
         self.limits = LIMITS | content.get("tolerances", {})
-        self.cases: dict[str, Item] = {case["name"]: case for case in content["cases"] if self._has(case)}
-        self.arrays = cache(self._arrays)
+        self.cases: dict[str, Item] = {case["name"]: case for case in content["cases"]}
+        self.arrays = Files(folder)
         self.trace = cache(self._trace)
         self._traces: dict[tuple[Any, ...], Trace] = {}
 
@@ -103,11 +106,13 @@ class Golden:
     def wav(self, name: str) -> bytes:
         return (self.folder / "wavs" / name).read_bytes()
 
-    def near(self, what: str, got: Any, want: NDArray[Any], limit: str) -> None:
-        got = got.float().cpu().numpy() if isinstance(got, Tensor) else np.asarray(got)
-        assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
-        difference = float(np.abs(got.astype(np.float64) - want).max()) if want.size else 0.0
-        assert difference <= self.limits[limit], f"{what}: largest difference {difference:.2e}, limit {self.limits[limit]:.0e}"
+    def near(self, what: str, got: Any, want: Array, limit: str) -> None:
+        check_near(what, got, want, self.limits[limit])
+
+    def check(self, case: Item) -> None:
+        """Runs a case."""
+        self.arrays.check(case)
+        CHECKS[case["kind"]](self, case)
 
     def turns(self, case: Item) -> list[NDArray[np.int64]]:
         """The prompts of a case as columns, made of its text and recordings, each with the golden codes of the turns before."""
@@ -132,17 +137,6 @@ class Golden:
         whole_numbers = [torch.full((count,), value, device=device) for value in (sampling["top_k"], 0, 0)]
         window = torch.tensor([[0] * WINDOW, *(step.window for step in trace.steps[1:])], device=device)
         return Rows(trace.hidden.to(device), trace.logits[:, allowed].to(device), window, *settings, *whole_numbers)
-
-    def _arrays(self, file: str) -> dict[str, NDArray[Any]]:
-        with np.load(self.folder / file, allow_pickle=False) as data:
-            return dict(data)
-
-    def _has(self, case: Item) -> bool:
-        """Whether the folder has the files of a case; the repository's copy leaves some out."""
-        wavs = [case["wav"]] if "wav" in case else [reference["wav"] for reference in case.get("references", ())]
-        names = ("file", "codes_file", "probs_file", "logits_file", "prompt_file")
-        files = [*(case[name] for name in names if name in case), *(f"wavs/{wav}" for wav in wavs)]
-        return all((self.folder / file).is_file() for file in files)
 
     def _trace(self, name: str, turn: int) -> Trace:
         """The plain loop over a case's prompt; cases of one prompt share it."""
@@ -195,8 +189,8 @@ def _decode(golden: Golden, case: Item) -> None:
     arrays, decoder = golden.arrays(case["file"]), golden.codec.decoder
     codes = torch.from_numpy(next(iter(golden.arrays(case["codes_file"]).values()))).T
     wave = decoder.decode([codes])[0]
-    golden.near("wav", wave, arrays["wav"].reshape(-1), "wav")
-    golden.near("streamed", streamed(golden, codes), arrays["wav"].reshape(-1), "wav")
+    golden.near("wav", wave, flat(arrays["wav"]), "wav")
+    golden.near("streamed", streamed(golden, codes), flat(arrays["wav"]), "wav")
     if case.get("intermediates"):
         with torch.inference_mode():
             latents = decoder.latents(codes[None].to(golden.device))
@@ -223,9 +217,10 @@ def _greedy(golden: Golden, case: Item) -> None:
         same(f"prompt {turn}", prompt, arrays[f"prompt_{turn}"])
         trace, want = golden.trace(case["name"], turn), arrays[f"columns_{turn}"]
         same(f"columns {turn}", trace.columns, want)
+        same(f"codes {turn}", trace.columns[1:, :-1], arrays[f"codes_{turn}"])
         assert trace.ended is case["ended_by_im_end"][turn], f"turn {turn} ended: {trace.ended}"
         _replayed(golden, trace, sampling, want, None)
-    if "hidden" in arrays:
+    if "hidden" in case["arrays"]:
         _teacher_forced(golden, arrays, golden.trace(case["name"], 0))
 
 
@@ -235,7 +230,7 @@ def _replayed(golden: Golden, trace: Trace, sampling: Item, want: NDArray[Any], 
     same("columns of our step", torch.cat((tokens[:, None], codes), 1).T, want)
 
 
-def _teacher_forced(golden: Golden, arrays: dict[str, NDArray[Any]], trace: Trace) -> None:
+def _teacher_forced(golden: Golden, arrays: Arrays, trace: Trace) -> None:
     oracle, prompt, spoken = golden.oracle, torch.from_numpy(arrays["prompt_0"]), trace.columns
     golden.near("embeds", oracle.embed(prompt), arrays["embeds"], "embeds")
     with torch.inference_mode():
@@ -259,7 +254,7 @@ def _teacher_forced(golden: Golden, arrays: dict[str, NDArray[Any]], trace: Trac
 
 def _batch(golden: Golden, case: Item) -> None:
     """Steps of several sequences in one of ours; the engine's batches are the cases on vLLM."""
-    members = [golden.cases[name] for name in case["members"] if name in golden.cases]
+    members = [golden.cases[name] for name in case["members"]]
     rows = [golden.rows(golden.trace(member["name"], 0), member["sampling"]) for member in members]
     together = Rows(*(torch.cat(parts) for parts in zip(*(one.tensors() for one in rows))))
     with torch.inference_mode():
@@ -323,10 +318,8 @@ def _end_to_end(golden: Golden, case: Item) -> None:
     arrays = golden.arrays(case["file"])
     turns = [arrays[f"codes_{turn}"] for turn in range(len(case["ended_by_im_end"]))]
     codes = torch.from_numpy(np.concatenate(turns, axis=1)).T
-    wave = golden.codec.decoder.decode([codes])[0]
-    want = arrays["wav"].reshape(-1) if "wav" in arrays else wave.cpu().numpy()
-    golden.near("wav", wave, want, "wav")
-    golden.near("streamed", streamed(golden, codes), want, "wav")
+    golden.near("wav", golden.codec.decoder.decode([codes])[0], flat(arrays["wav"]), "wav")
+    golden.near("streamed", streamed(golden, codes), flat(arrays["wav"]), "wav")
 
 
 CHECKS: dict[str, Callable[[Golden, Item], None]] = {

@@ -64,9 +64,11 @@ class _Golden:
         return torch.from_numpy(self.array(key))
 
     def audio24k(self, item: dict[str, Any]) -> NDArray[np.float32]:
-        """The recording of an item at 24 kHz; a file of that rate is its own."""
-        samples = self.arrays.get(f"audio24k.{_reference(item)}")
-        return np.asarray(soundfile.read(self.recording(item), dtype="float32")[0] if samples is None else samples, np.float32)
+        """The recording of an item at 24 kHz: the file itself where it is so, else an array that must be there."""
+        samples, rate = soundfile.read(self.recording(item), dtype="float32")
+        if rate != 24_000 or samples.ndim > 1:
+            samples = self.array(f"audio24k.{_reference(item)}")
+        return np.asarray(samples, np.float32)
 
     def recording(self, item: dict[str, Any]) -> Path:
         return self.folder / "refs" / item["ref_audio"]

@@ -31,6 +31,9 @@ PROBABILITY_LIMIT = 1e-6
 #: How far a bf16 run may be from float32, in units of the reference's own bf16 error.
 BF16_FACTOR = 2.0
 GREEDY_FLAGS = DrawFlags(0, any_top_p=False, all_greedy=True)
+#: Our runs for the lengths of drawn speech, and how unlikely a difference from the reference's counts must be to fail.
+LENGTH_RUNS = 384
+LENGTH_ALPHA = 1e-5
 
 
 def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator[Case]:
@@ -53,6 +56,7 @@ def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator
     yield from listed("mixes", _mixes(golden))
     yield from listed("teacher-forced", _teacher_forced(golden))
     yield from listed("sampling", _sampling(golden))
+    yield from listed("lengths", _lengths(golden))
     if missing := [name for name in ("soundfile", "soxr", "pyloudnorm") if find_spec(name) is None]:
         print(f"left out: the cases of codec and speech, which need {', '.join(missing)}")
         return
@@ -121,13 +125,17 @@ class _Heard:
         self.errors[request.request_id] = error
 
 
+def _engine(golden: Golden, model: Qwen3TTSModel, slots: int, heard: _Heard) -> EngineCore:
+    context = golden.context(model.config)
+    options = EngineOptions(slots=slots, pages=-(-slots * context // 64), page_size=16, max_context=context)
+    return EngineCore(EagerExecutor(model, options.slots, options.pages, options.page_size, options.max_context), options, heard)
+
+
 def _run_together(golden: Golden, rows: list[Row], arrival_steps: int = 0) -> None:
     """Greedy codes of rows that share an engine, one arriving every few steps, in few slots."""
     heard = _Heard()
     model = golden.model(golden.checkpoint(rows[0].case))
-    context = golden.context(model.config)
-    options = EngineOptions(slots=8, pages=-(-2 * context // 16), page_size=16, max_context=context)
-    core = EngineCore(EagerExecutor(model, options.slots, options.pages, options.page_size, options.max_context), options, heard)
+    core = _engine(golden, model, 8, heard)
     for row in rows:
         core.add(row.request(golden.config(row.case)))
         for _ in range(arrival_steps):
@@ -190,11 +198,11 @@ def _teacher_forced(golden: Golden) -> Iterator[Case]:
 
 def _bf16(golden: Golden) -> Iterator[Case]:
     for entry in golden.content.get("teacher_forced", []):
-        arrays, stem = golden.arrays(entry["arrays"]), entry["keys"].removesuffix("*")
-        if f"{stem}bf16.logits_codebook0" not in arrays:
+        if "bf16_vs_float32" not in entry:
             continue
 
-        def check(entry: dict[str, Any] = entry, arrays: Any = arrays, stem: str = stem) -> None:
+        def check(entry: dict[str, Any] = entry) -> None:
+            arrays, stem = golden.arrays(entry["arrays"]), entry["keys"].removesuffix("*")
             _, first, _, residual = _forced_logits(golden, entry)
             for name, got in (("logits_codebook0", first), ("logits_residual", residual)):
                 made = got.float().cpu().numpy()
@@ -262,3 +270,49 @@ def _check_raw(golden: Golden, entry: dict[str, Any]) -> None:
     residual = outputs[entry["residual_frame"]].residual_logits[:, 0]
     near(residual, _field(golden, entry, "residual_raw_logits"), LOGITS_LIMIT, "residual logits")
     assert not any(int(output.flags[0]) & ENDED and step < 2 for step, output in enumerate(outputs)), "ended within two draws"
+
+
+def _lengths(golden: Golden) -> Iterator[Case]:
+    for entry in golden.content.get("lengths", []):
+        yield f"lengths {entry['name']}", lambda entry=entry: _check_lengths(golden, entry)
+
+
+def _check_lengths(golden: Golden, entry: dict[str, Any]) -> None:
+    """How many frames drawn speech has, against the reference's counts: Fisher's exact test of every length, and chi-square of all.
+
+    Seeds are 0, 1, ... An end that is banned one draw too long leaves no speech of two frames, of which the reference has 81 and 51 in
+    1,024 runs: the chance of none in `LENGTH_RUNS` of ours is 6e-12 and 9e-8, so that fault is always found. One draw too short
+    makes speech of one frame, of which the reference has none: as likely found.
+    """
+    from scipy import stats
+
+    row = golden.row(entry["prompt_of_case"], entry["row"])
+    model, settings = golden.model(golden.checkpoint(row.case)), entry["generation"]
+    sampling = SamplingParams(
+        temperature=settings["temperature"],
+        top_k=settings["top_k"],
+        top_p=settings["top_p"],
+        repetition_penalty=settings["repetition_penalty"],
+        predictor_temperature=settings["subtalker_temperature"],
+        predictor_top_k=settings["subtalker_top_k"],
+        predictor_top_p=settings["subtalker_top_p"],
+        min_new_tokens=entry["min_new_tokens"],
+    )
+    heard, prompt = _Heard(), row.prompt(model.config)
+    core = _engine(golden, model, 128, heard)
+    for seed in range(LENGTH_RUNS):
+        core.add(GenerationRequest(str(seed), prompt, sampling, seed, settings["max_new_tokens"]))
+    while core.busy:
+        core.step()
+    assert not heard.errors, f"{heard.errors}"
+    wanted = np.array(entry["counts"])
+    assert wanted.sum() == entry["runs"], f"{wanted.sum()} lengths of {entry['runs']} runs"
+    counts = np.bincount([len(codes) for codes in heard.codes.values()], minlength=len(wanted))
+    both = np.stack((wanted, counts))
+    both = both[:, both.sum(axis=0) > 0]
+    told = f"lengths {counts.tolist()}, the reference's {wanted.tolist()}"
+    chance = float(stats.chi2_contingency(both).pvalue)
+    assert chance > LENGTH_ALPHA, f"{told}: chance {chance:.1e}"
+    for column in both.T:
+        chance = float(stats.fisher_exact(np.stack((column, both.sum(axis=1) - column))).pvalue)
+        assert chance > LENGTH_ALPHA / len(both.T), f"{told}: chance {chance:.1e}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,22 +13,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipelines.audio import decode
 from pipelines.spark_tts.bicodec import load_bicodec
 from pipelines.spark_tts.config import LLM, WAV2VEC2, SparkConfig
 from pipelines.spark_tts.features import LAYERS, SemanticFeatures
 from pipelines.spark_tts.prompt import clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import Reference, ReferenceEncoder, normalize_volume, reference_clip
 from pipelines.spark_tts.vocabulary import Vocabulary
-from tests.golden_arrays import Array, flat, largest_difference, read_arrays
-from tests.golden_checkpoint import left_out, whole
+from tests.conformance.listing import Case, Files
+from tests.golden_arrays import Array, Arrays, check_near, flat
+from tests.golden_checkpoint import whole
 from tests.spark_oracle import OracleLm, Trace
 
-#: Largest differences in float32: what the golden folder's README suggests for sets of its size, unless it gives its own.
-#: Hidden states are stored as float32: one case, with values up to 92, is itself 1.3e-4 from its result in float64.
-LIMITS = {"audio": 2e-6, "features": 1e-4, "hidden": 2e-4, "logits": 5e-4, "mel": 2e-5, "state": 1e-4, "wav": 2e-5, "resampled": 1e-5}
-PROBABILITY_LIMIT = 1e-5
+#: Largest differences in float32 of values up to about 10 (see `tests.golden_arrays.check_near` for larger ones): what the golden folder's
+#: README suggests, unless it gives its own.
+LIMITS = {"audio": 2e-6, "features": 1e-4, "hidden": 1e-4, "logits": 5e-4, "mel": 2e-5, "state": 1e-4, "wav": 2e-5, "resampled": 1e-5}
 
-Case = tuple[str, Callable[[], None]]
 Item = dict[str, Any]
 
 
@@ -41,15 +41,15 @@ def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator
     torch.backends.cudnn.allow_tf32 = False
     golden = Golden(folder, torch.device(device))
     for case in golden.cases.values():
-        yield f"{case['kind']} {case['name']}", lambda case=case: CHECKS[case["kind"]](golden, case)
-    if not golden.voices:
-        print("left out: the voices of recordings, whose ECAPA the folder lacks")
+        if case["kind"] not in ON_VLLM:
+            yield f"{case['kind']} {case['name']}", partial(golden.check, case)
     if find_spec("vllm") is None:
         print("left out: the cases on vLLM, which is not installed")
-        return
-    from tests.conformance import spark_vllm
+    else:
+        from tests.conformance import spark_vllm
 
-    yield from spark_vllm.cases(golden)
+        yield from spark_vllm.cases(golden)
+    golden.arrays.report()
 
 
 class Golden:
@@ -61,10 +61,8 @@ class Golden:
         self.device = device
         self.limits = LIMITS | content.get("tolerances", {})
         self.checkpoint = whole(folder / "checkpoint")
-        #: Whether the voices of recordings are the golden ones.
-        self.voices = not left_out(folder / "checkpoint")
-        self.cases: dict[str, Item] = {case["name"]: case for case in content["cases"] if self._has(case)}
-        self.arrays = cache(self._arrays)
+        self.cases: dict[str, Item] = {case["name"]: case for case in content["cases"]}
+        self.arrays = Files(folder)
         self.reference = cache(self._reference)
         self.trace = cache(self._trace)
 
@@ -93,10 +91,12 @@ class Golden:
         return (self.folder / "wavs" / name).read_bytes()
 
     def near(self, what: str, got: Any, want: Array, limit: str | float) -> None:
-        got = got.float().cpu().numpy() if isinstance(got, torch.Tensor) else np.asarray(got)
-        most = self.limits[limit] if isinstance(limit, str) else limit
-        difference = largest_difference(got, want, what)
-        assert difference <= most, f"{what}: largest difference {difference:.2e}, limit {most:.0e}"
+        check_near(what, got, want, self.limits[limit] if isinstance(limit, str) else limit)
+
+    def check(self, case: Item) -> None:
+        """Runs a case."""
+        self.arrays.check(case)
+        CHECKS[case["kind"]](self, case)
 
     def prompt(self, case: Item) -> list[int]:
         """The prompt of a case from its text and its recording or its labels."""
@@ -105,21 +105,8 @@ class Golden:
         reference = self.reference(case["wav"])
         return clone_prompt(self.vocabulary, case["text"], reference.voice, case.get("ref_text"), reference.semantic)
 
-    def _arrays(self, file: str) -> dict[str, Any]:
-        return read_arrays(self.folder / file)
-
-    def _has(self, case: Item) -> bool:
-        """Whether the folder has the files of a case; the repository's copy leaves some out."""
-        files = [case.get("file"), case.get("ids_file"), case.get("audio_file"), f"wavs/{case['wav']}" if "wav" in case else None]
-        return all((self.folder / file).is_file() for file in files if file)
-
     def _reference(self, wav: str) -> Reference:
-        """The tokens of a recording, the voice from the golden data where the checkpoint has no golden ECAPA."""
-        reference = self.encoder.prepare(self.wav(wav), with_semantic=True)
-        if self.voices:
-            return reference
-        file = next(case["file"] for case in self.cases.values() if case["kind"] == "audio_tokens" and case.get("wav") == wav)
-        return Reference(tuple(self.arrays(file)["global_ids"].tolist()), reference.semantic)
+        return self.encoder.prepare(self.wav(wav), with_semantic=True)
 
     def _trace(self, name: str) -> Trace:
         case = self.cases[name]
@@ -148,12 +135,12 @@ def _volume(golden: Golden, case: Item) -> None:
 def _audio_prep(golden: Golden, case: Item) -> None:
     arrays, rate = golden.arrays(case["file"]), golden.config.sample_rate
     if "resampled" in arrays:
-        from pipelines.audio import decode
-
         golden.near("resampled", decode(golden.wav(case["wav"]), rate, channel=0, quality="VHQ")[0], arrays["resampled"], "resampled")
         golden.near("audio", normalize_volume(arrays["resampled"]), arrays["audio"], "audio")
     samples = golden.encoder.read(golden.wav(case["wav"]))
     golden.near("audio", samples, arrays["audio"], "resampled" if "resampled" in arrays else "audio")
+    raw = decode(golden.wav(case["wav"]), rate, channel=0, quality="VHQ")[0]
+    golden.near("gain", np.abs(samples).max() / np.abs(raw).max(), arrays["gain"], "features")
     clip = reference_clip(arrays["audio"], golden.config.clip_samples)
     same("lengths", [len(samples), len(samples), len(clip)], arrays["lengths"])
     if "ref_clip" in arrays:
@@ -167,13 +154,17 @@ def _audio_tokens(golden: Golden, case: Item) -> None:
     else:
         reference = golden.reference(case["wav"])
     same("semantic ids", reference.semantic, arrays["semantic_ids"])
-    if golden.voices:
-        same("global ids", reference.voice, arrays["global_ids"])
+    same("global ids", reference.voice, arrays["global_ids"])
+    if "features_mean_abs" in case["arrays"]:
+        samples = golden.arrays(case["audio_file"])["audio"] if "audio_file" in case else golden.encoder.read(golden.wav(case["wav"]))
+        features = golden.encoder._features
+        mean = features(torch.as_tensor(features.values(samples))[None])[0].abs().mean()
+        golden.near("mean of the features", mean, arrays["features_mean_abs"], "features")
     if case.get("intermediates"):
         _intermediates(golden, case, arrays)
 
 
-def _intermediates(golden: Golden, case: Item, arrays: dict[str, Any]) -> None:
+def _intermediates(golden: Golden, case: Item, arrays: Arrays) -> None:
     samples = golden.encoder.read(golden.wav(case["wav"]))
     features = golden.encoder._features
     golden.near("input_values", features.values(samples), arrays["input_values"], "state")
@@ -188,8 +179,6 @@ def _intermediates(golden: Golden, case: Item, arrays: dict[str, Any]) -> None:
         clip = torch.from_numpy(reference_clip(samples, golden.config.clip_samples))[None].to(golden.device)
         mel = tokenizer.mel(clip)
         golden.near("mel", mel[0], arrays["mel"], "mel")
-        if not golden.voices:
-            return
         speaker = tokenizer.speaker
         latents = speaker.perceiver_sampler(speaker.speaker_encoder(mel))
         golden.near("perceiver_out", latents[0], arrays["perceiver_out"], "state")
@@ -257,17 +246,8 @@ def _batch(golden: Golden, case: Item) -> None:
         golden.near(f"wav of {member['name']}", wave, flat(golden.arrays(member["file"])["wav"]), "wav")
 
 
-def _sampling(golden: Golden, case: Item) -> None:
-    """The probabilities that our settings mean, by transformers' own warpers."""
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    logits = torch.from_numpy(golden.arrays(case["logits_file"])["logits"][case["row"]])[None]
-    for index, (temperature, top_k, top_p) in enumerate(case["settings"]):
-        chain = LogitsProcessorList([TemperatureLogitsWarper(temperature), TopKLogitsWarper(int(top_k)), TopPLogitsWarper(top_p)])
-        probabilities = chain(torch.zeros(1, 1, dtype=torch.long), logits.clone()).softmax(-1)[0]
-        golden.near(f"settings {index}", probabilities, golden.arrays(case["file"])[f"probs_{index}"], PROBABILITY_LIMIT)
-
-
+#: Cases that only vLLM's own sampler can show.
+ON_VLLM = {"sampling_distribution"}
 CHECKS: dict[str, Callable[[Golden, Item], None]] = {
     "tokenize": _tokenize,
     "volume_unit": _volume,
@@ -280,5 +260,4 @@ CHECKS: dict[str, Callable[[Golden, Item], None]] = {
     "parse_ids": _parse,
     "detokenize": _detokenize,
     "batch": _batch,
-    "sampling_distribution": _sampling,
 }

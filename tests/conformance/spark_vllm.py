@@ -1,5 +1,7 @@
-"""SparkTTS end to end against a golden folder: its LM on vLLM, alone and in a running batch, and text to audio as a job asks for it."""
+"""SparkTTS end to end against a golden folder: its LM on vLLM, alone, in a running batch and drawn, and text to audio as a job asks."""
 
+# vLLM is an extra: its imports are checked where it is installed.
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -7,8 +9,18 @@ from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import LogitsProcessors
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+
+from pipelines.delivery.tokens import token_sampling
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.spark_tts.pipeline import CREATION_EXTRAS, SparkPipeline, open_pipeline
+from pipelines.vllm_engine.adapter import sampling_params
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
 from tests.golden_arrays import flat
 from tests.vllm_kit import Waiter
@@ -17,6 +29,9 @@ if TYPE_CHECKING:
     from tests.conformance.spark import Case, Golden, Item
 
 SECONDS = 300
+PROBABILITY_LIMIT = 1e-5
+#: Draws a setting, and the expected number of draws from which on an id is a group of its own.
+DRAWS, EXPECTED = 256, 5
 
 
 class Opened:
@@ -39,14 +54,16 @@ def cases(golden: Golden) -> Iterator[Case]:
     """Every greedy case alone on vLLM, all of them together, and from text and recording to audio, whole and streamed."""
     opened = Opened(golden)
     greedy = [case for case in golden.cases.values() if case["kind"].startswith("greedy")]
+    drawn = [case for case in golden.cases.values() if case["kind"] == "sampling_distribution"]
     try:
         for case in greedy:
             yield f"vllm alone {case['name']}", lambda case=case: _alone(opened, case)
         yield "vllm together", lambda: _together(opened, greedy)
-        # A cloned voice is the recording's own only where the folder has the golden ECAPA.
-        spoken = [case for case in greedy if golden.voices or "gender" in case]
-        yield "speech together", lambda: _speech(opened, spoken)
-        for case in spoken:
+        for case in drawn:
+            yield f"sampling_distribution {case['name']}", lambda case=case: _chances(golden, case)
+            yield f"vllm draws {case['name']}", lambda case=case: _draws(opened, case)
+        yield "speech together", lambda: _speech(opened, greedy)
+        for case in greedy:
             yield f"stream {case['name']}", lambda case=case: _stream(opened, case)
     finally:
         opened.close()
@@ -74,6 +91,76 @@ def _alone(opened: Opened, case: Item) -> None:
 def _together(opened: Opened, greedy: list[Item]) -> None:
     for case, future in [(case, _sequence(opened, case)) for case in greedy for _ in range(3)]:
         _check(opened, case, future.result(SECONDS))
+
+
+def _sampling(golden: Golden, settings: list[float], seed: int) -> TokenSampling:
+    """Settings [temperature, top_k, top_p] as a line's `generation` gives them."""
+    temperature, top_k, top_p = settings
+    return token_sampling(golden.config.sampling, Generation(temperature=temperature, top_k=int(top_k), top_p=top_p), 1, seed, ())
+
+
+def _chances(golden: Golden, case: Item) -> None:
+    """The probabilities from which vLLM's sampler draws what our requests ask for."""
+    golden.arrays.check(case)
+    sampler = Sampler(logprobs_mode="processed_logprobs")
+    logits = torch.from_numpy(golden.arrays(case["logits_file"])["logits"][case["row"]])[None]
+    for index, settings in enumerate(case["settings"]):
+        asked = sampling_params(TokenRequest("", [0], _sampling(golden, settings, 0)), 1, streamed=False)
+        made = sampler(logits.clone(), _metadata(asked, logits.shape[1])).logprobs_tensors
+        golden.near(f"settings {index}", made.logprobs[0].exp(), golden.arrays(case["file"])[f"probs_{index}"], PROBABILITY_LIMIT)
+
+
+def _metadata(asked: SamplingParams, vocabulary: int) -> SamplingMetadata:
+    """One row as vLLM's runner describes it to the sampler, with the probabilities of all ids wanted."""
+    nothing = torch.zeros(1)
+    return SamplingMetadata(
+        temperature=torch.tensor([asked.temperature]),
+        all_greedy=False,
+        all_random=True,
+        top_p=torch.tensor([asked.top_p]),
+        top_k=torch.tensor([asked.top_k if 0 < asked.top_k < vocabulary else vocabulary]),
+        generators={},
+        max_num_logprobs=-1,
+        no_penalties=asked.repetition_penalty == 1,
+        prompt_token_ids=None,
+        frequency_penalties=nothing,
+        presence_penalties=nothing,
+        repetition_penalties=torch.tensor([asked.repetition_penalty]),
+        output_token_ids=[[]],
+        allowed_token_ids_mask=None,
+        bad_words_token_ids={},
+        logitsprocs=LogitsProcessors(),
+    )
+
+
+def _draws(opened: Opened, case: Item) -> None:
+    """Tokens that the engine draws behind the golden prompt, by a chi-square test: of a right engine one case in a million fails."""
+    golden = opened.golden
+    source = next(one for one in golden.cases.values() if one.get("file") == case["logits_file"])
+    arrays = golden.arrays(source["file"])
+    # Row n of the logits is that of output step `logits_steps[n]`.
+    prompt = [*arrays["input_ids"].tolist(), *arrays["output_ids"][: arrays["logits_steps"][case["row"]]].tolist()]
+    for index, settings in enumerate(case["settings"]):
+        waiters = [Waiter() for _ in range(DRAWS)]
+        for seed, waiter in enumerate(waiters):
+            opened.pipeline.host.submit(TokenRequest(f"{case['name']}-{index}-{seed}", prompt, _sampling(golden, settings, seed)), waiter)
+        ids = [waiter.future.result(SECONDS).ids[0] for waiter in waiters]
+        _check_share(f"settings {index}", ids, golden.arrays(case["file"])[f"probs_{index}"].astype(np.float64))
+
+
+def _check_share(what: str, ids: list[int], chances: NDArray[np.float64]) -> None:
+    """Raises AssertionError for an id that cannot be drawn, and where chi-square is beyond its one-in-a-million point."""
+    found = np.bincount(ids, minlength=len(chances))
+    impossible = np.flatnonzero((chances == 0) & (found > 0))
+    assert not len(impossible), f"{what}: id {impossible[:1]} was drawn, whose probability is 0"
+    often = chances * len(ids) >= EXPECTED
+    groups = [np.append(values[often], values[~often].sum()) for values in (found, chances * len(ids))]
+    kept = groups[1] > 0
+    square = float(((groups[0] - groups[1])[kept] ** 2 / groups[1][kept]).sum())
+    freedom = max(int(kept.sum()) - 1, 1)
+    # Wilson and Hilferty (1931); 4.75 standard deviations are one in a million.
+    bound = freedom * (1 - 2 / (9 * freedom) + 4.75 * (2 / (9 * freedom)) ** 0.5) ** 3
+    assert square <= bound, f"{what}: chi-square {square:.1f} of {freedom} degrees of freedom, allowed {bound:.1f}"
 
 
 def _speech(opened: Opened, greedy: list[Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from functools import cache, cached_property
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import soundfile
 import torch
 from numpy.typing import NDArray
 from transformers import DynamicCache
 
-from pipelines.audio import decode
+from pipelines.audio import decode, encode
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.request import Message, Mode
 from pipelines.speechlm.codec import XcodecDecoder, load_codec
@@ -26,9 +28,12 @@ from pipelines.speechlm.prompt import Prompt, TextCoder, build_prompt, chosen_me
 from pipelines.speechlm.tower import SAMPLE_RATE, AudioEncoder, feature_count, load_tower
 from tests.conformance.listing import Case, listed
 from tests.conformance.speechlm_oracle import Oracle, Written, drawn
+from tests.golden_arrays import Arrays, check_near, read_arrays
 
-#: Largest differences in float32.
-LIMITS = {"logits": 2e-4, "merged": 1e-3, "features": 2e-4, "mel": 1e-4, "waveform": 1e-4, "probabilities": 1e-4}
+#: Largest differences in float32 of values up to about 10; see `tests.golden_arrays.check_near` for larger ones.
+LIMITS = {"logits": 2e-4, "merged": 1e-3, "features": 2e-4, "mel": 1e-4, "waveform": 1e-4, "probabilities": 1e-4, "pcm16": 4}
+#: Draws from which probabilities are read.
+SPREAD = 4_096
 Item = dict[str, Any]
 
 
@@ -64,18 +69,21 @@ def _all(golden: Golden) -> Iterator[Case]:
     for item in golden.content["teacher_forced"]:
         yield f"forced {item['id']}", lambda item=item: golden.check_forced(item)
     yield "feature counts", golden.check_counts
+    yield "embeddings", golden.check_embeddings
+    for name in sorted(name.removesuffix("/waveform") for name in golden.arrays if name.startswith("codec") and name.endswith("/waveform")):
+        yield f"codec {name}", lambda name=name: golden.check_wave(name)
 
 
 class Golden:
     """A golden folder, with what its checkpoint loads to."""
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, folder: Path, device: torch.device, checkpoint: Path | None = None) -> None:
         self.folder = folder
         self.device = device
+        self.checkpoint = checkpoint or folder / "checkpoint"
         self.content = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
         self.cases: dict[str, Item] = {case["id"]: case for case in self.content["cases"]}
-        self.arrays = np.load(folder / "arrays.npz")
-        self.held = set(self.arrays.files)
+        self.arrays = Arrays(read_arrays(folder / "arrays.npz"))
         lines = (folder / "dialogues.jsonl").read_text(encoding="utf-8").splitlines()
         self.dialogues = {line["example_id"]: [Message(*message) for message in line["messages"]] for line in map(json.loads, lines)}
         self.bases = np.array(self.content["stream_base"])
@@ -84,7 +92,15 @@ class Golden:
 
     @cached_property
     def config(self) -> SpeechLmConfig:
-        return SpeechLmConfig.from_folder(self.folder / "checkpoint")
+        return SpeechLmConfig.from_folder(self.checkpoint)
+
+    @property
+    def model_type(self) -> str:
+        return json.loads((self.checkpoint / "config.json").read_text(encoding="utf-8"))["model_type"]
+
+    def under(self, checkpoint: Path) -> Golden:
+        """The same cases on another copy of the checkpoint."""
+        return Golden(self.folder, self.device, checkpoint)
 
     @cached_property
     def coder(self) -> TextCoder:
@@ -105,17 +121,12 @@ class Golden:
             return load_tower(checkpoint, self.config, self.device, torch.float32, None, None, normalise)
 
     def array(self, name: str) -> NDArray[Any]:
+        """A whole array. Raises AssertionError where the folder lacks it."""
         return self.arrays[name]
 
     def near(self, what: str, found: Any, name: str, limit: str) -> None:
-        """Compares with an array, where this folder holds it."""
-        if name not in self.held:
-            return
-        expected = self.arrays[name]
-        found = np.asarray(found)
-        assert found.shape == expected.shape, f"{what}: shape {found.shape}, expected {expected.shape}"
-        difference = float(np.abs(found - expected).max()) if expected.size else 0.0
-        assert difference <= LIMITS[limit], f"{what} differs by {difference:.3g}, allowed are {LIMITS[limit]:.3g}"
+        """Compares with an array. Raises AssertionError where the folder lacks it."""
+        check_near(what, found, self.arrays[name], LIMITS[limit])
 
     def messages(self, case: Item) -> list[Message]:
         mode: Mode = "text_audio" if case["skip_assistant"] else "text_only"
@@ -159,22 +170,48 @@ class Golden:
         encoder = self.encoder(case["do_normalize"])
         for samples in self.samples(case):
             self.near("mel", encoder.mel(samples), f"{case['id']}/mel", "mel")
+            self.near("tower", towered(encoder, samples), f"{case['id']}/tower", "features")
             self.near("features", encoder.encode(samples), f"{case['id']}/features", "features")
 
     def check_loop(self, case: Item) -> None:
-        written = self.written(case["id"])
+        """The plain loop: what it wrote, and the states and logits that it wrote it from."""
+        name, written = case["id"], self.written(case["id"])
         self.check_written(case, written.ids, np.array(written.rows, np.int64).reshape(-1, self.config.streams))
-        if f"{case['id']}/audio_step" not in self.held:
-            return
-        first = case["expected"]["stream0_ids"].index(self.config.specials.audio) + 1
-        for number, step in enumerate(self.array(f"{case['id']}/audio_step").tolist()):
-            main, null, merged = written.logits[step - first]
-            for name, logits, limit in (("main", main, "logits"), ("null", null, "logits"), ("merged", merged, "merged")):
-                array = f"{case['id']}/{name}_logits"
-                if logits is None or array not in self.held:
-                    continue
-                difference = float(np.abs(logits[:, :-2].numpy() - self.array(array)[number]).max())
-                assert difference <= LIMITS[limit], f"{name} logits of step {step} differ by {difference:.3g}"
+        same("stream 0", written.ids, self.array(f"{name}/stream0").tolist())
+        if case["expected"]["n_rows"]:
+            rows = self.array(f"{name}/rows").astype(np.int64)
+            same("codes", deinterleave(rows - self.bases).tolist(), self.array(f"{name}/codes").astype(np.int64).tolist())
+        if not case["expected"]["has_audio"]:
+            self._check_silence(name, case["expected"]["n_rows"])
+        self.near("embeddings of the prompt", written.prompt, f"{name}/prompt_embeds", "logits")
+        steps = self.array(f"{name}/text_step").tolist()
+        logits = torch.stack([written.states[step] for step in steps]) @ self.oracle.head.T
+        self.near("text logits", logits, f"{name}/text_logits", "logits")
+        if written.logits:
+            self._check_rows(name, written)
+
+    def _check_silence(self, name: str, rows: int) -> None:
+        """What is stored of the audio of a case without any is empty."""
+        kinds = ("codes", "waveform", "pcm16") if rows else ("rows", "codes", "waveform", "pcm16")
+        for array in (f"{name}/{kind}" for kind in kinds):
+            if array in self.arrays:
+                same(array, self.array(array).size, 0)
+
+    def _check_rows(self, name: str, written: Written) -> None:
+        """Raw logits of all streams and of the ends, and hidden states, at the steps that are stored."""
+        first = written.ids.index(self.config.specials.audio) + 1
+        steps = [step - first for step in self.array(f"{name}/audio_step").tolist()]
+        branches = ("main", "null", "merged") if written.null_states else ("main",)
+        for place, branch in ((0, "main"), (1, "null"), (2, "merged")):
+            if branch in branches:
+                made = torch.stack([written.logits[step][place] for step in steps])
+                limit = "merged" if branch == "merged" else "logits"
+                self.near(f"{branch} logits", made[:, :, :-2], f"{name}/{branch}_logits", limit)
+                self.near(f"{branch} logits of the ends", made[:, 0, -2:], f"{name}/{branch}_eos_eot", limit)
+        states = written.states[first:]
+        self.near("main states", torch.stack([states[step] for step in steps]), f"{name}/main_hidden", "logits")
+        if written.null_states:
+            self.near("null states", torch.stack([written.null_states[step] for step in steps]), f"{name}/null_hidden", "logits")
 
     def check_written(self, case: Item, ids: list[int], rows: NDArray[np.int64]) -> None:
         """Ids and rows of codec token ids, by whatever way they were made."""
@@ -191,9 +228,19 @@ class Golden:
         wave = self.decoder.decode([torch.from_numpy(codes)])[0]
         same("samples", len(wave), case["expected"]["n_samples"])
         self.near("waveform", wave.cpu(), f"{case['id']}/waveform", "waveform")
+        self.near("PCM", pcm16(wave.cpu().numpy(), self.config.sample_rate), f"{case['id']}/pcm16", "pcm16")
         padded = self.decoder.decode_padded([torch.from_numpy(codes), torch.zeros(len(codes) + 9, len(self.bases), dtype=torch.int64)])[0]
         difference = float((padded - wave).abs().max())
         assert difference <= LIMITS["waveform"], f"in a padded batch the waveform differs by {difference:.3g}"
+
+    def check_wave(self, name: str) -> None:
+        """Codes of no case to their waveform."""
+        codes = torch.from_numpy(self.array(f"{name}/codes").astype(np.int64))
+        self.near("waveform", self.decoder.decode([codes])[0].cpu(), f"{name}/waveform", "waveform")
+
+    def check_embeddings(self) -> None:
+        rows = torch.from_numpy(self.array("embed/rows").astype(np.int64))
+        self.near("sums", self.oracle.embed(rows), "embed/sum", "logits")
 
     def check_delay(self, item: Item) -> None:
         rows = self.array(f"{item['id']}/rows").astype(np.int64).reshape(-1, len(self.bases))
@@ -203,22 +250,26 @@ class Golden:
             same("rows", (interleave(codes) + self.bases).tolist() if len(codes) else [], rows.tolist())
 
     def check_sampling(self, item: Item) -> None:
-        """Probabilities, by the share of 4,096 evenly spread draws that falls on each place."""
+        """Probabilities of every stream, by the share of 4,096 evenly spread draws that falls on each place."""
         source = "merged" if item["source"] == "merged" else "main"
         logits = torch.from_numpy(self.array(f"{item['case']}/{source}_logits"))
-        expected = self.array(f"{item['id']}/probs_streams1to7")
-        spread = 4096
-        noise = (torch.arange(spread) * 2 + 1) * ((1 << 32) // (2 * spread))
+        ends = torch.from_numpy(self.array(f"{item['case']}/{source}_eos_eot"))
+        first = self.array(f"{item['id']}/probs_stream0")
+        others = self.array(f"{item['id']}/probs_streams1to7")
         how = Draw(item["temperature"], item["top_k"])
-        for step, stream in ((0, 1), (len(expected) - 1, logits.shape[1] - 1)):
-            places = drawn(logits[step, stream].expand(spread, -1), noise, how)
-            share = torch.bincount(places, minlength=logits.shape[-1]) / spread
-            difference = float(np.abs(share.numpy() - expected[step, stream - 1]).max())
-            assert difference <= 2 / spread, f"probabilities of step {step}, stream {stream} differ by {difference:.3g}"
+        for step in range(len(others)):
+            # The first stream may also draw one of the ends.
+            rows = [(torch.cat((logits[step, 0], ends[step])), first[step])]
+            rows += [(logits[step, stream], others[step, stream - 1]) for stream in range(1, logits.shape[1])]
+            for stream, (one, expected) in enumerate(rows):
+                share = drawn_share(one, how)
+                difference = float(np.abs(share - expected).max())
+                assert difference <= 2 / SPREAD, f"probabilities of step {step}, stream {stream} differ by {difference:.3g}"
 
     def check_forced(self, item: Item) -> None:
-        """Given ids and rows in one pass: logits of every row, main and null, and merged."""
+        """Given ids and rows in one pass: states and logits of every row, main and null, and merged."""
         rows = torch.from_numpy(self.array(f"{item['id']}/rows").astype(np.int64))
+        same("codes", deinterleave(rows.numpy() - self.bases).tolist(), self.array(f"{item['id']}/codes").astype(np.int64).tolist())
         count = len(rows)
         made: dict[str, torch.Tensor] = {}
         for name in ("main", "null"):
@@ -226,15 +277,41 @@ class Golden:
             full = torch.nn.functional.pad(ids[:, None], (0, rows.shape[1] - 1))
             full[-count:] = rows
             hidden = self.oracle.hidden(self.oracle.embed(full), DynamicCache())[-count - 1 :]
-            made[name] = torch.stack([self.oracle.stream_logits(one)[:, :-2] for one in hidden])
-            self.near(name, made[name], f"{item['id']}/{name}", "logits")
-        merged = item["cfg"] * made["main"] + (1 - item["cfg"]) * made["null"]
-        self.near("merged", merged, f"{item['id']}/merged", "merged")
+            made[name] = torch.stack([self.oracle.stream_logits(one) for one in hidden])
+            self.near(f"{name} states", hidden, f"{item['id']}/h_{name}", "logits")
+        made["merged"] = item["cfg"] * made["main"] + (1 - item["cfg"]) * made["null"]
+        for name, logits in made.items():
+            limit = "merged" if name == "merged" else "logits"
+            self.near(name, logits[:, :, :-2], f"{item['id']}/{name}", limit)
+            self.near(f"{name} logits of the ends", logits[:, 0, -2:], f"{item['id']}/{name}_eos_eot", limit)
 
     def check_counts(self) -> None:
         table = self.content["feature_length"]
         for window in (50, 100):
             same(f"n_window {window}", [feature_count(frames, window) for frames in table["frames"]], table[f"n_window_{window}"])
+
+
+def drawn_share(logits: torch.Tensor, how: Draw) -> NDArray[np.float64]:
+    """The share of evenly spread draws that falls on each place of logits [places]."""
+    noise = (torch.arange(SPREAD) * 2 + 1) * ((1 << 32) // (2 * SPREAD))
+    places = drawn(logits.expand(SPREAD, -1), noise, how)
+    return torch.bincount(places, minlength=logits.shape[-1]).double().numpy() / SPREAD
+
+
+def towered(encoder: AudioEncoder, samples: NDArray[np.float32]) -> torch.Tensor:
+    """What the tower hands to the adaptor for a recording: [features, output]."""
+    seen: list[torch.Tensor] = []
+    hook = encoder.adaptor.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        encoder.encode(samples)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def pcm16(samples: NDArray[np.float32], rate: int) -> NDArray[np.int16]:
+    """The samples of the WAV file that is made of a speech."""
+    return np.asarray(soundfile.read(io.BytesIO(encode(samples, rate, "wav")), dtype="int16")[0], np.int16)
 
 
 def same(what: str, found: Any, expected: Any) -> None:

@@ -27,6 +27,10 @@ class Written:
     rows: list[list[int]] = field(default_factory=list[list[int]])
     #: Raw logits [streams, layer] of the rows that were drawn, and of the end: main, null and merged.
     logits: list[tuple[Tensor, Tensor | None, Tensor]] = field(default_factory=list[tuple[Tensor, "Tensor | None", Tensor]])
+    #: Embeddings [positions, hidden] of the prompt, and hidden states [hidden] that the ids came from; of the null branch, of its rows.
+    prompt: Tensor = field(default_factory=lambda: torch.zeros(0))
+    states: list[Tensor] = field(default_factory=list[Tensor])
+    null_states: list[Tensor] = field(default_factory=list[Tensor])
 
 
 class Oracle:
@@ -73,17 +77,18 @@ class Oracle:
         prompt = self.embed(_column(script.prompt_ids, config.streams))
         for position, rows in script.features:
             prompt[position : position + len(rows)] = rows
+        out.prompt = prompt
         hidden = self.hidden(prompt, cache)[-1]
         while len(out.ids) < script.max_tokens:
             token = special.text if not out.ids else self._text(script, hidden, len(out.ids))
-            hidden = self._push(out, cache, token)
+            hidden = self._push(out, cache, token, hidden)
             if token == special.eos or (token == special.eot and not script.with_audio):
                 return out
             if token == special.eot:
                 break
         for token in (special.assistant, special.audio):
             if len(out.ids) < script.max_tokens:
-                hidden = self._push(out, cache, token)
+                hidden = self._push(out, cache, token, hidden)
         if out.ids[-1] == special.audio:
             self._audio(script, out, cache, hidden)
         return out
@@ -99,6 +104,9 @@ class Oracle:
             other = None if null is None else self.stream_logits(null)
             merged = main if other is None else script.cfg * main + (1 - script.cfg) * other
             out.logits.append((main, other, merged))
+            out.states.append(hidden)
+            if null is not None:
+                out.null_states.append(null)
             places = self._places(script, merged, len(out.ids), len(out.rows))
             if places[0] >= config.layer_size:
                 out.ids.append(special.eos if places[0] == config.layer_size else special.eot)
@@ -130,8 +138,10 @@ class Oracle:
             return int(ids[kept[drawn(logits[:, kept], noise, script.text)[0]]])
         return int(ids[drawn(logits, noise, script.text)[0]])
 
-    def _push(self, out: Written, cache: DynamicCache, token: int) -> Tensor:
+    def _push(self, out: Written, cache: DynamicCache, token: int, state: Tensor) -> Tensor:
+        """Writes a token that came from a state, and returns the next one."""
         out.ids.append(token)
+        out.states.append(state)
         return self.hidden(self.embed(_column([token], self.config.streams)), cache)[-1]
 
 

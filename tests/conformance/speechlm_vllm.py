@@ -6,18 +6,20 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.speechlm.answer import read_answer
+from pipelines.speechlm.config import MODEL_TYPES
 from pipelines.speechlm.delivery import Talker, TalkOrder
 from pipelines.speechlm.lm import Script, model_spec
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm, on_cpu
 from pipelines.vllm_engine.options import VllmOptions
+from tests.speechlm_checkpoint import named
 from tests.vllm_v2 import v2_runner
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ ALONE = ("max_rows8", "u_d", "short_cfg")
 
 
 def cases(golden: Golden) -> Iterator[Case]:
-    """Every case in one running batch, the golden batches, and a few alone."""
+    """Every case in one running batch, the golden batches, and a few alone; and one under every other name of the model."""
     opened = Opened(golden)
     try:
         for name in (name for name in ALONE if name in golden.cases):
@@ -38,6 +40,20 @@ def cases(golden: Golden) -> Iterator[Case]:
         yield "vllm together", lambda: opened.check(golden.cases)
         for batch in golden.content["batches"]:
             yield f"vllm {batch['id']}", lambda batch=batch: opened.check(batch["members"], batch.get("arrival_step"))
+    finally:
+        opened.close()
+    lengths = {name: len(case["expected"]["stream0_ids"]) for name, case in golden.cases.items() if case["expected"]["has_audio"]}
+    for model_type in MODEL_TYPES:
+        if lengths and model_type != golden.model_type:
+            shortest = min(lengths, key=lengths.__getitem__)
+            yield f"vllm as {model_type} {shortest}", partial(_check_named, golden, model_type, shortest)
+
+
+def _check_named(golden: Golden, model_type: str, case: str) -> None:
+    """A case on the same checkpoint, whose config.json has another `model_type`."""
+    opened = Opened(golden.under(named(model_type, golden.checkpoint)), VllmOptions(max_context=512, max_sequences=4))
+    try:
+        opened.check([case])
     finally:
         opened.close()
 

@@ -23,7 +23,7 @@ import sqlalchemy as sa
 
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger, schema
-from jobs.ledger.records import ItemState, JobSpec, JobState, JobStatus, ShardState
+from jobs.ledger.records import ItemState, Job, JobSpec, JobState, JobStatus, ShardState
 from jobs.seeds import item_seed
 from jobs.settings import load_settings
 from jobs.store import open_store
@@ -59,25 +59,32 @@ ENGINE = {"seconds": 0.05, "slots": 16}
 class Cluster:
     """Starts everything; `end` stops everything. Workers come back by themselves after `kill_worker`.
 
-    What `held` makes of a text does not end before `let_go`. `timing` goes over `TIMING`.
+    What `held` makes of a text does not end before `let_go`. `timing` goes over `TIMING`. `store` is `s3` or `folder`.
     """
 
-    def __init__(self, folder: Path, postgres: Postgres, timing: Mapping[str, str] | None = None, *, workers: int = 2) -> None:
+    def __init__(
+        self, folder: Path, postgres: Postgres, timing: Mapping[str, str] | None = None, *, workers: int = 2, store: str = "s3"
+    ) -> None:
         self.folder = folder
         self.timing = TIMING | dict(timing or {})
         self.gate = folder / "gate"
         self.postgres = postgres
         self.valkey = Valkey(folder / "valkey")
-        self.seaweedfs = SeaweedFS(folder / "seaweedfs")
-        for service in (self.valkey, self.seaweedfs):
+        self.seaweedfs = SeaweedFS(folder / "seaweedfs") if store == "s3" else None
+        self.services = [service for service in (self.valkey, self.seaweedfs) if service is not None]
+        for service in self.services:
             service.start()
         self.database_url = postgres.create_database(f"faults_{uuid.uuid4().hex[:12]}")
-        self.bucket = self.seaweedfs.create_bucket(f"faults-{uuid.uuid4().hex[:12]}")
+        #: Of the store in a folder.
+        self.objects = folder / "objects"
+        self.store_url = self.objects.as_uri()
+        if self.seaweedfs is not None:
+            self.store_url = f"s3://{self.seaweedfs.create_bucket(f'faults-{uuid.uuid4().hex[:12]}')}"
         with pytest.MonkeyPatch.context() as patch:
             for name, value in self.environment().items():
                 patch.setenv(name, value)
             self.settings = load_settings()
-        self.store = open_store(f"s3://{self.bucket}", self.settings.s3)
+        self.store = open_store(self.store_url, self.settings.s3)
         self.ledger = Ledger.open(self.database_url)
         self.ledger.migrate()
         self.workers: dict[int, subprocess.Popen[bytes]] = {}
@@ -90,10 +97,10 @@ class Cluster:
             **os.environ,
             "SPEECH_DATABASE_URL": self.database_url,
             "SPEECH_BROKER_URL": self.valkey.url,
-            "SPEECH_STORE_URL": f"s3://{self.bucket}",
+            "SPEECH_STORE_URL": self.store_url,
             "SPEECH_LOG_FORMAT": "json",
             "NIGHTJAR_FAKE": json.dumps(ENGINE),
-            **self.seaweedfs.environment(),
+            **(self.seaweedfs.environment() if self.seaweedfs is not None else {}),
             **self.timing,
         }
 
@@ -198,7 +205,7 @@ class Cluster:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self.ledger.close()
-        for service in (self.valkey, self.seaweedfs):
+        for service in self.services:
             service.stop()
 
 
@@ -257,7 +264,7 @@ class Chaos(threading.Thread):
         if victim == "worker":
             self.cluster.kill_worker(self.random.choice(sorted(self.cluster.workers)))
             return
-        service = {"broker": self.cluster.valkey, "database": self.cluster.postgres, "store": self.cluster.seaweedfs}[victim]
+        service = {"broker": self.cluster.valkey, "database": self.cluster.postgres, "store": self.cluster.services[-1]}[victim]
         service.kill()
         time.sleep(self.random.uniform(0.0, 1.5))
         service.start()
@@ -281,6 +288,11 @@ def patiently(call: Callable[[], T], seconds: float = 120) -> T:
         time.sleep(0.5)
 
 
+def message_seed(job: Job, example_id: str) -> int:
+    """The seed of the speech of a dialogue that is one user message."""
+    return item_seed(job.spec.seed, example_id, message_index=0)
+
+
 def assert_exactly_once(cluster: Cluster, job: str, texts: dict[str, str]) -> None:
     """Every item once: one done row, one artifact row, one object with the right bytes; counters exact; nothing more."""
     status = patiently(lambda: cluster.ledger.status(job))
@@ -294,8 +306,7 @@ def assert_exactly_once(cluster: Cluster, job: str, texts: dict[str, str]) -> No
     assert len(artifacts) == len(texts)
     assert {info.key for info in patiently(lambda: list(cluster.store.list(f"jobs/{job}/audio/")))} == set(artifacts)
     for key, (row, artifact) in artifacts.items():
-        seed = item_seed(status.job.spec.seed, row.example_id, message_index=1)  # the speech follows the one user message
-        expected = encode(sine(texts[row.example_id], seed), SAMPLE_RATE, "wav")
+        expected = encode(sine(texts[row.example_id], message_seed(status.job, row.example_id)), SAMPLE_RATE, "wav")
         assert patiently(partial(cluster.store.get, key)) == expected, key
         assert artifact.sha256 == hashlib.sha256(expected).hexdigest()
         assert artifact.bytes == len(expected)

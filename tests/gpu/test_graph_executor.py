@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,9 @@ from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.fused import graph_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
+from tests.conformance.qwen3_tts import forced_frames
+from tests.drawn import Watched
+from tests.gpu_taps import tapped
 
 pytestmark = pytest.mark.gpu
 
@@ -99,10 +104,110 @@ def test_reproducible_codes_are_the_same_bits_alone_and_in_any_company(narrow: Q
         np.testing.assert_array_equal(alone[name], anew[name])
 
 
+def test_float32_codes_equal_the_eager_executors_where_each_stack_has_its_own_rope_theta(wide: Qwen3TTSModel) -> None:
+    config = wide.config
+    config = replace(config, talker=replace(config.talker, rope_theta=2e4), predictor=replace(config.predictor, rope_theta=300.0))
+    with torch.inference_mode():
+        model = Qwen3TTSModel(config, wide.weights, 1024)
+    batch = requests(model, 7, greedy=False)
+    eager = spoken(EagerExecutor(model, 7, 512, 64, 1024), batch, 7)
+    fused = spoken(graph(model, 7), batch, 7)
+    same = [np.array_equal(eager[name], fused[name]) for name in eager]
+    assert sum(same) >= len(batch) - 1
+
+
+def bits(executor: FrameExecutor, batch: list[GenerationRequest], frames: int) -> dict[str, tuple[np.ndarray, torch.Tensor]]:
+    """The codes of requests that run together, and the keys and values of all their positions after that many frames."""
+    heard = Heard()
+    options = EngineOptions(slots=executor.state.slots, pages=512, page_size=64, max_context=1024)
+    core = EngineCore(executor, options, heard)
+    for request in batch:
+        core.add(request)
+    written: dict[str, torch.Tensor] = {}
+    while core.busy:
+        core.step()
+        for one in core.scheduler.running:
+            if one.started == frames:
+                kv = torch.stack((executor.kv.k[:, one.pages], executor.kv.v[:, one.pages]))
+                written[one.request.request_id] = kv.transpose(2, 3).flatten(3, 4)[:, :, :, : one.context].clone()
+    return {name: (heard.codes[name], written[name]) for name in heard.codes}
+
+
+def assert_same_bits(
+    some: dict[str, tuple[np.ndarray, torch.Tensor]], others: dict[str, tuple[np.ndarray, torch.Tensor]], members: int
+) -> None:
+    shared = some.keys() & others.keys()
+    assert len(shared) == members
+    for name in shared:
+        np.testing.assert_array_equal(some[name][0], others[name][0], err_msg=name)
+        assert torch.equal(some[name][1], others[name][1]), f"keys and values of {name}"
+
+
 def test_small_buckets_are_the_same_bits_in_any_company(narrow: Qwen3TTSModel) -> None:
-    """Up to 8 rows every product adds in one order, whatever the rows; only the splits of attention depend on the bucket."""
-    batch = requests(narrow, 8, greedy=False)
+    """Codes, and keys and values of all positions: in one bucket a row's bits depend on no neighbour and on no place.
+
+    Alone and in a pair they are the same too: one and two rows meet the same kernels with the same splits. Prompts are prefilled in one
+    shape, so that the frames alone are compared, and nobody ends early, so that the bucket stays.
+    """
+    frames = 7
+    sampling = SamplingParams(top_p=0.9, min_new_tokens=frames + 1)
+    batch = [replace(request, sampling=sampling, max_tokens=frames + 1) for request in requests(narrow, 11, greedy=False)]
+    batch = [request for request in batch if len(request.prompt) + frames < 64][:8]
+    assert len(batch) == 8
     executor = graph(narrow, 8)
-    together = spoken(executor, batch, 8)
-    assert set(together) == {request.request_id for request in batch}
-    assert all(codes.shape[1] == 16 and codes.min() >= 0 and codes.max() < 3072 for codes in together.values() if len(codes))
+    executor.prefills.sharing = "fixed"  # type: ignore[attr-defined]
+    eight = bits(executor, batch, frames)
+    assert_same_bits(eight, bits(executor, batch[::-1], frames), 8)
+    assert_same_bits(eight, bits(executor, batch[3:], frames), 5)
+    assert_same_bits(eight, bits(executor, [batch[index] for index in (6, 0, 5, 2, 1, 7)], frames), 6)
+    four = bits(executor, batch[:4], frames)
+    assert_same_bits(four, bits(executor, batch[:4][::-1], frames), 4)
+    assert_same_bits(four, bits(executor, [batch[2], batch[7], batch[0]], frames), 2)
+    alone = bits(executor, batch[:1], frames)
+    assert_same_bits(alone, bits(executor, batch[:2], frames), 1)
+    assert_same_bits(alone, bits(executor, [batch[5], batch[0]], frames), 1)
+    codes, written = eight["0"]
+    assert codes.shape == (frames, 16)
+    assert written.shape[3] == len(batch[0].prompt) - 1 + frames
+    assert not torch.equal(written[:, :, :, :9], eight["1"][1][:, :, :, :9]) or not np.array_equal(codes, eight["1"][0])
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+@pytest.mark.parametrize("size", ["0b6", "1b7"])
+@pytest.mark.parametrize("rows", [1, 32])
+def test_full_size_frames(size: str, rows: int) -> None:
+    """Full-size frames in bfloat16: as many as asked for, of codes that may be drawn, and their logits are right.
+
+    The same codes are fed to the eager executor in float32 and in bfloat16: the graph's logits are no further from the float32 ones than
+    twice as far as the eager executor's in bfloat16.
+    """
+    frames, device = 5, torch.device("cuda")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = random_model(size, device, torch.bfloat16, 1024)
+    sampling = SamplingParams(min_new_tokens=frames + 1)
+    bodies = np.random.default_rng(rows).integers(0, 150_000, (rows, 40)).tolist()
+    parts = [PromptParts([151644, 77091, 198], body, language="english", speaker="ryan") for body in bodies]
+    batch = [GenerationRequest(str(i), build_prompt(model.config, one), sampling, i, frames + 1) for i, one in enumerate(parts)]
+    with tapped(model.config, rows, device) as taps:
+        executor = Watched(graph(model, rows), taps.logits)
+        codes = spoken(executor, batch, rows)  # type: ignore[arg-type]
+    assert {name: one.shape for name, one in codes.items()} == {request.request_id: (frames, 16) for request in batch}
+    drawn = np.stack(list(codes.values()))
+    assert drawn.min() >= 0
+    assert drawn.max() < 2048
+    assert len(np.unique(drawn)) > drawn.size // 4, "draws repeat themselves"
+    exact = random_model(size, device, torch.float32, 1024)
+    for name in {batch[0].request_id, batch[-1].request_id}:
+        forced = [forced_frames(each, batch[int(name)].prompt, codes[name])[:frames] for each in (exact, model)]
+        first, residual = ([torch.cat([out.first_logits for out in outs]) for outs in forced],
+                           [torch.stack([out.residual_logits[:, 0] for out in outs]) for outs in forced])  # fmt: skip
+        kept = [executor.kept[int(name), frame] for frame in range(frames)]
+        for what, found, (true, eager) in (
+            ("codebook 0", torch.stack([one for one, _ in kept]), first),
+            ("the other codebooks", torch.stack([one for _, one in kept]), residual),
+        ):
+            bound = 2 * relative_error(eager, true)
+            assert relative_error(found, true) <= bound, f"{what} of {name}: {relative_error(found, true):.4f}, at most {bound:.4f}"

@@ -1,4 +1,4 @@
-"""A job that `jobs cancel` itself ends has the manifest that a worker would have written."""
+"""A job that `nightjar cancel` itself ends has the manifest that a worker would have written."""
 
 from __future__ import annotations
 

@@ -71,12 +71,24 @@ def test_kaldi(finished: Finished) -> None:
     durations = dict(table(folder / "utt2dur"))
     assert (folder / "reco2dur").read_bytes() == (folder / "utt2dur").read_bytes()
     for (utterance, path), (_, text) in zip(wavs, texts, strict=True):
-        info = soundfile.info(path)
+        assert not Path(path).is_absolute()
+        info = soundfile.info(str(folder / path))
         assert float(durations[utterance]) == pytest.approx(info.frames / info.samplerate, abs=1e-6)
         index = info.frames - SAMPLE_RATE
         assert text == f"Text of {index}."
         assert utterance.startswith("heart-" if index % 2 else "hibari-")
     assert "hibari-a~20b" in utterances
+
+
+def test_no_control_character_is_in_kaldis_files(tmp_path: Path) -> None:
+    said = [f"One{chr(code)}two." for code in (*range(32), *range(127, 160))]
+    lines = [{"example_id": f"a\x1b{number:02}", "messages": [["user", "text", text]]} for number, text in enumerate(said)]
+    finished = finished_job(tmp_path, FolderStore(tmp_path / "store"), lines, seconds=0.01)
+    export(finished.ledger, finished.store, finished.job_id, "kaldi", str(tmp_path / "kaldi"))
+    finished.ledger.close()
+    for path in (tmp_path / "kaldi" / "train").iterdir():
+        assert not [character for character in path.read_text() if character != "\n" and not character.isprintable()], path
+    assert [text for _, text in table(tmp_path / "kaldi" / "train" / "text")] == ["One two."] * len(said)
 
 
 def test_kaldi_takes_flac_from_a_command(tmp_path: Path) -> None:
@@ -85,7 +97,7 @@ def test_kaldi_takes_flac_from_a_command(tmp_path: Path) -> None:
     export(finished.ledger, store, finished.job_id, "kaldi", str(tmp_path / "kaldi"))
     (key,) = finished.audio
     (line,) = (tmp_path / "kaldi" / "train" / "wav.scp").read_text().splitlines()
-    quoted = store.uri(key).replace("'", "'\"'\"'")
+    quoted = f"../../it's a store/{key}".replace("'", "'\"'\"'")
     assert line == f"hibari-b flac -c -d -s '{quoted}' |"
     finished.ledger.close()
 
@@ -99,8 +111,8 @@ def test_kaldi_in_splits(finished: Finished) -> None:
 def test_nemo(finished: Finished) -> None:
     lines = [json.loads(line) for line in exported(finished, "nemo").read_text().splitlines()]
     for line, index in zip(lines, MADE, strict=True):
-        assert line.keys() == {"audio_filepath", "duration", "text", "speaker", "example_id"}
-        assert soundfile.info(line["audio_filepath"]).duration == pytest.approx(line["duration"], abs=1e-6)
+        assert line.keys() == {"audio_filepath", "duration", "text", "speaker", "example_id", "role", "message_index"}
+        assert soundfile.info(str(finished.folder / line["audio_filepath"])).duration == pytest.approx(line["duration"], abs=1e-6)
         assert (line["example_id"], line["text"]) == (IDS[index], f"Text  of\n{index}.")
 
 
@@ -121,7 +133,7 @@ def test_openai_batch(finished: Finished) -> None:
         assert line["response"].keys() == {"status_code", "request_id", "body"}
         assert line["response"]["status_code"] == 200
         audio = line["response"]["body"]["audio"]
-        assert soundfile.info(audio["url"]).samplerate == audio["sample_rate"]
+        assert soundfile.info(str(finished.folder / audio["url"])).samplerate == audio["sample_rate"]
     assert len({line["id"] for line in lines}) == len(lines)
 
 
@@ -149,7 +161,7 @@ def test_espnet_dataset_texts_and_dialogues(finished: Finished) -> None:
         assert dataset["samples"] == sorted(IDS[index] for index in MADE)
         for entry in dataset["data_entry"]:
             assert entry.keys() == {"name", "path", "reader"}
-            assert Path(entry["path"]).is_absolute()
+            assert (to / entry["path"]).exists()
     # The rules of TextReader for .jsonl, and of DialogueReader.
     texts = {line["id"]: line["text"] for line in map(json.loads, (to / "text.jsonl").read_text().splitlines())}
     assert texts == {IDS[index]: f"Text  of\n{index}." for index in MADE}
@@ -157,4 +169,4 @@ def test_espnet_dataset_texts_and_dialogues(finished: Finished) -> None:
     assert list(dialogues) == [IDS[index] for index in MADE]
     for messages in dialogues.values():
         assert [(role, modality) for role, modality, _ in messages] == [("user", "text"), ("assistant", "audio")]
-        assert soundfile.read(messages[1][2])[1] == SAMPLE_RATE
+        assert soundfile.read(to / messages[1][2])[1] == SAMPLE_RATE

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,15 +56,20 @@ def exported(finished: Finished, format: str, **options: Any) -> list[dict[str, 
 
 def test_espnet(finished: Finished) -> None:
     first, second, third = exported(finished, "espnet")
-    paths = [finished.store.uri(key) for key in finished.audio]
+    paths = [f"../store/{key}" for key in finished.audio]
     assert first == {**LINES[0], "messages": [["user", "text", " one "], ["assistant", "audio", paths[0]]]}
     assert second == {
         **LINES[1],
-        "messages": [["user", "text", "two"], ["assistant", "audio", paths[1]], ["assistant", "text", "zwei"]],
+        "messages": [
+            ["user", "text", "two"],
+            ["user", "audio", paths[1]],
+            ["assistant", "audio", "gt/2.wav"],
+            ["assistant", "text", "zwei"],
+        ],
     }
     assert third == {**LINES[3], "messages": [["system", "text", "s"], ["user", "text", "four"], ["assistant", "audio", paths[2]]]}
     for path in paths:
-        assert soundfile.info(path).samplerate == 24_000
+        assert soundfile.info(str(finished.folder / "exports" / path)).samplerate == 24_000
 
 
 def test_manifest(finished: Finished) -> None:
@@ -83,6 +90,8 @@ def test_manifest(finished: Finished) -> None:
             "seed": index + 2**62,
             "spec_sha": job.spec_sha,
             "text": ("one", "two", "", "four")[index],
+            "role": "user",
+            "message_index": (0, 0, 0, 1)[index],
         }
 
 
@@ -104,7 +113,7 @@ def test_bytes_are_the_same_each_time(finished: Finished) -> None:
 
 
 def test_standard_output(finished: Finished, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    exported(finished, "espnet")
+    exported(finished, "espnet", absolute=True)
     report = export(finished.ledger, finished.store, finished.job_id, "espnet", "-")
     assert (report.to, report.items) == ("-", 3)
     assert capfdbinary.readouterr().out == (finished.folder / "exports" / "out.jsonl").read_bytes()
@@ -118,7 +127,7 @@ def test_an_audio_root_is_filled_from_a_bucket(tmp_path: Path, moto: MotoS3) -> 
     for _ in range(2):
         local = exported(finished, "espnet", audio_root=root)
         for line, remote, (key, data) in zip(local, plain, finished.audio.items(), strict=True):
-            (where,) = [content for _, modality, content in line["messages"] if modality == "audio"]  # type: ignore[union-attr]
+            (where,) = [content for _, modality, content in line["messages"] if modality == "audio" and content != "gt/2.wav"]  # type: ignore[union-attr]
             assert where == str(root / key)
             assert Path(where).read_bytes() == data
             assert f"s3://{bucket}/p/{key}" in str(remote["messages"])
@@ -215,3 +224,30 @@ def test_what_is_said_counts_in_english(tmp_path: Path) -> None:
     finished.ledger.close()
     done = CliRunner().invoke(cli, ["export", finished.job_id, "--home", str(home), "--to", str(tmp_path / "x")])
     assert done.stderr == f"1 item written to {tmp_path / 'x'}, 1 item without audio left out.\n"
+
+
+@pytest.mark.parametrize("format", ["espnet", "nemo", "openai-batch", "kaldi", "lhotse", "espnet-dataset"])
+def test_an_export_moves_with_its_store(tmp_path: Path, format: str) -> None:
+    """A name is a path as seen from the file that has it, also where a link leads there, and stays right when both are moved."""
+    (tmp_path / "before" / "deep").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "before" / "deep")
+    finished = finished_job(tmp_path, FolderStore(tmp_path / "before" / "store"), LINES)
+    to = tmp_path / "link" / "set"
+    for _ in range(2):
+        export(finished.ledger, finished.store, finished.job_id, format, str(to))
+    (tmp_path / "before").rename(tmp_path / "after")
+    moved = tmp_path / "after" / "deep" / "set"
+    found = 0
+    # Provenance says where the input was.
+    files = [moved] if moved.is_file() else [path for path in moved.rglob("*") if path.is_file() and path.name != "provenance.json"]
+    for file in files:
+        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+        assert str(tmp_path).encode() not in data
+        for name in re.findall(rb"[./]+/store/jobs/[^\" ]+\.wav", data):
+            assert (file.parent / name.decode()).is_file()
+            found += 1
+    assert found >= 3
+    # The same export of the moved job to the moved place is complete: nothing in it was for the place it was made at.
+    again = FolderStore(tmp_path / "after" / "store")
+    assert export(finished.ledger, again, finished.job_id, format, str(moved)).items == 3
+    finished.ledger.close()

@@ -1,4 +1,4 @@
-"""Provenance records, and `jobs verify`: objects against hashes, items made again."""
+"""Provenance records, and `nightjar verify`: objects against hashes, items made again."""
 
 from __future__ import annotations
 
@@ -109,17 +109,33 @@ def test_a_job_of_the_embedded_voice_comes_out_the_same(tmp_path: Path, capsys: 
         "job": job,
         "objects": 5,
         "faults": 0,
+        "repaired": {"same": 0, "other": 0, "failed": 0},
         "redrawn": {"same": 2, "close": 0, "different": 0, "failed": 0},
     }
     (record,) = [json.loads(path.read_text()) for path in (tmp_path / "out" / "jobs" / job).glob("provenance*.json")]
     assert (record["recorded_by"], record["model"]["name"], record["spec"]["seed"]) == ("worker", "hibari", 0)
     assert record["libraries"].keys() >= {"hibari-tts", "numpy", "soundfile"}
     audio = sorted((tmp_path / "out" / "jobs" / job / "audio").rglob("*.wav"))
+    whole = {path: path.read_bytes() for path in audio}
     audio[0].unlink()
     assert main(["verify", job, "--out", home, "--sample", "0"]) == 1
     out = capsys.readouterr()
     assert out.out.startswith("missing\tjobs/")
     assert "5 objects checked, 1 of them missing or changed" in out.err
+    assert f"nightjar verify {job} --repair" in out.err
+    data = bytearray(whole[audio[1]])
+    data[-1] ^= 1
+    audio[1].write_bytes(data)
+    assert main(["verify", job, "--out", home, "--sample", "0", "--repair", "--json"]) == 0
+    views = lines_of(capsys)
+    assert [(view["schema"], view.get("fault") or view.get("outcome")) for view in views] == [
+        ("nightjar.fault/1", "missing"),
+        ("nightjar.fault/1", "changed"),
+        ("nightjar.repaired/1", "same"),
+        ("nightjar.repaired/1", "same"),
+        ("nightjar.verify/1", None),
+    ]
+    assert {path: path.read_bytes() for path in audio} == whole
     export_to = tmp_path / "set"
     assert main(["export", job, "--out", home, "--format", "kaldi", "--to", str(export_to), "--split", "train=0.5,dev=0.5"]) == 0
     assert json.loads((export_to / "provenance.json").read_text())[0] == record

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from jobs.ledger import Ledger
+from jobs.ledger.glance import glance
 from jobs.ledger.records import CommitResult, ItemState, JobSpec, JobState, ShardState
+from jobs.status import elapsed_seconds, eta_seconds, items_per_second
 from pipelines.errors import ErrorCode, ServiceError
 from tests.ledger_kit import (
     LEASE_SECONDS,
@@ -203,3 +205,51 @@ class TestViews:
         assert ledger.schedule_history("news") == ["2026-11-01", "2026-11-02"]
         ledger.schedule_forget("news", "2026-11-02")
         assert ledger.schedule_ran("news", "2026-11-02")
+
+
+class TestBusy:
+    """Rates count the time in which shards were leased."""
+
+    def test_the_gap_before_a_retry_is_left_out(self, ledger: Ledger, ledger_url: str) -> None:
+        job = submit(ledger, (1, 1))
+        for outcome in (done(0), failed(1)):
+            lease = lease_next(ledger)
+            ledger.commit(lease.ticket, [outcome])
+            ledger.finish_shard(lease.ticket)
+        # It took ten seconds, yesterday.
+        execute(ledger, "UPDATE attempts SET started_at = started_at - 86400, ended_at = ended_at - 86390")
+        execute(ledger, "UPDATE jobs SET started_at = started_at - 86400, finished_at = finished_at - 86390")
+        ended = ledger.status(job.id)
+        assert items_per_second(ended) == pytest.approx(0.2, rel=0.1)
+        assert ledger.retry(job.id, None) == 1
+        reopened = ledger.status(job.id)
+        assert elapsed_seconds(reopened) > 86000
+        assert items_per_second(reopened) == pytest.approx(0.1, rel=0.1)
+        assert eta_seconds(reopened) == pytest.approx(10, rel=0.1)
+        lease_next(ledger)
+        running = ledger.status(job.id)
+        assert running.busy_seconds is not None
+        assert 9 < running.busy_seconds < 60
+        assert ledger.worked_on(job.id) == [
+            pytest.approx((running.now - 86400, running.now - 86390), abs=30),
+            pytest.approx((running.now, running.now), abs=30),
+        ]
+        seen = glance(ledger_url, job.id)
+        assert seen is not None
+        assert seen[0].busy_seconds == pytest.approx(running.busy_seconds, abs=30)
+        assert seen[0].workers == running.workers == 0
+
+    def test_short_gaps_between_shards_are_work_and_a_lease_counts_no_longer_than_it_held(self, ledger: Ledger) -> None:
+        job = submit(ledger, (1, 1))
+        first = lease_next(ledger)
+        ledger.commit(first.ticket, [done(0)])
+        ledger.finish_shard(first.ticket)
+        lease = lease_next(ledger)
+        execute(ledger, "UPDATE attempts SET started_at = 1000, ended_at = 1010 WHERE shard_no = 0")
+        execute(ledger, "UPDATE attempts SET started_at = 1015 WHERE shard_no = 1")
+        execute(ledger, "UPDATE shards SET heartbeat_at = 1020, lease_until = 1030 WHERE no = 1")
+        assert ledger.worked_on(job.id) == [(1000, 1030)]
+        # Its worker is dead, which is found much later.
+        assert ledger.reconcile().expired_leases == 1
+        assert ledger.worked_on(job.id) == [(1000, 1030)]
+        assert not ledger.finish_shard(lease.ticket)

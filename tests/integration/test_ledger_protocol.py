@@ -188,6 +188,12 @@ class TestLeases:
         assert ledger.heartbeat("w2", [kept.ticket], LEASE_SECONDS) == {kept.ticket}
         assert ledger.heartbeat("w1", [], LEASE_SECONDS) == set()
 
+    def test_a_heartbeat_of_a_job_that_is_being_cancelled_is_lost(self, ledger: Ledger) -> None:
+        submit(ledger, (1,))
+        lease = lease_next(ledger)
+        execute(ledger, "UPDATE jobs SET state = 'cancelling'")
+        assert ledger.heartbeat("w1", [lease.ticket], LEASE_SECONDS) == {lease.ticket}
+
     def test_a_released_shard_is_ready_at_once_and_lost_no_attempt(self, ledger: Ledger) -> None:
         job = submit(ledger, (2,), max_attempts=1)
         lease = lease_next(ledger)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jobs.ledger import Ledger
-from jobs.ledger.records import ItemState, JobState
+from jobs.ledger import Ledger, migrate
+from jobs.ledger.records import ItemState, Job, JobState, ShardState
 from pipelines.errors import ErrorCode
 from tests.ledger_kit import (
     LEASE_SECONDS,
@@ -109,14 +109,137 @@ class TestReconcile:
 
     def test_the_error_budget_pauses_the_job_with_a_reason(self, ledger: Ledger) -> None:
         job = submit(ledger, (60, 60, 60), error_budget=0.2)
-        for first in (0, 60):
-            lease = lease_next(ledger)
-            ledger.commit(lease.ticket, [failed(i) if i % 2 else done(i) for i in range(first, first + 60)])
-            assert ledger.job(job.id).state is JobState.RUNNING
-            ledger.finish_shard(lease.ticket)
+        lease = lease_next(ledger)
+        ledger.commit(lease.ticket, [failed(i) if i % 4 == 0 else done(i) for i in range(20)])
+        assert ledger.job(job.id).state is JobState.RUNNING
+        # The lease goes on, and the commit alone spends the budget.
+        ledger.commit(lease.ticket, [failed(i) for i in range(20, 40)])
         paused = ledger.job(job.id)
         assert paused.state is JobState.PAUSED
-        assert "60 of 120" in paused.state_reason
+        assert "25 of 40" in paused.state_reason
         ledger.resume(job.id)
         ledger.reconcile()
         assert ledger.job(job.id).state is JobState.RUNNING
+
+    def test_a_small_job_pauses_once_it_cannot_keep_its_budget(self, ledger: Ledger) -> None:
+        job = submit(ledger, (10,), error_budget=0.2)
+        lease = lease_next(ledger)
+        ledger.commit(lease.ticket, [failed(0), failed(1)])
+        assert ledger.job(job.id).state is JobState.RUNNING
+        ledger.commit(lease.ticket, [failed(2)])
+        assert ledger.job(job.id).state is JobState.PAUSED
+        ledger.resume(job.id)
+        # Seven items are left: of them one may fail.
+        ledger.commit(lease.ticket, [failed(3)])
+        assert ledger.job(job.id).state is JobState.RUNNING
+        ledger.retry(job.id, None)
+        # What is open again counts as any other item.
+        ledger.commit(lease.ticket, [done(4), done(5)])
+        assert ledger.job(job.id).state is JobState.RUNNING
+
+
+class TestTimesAhead:
+    """The database's clock was a day ahead while these times were written, and is right again."""
+
+    def test_a_dead_workers_lease_runs_out_in_its_time_and_a_living_ones_goes_on(self, ledger: Ledger) -> None:
+        job = submit(ledger, (1, 1))
+        dead, alive = lease_next(ledger), lease_next(ledger, "w2")
+        jump(ledger, "shards", "lease_until", "heartbeat_at")
+        report = ledger.reconcile()
+        assert (report.times_ahead, report.expired_leases, report.changed) == (2, 0, True)
+        assert ledger.reconcile().times_ahead == 0
+        now = ledger.now()
+        assert all(
+            beat <= now and until <= now + LEASE_SECONDS for beat, until in rows(ledger, "SELECT heartbeat_at, lease_until FROM shards")
+        )
+        assert ledger.heartbeat("w2", [alive.ticket], LEASE_SECONDS) == set()
+        pass_time(ledger, "shards", LEASE_SECONDS + 1, "lease_until", "heartbeat_at")
+        assert ledger.heartbeat("w2", [alive.ticket], LEASE_SECONDS) == set()
+        assert ledger.reconcile().expired_leases == 1
+        assert ledger.finish_shard(dead.ticket) is False
+        assert ledger.status(job.id).shards[ShardState.LEASED] == 1
+
+    def test_a_lease_longer_than_any_ends(self, ledger: Ledger) -> None:
+        submit(ledger)
+        lease_next(ledger)
+        jump(ledger, "shards", "lease_until")
+        assert ledger.reconcile().times_ahead == 1
+        assert ledger.reconcile().expired_leases == 1
+
+    def test_a_shard_that_waits_for_tomorrow_is_ready(self, ledger: Ledger) -> None:
+        submit(ledger)
+        ledger.fail_shard(lease_next(ledger).ticket, ErrorCode.STORE_UNREACHABLE, "away")
+        assert ledger.reconcile().times_ahead == 0
+        jump(ledger, "shards", "not_before")
+        assert ledger.reconcile().times_ahead == 1
+        assert len(ledger.take_ready(1)) == 1
+
+    def test_a_message_of_tomorrow_is_waited_for_as_if_it_were_new(self, ledger: Ledger) -> None:
+        submit(ledger)
+        (ticket,) = ledger.take_ready(1)
+        jump(ledger, "shards", "enqueued_at")
+        report = ledger.reconcile(queued_timeout_seconds=600)
+        assert (report.times_ahead, report.lost_messages) == (1, 0)
+        pass_time(ledger, "shards", 601, "enqueued_at")
+        assert ledger.reconcile(queued_timeout_seconds=600).lost_messages == 1
+        assert ledger.take_ready(1) == [ticket]
+
+    def test_a_worker_of_tomorrow_is_lost_in_its_time(self, ledger: Ledger) -> None:
+        ledger.register_worker(worker("a", slots=3))
+        jump(ledger, "workers", "heartbeat_at")
+        report = ledger.reconcile(worker_timeout_seconds=60)
+        assert (report.times_ahead, report.stale_workers) == (1, 0)
+        pass_time(ledger, "workers", 61, "heartbeat_at")
+        assert ledger.reconcile(worker_timeout_seconds=60).stale_workers == 1
+        assert ledger.reconcile().times_ahead == 0
+
+
+def jump(ledger: Ledger, table: str, *columns: str) -> None:
+    pass_time(ledger, table, -86_400, *columns)
+
+
+def pass_time(ledger: Ledger, table: str, seconds: float, *columns: str) -> None:
+    """Makes the times of a table so much older."""
+    changes = ", ".join(f"{column} = {column} - :seconds" for column in columns)
+    execute(ledger, f"UPDATE {table} SET {changes}", seconds=seconds)
+
+
+class TestManifests:
+    def ended(self, ledger: Ledger) -> Job:
+        job = submit(ledger, (1,))
+        lease = lease_next(ledger)
+        ledger.commit(lease.ticket, [done(0)])
+        ledger.finish_shard(lease.ticket)
+        return ledger.job(job.id)
+
+    def test_a_job_that_ended_without_its_manifest_is_named_until_it_is_noted(self, ledger: Ledger) -> None:
+        job = self.ended(ledger)
+        assert ledger.reconcile().without_manifest == ()
+        pass_time(ledger, "jobs", 61, "finished_at")
+        for _ in range(2):
+            report = ledger.reconcile()
+            assert (report.without_manifest, report.changed) == ((job.id,), False)
+        ledger.note_manifest(ledger.job(job.id))
+        assert ledger.reconcile().without_manifest == ()
+
+    def test_what_is_noted_of_an_earlier_end_says_nothing_of_the_next(self, ledger: Ledger) -> None:
+        job = self.ended(ledger)
+        ledger.note_manifest(job)
+        pass_time(ledger, "jobs", 61, "finished_at")
+        assert ledger.reconcile().without_manifest == (job.id,)
+        ledger.note_manifest(job)
+        assert ledger.reconcile().without_manifest == (job.id,)
+
+    def test_jobs_that_run_are_not_named_and_those_of_before_the_upgrade_are_taken_to_have_theirs(self, ledger: Ledger) -> None:
+        job = self.ended(ledger)
+        submit(ledger)
+        pass_time(ledger, "jobs", 61, "finished_at", "created_at")
+        migrate.downgrade(ledger.database, "0005")
+        ledger.migrate()
+        assert ledger.reconcile().without_manifest == ()
+        assert ledger.job(job.id).state is JobState.COMPLETED
+
+    def test_an_end_of_tomorrow_counts_too(self, ledger: Ledger) -> None:
+        job = self.ended(ledger)
+        jump(ledger, "jobs", "finished_at")
+        assert ledger.reconcile().without_manifest == (job.id,)

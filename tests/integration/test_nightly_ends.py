@@ -113,7 +113,7 @@ def test_a_paused_night_is_told_and_not_finished(house: House) -> None:
     report = house.report()
     (paused,) = report.nights
     assert (paused.end, paused.state, paused.datasets) == (NightEnd.RAN, JobState.PAUSED, ())
-    assert "jobs resume" in paused.reason
+    assert "nightjar resume" in paused.reason
     assert (report.failed, report.unfinished) == (False, True)
     assert not house.sets.exists()
     house.ledger.resume(night.job_id)
@@ -141,7 +141,7 @@ def test_errors_of_a_night_that_ended_well_are_counted(house: House) -> None:
     (night,) = report.nights
     assert (night.end, night.state, report.failed) == (NightEnd.RAN, JobState.COMPLETED_WITH_ERRORS, False)
     assert (night.failed_items, night.rejected_lines) == (1, 2)
-    assert f"1 item failed, 2 lines refused; see why with: jobs errors {night.job_id}" in str(night)
+    assert f"1 item failed, 2 lines refused; see why with: nightjar errors {night.job_id}" in str(night)
     assert [one.items for one in night.datasets] == [2, 3, 2, 2]
 
 
@@ -312,7 +312,7 @@ def test_a_file_changed_after_its_submit_was_stopped_is_explained(house: House, 
     (job,) = house.ledger.jobs()
     house.write(line("b"))
     night = house.run()
-    assert (night.end, f"jobs cancel {job.id}" in night.reason) == (NightEnd.FAILED, True)
+    assert (night.end, f"nightjar cancel {job.id}" in night.reason) == (NightEnd.FAILED, True)
     house.ledger.cancel(job.id)
     assert house.run().end is NightEnd.SUBMITTED
 

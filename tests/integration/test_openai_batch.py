@@ -76,6 +76,14 @@ def test_a_batch_comes_back_by_its_custom_ids(rig: Rig) -> None:
     ]
 
 
+def test_a_custom_id_that_ends_like_a_turns_comes_back_as_it_is(rig: Rig) -> None:
+    job = submitted(rig, line("chat:turn1"), line("lost:turn0", "[[fail:synth.nan]]"), line("fast:turn2", speed=2)).job
+    while not rig.ledger.job(job.id).state.final:
+        rig.run_next()
+    assert [one["custom_id"] for one in exported(rig, job.id, "openai-batch")] == ["chat:turn1"]
+    assert [one["custom_id"] for one in exported(rig, job.id, "openai-batch-errors")] == ["fast:turn2", "lost:turn0"]
+
+
 def test_what_a_line_says_reaches_the_engine(rig: Rig) -> None:
     result = submitted(
         rig, line("a", " Good.", voice="sine", instructions="Calm."), line("b", instructions="", voice=""), line("c", voice=None)

@@ -18,7 +18,7 @@ LINES = 200
 
 
 def run_job(folder: Path, numbers: list[int]) -> dict[str, bytes]:
-    """Runs `jobs run` over these lines; the WAV file of each example."""
+    """Runs `nightjar run` over these lines; the WAV file of each example."""
     folder.mkdir()
     with (folder / "input.jsonl").open("w") as file:
         for number in numbers:

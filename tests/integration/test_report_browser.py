@@ -46,6 +46,20 @@ CONTRASTS = """
 """
 
 
+#: Whatever would have to be moved sideways to be read whole.
+SIDEWAYS = """
+[...document.querySelectorAll("html, body, body *")]
+  .filter(e => e.scrollWidth > e.clientWidth + 1)
+  .filter(e => e === document.documentElement || ["auto", "scroll"].includes(getComputedStyle(e).overflowX))
+  .map(e => [e.tagName, e.className, e.scrollWidth, e.clientWidth])
+"""
+#: Cells and headings that stand outside the screen.
+OUTSIDE = """
+[...document.querySelectorAll("main *")].filter(e => e.getClientRects().length && !e.closest(".unseen, svg, audio"))
+  .filter(e => e.getBoundingClientRect().right > innerWidth + 1).map(e => [e.tagName, e.className, e.getBoundingClientRect().right])
+"""
+
+
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     browser = require_browser()
@@ -150,3 +164,18 @@ def test_it_can_be_read_in_any_light_and_width(page: Path, width: int, dark: boo
         assert (ground < 128) == dark
         browser.screenshot(tmp_path / "page.png")
         assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("width", [320, 360, 600])
+def test_nothing_has_to_be_moved_sideways_on_a_narrow_screen(page: Path, width: int) -> None:
+    with Browser(require_browser(), width=width) as browser:
+        browser.open(page.as_uri())
+        browser.value("document.querySelectorAll('details').forEach(details => { details.open = true })")
+        browser.value("document.querySelectorAll('figure td').forEach(cell => { cell.textContent = '123 min 45 s' })")
+        assert browser.value(SIDEWAYS) == []
+        assert browser.value(OUTSIDE) == []
+        # Each cell says what it is, and the columns can still be sorted by.
+        label = "getComputedStyle(document.querySelector('tr[data-rank] td.words'), '::before').content"
+        assert browser.value(label) == '"Text"'
+        browser.value("[...document.querySelectorAll('th button')].find(button => button.innerText === 'Length').click()")
+        assert browser.value(LENGTHS) == sorted(browser.value(LENGTHS))

@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -15,14 +16,21 @@ import soundfile
 from click.testing import CliRunner
 
 from jobs.cli import cli
+from jobs.cli.follow import Progress
+from jobs.cli.report import report
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
 from jobs.quality import PRESETS
-from jobs.report import clips, sample
+from jobs.report import ReportOptions, clips, sample
+from jobs.report.report import SHOWN_ITEMS
 from jobs.settings import S3Settings
 from jobs.store import open_store
 from pipelines.errors import ConfigError, StoreError
+from pipelines.registry import register_pipeline
+from tests.fake_worker import fake_card
+from tests.fakes import FakePipeline
+from tests.ledger_kit import execute
 from tests.report_kit import HOSTILE, Desk, Document, open_desk, read_page, rows_of
 from tests.services import MotoS3
 from tests.worker_rig import WORKER
@@ -47,9 +55,61 @@ def test_the_overview_says_what_status_says(desk: Desk) -> None:
     document, result = desk.report(desk.job(MIXED, bad_lines=2), price_per_gpu_hour=36.0)
     shown = facts(document)
     assert (shown["Items done"], shown["Items failed"], shown["Lines refused"]) == ("41", "3", "2")
-    assert {"Audio", "Real-time factor", "Throughput", "Time", "GPU time", "Cost"} <= shown.keys()
+    assert {"Audio", "Real-time factor", "Throughput", "Time", "Engine time", "Cost"} <= shown.keys()
+    assert "GPU" not in document.whole_text()
     assert (result.shown, result.measured) == (44, 41)
     assert facts(desk.report(desk.rig.ledger.jobs()[0])[0])["Cost"] == "unknown"
+
+
+def header_of(document: Document) -> tuple[str, list[str]]:
+    """The heading, and what was made of what."""
+    (header,) = document.all("header")
+    return header.all("h1")[0].text, [name.text for name in header.all("bdi")]
+
+
+def test_the_header_says_input_model_and_voice(desk: Desk) -> None:
+    # The model's only voice; then one of two that the lines ask for, and neither.
+    assert header_of(desk.report(desk.job(TEXTS[:3]))[0]) == ("in.jsonl", ["in.jsonl", "fake", "sine"])
+    card = fake_card()
+    card = replace(card, capabilities=replace(card.capabilities, voices=("anna", "ben")))
+    forget = register_pipeline("fake", card, FakePipeline)
+    try:
+        assert header_of(desk.report(desk.job(TEXTS[:2], generation={"voice": "ben"}))[0])[1][2] == "ben"
+        assert header_of(desk.report(desk.job(TEXTS[:4]))[0])[1][2] == "the model's own"
+    finally:
+        forget()
+        register_pipeline("fake", fake_card(), FakePipeline)
+
+
+def test_the_report_of_a_run_shows_as_many_items_as_the_command(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jobs.cli import run
+
+    job = desk.job(TEXTS)
+    monkeypatch.setattr("jobs.cli.report.default_place", lambda *_: desk.rig.folder / "run.html")
+    status = desk.rig.ledger.status(job.id)
+    with Progress(quiet=True) as progress:
+        assert run._report(desk.rig.ledger, desk.rig.store, status, desk.rig.settings, progress)  # pyright: ignore[reportPrivateUsage]
+    assert len(rows_of(read_page((desk.rig.folder / "run.html").read_text()))) == len(TEXTS)
+    option = next(option for option in report.params if option.name == "items")
+    assert option.default == SHOWN_ITEMS == ReportOptions().items
+
+
+def test_a_gap_before_a_retry_is_no_time_of_work(desk: Desk) -> None:
+    job = desk.job([*TEXTS[:30], "[[fail_once:synth.no_eos]]"])
+    execute(desk.rig.ledger, "UPDATE attempts SET started_at = started_at - 7200, ended_at = ended_at - 7200")
+    execute(desk.rig.ledger, "UPDATE artifacts SET made_at = made_at - 7200")
+    execute(desk.rig.ledger, "UPDATE jobs SET started_at = started_at - 7200, finished_at = finished_at - 7200")
+    assert desk.rig.ledger.retry(job.id, None) == 1
+    desk.rig.run_next()
+    document, _ = desk.report(job)
+    (overview,) = document.all("dl", class_="facts")
+    said = " ".join(overview.whole_text().split())
+    assert "at work, 2 h 0 min from the first claim" in said
+    busy = desk.rig.status(job).busy_seconds
+    assert busy is not None
+    assert busy < 600
+    # The charts end with the work: their last time is far from two hours.
+    assert "2 h" not in " ".join(figure.whole_text() for figure in document.all("figure"))
 
 
 def test_errors_are_counted_and_explained(desk: Desk) -> None:
@@ -297,4 +357,4 @@ def test_names_are_kept_apart_from_the_text_around_them(desk: Desk) -> None:
     document, _ = desk.report(desk.job([*TEXTS[:8], "[[silent]]"], quality=PRESETS["basic"]))
     (items,) = [table for table in document.all("table") if "data-sortable" in table.attributes]
     assert {"silence", "ended"} <= {button.all("bdi")[0].text for button in items.all("button") if button.all("bdi")}
-    assert [one.text for one in document.all("header")[0].all("bdi")] == ["fake"]
+    assert [one.text for one in document.all("header")[0].all("bdi")] == ["in.jsonl", "fake", "sine"]

@@ -1,10 +1,11 @@
-"""`jobs run` as its users meet it: a real process, a real Valkey, a real worker; ended in every way, and nothing left behind."""
+"""`nightjar run` as its users meet it: a real process, a real Valkey, a real worker; ended in every way, and nothing left behind."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 import soundfile
 
 from tests.report_kit import read_page, rows_of
+from tests.services import MotoS3
 from tests.slow_voice import install
 
 JOBS = [sys.executable, "-m", "jobs"]
@@ -36,7 +38,7 @@ def write_input(path: Path, lines: int, words: int = 8) -> Path:
 
 
 class Shell:
-    """Runs `jobs` in a folder of its own, and finds every process that came of it by a mark in its environment."""
+    """Runs `nightjar` in a folder of its own, and finds every process that came of it by a mark in its environment."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -118,8 +120,8 @@ def shell(tmp_path: Path):
 
 @pytest.fixture
 def slow(shell: Shell) -> Shell:
-    """A shell of runs with `SLOW`, which take the time that their voice takes."""
-    timing = {"LEASE_SECONDS": "4", "HEARTBEAT_SECONDS": "1", "DRAIN_SECONDS": "1"}
+    """A shell of runs with `SLOW`, which take the time that their voice takes. No test of them could wait for the end of a lease."""
+    timing = {"LEASE_SECONDS": "3600", "HEARTBEAT_SECONDS": "1", "DRAIN_SECONDS": "1"}
     shell.environment |= install(shell.folder / "site") | {f"SPEECH_WORKER__{name}": value for name, value in timing.items()}
     return shell
 
@@ -144,6 +146,7 @@ def test_a_run_makes_every_item_and_leaves_nothing(shell: Shell) -> None:
         samples, rate = soundfile.read(shell.folder / "out" / str(row["key"]))
         assert (len(samples) * 1000 / rate, rate) == (pytest.approx(row["duration_ms"], abs=1), 24000)
     assert not list((shell.folder / "out/.nightjar").glob("broker.json"))
+    assert (Path(view["audio"]).is_dir(), Path(view["manifest"]).is_file(), view["text"]) == (True, True, None)
     report = Path(view["report"])
     assert report == shell.folder / "out" / "reports" / f"{view['job']}.html"
     page = read_page(report.read_text())
@@ -230,7 +233,7 @@ def test_two_runs_in_one_folder_are_refused(slow: Shell) -> None:
     until(lambda: slow.done() >= 1, "no item was made")
     second = slow.run(*SLOW)
     assert second.returncode == 1
-    assert "Another `jobs run`" in second.stderr
+    assert "Another `nightjar run`" in second.stderr
     first.send_signal(signal.SIGINT)
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=240)
@@ -307,3 +310,110 @@ def test_example_ids_cannot_leave_the_folder(shell: Shell) -> None:
     listed = shell.run("items", json.loads(run.stdout)["job"])
     assert "\x1b" not in listed.stdout
     assert len(listed.stdout.splitlines()) == len(rows) + 1
+
+
+def test_a_run_into_a_bucket(shell: Shell, moto: MotoS3) -> None:
+    write_input(shell.folder / "in.jsonl", 2)
+    url = f"s3://{moto.create_bucket(f'run-{uuid.uuid4().hex[:12]}')}/prefix"
+    shell.environment |= {
+        "SPEECH_STORE_URL": url,
+        "SPEECH_S3__ENDPOINT_URL": moto.endpoint,
+        "SPEECH_S3__ACCESS_KEY_ID": moto.access_key,
+        "SPEECH_S3__SECRET_ACCESS_KEY": moto.secret_key,
+        "SPEECH_S3__REGION": "us-east-1",
+    }
+    run = shell.run("run", "in.jsonl")
+    assert run.returncode == 0, run.stderr
+    job = run.stdout.split()[0]
+    assert f"files   {url}/jobs/{job}/audio" in run.stdout
+    assert f"list    {url}/jobs/{job}/manifest.jsonl" in run.stdout
+    # The ledger and what belongs to this machine stay in the folder.
+    assert sorted(path.name for path in (shell.folder / "out").iterdir()) == [".nightjar", "reports"]
+    assert shell.run("verify", job, "--sample", "1").returncode == 0
+
+
+def test_a_run_uses_the_store_that_is_set(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 2)
+    run = shell.run("run", "in.jsonl", "--json", SPEECH_STORE_URL="the store", SPEECH_BROKER_URL="redis://127.0.0.1:9/0")
+    assert run.returncode == 0, run.stderr
+    view = json.loads(run.stdout)
+    assert "set by store_url (environment)" in run.stderr
+    assert "broker_url (environment) is not used" in run.stderr
+    store = shell.folder / "the store"
+    assert view["audio"] == f"{store}/jobs/{view['job']}/audio"
+    assert len(list(store.glob("jobs/*/audio/*/*.wav"))) == 2
+    assert not (shell.folder / "out" / "jobs").exists()
+    assert shell.run("verify", view["job"], "--sample", "0").returncode == 0
+    again = shell.run("run", "in.jsonl", "--json", SPEECH_STORE_URL="the store")
+    assert json.loads(again.stdout)["job"] == view["job"]
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:hunter2@127.0.0.1:9/x", "sqlite:///elsewhere.sqlite"])
+def test_a_ledger_elsewhere_is_refused_before_anything_is_written(shell: Shell, url: str) -> None:
+    write_input(shell.folder / "in.jsonl", 1)
+    run = shell.run("run", "in.jsonl", SPEECH_DATABASE_URL=url)
+    assert run.returncode == 4
+    assert "config.invalid" in run.stderr
+    assert "database_url (environment)" in run.stderr
+    assert "nightjar submit" in run.stderr
+    assert "hunter2" not in run.stderr
+    assert not (shell.folder / "out").exists()
+
+
+def test_a_run_writes_only_where_it_says(shell: Shell, tmp_path: Path) -> None:
+    """An empty home of the user: nothing but the pointer to the job is left there, and nothing in the folder of temporary files."""
+    write_input(shell.folder / "in.jsonl", 2)
+    user, temporary = tmp_path / "user", tmp_path / "temporary"
+    user.mkdir()
+    temporary.mkdir()
+    # What the session says of caches and of telemetry does not count.
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "ORT_DISABLE_TELEMETRY"):
+        shell.environment.pop(name, None)
+    run = shell.run("run", "in.jsonl", "--quiet", HOME=str(user), TMPDIR=str(temporary))
+    assert run.returncode == 0, run.stderr
+    assert [path.relative_to(user).as_posix() for path in user.rglob("*") if path.is_file()] == [
+        f".local/state/nightjar/jobs/{run.stdout.strip()}"
+    ]
+    assert not list(temporary.iterdir())
+
+
+def test_a_run_of_a_finished_job_makes_again_what_is_lost(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 4)
+    job = shell.run("run", "in.jsonl", "-q").stdout.strip()
+    made = {path: path.read_bytes() for path in (shell.folder / "out" / "jobs" / job).rglob("*") if path.suffix in (".wav", ".zst")}
+    gone, empty, *_ = sorted(path for path in made if path.suffix == ".wav")
+    (lines,) = (path for path in made if path.suffix == ".zst")
+    gone.unlink()
+    os.truncate(empty, 0)
+    os.truncate(lines, 0)
+    refused = shell.run("export", job, "--format", "nemo", "--to", "x.jsonl")
+    assert refused.returncode == 5
+    assert "store.missing" in refused.stderr
+    assert f"missing {gone.relative_to(shell.folder / 'out')}, changed {empty.relative_to(shell.folder / 'out')}" in refused.stderr
+    assert f"nightjar verify {job} --repair" in refused.stderr
+    again = shell.run("run", "in.jsonl", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["job"] == job
+    assert "1 input of this job's shards is lost" in again.stderr
+    assert "2 objects of this job are missing or damaged" in again.stderr
+    assert "2 made again as they were, 0 with other bytes." in again.stderr
+    assert {path: path.read_bytes() for path in made} == made
+
+
+def test_a_moved_folder_goes_on(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 3)
+    job = shell.run("run", "in.jsonl", "-q").stdout.strip()
+    here, moved, copy = (shell.folder / name for name in ("out", "moved", "copy"))
+    here.rename(moved)
+    shutil.copytree(moved, copy)
+    for home in (copy, moved):
+        again = shell.run("run", "in.jsonl", "--json", "--out", home.name)
+        assert json.loads(again.stdout)["job"] == job, again.stderr
+        assert json.loads(again.stdout)["audio"] == f"{home}/jobs/{job}/audio"
+        assert "done before" in again.stderr
+    assert shell.run("verify", job, "--sample", "1", "--out", "moved").returncode == 0
+    assert shell.run("report", job, "--out", "moved").stdout.strip() == str(moved / "reports" / f"{job}.html")
+    assert len(shell.items("moved")) == 3
+    assert not here.exists()
+    # Without a folder: the first command that named the one it was moved to has noted it.
+    assert json.loads(shell.run("status", job, "--json").stdout)["store"] in (copy.as_uri(), moved.as_uri())

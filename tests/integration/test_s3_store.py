@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,15 @@ def test_a_large_file_streams_in_and_out(store: S3Store, tmp_path: Path) -> None
         while chunk := stream.read(1 << 20):
             digest.update(chunk)
     assert digest.hexdigest() == put.info.sha256
+
+
+def test_a_listing_knows_when_objects_were_written(store: S3Store) -> None:
+    before = time.time()
+    store.put("a/one", b"1")
+    (info,) = store.list("a/")
+    # Servers write whole seconds; this one has the clock of this machine.
+    assert info.modified_at is not None
+    assert before - 2 <= info.modified_at <= time.time() + 2
 
 
 def test_listing_crosses_pages(store: S3Store, s3: S3) -> None:

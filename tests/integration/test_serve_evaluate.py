@@ -1,4 +1,4 @@
-"""`jobs evaluate` against a running server: every mode, resume after a kill, a server that is busy or away, bad lines."""
+"""`nightjar evaluate` against a running server: every mode, resume after a kill, a server that is busy or away, bad lines."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def start(folder: Path, url: str, *words: str) -> subprocess.Popen[str]:
 
 
 class Runner:
-    """`jobs evaluate` in this process: its exit code, its JSON and what it says on stderr."""
+    """`nightjar evaluate` in this process: its exit code, its JSON and what it says on stderr."""
 
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         self._capfd = capfd

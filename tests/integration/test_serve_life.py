@@ -266,7 +266,6 @@ async def storm(server: Running, connections: int, rounds: int) -> dict[str, int
 
 def test_a_storm_of_clients_leaves_every_slot_free(pipeline: DialoguePipeline) -> None:
     with Running(pipeline, slots=6, waiting_room=600) as server:
-        before = server.metrics()["process_resident_memory_bytes"]
         seen = asyncio.run(storm(server, 96, 6))
         assert set(seen) <= {"200", "400", "422", "left"}, seen
         assert seen["left"] > 50
@@ -280,4 +279,3 @@ def test_a_storm_of_clients_leaves_every_slot_free(pipeline: DialoguePipeline) -
             asked = [in_thread(pool, server, "[[steps:50]] All at once.") for _ in range(6)]
             assert [future.result(PATIENCE_SECONDS).status_code for future in asked] == [200] * 6
         server.until_idle()
-        assert server.metrics()["process_resident_memory_bytes"] - before < 200e6

@@ -1,4 +1,4 @@
-"""`jobs serve` as a process: where it listens, its keys, its signals and its exit codes."""
+"""`nightjar serve` as a process: where it listens, its keys, its signals and its exit codes."""
 
 from __future__ import annotations
 

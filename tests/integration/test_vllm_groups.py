@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 
 from tests.vllm_kit import checkpoint, require_vllm
 
@@ -16,20 +15,13 @@ require_vllm()
 
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.lm import model_spec  # noqa: E402
-from pipelines.vllm_engine.library import load_vllm  # noqa: E402
 from pipelines.vllm_engine.options import AT_ONCE, TokenRequest, TokenSampling, VllmOptions  # noqa: E402
+from tests.scheduler_rig import END, Run, newcomer, scheduler  # noqa: E402
 
-load_vllm()
-
-from vllm import SamplingParams  # noqa: E402
-from vllm.config import SchedulerConfig  # noqa: E402
-from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
-from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec  # noqa: E402
-from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
-from vllm.v1.request import Request, RequestStatus  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+from vllm.config import SchedulerConfig  # noqa: E402  # isort: skip
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402  # isort: skip
+from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402  # isort: skip
+from vllm.v1.request import RequestStatus  # noqa: E402  # isort: skip
 
 from pipelines.vllm_engine import adapter, group_scheduler  # noqa: E402
 from pipelines.vllm_engine.adapter import engine_arguments, sampling_params  # noqa: E402
@@ -41,70 +33,6 @@ from pipelines.vllm_engine.group_scheduler import (  # noqa: E402
     GroupScheduler,
     quick_allocation,
 )
-
-BLOCK = 16
-#: A token that is drawn now and then, and one that never is.
-END, NEVER = 7, 99
-
-
-def scheduler(
-    kind: type[Any], sequences: int, blocks: int, step_tokens: int, caching: bool = False, groups: int = 1, window: int | None = None
-) -> Any:
-    spec = model_spec(SparkConfig.from_folder(checkpoint()))
-    arguments = {**engine_arguments(spec, VllmOptions(max_sequences=sequences, max_context=512)), "enable_prefix_caching": caching}
-    chunked = {"max_num_batched_tokens": step_tokens, "enable_chunked_prefill": True}
-    config = AsyncEngineArgs(**{**arguments, **chunked}).create_engine_config()
-    config.scheduler_config.async_scheduling = issubclass(kind, AsyncScheduler)
-    config.cache_config.num_gpu_blocks = blocks
-    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
-    attention = FullAttentionSpec(**shape) if window is None else SlidingWindowSpec(**shape, sliding_window=window)
-    kv_groups = [KVCacheGroupSpec([f"layer{group}"], attention) for group in range(groups)]
-    kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=kv_groups)
-    return kind(
-        vllm_config=config,
-        kv_cache_config=kv,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=BLOCK,
-        hash_block_size=BLOCK,
-        log_stats=True,
-    )
-
-
-def newcomer(name: str, prompt: int, most: int = 400, stop: int = NEVER, **extra: Any) -> Any:
-    parameters = SamplingParams(temperature=0.8, seed=1, max_tokens=most, stop_token_ids=[stop], detokenize=False, extra_args=extra or None)
-    return Request(request_id=name, prompt_token_ids=list(range(10, 10 + prompt)), sampling_params=parameters, pooling_params=None)
-
-
-class Run:
-    """A scheduler, and a model whose draws depend on the sequence and the position alone."""
-
-    def __init__(self, scheduler: Any, late: bool) -> None:
-        self.scheduler = scheduler
-        self._late = late
-        self._last: tuple[Any, Any] | None = None
-
-    def step(self) -> tuple[Any, ...]:
-        """One step; what was decided in it."""
-        planned = self.scheduler.schedule()
-        made = planned, self._model(planned)
-        before, self._last = (self._last, made) if self._late else (made, None)
-        if before is not None:
-            self.scheduler.update_from_output(*before)
-        cached = planned.scheduled_cached_reqs
-        blocks = [(name, new) for name, new in zip(cached.req_ids, cached.new_block_ids)]
-        new = [(one.req_id, one.block_ids) for one in planned.scheduled_new_reqs]
-        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-        return dict(planned.num_scheduled_tokens), blocks, new, sorted(planned.finished_req_ids), free
-
-    def _model(self, planned: Any) -> Any:
-        names = list(planned.num_scheduled_tokens)
-        ids: list[list[int]] = []
-        for name in names:
-            request = self.scheduler.requests[name]
-            # A chunk that is not a prompt's last draws nothing.
-            whole = request.num_computed_tokens >= request.num_prompt_tokens
-            ids.append([random.Random(f"{name} {request.num_computed_tokens}").randrange(60)] if whole else [])
-        return ModelRunnerOutput(req_ids=names, req_id_to_index={name: n for n, name in enumerate(names)}, sampled_token_ids=ids)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +100,13 @@ def test_engines_run_on_it(monkeypatch: pytest.MonkeyPatch, cpu: bool, chosen: d
     arguments = engine_arguments(spec, VllmOptions())
     assert SchedulerConfig.default_factory(scheduler_cls=arguments["scheduler_cls"]).get_scheduler_cls() is kind
     assert arguments["async_scheduling"] is (not cpu and "async_scheduling" not in chosen)
+
+
+def test_settings_of_a_request_are_those_that_vllm_is_told() -> None:
+    asked = TokenSampling(31, 0.7, 13, 0.85, repetition_penalty=1.2, seed=99, stop_ids=(5, 8), ignore_end=True)
+    told = sampling_params(TokenRequest("a", [1], asked), 1, streamed=False)
+    assert (told.max_tokens, told.temperature, told.top_k, told.top_p) == (31, 0.7, 13, 0.85)
+    assert (told.repetition_penalty, told.seed, told.stop_token_ids, told.ignore_eos) == (1.2, 99, [5, 8], True)
 
 
 def test_streams_are_told_apart() -> None:

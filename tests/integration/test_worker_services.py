@@ -16,8 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from jobs.settings import load_settings
+from pipelines.errors import ConfigError
 from tests.services import free_port
 from tests.worker_process import REPOSITORY, Site, stop
+from worker.run import run_flower
 
 
 @pytest.fixture
@@ -72,6 +75,13 @@ def test_flower_shows_jobs_and_shards_to_those_with_a_password_and_changes_nothi
     assert worker.poll() is None
     assert stop(flower) == 0
     assert "hunter2" not in site.log_text()
+
+
+@pytest.mark.parametrize("auth", [None, "", ":", "me:", ":secret", "me", " : ", "me:secret,", "me:secret,:", "me:sec,ret"])
+def test_flower_takes_no_empty_user_and_no_empty_password(auth: str | None) -> None:
+    settings = load_settings(flower={"basic_auth": auth})
+    with pytest.raises(ConfigError, match="without a user and a password"):
+        run_flower(settings)
 
 
 def test_flower_does_not_start_without_a_password(site: Site) -> None:

@@ -6,18 +6,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from tests.conformance.__main__ import main
 from tests.fish_checkpoint import GOLDEN
+from tests.parity.golden_folder import change as change_array
+from tests.parity.golden_folder import check_listed, passed, scale
 from tests.vllm_v2 import require_v2
 
-#: Cases that need no vLLM, by kind.
-COUNTS = {"tokenize": 1, "resample": 1, "codec_encode": 3, "codec_decode": 3, "greedy": 9, "batch": 1, "end_to_end": 2}
-COUNTS |= {"sampling_distribution": 1, "draw": 2, "ras_unit": 1, "stochastic_replay": 1}
+CASES = 30
 
 
 def test_every_case_passes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,11 +24,13 @@ def test_every_case_passes(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["fish", str(GOLDEN)])
     printed = capsys.readouterr().out
     assert code == 0, "\n".join(line for line in printed.splitlines() if line.startswith("FAIL"))
-    for name in ("vllm together", "speech together", "stream multi_speaker_turns"):
+    for name in ("vllm together", "speech together", "stream multi_speaker_turns", "stream end_to_end_text"):
         assert f"ok   {name}" in printed
-    for kind, cases in COUNTS.items():
-        assert printed.count(f"ok   {kind} ") >= cases, kind
+    found = passed(printed)
+    wanted = check_listed(GOLDEN, CASES)
+    assert {kind: found[kind] for kind in wanted} == wanted
     assert "left out" not in printed
+    assert "not compared" not in printed
 
 
 @pytest.fixture
@@ -39,11 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shards(folder: Path, name: str) -> None:
-    for path in folder.glob("*.safetensors"):
-        weights = load_file(path)
-        if name in weights:
-            weights[name] = weights[name] * 1.1
-            save_file(weights, path)
+    scale(next(path for path in folder.glob("*.safetensors") if name in load_file(path)), name, 1.1)
 
 
 def codec(folder: Path, name: str) -> None:
@@ -73,14 +70,36 @@ def test_one_changed_weight_is_noticed(
 
 @pytest.mark.parametrize(("key", "case"), [("columns_0", "greedy text_num"), ("prompt_0", "greedy text_num"), ("token", "ras_unit")])
 def test_one_changed_number_is_noticed(folder: Path, key: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = folder / "arrays" / f"{case.split()[-1]}.npz"
-    arrays = dict(np.load(path))
-    arrays[key].reshape(-1)[3] += 1
-    np.savez(path, **arrays)
+    change_array(folder / "arrays" / f"{case.split()[-1]}.npz", key, 3)
     assert main(["fish", str(folder), "--only", case]) == 1
     assert "expected" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("key", "case"),
+    [("wav", "end_to_end_text"), ("wav", "decode_len50"), ("hidden", "greedy clone_one_ref"), ("uniform_fast", "stochastic_replay")],
+)
+def test_an_array_that_is_absent_fails(folder: Path, key: str, case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    change_array(folder / "arrays" / f"{case.split()[-1]}.npz", key)
+    assert main(["fish", str(folder), "--only", case]) == 1
+    assert f"the array {key} is absent" in capsys.readouterr().out
+
+
+def test_a_file_that_is_absent_fails(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "arrays" / "codes_len50.npz").unlink()
+    assert main(["fish", str(folder), "--only", "decode_len50"]) == 1
+    assert "codes_len50" in capsys.readouterr().out
+
+
+def test_the_audio_of_a_case_is_the_golden_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change_array(folder / "arrays" / "end_to_end_clone.npz", "wav", 3_000)
+    assert main(["fish", str(folder), "--only", "end_to_end_clone"]) == 1
+    assert "wav: largest difference" in capsys.readouterr().out
+
+
 def test_without_vllm_the_rest_passes_and_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["fish", str(folder), "--only", "draw"]) == 0
-    assert "left out: the cases on vLLM" in capsys.readouterr().out
+    assert main(["fish", str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert passed(printed) == check_listed(GOLDEN, CASES)
+    assert "left out: the cases on vLLM" in printed
+    assert "not compared" not in printed

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections import Counter
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +18,41 @@ from tests.conformance.__main__ import main
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_tts"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_case_passes(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["qwen3_tts", str(GOLDEN), "--dtype", dtype])
+THETAS = GOLDEN / "thetas"
+
+
+def promised(column: int) -> dict[str, int]:
+    """How many checks of each kind the README names; a kind is the pattern of its names."""
+    rows = re.findall(r"^\| `([^`]+)` \| (\d+) \| (\d+) \| (\d+) \|$", (GOLDEN / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == 20
+    return {row[0]: int(row[1 + column]) for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("path", "dtype", "column"),
+    [(GOLDEN, "float32", 0), (GOLDEN, "bfloat16", 1), (THETAS, "float32", 2)],
+    ids=["float32", "bfloat16", "thetas"],
+)
+def test_every_case_passes(path: Path, dtype: str, column: int, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["qwen3_tts", str(path), "--dtype", dtype])
     printed = capsys.readouterr().out
     assert code == 0, "\n".join(line for line in printed.splitlines() if line.startswith("FAIL"))
-    assert printed.splitlines()[-1].endswith("passed, 0 failed")
+    names = re.findall(r"^ok   (.+) \([\d.]+ s\)$", printed, re.MULTILINE)
+    wanted = promised(column)
+    found = Counter(next((kind for kind in wanted if fnmatchcase(name, kind)), name) for name in names)
+    assert dict(found) == {kind: count for kind, count in wanted.items() if count}
+    assert len(set(names)) == len(names)
+    totals = re.search(r"^\| all \| (\d+) \| (\d+) \| (\d+) \|$", (GOLDEN / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert totals is not None
+    assert len(names) == int(totals[1 + column])
+
+
+@pytest.mark.parametrize(("path", "title"), [(GOLDEN, "qwen3_tts"), (THETAS, "thetas")])
+def test_the_readme_lists_every_case(path: Path, title: str) -> None:
+    listed = re.search(rf"^Cases of `{title}`: ([^.]+)\.$", (GOLDEN / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert listed is not None
+    content = json.loads((path / "cases.json").read_text(encoding="utf-8"))
+    assert re.findall(r"`(\w+)`", listed[1]) == [case["name"] for case in content["cases"]]
 
 
 @pytest.fixture
@@ -56,6 +88,62 @@ def test_one_changed_code_is_noticed(folder: Path, capsys: pytest.CaptureFixture
     code, printed = run(folder, "codes clone_xvector_streaming", capsys)
     assert code == 1
     assert "codes differ from frame 4 on" in printed
+
+
+@pytest.mark.parametrize(
+    ("file", "array", "only", "dtype"),
+    [
+        ("arrays_design.npz", "teacher_forced.design_streaming_auto.bf16.logits_codebook0", "bfloat16", "bfloat16"),
+        ("arrays_design.npz", "teacher_forced.design_streaming_auto.hidden", "teacher-forced design", "float32"),
+        ("arrays_codec.npz", "audio24k.ref_c", "codec encode.base.ref_c", "float32"),
+        ("arrays_codec.npz", "mel.ref_a", "mel ref_a", "float32"),
+        ("arrays_codec.npz", "decode_batch.base.23.wave", "codec decode_batch", "float32"),
+        ("arrays_custom.npz", "sampling.other.residual_probs", "residual distributions other", "float32"),
+    ],
+)
+def test_a_check_whose_array_is_absent_fails(
+    folder: Path, file: str, array: str, only: str, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrays = dict(np.load(folder / file))
+    gone = [key for key in arrays if key.partition("~")[0] == array]
+    assert len(gone) == 1
+    del arrays[gone[0]]
+    np.savez(folder / file, **arrays)
+    code = main(["qwen3_tts", str(folder), "--only", only, "--dtype", dtype])
+    printed = capsys.readouterr().out
+    assert code == 1
+    assert f"KeyError: '{array}'" in printed
+    assert printed.endswith("0 passed, 1 failed\n")
+
+
+@pytest.mark.parametrize(
+    ("talker", "predictor"),
+    [(300, 20_000), (1_000_000, 1_000_000), (20_000, 20_000), (300, 300)],
+    ids=["swapped", "both 1e6", "both the talker's", "both the predictor's"],
+)
+def test_another_rope_theta_is_noticed(talker: int, predictor: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(THETAS, tmp_path / "golden")
+    path = folder / "checkpoint-thetas" / "config.json"
+    config = json.loads(path.read_text())
+    config["talker_config"]["rope_theta"], config["talker_config"]["code_predictor_config"]["rope_theta"] = talker, predictor
+    path.write_text(json.dumps(config))
+    code, printed = run(folder, "teacher-forced", capsys)
+    assert code == 1
+    assert printed.endswith("0 passed, 2 failed\n")
+
+
+def test_other_lengths_are_noticed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The end one draw later moves the counts by one place."""
+    folder = shutil.copytree(THETAS, tmp_path / "golden")
+    path = folder / "cases.json"
+    content = json.loads(path.read_text())
+    for entry in content["lengths"]:
+        counts = entry["counts"]
+        entry["counts"] = [0, *counts[:-2], counts[-2] + counts[-1]]
+    path.write_text(json.dumps(content))
+    code, printed = run(folder, "lengths default", capsys)
+    assert code == 1
+    assert printed.endswith("0 passed, 1 failed\n")
 
 
 def test_a_broken_case_fails_and_the_others_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ from hypothesis import strategies as st
 
 from jobs.artifacts import audio_key, numbered_key, put_numbered, slug
 from jobs.ledger.records import Artifact, Job, JobSpec, JobState
-from jobs.manifest import entry, newest_job_manifest, put_job_manifest, read_manifest
-from jobs.payload import compress, encode_line, read_raw_shard, read_shard
+from jobs.manifest import ManifestEntry, Spoken, entry, newest_job_manifest, put_job_manifest, read_manifest
+from jobs.payload import compress, encode_lines, read_raw_shard, read_shard
 from jobs.store import FolderStore
 from jobs.store.keys import split_key
 from pipelines.errors import ErrorCode, StoreError
@@ -81,16 +83,16 @@ def test_put_numbered_adopts_what_is_equal_and_keeps_what_is_not(tmp_path: Path)
 def test_a_shard_comes_back() -> None:
     raw = b'{"example_id":"a","messages":[["user","audio","v.wav"],["user","text","hi\\n"],["assistant","audio","gt.wav"]],"other":[1, 2]}'
     plain = '{"example_id": "ü", "messages": [["user", "text", "x"]], "generation": {"seed": 3}, "index": 99}'.encode()
-    data = compress([encode_line(0, 1, raw, {0: "jobs/j/references/s.wav"}), encode_line(1, 5, plain, {})])
+    data = compress([*encode_lines(0, 1, raw, {0: "jobs/j/references/s.wav"}), *encode_lines(1, 5, plain, {})])
     store = MemoryStore()
     store.put("k", data)
     sha256 = hashlib.sha256(data).hexdigest()
 
     first, second = read_shard(store, "k", sha256)
-    assert (first.index, first.line, first.example_id, first.speech_position) == (0, 1, "a", 2)
+    assert (first.index, first.line, first.example_id, first.message_index) == (0, 1, "a", 2)
     assert first.messages[0] == Message("user", "audio", "jobs/j/references/s.wav")
     assert first.generation == Generation()
-    assert (second.index, second.line, second.example_id, second.speech_position) == (1, 5, "ü", 1)
+    assert (second.index, second.line, second.example_id, second.message_index) == (1, 5, "ü", 1)
     assert second.generation == Generation(seed=3)
     assert [bytes(line.dialogue) for line in read_raw_shard(store, "k", sha256)] == [raw, plain]
 
@@ -107,7 +109,7 @@ def test_a_job_manifest_is_numbered_when_it_changes(tmp_path: Path) -> None:
     store, job = FolderStore(tmp_path), job_record()
     assert newest_job_manifest(store, job.id) is None
     artifacts = [Artifact(n, "audio", f"k{n}", "ab", 10, 1000, 24_000, 24_000 + n, 2**63 - 1) for n in range(3)]
-    lines = [entry(f"id\n{artifact.index}", artifact, job.spec_sha, "text") for artifact in artifacts]
+    lines = [entry(f"id\n{artifact.index}", artifact, job.spec_sha, Spoken("text")) for artifact in artifacts]
     assert put_job_manifest(store, job, lines[:2]).key == f"jobs/{job.id}/manifest.jsonl"
     assert put_job_manifest(store, job, lines[:2]).key == f"jobs/{job.id}/manifest.jsonl"
     assert put_job_manifest(store, job, lines).key == f"jobs/{job.id}/manifest.2.jsonl"
@@ -130,3 +132,22 @@ def test_a_job_manifest_is_numbered_when_it_changes(tmp_path: Path) -> None:
     ]
     assert first["duration"] == 1.0
     assert first["seed"] == 2**63 - 1
+
+
+def test_a_manifest_in_the_making_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a process that is killed leaves none behind."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    line = ManifestEntry("a", 0, "jobs/x/audio/a.wav", "0" * 64, 1, 16_000, 16_000, 1.0, 7, "spec", "Hello.")
+    seen: list[list[Path]] = []
+
+    def lines() -> Iterator[ManifestEntry]:
+        for _ in range(2):
+            seen.append(list(temporary.iterdir()))
+            yield line
+
+    store = FolderStore(tmp_path / "store")
+    info = put_job_manifest(store, job_record(), lines())
+    assert seen == [[], []]
+    assert list(read_manifest(store, info.key)) == [line, line]

@@ -13,7 +13,7 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
-from pipelines.audio import decode, encode, loudness, normalize_loudness
+from pipelines.audio import BLOCK_SAMPLES, MAX_CHANNELS, MAX_SAMPLES, RATES, decode, encode, loudness, normalize_loudness, read_header
 from pipelines.errors import ConfigError, ErrorCode, InputError, SynthesisError
 
 RATE = 24_000
@@ -86,6 +86,79 @@ def test_damaged_files_are_refused_or_read_never_worse() -> None:
             except InputError:
                 continue
             assert len(samples) > 0
+
+
+class Decoded:
+    """Counts what is decoded, frames x channels: the largest block, and all together."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.largest = self.all = 0
+        read = soundfile.SoundFile.read
+
+        def counted(file: soundfile.SoundFile, *given: object, **named: object) -> NDArray[np.float32]:
+            block = read(file, *given, **named)
+            self.largest = max(self.largest, block.size)
+            self.all += block.size
+            return block
+
+        monkeypatch.setattr(soundfile.SoundFile, "read", counted)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "channels", "code"),
+    [
+        (0.01, RATES[-1] + 1, 1, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        (0.01, 655_350, 1, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        (0.01, RATE, MAX_CHANNELS + 1, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        (60.01, 8_000, 1, ErrorCode.INPUT_TOO_LONG),
+        (60.0, 1_000, 8, None),
+        (0.01, RATES[-1], 8, None),
+    ],
+)
+def test_what_a_file_claims_is_bounded_before_it_is_decoded(
+    seconds: float, rate: int, channels: int, code: ErrorCode | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silence = np.zeros((round(seconds * rate), channels), np.float32)
+    data = file_bytes(silence, rate, "WAV", "PCM_16")
+    decoded = Decoded(monkeypatch)
+    if code is None:
+        assert read_header(data, 60.0).frames == len(silence)
+        assert (decoded.all, len(decode(data, max_seconds=60.0)[0])) == (0, len(silence))
+        return
+    for read in (read_header, lambda data, limit: decode(data, max_seconds=limit)):
+        with pytest.raises(InputError) as caught:
+            read(data, 60.0)
+        assert caught.value.code is code
+    assert decoded.all == 0
+
+
+def test_many_samples_of_a_small_file_are_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    wav = bytearray(file_bytes(np.zeros((100, 8), np.float32), 192_000, "FLAC", "PCM_16"))
+    # The total of frames stands in the last 36 bits of the first 18 of STREAMINFO's bytes, behind `fLaC` and a header of 4.
+    frames = MAX_SAMPLES // 8 + 1
+    wav[8 + 13] = wav[8 + 13] & 0xF0 | frames >> 32
+    wav[8 + 14 : 8 + 18] = (frames & 0xFFFFFFFF).to_bytes(4, "big")
+    decoded = Decoded(monkeypatch)
+    with pytest.raises(InputError) as caught:
+        decode(bytes(wav), max_seconds=600.0)
+    assert (caught.value.code, decoded.all) == (ErrorCode.INPUT_TOO_LONG, 0)
+
+
+def test_a_file_is_decoded_in_blocks_and_no_further_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = np.stack([speech_like(4.0, 48_000) * level for level in (1, 0.5, -0.25)], axis=1)
+    data = file_bytes(sound, 48_000, "FLAC", "PCM_24")
+    whole, _ = soundfile.read(io.BytesIO(data), dtype="float32")
+    decoded = Decoded(monkeypatch)
+    np.testing.assert_array_equal(decode(data)[0], whole.mean(axis=1, dtype=np.float32))
+    assert decoded.largest <= BLOCK_SAMPLES < sound.size
+    # What claims nothing of its length is read no further than a block beyond its bound.
+    unknown = bytearray(data)
+    unknown[8 + 13] &= 0xF0
+    unknown[8 + 14 : 8 + 18] = bytes(4)
+    decoded.all = 0
+    with pytest.raises(InputError) as caught:
+        decode(bytes(unknown), max_seconds=0.5)
+    assert (caught.value.code, decoded.all <= BLOCK_SAMPLES) == (ErrorCode.INPUT_TOO_LONG, True)
 
 
 def test_long_audio_is_refused_by_what_is_read_and_by_what_is_claimed() -> None:

@@ -1,4 +1,4 @@
-"""The progress that `jobs run`, `submit` and `watch` show."""
+"""The progress that `nightjar run`, `submit` and `watch` show."""
 
 from __future__ import annotations
 

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import pytest
+import redis
 import yaml
+from botocore.exceptions import ClientError
 
 from jobs.settings import load_settings
+from tests.services import SeaweedFS, Valkey, free_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = [name for name, service in SERVICES.items() if "build" in service]
-SECRETS = {"POSTGRES_PASSWORD": "p", "S3_SECRET_KEY": "s", "FLOWER_AUTH": "me:secret"}
+SECRETS = {"POSTGRES_PASSWORD": "p", "REDIS_PASSWORD": "r", "S3_SECRET_KEY": "s", "FLOWER_AUTH": "me:secret"}
 
 
 def filled(text: str) -> str:
@@ -27,7 +34,7 @@ def filled(text: str) -> str:
 
 
 def test_every_part_is_there() -> None:
-    assert set(SERVICES) == {"redis", "postgres", "s3", "migrate", "worker-cpu", "worker-gpu", "beat", "flower", "jobs"}
+    assert set(SERVICES) == {"redis", "postgres", "s3", "migrate", "worker-cpu", "worker-gpu", "beat", "flower", "nightjar"}
     assert SERVICES["worker-cpu"]["profiles"] == ["cpu"]
     assert SERVICES["worker-gpu"]["profiles"] == ["gpu"]
     assert SERVICES["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
@@ -59,8 +66,62 @@ def test_addresses_name_services_and_the_bucket_is_made() -> None:
     environment = SERVICES["worker-cpu"]["environment"]
     hosts = re.findall(r"(?:@|//)([a-z0-9]+):\d+", filled(" ".join(str(value) for value in environment.values())))
     assert set(hosts) == {"postgres", "redis", "s3"}
-    assert "-bucket=speech" in SERVICES["s3"]["command"]
     assert "-s3.port=8333" in SERVICES["s3"]["command"]
+    assert settings_of("worker-cpu")["SPEECH_BROKER_URL"] == "redis://:r@redis:6379/0"
+
+
+def settings_of(name: str) -> dict[str, str]:
+    return {variable: filled(str(value)) for variable, value in SERVICES[name]["environment"].items()}
+
+
+def test_valkey_answers_only_those_with_its_password(tmp_path: Path) -> None:
+    _, *options = [filled(word) for word in SERVICES["redis"]["command"]]
+    valkey = Valkey(tmp_path)
+    valkey.command = lambda: [*Valkey.command(valkey), *options]  # type: ignore[method-assign]
+    valkey.ready = valkey.listens  # type: ignore[method-assign]
+    valkey.start()
+    try:
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=valkey.port).ping()
+        assert redis.Redis(port=valkey.port, password=SECRETS["REDIS_PASSWORD"]).ping()
+    finally:
+        valkey.stop()
+
+
+def test_objects_are_served_through_s3_alone(tmp_path: Path) -> None:
+    """The command of the compose file on ports of its own: on the network's address nothing but S3 answers, and it asks for the key."""
+    config = tmp_path / "s3.json"
+    config.write_text(filled(COMPOSE["configs"]["s3"]["content"]))
+    places = {"-dir=/data": f"-dir={tmp_path}", "-s3.config=/etc/seaweedfs/s3.json": f"-s3.config={config}"}
+    seaweedfs = SeaweedFS(tmp_path / "server")
+    seaweedfs.access_key, seaweedfs.secret_key = "nightjar", SECRETS["S3_SECRET_KEY"]
+    ports = {name: free_port() for name in ("master.port", "volume.port", "filer.port")}
+    # The address of the network: all of 127.0.0.0/8 leads here, and only 127.0.0.1 is the container's own.
+    network = "127.0.0.2"
+    command = [places.get(word, word) for word in SERVICES["s3"]["command"] if not word.startswith("-s3.port=")]
+    command += [f"-s3.port={seaweedfs.port}", *(f"-{name}={port}" for name, port in ports.items())]
+    seaweedfs.command = lambda: [str(Path(sys.executable).with_name("weed")), *command]  # type: ignore[method-assign]
+    seaweedfs.start()
+    try:
+        client = seaweedfs.client()
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                client.put_object(Bucket="speech", Key="datasets/a.wav", Body=b"speech")
+                break
+            except ClientError:
+                # The server listens before all of it is there.
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        own = f"http://127.0.0.1:{ports['filer.port']}/buckets/speech/datasets/a.wav"
+        assert urlopen(own, timeout=60).read() == b"speech"
+        for port in ports.values():
+            with pytest.raises(OSError, match="refused"):
+                socket.create_connection((network, port), timeout=60)
+        with pytest.raises(HTTPError, match="403"):
+            urlopen(f"http://{network}:{seaweedfs.port}/speech/datasets/a.wav", timeout=60)
+    finally:
+        seaweedfs.stop()
 
 
 def test_a_worker_may_drain_before_it_is_killed() -> None:
@@ -95,6 +156,9 @@ def test_the_image_copies_every_package_and_runs_as_nobody_special() -> None:
         assert f"COPY {name} {name}" in lines
         assert (ROOT / name).is_dir()
     assert "USER nightjar" in lines
+    # One base for building and running, so that what was built runs; the GPU's has nvcc.
+    assert [line for line in lines if line.startswith("FROM")] == ["FROM ${BASE} AS base", "FROM base AS build", "FROM base"]
+    assert "-devel-" in SERVICES["worker-gpu"]["build"]["args"]["BASE"]
     for line in lines:
         if line.startswith("COPY") and "--from" not in line:
             assert all((ROOT / source).exists() for source in line.split()[1:-1])

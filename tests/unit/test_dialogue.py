@@ -80,6 +80,25 @@ def test_a_bad_line_has_a_code(raw: bytes, code: ErrorCode) -> None:
     assert caught.value.advice
 
 
+@pytest.mark.parametrize(
+    "number", ["9" * 4301, "-" + "9" * 4301, "1" * 400_000, '"a\\\\", "m":' + "1" * 5000, '"\\"", "m":[[' + "1" * 5000 + "]]"]
+)
+def test_an_integer_that_python_cannot_read_is_refused_wherever_it_stands(number: str) -> None:
+    for raw in (line()[:-1] + b',"n":%b}' % number.encode(), b'{"n":%b,' % number.encode() + line()[1:]):
+        with pytest.raises(InputError, match="integer of") as caught:
+            parse_dialogue(raw)
+        assert caught.value.code is ErrorCode.INPUT_BAD_JSON
+
+
+@pytest.mark.parametrize(
+    "value", ["9" * 4300, '"' + "9" * 5000 + '"', '"\\"' + "9" * 5000 + '"', "0." + "9" * 5000, "9" * 5000 + "e-5", "9" * 5000 + ".5"]
+)
+def test_long_numbers_that_python_reads_pass(value: str) -> None:
+    raw = line()[:-1] + b',"n":%b}' % value.encode()
+    parse_dialogue(raw)
+    assert "n" in json.loads(raw)
+
+
 @given(st.binary(max_size=200) | st.text(max_size=100).map(lambda text: json.dumps([text]).encode()))
 def test_any_bytes_end_in_a_dialogue_or_an_input_error(raw: bytes) -> None:
     with pytest.raises(InputError):

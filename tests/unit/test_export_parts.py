@@ -7,6 +7,7 @@ import io
 import random
 import tarfile
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 
 from jobs.export import parse_splits
 from jobs.export.kaldi import _ESCAPED, _ESCAPED_IN_SPEAKERS, _escaped
+from jobs.export.place import BucketPlace
 from jobs.export.plan import make_plan
 from jobs.export.sorting import SortedLines
 from jobs.export.splits import WHOLE
 from jobs.export.tars import write_end, write_member
 from jobs.ledger.records import Artifact, ItemRow, ItemState
-from pipelines.errors import ConfigError, ErrorCode
+from jobs.store import FolderStore
+from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 
 def row(index: int, audio_bytes: int | None = 10, state: ItemState = ItemState.DONE) -> ItemRow:
@@ -135,3 +138,21 @@ def test_tar_files_are_what_tarfile_writes(sizes: list[int], stem: str) -> None:
             write_member(ours, info.name, bytes(size))
     write_end(ours)
     assert ours.getvalue() == theirs.getvalue()
+
+
+def test_a_bucket_takes_nothing_foreign_for_an_exports_file(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "bucket")
+    place = BucketPlace(store, tmp_path)
+
+    def publish(content: bytes) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(content)
+        place.publish("train/a.jsonl", path, hashlib.sha256(content).hexdigest())
+
+    publish(b"ours")
+    publish(b"ours")
+    for other in (b"foreign", b"Ours", b""):
+        with pytest.raises(StoreError) as caught:
+            publish(other)
+        assert caught.value.code is ErrorCode.STORE_CONFLICT
+    assert store.get("train/a.jsonl") == b"ours"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -122,6 +123,30 @@ class Busy:
         if synthesis.request.request_id == "runs":
             _until(lambda: synthesis.aborted)
         return self._synthesize(synthesis)
+
+
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_a_text_that_is_still_read_can_be_given_up(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    voice = HibariPipeline(threads=1)
+    begun = threading.Event()
+
+    def read(_text: str, given_up: Callable[[], bool]) -> list[list[int]]:
+        begun.set()
+        for _ in range(2000):
+            if given_up():
+                return []
+            time.sleep(0.01)
+        raise AssertionError("it was not given up")
+
+    monkeypatch.setattr(voice._reader, "read", read)
+    with ThreadPoolExecutor(1) as pool:
+        submitted = pool.submit(voice.submit, request(LONG, "reads"))
+        assert begun.wait(240)
+        voice.abort("reads") if end == "abort" else voice.close()
+        with pytest.raises(SynthesisError) as caught:
+            submitted.result(240)
+        assert caught.value.code is ErrorCode.SYNTH_ABORTED
+    voice.close()
 
 
 def test_abort_ends_what_runs_and_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
 
+import pytest
+from hibari.g2p import G2P
+from hibari.g2p.normalize import normalize
+from hibari.g2p.tokenize import Tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.sentences import sentences
 from pipelines.errors import ErrorCode, InputError
-from pipelines.hibari.text import MAX_PHONEMES, EnglishReader
+from pipelines.hibari.text import (
+    MAX_GROUP_WORDS,
+    MAX_PHONEMES,
+    MAX_READABLE_CHARACTERS,
+    MAX_RUN_CHARACTERS,
+    EnglishReader,
+    check_pronounceable,
+    readable,
+)
+
+#: Runs without a space that hibari alone reads in the cube, or the square, of their length.
+GLUED = (
+    "a-", "a/", "A-", "1-", "1%", "1m", "1a", "b-2-", "aB1", "a@", "a&", "a.com/", "and/or/", "é-", "-1", "1+1", "'a", "a's", "a.", "aB",
+    "state-of-the-art-",
+    "a😀", "1:1", "a—", "a…", "1,", "$1", "x²", "(a)", "(", "!.", "$", '"', "'",
+)  # fmt: skip
+NORMAL = (
+    "It is a state-of-the-art, once-in-a-lifetime, jack-of-all-trades kind of thing; mother-in-law's included.",
+    "See https://www.example.com/docs/a-long-page_name.html or write to jane.doe+news@mail.example.co.uk today.",
+    "At 12:30 p.m. on 03/04/2024 she paid $1,234.56 (about €1,100) for 3.5kg of AB-12/C-7.",
+    "“Don’t!” he said—she didn’t…and/or wouldn’t; rock’n’roll, A.B.C., U.S.A., e.g., 5'11\", x=y+2, 50%-60%, #1 & @home.",
+    "The dates 1999-12-31 and 555-123-4567, ranges 10-20, 3/4 cups, 1st, 22nd, iPhone15ProMax, COVID-19, F-16s, H2O.",
+    "antidisestablishmentarianism and pneumonoultramicroscopicsilicovolcanoconiosis are long.",
+)
+
+
+@lru_cache(maxsize=1)
+def shared_reader() -> EnglishReader:
+    return EnglishReader()
 
 
 @pytest.fixture(scope="module")
 def reader() -> EnglishReader:
-    return EnglishReader()
+    return shared_reader()
 
 
 @pytest.mark.parametrize(
@@ -101,3 +139,83 @@ def test_pieces_are_bounded_and_lose_no_words(reader: EnglishReader, text: str) 
 def _without_spaces(reader: EnglishReader, text: str) -> list[list[int]]:
     space = reader.voice.vocab[" "]
     return [[phoneme for phoneme in piece if phoneme != space] for piece in reader.read(text)]
+
+
+def test_normal_text_sounds_as_hibari_reads_it(reader: EnglishReader) -> None:
+    bounded = reader.voice.g2p
+    plain = G2P(bounded.oov)
+    for text in (*NORMAL, *sentences(40)):
+        assert bounded(text) == plain(text), text
+
+
+def lookups(reader: EnglishReader, text: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often the lexicon is asked while a text is read."""
+    lexicon: Callable[..., object] = reader.voice.g2p.lexicon
+    asked = 0
+
+    class Counted:
+        def __getattr__(self, name: str) -> object:
+            return getattr(lexicon, name)
+
+        def __call__(self, *given: object) -> object:
+            nonlocal asked
+            asked += 1
+            return lexicon(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader.voice.g2p, "lexicon", Counted())
+        with suppress(InputError):
+            reader.read(text)
+    return asked
+
+
+def bound(text: str) -> int:
+    """Lookups of a text at the worst: its characters are words, and each is looked up once for every place in its group."""
+    return MAX_GROUP_WORDS * (len(normalize(readable(text))) + 1)
+
+
+@pytest.mark.parametrize("pattern", GLUED)
+def test_the_work_of_reading_grows_with_the_length_alone(reader: EnglishReader, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (pattern * 240)[:240]
+    assert lookups(reader, text, monkeypatch) <= bound(text)
+
+
+@given(st.text("aAbé19-._'’/,:;@#$%&()+\"😀— ", min_size=1, max_size=6))
+def test_no_pattern_takes_more_work_than_its_length(pattern: str) -> None:
+    text = (pattern * 120)[:120]
+    with pytest.MonkeyPatch.context() as patch:
+        assert lookups(shared_reader(), text, patch) <= bound(text)
+
+
+@pytest.mark.parametrize("pattern", GLUED)
+def test_no_run_is_taken_apart_that_is_longer_than_its_bound(reader: EnglishReader, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[int] = []
+    split = Tokenizer.split
+    monkeypatch.setattr(Tokenizer, "split", lambda self, run: runs.append(len(run)) or split(self, run))
+    with suppress(InputError):
+        reader.read(pattern * (2 * MAX_RUN_CHARACTERS // len(pattern)))
+    assert 0 < max(runs) <= MAX_RUN_CHARACTERS
+
+
+def test_signs_that_are_many_letters_written_out_are_bounded(reader: EnglishReader) -> None:
+    with pytest.raises(InputError) as caught:
+        reader.read("㏂" * (MAX_READABLE_CHARACTERS // 4 + 1))
+    assert caught.value.code is ErrorCode.INPUT_TOO_LONG
+
+
+def test_reading_can_be_given_up_between_sentences(reader: EnglishReader) -> None:
+    left = iter((False, False, True, True))
+    assert reader.read("One. Two. Three. Four.", lambda: next(left)) == reader.read("One. Two.")
+
+
+@pytest.mark.parametrize("text", ["你好", "...", "😀", "$ 10⁶", "x ≤ 5", " \u200b"])
+def test_what_cannot_be_pronounced_is_known_without_a_model(text: str) -> None:
+    with pytest.raises(InputError) as caught:
+        check_pronounceable(text)
+    assert caught.value.code is ErrorCode.INPUT_UNPRONOUNCEABLE
+
+
+@pytest.mark.parametrize("text", [*NORMAL, "café", "Đặng", "H₂O", "7", "a", "π is 3", "&", "€5"])
+def test_what_can_be_pronounced_passes_without_a_model(reader: EnglishReader, text: str) -> None:
+    check_pronounceable(text)
+    assert reader.read(text)

@@ -36,7 +36,7 @@ def test_the_schema_revision_is_the_newest_migration() -> None:
 def test_a_missing_ledger_is_named_with_advice_and_not_made(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     ledger = Ledger.open(f"sqlite:///{path}")
-    with pytest.raises(ServiceError, match="jobs db upgrade") as caught:
+    with pytest.raises(ServiceError, match="nightjar db upgrade") as caught:
         ledger.check_schema()
     assert caught.value.code is ErrorCode.LEDGER_SCHEMA
     with pytest.raises(ServiceError) as caught:

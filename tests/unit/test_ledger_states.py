@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 
@@ -63,11 +64,33 @@ def test_backoff_doubles_up_to_a_limit_and_is_jittered() -> None:
     assert backoff_seconds(10_000, 1.0) == 300.0
 
 
-def test_the_error_budget_waits_for_a_hundred_items() -> None:
-    assert not over_budget(0.1, done=0, failed=99)
-    assert over_budget(0.1, done=89, failed=11)
-    assert not over_budget(0.1, done=90, failed=10)
-    assert not over_budget(None, done=0, failed=1000)
+def test_the_error_budget_compares_shares_from_a_hundred_items_on() -> None:
+    assert over_budget(0.1, done=89, failed=11, pending=10_000)
+    assert not over_budget(0.1, done=90, failed=10, pending=10_000)
+    assert over_budget(0.5, done=0, failed=100, pending=10_000)
+    assert not over_budget(None, done=0, failed=1000, pending=0)
+
+
+def test_of_fewer_items_the_budget_is_spent_by_what_chance_does_not_explain() -> None:
+    assert [over_budget(0.05, 0, failed, 10_000) for failed in (1, 2, 3)] == [False, False, True]
+    assert [over_budget(0.05, 20, failed, 10_000) for failed in (2, 6, 7)] == [False, False, True]
+    # Of a thousand jobs that keep their budget nearly none is stopped before its hundredth item.
+    chooser, stopped = random.Random(7), 0
+    for _ in range(1000):
+        failed = 0
+        for ended in range(1, 100):
+            failed += chooser.random() < 0.05
+            if over_budget(0.05, ended - failed, failed, 10_000):
+                stopped += 1
+                break
+    assert stopped <= 10
+
+
+def test_a_small_job_spends_its_budget_when_it_cannot_keep_it() -> None:
+    assert not over_budget(0.1, done=0, failed=3, pending=27)
+    assert over_budget(0.1, done=15, failed=4, pending=11)
+    assert over_budget(0.0, done=0, failed=1, pending=5)
+    assert not over_budget(1.0, done=0, failed=5, pending=0)
 
 
 def test_a_job_ends_with_errors_when_a_line_or_an_item_is_missing() -> None:

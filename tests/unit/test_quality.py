@@ -15,16 +15,17 @@ import pytest
 from numpy.typing import NDArray
 
 from jobs.calibrate import LEAST_ITEMS, as_toml, fit, learned_paces
-from jobs.ledger.records import JobSpec, Score
+from jobs.export.made import MadeItem
+from jobs.ledger.records import Artifact, JobSpec, Score
 from jobs.quality import PRESETS, Bound, Quality, quality_of
 from jobs.spec import frozen_spec, spec_sha
 from pipelines.activity import active_frames, activity, frame_powers, trim_silence
-from pipelines.errors import ConfigError, ErrorCode, NotFoundError
+from pipelines.errors import ConfigError, ErrorCode, NotFoundError, SynthesisError
 from pipelines.hibari.provider import describe as describe_hibari
 from pipelines.pace import Pace, is_prose, pace_of, text_units
 from pipelines.request import Generation, Speech
 from tests.fakes import sine
-from worker.quality.drawing import History, check_draw, meters_of, with_readings
+from worker.quality.drawing import History, check_draw, failed_draw, meters_of, with_readings
 from worker.quality.gates import cheap_scores, clipped_share, longest_pause
 from worker.quality.meters import Reading
 from worker.quality.words import error_rates
@@ -149,6 +150,21 @@ class TestDraws:
         assert history.engine_ms == 50
         codes = [draw.code for draw in history.draws]
         assert codes == [ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT, *[ErrorCode.QA_CLIPPED] * 3]
+
+    def test_two_draws_that_fail_alike_end_the_draws(self) -> None:
+        silence, gone = np.zeros(99, np.float32), SynthesisError(ErrorCode.SYNTH_NO_EOS, "It did not end.")
+        checked = lambda samples, number: check_draw(number, number, Speech(samples, RATE), BASIC, TEXT, Generation())  # noqa: E731
+        silent = History().after(checked(silence, 0), 5)
+        assert not History().ended_by(checked(silence, 0), sampled=True)
+        assert silent.ended_by(checked(silence, 1), sampled=True)
+        assert not silent.ended_by(checked(np.full(99, np.nan, np.float32), 1), sampled=True)
+        clipped = np.clip(speechlike() * 12, -1, 1).astype(np.float32)
+        bad = History().after(checked(clipped, 0), 5)
+        assert bad.ended_by(checked(clipped, 1), sampled=True)
+        assert not bad.ended_by(checked(clipped * np.float32(0.5), 1), sampled=True)
+        # A model that samples may end with the next seed; one that does not fails again.
+        endless = History().after(failed_draw(0, 0, gone), 5)
+        assert [endless.ended_by(failed_draw(1, 1, gone), sampled=sampled) for sampled in (True, False)] == [False, True]
 
     def test_readings_take_the_place_of_cheap_scores_and_fail_by_their_bounds(self) -> None:
         strict = PRESETS["strict"]
@@ -340,6 +356,10 @@ class TestWords:
         assert error_rates("今天天气很好", "今天天汽很好", "Chinese") == {"cer": (pytest.approx(1 / 6), True)}
 
 
+def two_seconds(index: int) -> Artifact:
+    return Artifact(index, "audio", f"{index}.wav", "", 0, 2000, 24_000, 48_000, 0)
+
+
 class TestCalibration:
     def lengths(self, count: int, bad: int = 0) -> list[tuple[bytes, float, float]]:
         chance = np.random.default_rng(1)
@@ -363,13 +383,13 @@ class TestCalibration:
     def test_items_without_a_text_teach_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def paces(texts: list[str]) -> tuple[Pace, ...]:
             lines = [msgspec.json.encode({"example_id": str(n), "messages": [["user", "text", text]]}) for n, text in enumerate(texts)]
-            made = [SimpleNamespace(example_id=str(n), dialogue=msgspec.Raw(line), seconds=2.0) for n, line in enumerate(lines)]
+            made = [MadeItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0) for n, line in enumerate(lines)]
             monkeypatch.setattr("jobs.calibrate.MadeItems", lambda *_: made)
             job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
             unused: Any = None
             return learned_paces(unused, unused, job)
 
-        with pytest.raises(NotFoundError, match="0 made items with a user's text"):
+        with pytest.raises(NotFoundError, match="0 made items with a text"):
             paces([""] * LEAST_ITEMS)
         with pytest.raises(NotFoundError, match=f"{LEAST_ITEMS - 1} made items"):
             paces(["", *["words"] * (LEAST_ITEMS - 1)])

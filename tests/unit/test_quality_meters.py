@@ -24,6 +24,7 @@ from worker.quality.asr import AsrMeter
 from worker.quality.meters import Reading, Sample, open_meter
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.process import MeterError, MeterHangError, MeterProcess
+from worker.quality.weights import missing
 
 RATE = 16_000
 
@@ -68,12 +69,25 @@ class TestMeters:
                 assert card.install in lack.advice
         assert lacking(["a-meter-of-another-package"]) is None
 
+    def test_weights_are_looked_for_without_being_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert missing({"asr": {"model": str(tmp_path)}, "silero": {}, "a-meter-of-another-package": {}}, fetch=False) is None
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        gone = missing({"asr": {"model": "owner/model"}}, fetch=False)
+        assert gone is not None
+        assert gone.code is ErrorCode.MODEL_UNREACHABLE
+        monkeypatch.setitem(sys.modules, "faster_whisper.utils", None)
+        broken = missing({"asr": {}}, fetch=False)
+        assert broken is not None
+        assert (broken.code, "faster_whisper" in broken.message) == (ErrorCode.MODEL_MISSING_EXTRA, True)
+
     def test_weights_that_cannot_be_fetched_now_are_an_outage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import faster_whisper.utils
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
         def code_of(answer: Exception | Path) -> ErrorCode:
-            def download(_: str) -> str:
+            def download(_: str, *, local_files_only: bool) -> str:
+                assert not local_files_only
                 if isinstance(answer, Exception):
                     raise answer
                 return str(answer)

@@ -13,6 +13,7 @@ import soundfile
 from jobs.references import MAX_REFERENCE_BYTES, ReferenceReader, ReferenceShelf, load_reference
 from jobs.store import FolderStore
 from pipelines.errors import ErrorCode, InputError
+from pipelines.registry import describe
 
 
 def sound(format: str = "WAV", frames: int = 1600) -> bytes:
@@ -126,3 +127,67 @@ def test_a_worker_reads_only_references_of_its_job(store: FolderStore) -> None:
         with pytest.raises(InputError) as caught:
             load_reference(store, "01J", content)
         assert caught.value.code is ErrorCode.INPUT_AUDIO_MISSING
+
+
+def voice(seconds: float, level: float = 0.3) -> bytes:
+    buffer = io.BytesIO()
+    samples = level * np.sin(np.arange(int(seconds * 16_000)) / 9)
+    soundfile.write(buffer, samples.astype(np.float32), 16_000, format="FLAC")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("family", ["qwen3_tts/checkpoint-base", "spark/checkpoint", "fish/checkpoint"])
+def test_a_reference_that_the_model_would_refuse_is_refused_before(folder: Path, store: FolderStore, golden: Path, family: str) -> None:
+    check = describe(str(golden / family)).check_reference
+    whole = voice(2.0)
+    files = {
+        "good.flac": whole,
+        "short.flac": voice(0.3),
+        "long.flac": voice(61.0),
+        "silent.flac": voice(2.0, level=0.0),
+        "damaged.flac": whole[: len(whole) // 2] + bytes(len(whole) // 2),
+    }
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    reader = ReferenceReader(folder, (), store, check)
+    assert reader.read("good.flac").data == whole
+    codes = {
+        "short.flac": ErrorCode.INPUT_REFERENCE_LENGTH,
+        "long.flac": ErrorCode.INPUT_REFERENCE_LENGTH,
+        "silent.flac": ErrorCode.INPUT_REFERENCE_SILENT,
+        "damaged.flac": ErrorCode.INPUT_AUDIO_UNREADABLE,
+    }
+    for name, code in codes.items():
+        with pytest.raises(InputError, match=name) as caught:
+            reader.read(name)
+        assert caught.value.code is code
+
+
+def test_each_content_is_checked_once(folder: Path, store: FolderStore) -> None:
+    checked: list[bytes] = []
+    reader = ReferenceReader(folder, (), store, checked.append)
+    (folder / "same.wav").write_bytes(sound())
+    for content in ("voices/a.wav", "same.wav", "voices/a.wav"):
+        reader.read(content)
+    assert checked == [sound()]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rate", "channels", "code"),
+    [
+        (600, 1_000, 1, None),
+        (601, 1_000, 1, ErrorCode.INPUT_TOO_LONG),
+        (0.01, 192_001, 1, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        (0.01, 16_000, 9, ErrorCode.INPUT_AUDIO_UNREADABLE),
+    ],
+)
+def test_what_a_reference_claims_is_bounded(
+    folder: Path, reader: ReferenceReader, seconds: float, rate: int, channels: int, code: ErrorCode | None
+) -> None:
+    soundfile.write(folder / "x.wav", np.zeros((round(seconds * rate), channels), np.float32), rate, subtype="PCM_U8")
+    if code is None:
+        assert reader.read("x.wav").ext == "wav"
+        return
+    with pytest.raises(InputError, match=r"The audio 'x\.wav' cannot be used") as caught:
+        reader.read("x.wav")
+    assert caught.value.code is code

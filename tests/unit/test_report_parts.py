@@ -16,7 +16,7 @@ from jobs.ledger.records import Artifact, ItemRow, ItemState
 from jobs.ledger.samples import Attempt, Commit
 from jobs.report import charts, pictures
 from jobs.report.sample import PACE, SampleItem, _chosen, _judge
-from jobs.report.timeline import COMMIT_SECONDS, checkpoints, eta_checks, spans_of_attempts, spans_of_commits, timeline
+from jobs.report.timeline import COMMIT_SECONDS, Span, WorkClock, checkpoints, eta_checks, spans_of_attempts, spans_of_commits, timeline
 from pipelines.errors import ErrorCode
 
 RATE = 16_000
@@ -168,3 +168,11 @@ def test_failed_then_refused_then_odd_then_typical() -> None:
     assert spread[-1] - spread[0] > 40
     assert len(_chosen(made, failed, 500)) == 61
     assert _chosen(made, failed, 0) == []
+
+
+def test_the_clock_of_work_stands_still_between_leases() -> None:
+    clock = WorkClock([(100.0, 110.0), (500.0, 530.0)])
+    assert [clock.at(time) for time in (0, 100, 104, 110, 300, 500, 515, 530, 900)] == [0, 0, 4, 10, 10, 10, 25, 40, 40]
+    assert clock.seconds == 40
+    assert list(clock.at_work([Span(104, 515, 3, 1.5)])) == [Span(4, 25, 3, 1.5)]
+    assert WorkClock([]).seconds == 0

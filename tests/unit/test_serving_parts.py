@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import io
+import threading
 import wave
 
 import numpy as np
@@ -12,12 +14,17 @@ import pytest
 import soundfile
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
+from pipelines.request import EngineStats
 from pipelines.serving.audio_input import read_audio
+from pipelines.serving.connections import Connections
 from pipelines.serving.encoding import SpeechFormat, stream_encoder, whole_file
 from pipelines.serving.gate import Gate
 from pipelines.serving.inlet import Inlet
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.progress import Progress
 from pipelines.serving.refusal import Refusal, refusal_of
+from pipelines.serving.threads import DaemonThreads
+from tests.fakes import FakeClock
 from tests.serving_kit import b64, heard, wav
 
 
@@ -225,3 +232,74 @@ def test_what_is_read_while_waiting_is_not_lost() -> None:
         await asyncio.wait_for(source.left(), 60)
 
     asyncio.run(play())
+
+
+def test_requests_are_stuck_when_nothing_has_come_of_any_for_a_while() -> None:
+    clock = FakeClock()
+    progress = Progress(60.0, clock.monotonic)
+    idle = EngineStats()
+
+    def after(seconds: float, stats: EngineStats = idle) -> bool:
+        clock.advance(seconds)
+        return progress.is_stuck(stats)
+
+    assert not after(0)
+    assert not after(1000), "nobody asks for anything"
+    progress.began()
+    assert [after(59), after(1)] == [False, True]
+    assert not after(0, EngineStats(frames=1)), "the engine made a frame"
+    assert after(60, EngineStats(frames=1))
+    progress.moved()
+    assert not after(0, EngineStats(frames=1)), "a stream gave a chunk"
+    progress.began()
+    assert not after(59, EngineStats(frames=1))
+    progress.ended()
+    assert not after(59, EngineStats(frames=1)), "one of two is over"
+    assert after(60, EngineStats(frames=1))
+    progress.ended()
+    assert not after(1000, EngineStats(frames=1))
+
+
+def test_connections_that_cannot_be_accepted_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    connections = Connections(10, 10.0, clock.monotonic)
+    loop = asyncio.new_event_loop()
+    others: list[dict[str, object]] = []
+    loop.default_exception_handler = others.append  # type: ignore[method-assign]
+    try:
+        for second in range(120):
+            for _ in range(50):
+                connections.on_loop_error(loop, {"exception": OSError(errno.EMFILE, "Too many open files"), "socket": object()})
+            clock.advance(1)
+            assert len(caplog.records) == 1 + second // 60
+        assert "(3000 times" in caplog.records[1].getMessage()
+        assert "Too many open files" in caplog.records[1].getMessage()
+        connections.on_loop_error(loop, {"exception": OSError(errno.EBADF, "Bad"), "socket": object()})
+        connections.on_loop_error(loop, {"message": "Something else."})
+        assert len(others) == 2
+    finally:
+        loop.close()
+
+
+def test_threads_work_in_order_and_never_keep_a_process() -> None:
+    threads = DaemonThreads(2, "work")
+    gate = threading.Event()
+    try:
+        held = [threads.submit(gate.wait, 60) for _ in range(2)]
+        behind, failing, unwanted = threads.submit(lambda: "done"), threads.submit(lambda: 1 / 0), threads.submit(lambda: "never")
+        assert unwanted.cancel()
+        assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("work-"))
+        gate.set()
+        assert [future.result(240) for future in (*held, behind)] == [True, True, "done"]
+        with pytest.raises(ZeroDivisionError):
+            failing.result(240)
+        gate.clear()
+        running, waiting = [threads.submit(gate.wait, 60) for _ in range(2)], threads.submit(lambda: "late")
+        threads.shutdown(cancel_futures=True)
+        assert waiting.cancelled()
+        with pytest.raises(RuntimeError):
+            threads.submit(lambda: None)
+    finally:
+        gate.set()
+        threads.shutdown()
+    assert all(future.result(240) for future in running if not future.cancelled())

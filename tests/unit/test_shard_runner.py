@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import soundfile
 
+from jobs.artifacts import SPEC_SHA_CHARACTERS
 from jobs.ingest import SubmitOptions
 from jobs.ledger import Ledger
 from jobs.ledger.records import CommitResult, ItemState, JobState, Outcome, ShardState, Ticket
@@ -29,7 +30,6 @@ from tests.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.ledger_kit import wake
 from tests.worker_rig import WORKER, Rig
 from worker.shard_runner import ShardEnd
-from worker.storing import SPEC_SHA_CHARACTERS
 
 Build = Callable[..., Rig]
 
@@ -139,7 +139,8 @@ def test_what_failed_items_took_of_the_engine_is_counted_in_every_attempt(build:
         wake(rig.ledger)
         rig.run_next()
     assert [rig.status(job).engine_ms for job in plain] == [1000, 2000, 1000]
-    assert [rig.status(job).engine_ms for job in checked] == [3000, 3000]
+    # The second draw fails as the first did, and is the last.
+    assert [rig.status(job).engine_ms for job in checked] == [2000, 2000]
 
 
 def test_items_that_are_done_are_not_run_again(build: Build) -> None:
@@ -216,7 +217,11 @@ def test_a_store_that_is_away_for_a_while_costs_no_item(build: Build) -> None:
     job = rig.submit([f"text {n}" for n in range(20)])
     rig.store.fail_next = [StoreError(ErrorCode.STORE_UNREACHABLE, "The store is away.") for _ in range(12)]
     assert rig.run_next() is ShardEnd.FINISHED
-    assert rig.status(job).items.done == 20
+    assert not rig.store.fail_next
+    rows = rig.items(job)
+    assert [row.state for row in rows] == [ItemState.DONE] * 20
+    made = {row.artifact.key: sine(f"text {row.index}", row.artifact.seed) for row in rows if row.artifact is not None}
+    assert rig.audio() == {key: encode(samples, SAMPLE_RATE, "wav") for key, samples in made.items()}
 
 
 def test_an_input_that_is_gone_fails_the_shard_cleanly(build: Build) -> None:
@@ -365,6 +370,79 @@ def test_a_drain_keeps_what_is_done_and_gives_the_rest_back(build: Build, monkey
     assert (status.items.done, status.items.pending) == (1, 1)
     assert status.shards[ShardState.READY] == 1
     assert rig.claim_next().open_items.keys() == {1}
+
+
+class Asked(Recording):
+    """Says when a worker has heard twice that its job is paused: it has acted on the first answer by then."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self.heard = 0
+
+    def job_state(self, job_id: str) -> JobState:
+        state = self.ledger.job_state(job_id)
+        self.heard += state is JobState.PAUSED
+        return state
+
+
+def test_a_pause_gives_back_what_was_not_begun(build: Build, tmp_path: Path) -> None:
+    rig = build(pipeline=FakePipeline(slots=1, waiting_room=1), commit_seconds=0.05)
+    gate = tmp_path / "gate"
+    texts = [f"[[until:{gate}]] {n}" for n in range(10)]
+    texts[1] += " [[silent]]"
+    job = rig.submit(texts, quality=quality_of("basic"))
+    ledger, lease = Asked(rig.ledger), rig.claim_next()
+    ends: list[ShardEnd] = []
+    runner = rig.runner_on(ledger)  # pyright: ignore[reportArgumentType]
+    thread = threading.Thread(target=lambda: ends.append(runner.run(lease)))
+    thread.start()
+    # One runs, one waits for it, and one waits to be let in.
+    wait_for(lambda: len(rig.pipeline.submitted) == 3)
+    rig.ledger.pause(job.id)
+    wait_for(lambda: ledger.heard > 1)
+    gate.touch()
+    thread.join(240)
+    assert ends == [ShardEnd.RELEASED]
+    # The silent one is not drawn again now.
+    assert len(rig.pipeline.submitted) == 3
+    status = rig.status(job)
+    assert (status.job.state, status.items.done, status.items.pending) == (JobState.PAUSED, 2, 8)
+    rig.ledger.resume(job.id)
+    again = rig.claim_next()
+    assert again.open_items.keys() == {1, *range(3, 10)}
+    assert {attempts for _, attempts in again.open_items.values()} == {0}
+    assert rig.runner.run(again) is ShardEnd.FINISHED
+    assert rig.status(job).items.done == 9
+
+
+def test_a_job_that_is_paused_while_its_model_opens_is_not_begun(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["text"])
+    lease = rig.claim_next()
+    rig.ledger.pause(job.id)
+    assert rig.runner.run(lease) is ShardEnd.RELEASED
+    assert (rig.pipeline.submitted, rig.status(job).items.pending) == ([], 1)
+
+
+def test_a_spent_error_budget_stops_the_shard_in_hand(build: Build, tmp_path: Path) -> None:
+    rig = build(pipeline=FakePipeline(slots=1, waiting_room=1), commit_seconds=0.05)
+    gate = tmp_path / "gate"
+    job = rig.submit(
+        ["[[refuse:input.too_long]] a", "[[refuse:input.too_long]] b", *[f"[[until:{gate}]] {n}" for n in range(8)]],
+        options=SubmitOptions(error_budget=0.1),
+    )
+    ledger = Asked(rig.ledger)
+    lease = rig.claim_next()
+    thread = threading.Thread(target=rig.runner_on(ledger).run, args=(lease,))  # pyright: ignore[reportArgumentType]
+    thread.start()
+    wait_for(lambda: ledger.heard > 1)
+    gate.touch()
+    thread.join(240)
+    status = rig.status(job)
+    assert (status.job.state, status.items.failed) == (JobState.PAUSED, 2)
+    assert "2 of 2 items failed" in status.job.state_reason
+    assert status.items.pending >= 5
+    assert status.shards == {ShardState.READY: 1}
 
 
 def test_two_shards_share_one_engine(build: Build) -> None:

@@ -129,6 +129,28 @@ def test_batches_of_long_lines_stay_small(tmp_path: Path) -> None:
     assert [batch.first for batch in batches] == [1 + sum(len(b.lines) for b in batches[:n]) for n in range(len(batches))]
 
 
+@pytest.mark.parametrize("blank", [b"\n", b" \t\r\n"])
+def test_an_archive_of_blank_lines_is_refused_before_it_is_read_to_its_end(
+    tmp_path: Path, blank: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.source.MAX_BLANK_LINES", 5000)
+    path = tmp_path / "in.zst"
+    path.write_bytes(zstandard.compress(b"one\n" + blank * (4 << 20)))
+    lines = 0
+    with pytest.raises(InputError, match="blank lines") as caught, open_source(str(path)) as source:
+        for batch in source.batches(1000, 1 << 20):
+            lines += len(batch.lines)
+    assert caught.value.code is ErrorCode.INPUT_UNREADABLE
+    assert lines < 2 << 20
+
+
+def test_blank_lines_between_others_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.source.MAX_BLANK_LINES", 20)
+    path = tmp_path / "in"
+    path.write_bytes(b"one\n\n\r\n" * 50 + b"\n" * 20)
+    assert len(lines_of(path)) == 170
+
+
 def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(TEXT)

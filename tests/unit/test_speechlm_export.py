@@ -10,14 +10,16 @@ import msgspec
 import pytest
 
 from jobs.export.espnet import espnet_line, espnet_text_line
+from jobs.ledger.records import JobSpec
 
+ANSWERS: Any = SimpleNamespace(spec=JobSpec("speechlm", speak="answer"))
 USER = ["user", "text", "A bell."]
 
 
 def line(messages: list[list[str]], text_out: str | None) -> list[list[str]]:
     raw = msgspec.Raw(json.dumps({"example_id": "a", "messages": messages, "metadata": {"k": 1}}).encode())
-    item: Any = SimpleNamespace(dialogue=raw, text_out=text_out)
-    made = json.loads(espnet_line(SimpleNamespace(), item, "a.wav"))  # pyright: ignore[reportArgumentType]
+    item: Any = SimpleNamespace(dialogue=raw, text_out=text_out, message_index=None)
+    made = json.loads(espnet_line(ANSWERS, [(item, "a.wav")]))
     assert made["metadata"] == {"k": 1}
     return made["messages"]
 

@@ -123,6 +123,24 @@ def test_pairs_are_matched_by_name_place_and_wholeness() -> None:
     assert matched([9, 5, 5], [True, False, False]) == ([], [], [])
 
 
+def test_kv_is_private_where_frames_are_in_it(config: SpeechLmConfig) -> None:
+    """Text alone may be shared; audio, guided or not, on both halves of a pair, has more in it than its token ids say."""
+
+    def script(**changes: object) -> Script:
+        return Script("r", [1, 6], 50, 0, Draw(0, 0), Draw(0, 0), **changes)  # pyright: ignore[reportArgumentType]
+
+    def private(request: TokenRequest) -> bool:
+        return request.extra["private_kv"]
+
+    assert private(script().first_request(config))
+    assert not private(script(cfg=3.0).first_request(config))
+    assert not private(script(with_audio=False).first_request(config))
+    pair = script(cfg=3.0).audio_pair(config, [7, 300, 3], "a")
+    assert pair.shadow is not None
+    assert private(pair)
+    assert private(pair.shadow)
+
+
 def test_an_answer_says_what_ended_it(config: SpeechLmConfig) -> None:
     ids = [7, 300, 3, 6, 8, 768, 769, 2]
     codes = np.zeros((8, 8), np.int64)
@@ -261,7 +279,7 @@ def test_the_official_shape_is_refused_with_directions_and_converted(folder: Pat
         tensors |= load_file(path)
         path.unlink()
     torch.save({"module": {**tensors, "vocab_weight": torch.ones(1032)}}, folder / "base.pt")
-    with pytest.raises(ModelError, match="jobs models convert"):
+    with pytest.raises(ModelError, match="nightjar models convert"):
         refuse_pickle(folder)
     out = tmp_path / "out"
     done = CliRunner().invoke(models, ["convert", str(folder / "base.pt"), "--like", str(CHECKPOINT), "--out", str(out), "--dtype", "same"])

@@ -83,7 +83,8 @@ def test_handles_are_few_and_closed_with_their_store(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     for number in range(40):
         store.put(f"folder-{number}/x", b"1")
-    assert 1 <= handles() <= 4
+    # Four of its thread, and one to sync by.
+    assert 1 <= handles() <= 5
     del store
     assert handles() == 0
 

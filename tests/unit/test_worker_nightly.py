@@ -1,28 +1,25 @@
-"""Nightly schedules and the sweep on a real ledger, a folder store and the fake engine."""
+"""Nightly schedules on a real ledger, a folder store and the fake engine."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
-from datetime import date, datetime
+from datetime import UTC, date, datetime, tzinfo
 from pathlib import Path
 
 import pytest
 from celery.schedules import crontab
 
-from jobs.ingest import submit
 from jobs.ledger import Ledger
-from jobs.ledger.records import JobSpec
-from jobs.settings import Schedule, Settings
-from pipelines.audio import encode
+from jobs.settings import Schedule, Settings, SweepSettings
 from pipelines.errors import ConfigError
 from pipelines.registry import register_pipeline
 from tests.fake_worker import fake_card
-from tests.fakes import SAMPLE_RATE, FakePipeline, sine
-from tests.worker_rig import Rig
+from tests.fakes import FakePipeline
+from worker import nightly
 from worker.night_jobs import input_of
 from worker.nightly import NightEnd, last_night, run_nights
-from worker.sweep import sweep
 
 
 @pytest.fixture
@@ -105,54 +102,34 @@ def test_inputs_name_their_night() -> None:
     assert last_night(datetime(2026, 1, 2, 1, 30)) == date(2026, 1, 2)
 
 
+@pytest.mark.parametrize(("zone", "night"), [("Pacific/Auckland", 21), ("UTC", 20), ("Pacific/Honolulu", 20)])
+def test_the_night_is_the_date_where_the_worker_runs(zone: str, night: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class At(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.fromtimestamp(datetime(2026, 11, 20, 14, 0, tzinfo=UTC).timestamp(), tz)
+
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        monkeypatch.setattr(nightly, "datetime", At)
+        assert last_night() == date(2026, 11, night)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 def test_beat_sends_every_schedule_at_its_time(settings: Settings) -> None:
     from worker.app import beat_schedule
 
     entries = beat_schedule(settings)
     assert entries["nightly-evening"]["schedule"] == crontab(minute=0, hour=2)
     assert entries["nightly-evening"]["kwargs"] == {"schedule": "evening"}
-    assert "sweep" in entries
 
 
-def test_the_sweep_finds_what_no_artifact_names(tmp_path: Path) -> None:
-    forget = register_pipeline("fake", fake_card(), FakePipeline)
-    rig = Rig(tmp_path)
-    try:
-        done, running = rig.submit(["a", "[[nan]] b", "c"]), rig.submit(["d", "e"])
-        rig.run_next()
-        stray = f"jobs/{done.id}/audio/00000/000000001-item-1.wav"
-        rig.store.put(stray, b"stored, then the worker was killed")
-        rig.store.put(f"jobs/{running.id}/audio/00000/000000000-item-0.wav", b"not committed yet")
-        assert sweep(rig.ledger, lambda _: rig.store, delete=True).orphans == 0
-        assert sweep(rig.ledger, lambda _: rig.store, -1.0, delete=False).orphans == 1
-        assert stray in rig.store.objects
-        report = sweep(rig.ledger, lambda _: rig.store, -1.0, delete=True)
-        assert (report.orphans, report.bytes) == (1, 34)
-        assert len(rig.audio()) == 3
-        assert sweep(rig.ledger, lambda _: rig.store, -1.0, delete=True).orphans == 0
-    finally:
-        rig.close()
-        forget()
+@pytest.mark.parametrize("daily", [False, True])
+def test_beat_sends_the_sweep_only_if_asked(settings: Settings, daily: bool) -> None:
+    from worker.app import beat_schedule
 
-
-def test_the_sweep_looks_at_texts_inputs_and_references(tmp_path: Path) -> None:
-    forget = register_pipeline("fake", fake_card(), FakePipeline)
-    rig = Rig(tmp_path)
-    try:
-        voice = tmp_path / "voice.wav"
-        voice.write_bytes(encode(sine("voice", 1), SAMPLE_RATE, "wav"))
-        line = {"example_id": "one", "messages": [["user", "audio", "voice.wav"], ["user", "text", "[[says:Hello.]] a"]]}
-        (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-        job = submit(rig.settings, rig.ledger, rig.store, str(tmp_path / "in.jsonl"), JobSpec(model="fake")).job
-        rig.run_next()
-        kept = {key for key in rig.store.objects if not key.startswith(f"jobs/{job.id}/manifest")}
-        assert {key.split("/")[2] for key in kept} == {"audio", "text", "input", "references"}
-        strays = {"text/00000/000000000-other.txt", "input/000000.2.jsonl.zst", "references/ab.wav", "audio/00000/000000000-x.wav"}
-        for stray in strays:
-            rig.store.put(f"jobs/{job.id}/{stray}", b"stray")
-        assert sweep(rig.ledger, lambda _: rig.store, -1.0, delete=True).orphans == len(strays)
-        assert kept <= rig.store.objects.keys()
-        assert not {key for key in rig.store.objects if key.removeprefix(f"jobs/{job.id}/") in strays}
-    finally:
-        rig.close()
-        forget()
+    assert ("sweep" in beat_schedule(settings.model_copy(update={"sweep": SweepSettings(daily=daily)}))) is daily
+    assert not settings.sweep.delete

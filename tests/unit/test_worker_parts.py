@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -323,69 +321,3 @@ def test_quiet_speech_is_speech() -> None:
 def test_the_priority_of_a_ticket_is_no_part_of_it() -> None:
     assert Ticket("job", 1, 2, priority=5) == Ticket("job", 1, 2)
     assert {Ticket("job", 1, 2, priority=5)} == {Ticket("job", 1, 2)}
-
-
-class TestSupervisor:
-    def run(self, tmp_path: Path, script: str, gpus: list[str | None], until: Callable[[], bool]) -> tuple[int, list[str]]:
-        """Runs a supervisor of a small script in a process of its own, ends it by SIGTERM once `until` holds."""
-        import signal
-        import subprocess
-        import sys
-
-        (tmp_path / "child.py").write_text(script)
-        log = tmp_path / "log"
-        code = f"import sys; from worker.supervisor import Supervisor; sys.exit(Supervisor([sys.executable, {str(tmp_path / 'child.py')!r}, {str(log)!r}], {gpus!r}).run())"  # noqa: E501
-        process = subprocess.Popen([sys.executable, "-c", code])
-        try:
-            deadline = time.monotonic() + 240
-            while not until() and process.poll() is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            status = process.wait(240)
-        finally:
-            process.kill()
-        return status, log.read_text().splitlines()
-
-    def test_every_gpu_has_its_process_and_signals_are_passed_on(self, tmp_path: Path) -> None:
-        script = (
-            "import os, signal, sys, time\n"
-            "log = open(sys.argv[1], 'a', buffering=1)\n"
-            "signal.signal(signal.SIGTERM, lambda *_: (log.write('end ' + os.environ['CUDA_VISIBLE_DEVICES'] + '\\n'), sys.exit(0)))\n"
-            "log.write('gpu ' + os.environ['CUDA_VISIBLE_DEVICES'] + ' ' + sys.argv[2] + '\\n')\n"
-            "time.sleep(600)\n"
-        )
-        log = tmp_path / "log"
-        status, lines = self.run(tmp_path, script, ["0", "3"], lambda: log.exists() and log.read_text().count("gpu") == 2)
-        assert status == 0
-        assert sorted(lines) == ["end 0", "end 3", "gpu 0 --parent-pid", "gpu 3 --parent-pid"]
-
-    def test_a_signal_that_comes_while_a_worker_is_started_reaches_it(self) -> None:
-        import subprocess
-        import sys
-
-        code = (
-            "import os, signal, subprocess, sys\n"
-            "from worker.supervisor import Supervisor\n"
-            "class Popen(subprocess.Popen):\n"
-            "    def __init__(self, *arguments, **options):\n"
-            "        super().__init__(*arguments, **options)\n"
-            "        os.kill(os.getpid(), signal.SIGTERM)\n"
-            "subprocess.Popen = Popen\n"
-            "sys.exit(Supervisor([sys.executable, '-c', 'import time; time.sleep(600)'], [None, None]).run())\n"
-        )
-        assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
-
-    def test_a_worker_that_is_killed_comes_back(self, tmp_path: Path) -> None:
-        script = "import os, sys\nopen(sys.argv[1], 'a').write('start\\n')\nos.kill(os.getpid(), 9)\n"
-        log = tmp_path / "log"
-        status, lines = self.run(tmp_path, script, [None], lambda: log.exists() and log.read_text().count("start") >= 3)
-        assert status == 0
-        assert len(lines) >= 3
-
-    def test_a_worker_that_cannot_start_ends_everything(self, tmp_path: Path) -> None:
-        script = "import sys\nopen(sys.argv[1], 'a').write('start\\n')\nsys.exit(5)\n"
-        status, lines = self.run(tmp_path, script, [None], lambda: False)
-        assert status == 1
-        assert len(lines) == 3

@@ -56,11 +56,16 @@ class AsrMeter:
         return code if code in self._languages else None
 
 
-def _folder_of(model: str) -> str:
-    """The folder of a faster-whisper model; one that is not on this machine comes from the hub or its cache.
+def prepare(model: str = "base", *, fetch: bool, **_: object) -> None:
+    """Makes sure of the weights without opening them. Raises as `_folder_of` does."""
+    _folder_of(model, fetch=fetch)
+
+
+def _folder_of(model: str, *, fetch: bool = True) -> str:
+    """The folder of a faster-whisper model; one that is not on this machine comes from the hub, unless `fetch` is false, or its cache.
 
     Raises `ModelError`: `model.bad_checkpoint` for a name that the hub does not know, `model.unreachable` where the hub cannot be
-    asked and the cache does not hold the whole model.
+    asked, or is not to be asked, and the cache does not hold the whole model.
     """
     from faster_whisper.utils import download_model
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -69,7 +74,7 @@ def _folder_of(model: str) -> str:
     if Path(named).is_dir():
         return named
     try:
-        folder = download_model(named)
+        folder = download_model(named, local_files_only=not fetch)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise _unusable(model, error) from error
     except Exception as error:

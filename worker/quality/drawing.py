@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 #: Failures of the engine that another seed may mend; other failures are the attempt's, not the draw's.
 REDRAWN = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_NAN, ErrorCode.SYNTH_SILENT})
 
+#: Of these a model that samples may be rid with the next seed, however often they came.
+_BY_CHANCE = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO})
+
 #: Comes after every draw that at least holds speech.
 _NO_SPEECH = 1000
 
@@ -51,11 +54,21 @@ class History:
     best: CheckedDraw | None = None
     #: Engine time of them all.
     engine_ms: int = 0
+    #: What was said of the last one.
+    message: str = ""
+
+    def ended_by(self, draw: CheckedDraw, sampled: bool) -> bool:
+        """Whether a draw after these failed as the one before it did, so that no other seed will mend it. `sampled`: the model
+        takes chances, so that a failure without speech to measure says nothing of the next draw."""
+        if not self.draws or (sampled and not draw.record.scores and draw.record.code in _BY_CHANCE):
+            return False
+        last, now = self.draws[-1], draw.record
+        return (last.code, last.duration_ms, last.scores, self.message) == (now.code, now.duration_ms, now.scores, draw.message)
 
     def after(self, draw: CheckedDraw, engine_ms: int) -> History:
         """With one more. Of equally bad draws the earlier one is the better."""
         best = draw if self.best is None or draw.rank < self.best.rank else self.best
-        return History((*self.draws, draw.record), best, self.engine_ms + engine_ms)
+        return History((*self.draws, draw.record), best, self.engine_ms + engine_ms, draw.message)
 
 
 def meters_of(quality: Quality) -> Mapping[str, Mapping[str, Option]]:

@@ -78,12 +78,17 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
             factory = cast(MeterFactory, found[0].load())
         return factory(**options)
     except ImportError as error:
-        advice = built_in.advice if built_in is not None else "Install what the package of this meter needs."
-        missing = getattr(error, "name", None) or error
-        raise ModelError(ErrorCode.MODEL_MISSING_EXTRA, f"The meter {name} needs the library {missing}.", advice) from error
+        raise missing_library(name, error) from error
     except TypeError as error:
         raise ModelError(
             ErrorCode.MODEL_BAD_CHECKPOINT,
             f"The meter {name} does not take its options: {error}.",
             "Correct `meters` of the quality config.",
         ) from error
+
+
+def missing_library(name: str, error: ImportError) -> ModelError:
+    """The error of a meter whose library does not import (`model.missing_extra`)."""
+    built_in = BUILT_IN.get(name)
+    advice = built_in.advice if built_in is not None else "Install what the package of this meter needs."
+    return ModelError(ErrorCode.MODEL_MISSING_EXTRA, f"The meter {name} needs the library {error.name or error}.", advice)

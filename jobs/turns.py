@@ -1,0 +1,130 @@
+"""Whose turn is spoken: which text messages of a dialogue become items, and what each of them needs.
+
+A spoken turn is one text message, known by its place among the messages. Messages are given as (role, modality, content).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, cast
+
+from pipelines.request import Message, Modality, Role
+from pipelines.task import is_visible
+
+#: `auto`: the assistant's texts that have no audio yet; the user's where there is none. `answer`: no text of the dialogue, but
+#: what a model answers to the whole of it.
+Speak = Literal["auto", "user", "assistant", "all", "answer"]
+#: What a person may ask for.
+ASKED: tuple[Speak, ...] = ("auto", "user", "assistant", "all")
+
+Triple = tuple[Role, Modality, str]
+_NAMES_A_TURN = re.compile(r":turn[0-9]+\Z")
+_NO_KEYS: Mapping[int, str] = {}
+
+
+def spoken_turns(messages: Sequence[Triple], speak: Speak) -> tuple[int, ...]:
+    """The places of the texts that are spoken, in order; a text without a visible character is none."""
+    user, assistant = _texts(messages, "user"), _texts(messages, "assistant")
+    if speak == "auto":
+        silent = [place for place in assistant if not _recordings(messages, place)]
+        return tuple(silent or user)
+    chosen: dict[Speak, list[int]] = {"user": user, "assistant": assistant, "all": sorted(user + assistant), "answer": []}
+    return tuple(chosen[speak])
+
+
+def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
+    """The places of the recordings whose voice speaks a turn.
+
+    A user's: the audio beside the text, among the user's messages that follow one another; without any, that of the user's
+    text before. The assistant's: the audio of the system messages.
+    """
+    if messages[turn][0] != "user":
+        return tuple([place for place, message in enumerate(messages) if message[0] == "system" and message[1] == "audio"])
+    for place in reversed(_texts(messages[: turn + 1], "user")):
+        first, end = _side_by_side(messages, place)
+        if beside := [number for number in range(first, end) if messages[number][1] == "audio"]:
+            return tuple(beside)
+    return ()
+
+
+def turn_messages(messages: Sequence[Triple], turn: int, keys: Mapping[int, str] = _NO_KEYS) -> tuple[Message, ...]:
+    """A turn in the words that every pipeline speaks: system messages, reference audio as the user's, and the text as the user's.
+
+    `keys` replaces audio contents by place.
+    """
+    role, _, text = messages[turn]
+    heard = reference_places(messages, turn)
+    view = [Message(*message) for message in messages if message[0] == "system" and message[1] != "audio"]
+    view += [Message("user", "audio", keys.get(place, messages[place][2])) for place in heard]
+    if role == "user":
+        # What no model speaks is refused with the turn that it stands in.
+        first, end = _side_by_side(messages, turn)
+        view += [Message(*message) for message in messages[first:end] if message[1] not in ("text", "audio")]
+    return (*view, Message("user", "text", text))
+
+
+def with_audio(messages: Sequence[Sequence[str]], audio: Mapping[int, str]) -> Iterator[Sequence[str]]:
+    """The messages with the audio of spoken turns, by their places, each right behind its text and in its role.
+
+    The audio of a dialogue's only text, if that is a user's, is the assistant's: a pair of text and speech, which models are
+    trained on and submit reads as one. It stands behind all of that turn's messages, so that a voice to clone stays beside
+    its text. A recording of the same text is left out: the assistant's audio of a text that is spoken, and that of a pair.
+    """
+    triples = cast("Sequence[Triple]", messages)
+    replaced = {recording for turn in audio for recording in _recordings(triples, turn)}
+    behind: dict[int, tuple[Role, str]] = {}
+    for turn, where in audio.items():
+        if _is_the_only_text(triples, turn):
+            behind[_side_by_side(triples, turn)[1] - 1] = ("assistant", where)
+        else:
+            behind[turn] = (triples[turn][0], where)
+    for place, message in enumerate(messages):
+        if place not in replaced:
+            yield message
+        if place in behind:
+            role, where = behind[place]
+            yield [role, "audio", where]
+
+
+def row_id(example_id: str, turn: int, *, several: bool, speaks_turns: bool) -> str:
+    """The id of an item in a dataset that has a row an item: `example_id:turn1` in a dialogue with several spoken turns, else the
+    example id. No two items of a job share one: where the job may have such dialogues (`speaks_turns`), an example id that
+    ends like a turn's gets the turn behind it too.
+    """
+    return f"{example_id}:turn{turn}" if several or (speaks_turns and _NAMES_A_TURN.search(example_id)) else example_id
+
+
+def _texts(messages: Iterable[Triple], role: Role) -> list[int]:
+    return [
+        place for place, (whose, modality, content) in enumerate(messages) if whose == role and modality == "text" and is_visible(content)
+    ]
+
+
+def _is_the_only_text(messages: Sequence[Triple], turn: int) -> bool:
+    """Whether the text at a place is a user's, and neither the user nor the assistant has another."""
+    return _texts(messages, "user") == [turn] and not _texts(messages, "assistant")
+
+
+def _side_by_side(messages: Sequence[Triple], place: int) -> tuple[int, int]:
+    """First and end of the messages of one role that follow one another around a place."""
+    role = messages[place][0]
+    first = end = place
+    while first and messages[first - 1][0] == role:
+        first -= 1
+    while end < len(messages) and messages[end][0] == role:
+        end += 1
+    return first, end
+
+
+def _recordings(messages: Sequence[Triple], turn: int) -> list[int]:
+    """The assistant's audio that says the text at a place."""
+    if messages[turn][0] != "assistant":
+        alone = _is_the_only_text(messages, turn)
+        return [place for place, message in enumerate(messages) if alone and message[0] == "assistant" and message[1] == "audio"]
+    first, end = _side_by_side(messages, turn)
+    texts = [place for place in range(first, end) if messages[place][1] == "text"]
+    # Audio follows its text; what stands before the first text is that text's.
+    after = first if turn == texts[0] else turn
+    before = next((place for place in texts if place > turn), end)
+    return [place for place in range(after, before) if messages[place][1] == "audio"]

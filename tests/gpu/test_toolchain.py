@@ -1,0 +1,56 @@
+"""On a CUDA device: what happens where a compiler is missing. Each case is a process of its own with empty caches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+pytestmark = pytest.mark.gpu
+
+OPEN = """
+import logging, torch
+from benchmarks.qwen3_tts_shapes import random_model
+from pipelines.engine.core import EngineOptions
+from pipelines.nn.codec_kernels import codec_kernels
+from pipelines.qwen3_tts.execution import open_executor
+logging.basicConfig(format="%(levelname)s %(message)s")
+model = random_model("0b6", torch.device("cuda"), torch.bfloat16)
+print(open_executor(model, EngineOptions(2, 16, 64, 256)).name, codec_kernels())
+"""
+
+
+def opened(tmp_path: Path, *hidden: str) -> subprocess.CompletedProcess[str]:
+    """Opens a model where the programs `hidden` cannot be found."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for folder in [*os.environ["PATH"].split(":"), "/usr/local/cuda/bin"]:
+        for program in Path(folder).glob("*") if Path(folder).is_dir() else ():
+            if not program.name.startswith(hidden) and not (programs / program.name).exists():
+                (programs / program.name).symlink_to(program)
+    kept = {name: value for name, value in os.environ.items() if name != "CC"}
+    empty = {"PATH": str(programs), "CUDA_HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "t"), "XDG_CACHE_HOME": str(tmp_path)}
+    return subprocess.run([sys.executable, "-c", OPEN], env=kept | empty, capture_output=True, text=True, timeout=500, check=True)
+
+
+def test_without_a_c_compiler_frames_are_eager_and_both_warnings_say_it(tmp_path: Path) -> None:
+    done = opened(tmp_path, "gcc", "cc", "clang", "g++", "c++", "x86_64-linux-gnu-gcc")
+    assert done.stdout.split() == ["eager", "False"]
+    assert "C compiler" in done.stderr
+    assert "eager executor" in done.stderr
+    assert "Codecs run as single PyTorch ops" in done.stderr
+
+
+def test_without_nvcc_graphs_run_on_tritons_kernels_with_a_warning(tmp_path: Path) -> None:
+    done = opened(tmp_path, "nvcc")
+    assert done.stdout.split() == ["graph", "True"]
+    assert done.stderr.count("nvcc was not found") >= 1
+    assert "Triton's kernels, which are slower" in done.stderr

@@ -1,0 +1,123 @@
+"""`python -m tests.mutants [NAME ...]`: plants faults one at a time in a copy of the code, runs the tests that have to see each, and
+prints what survives. Exit status 1 where one survives, 2 where one cannot be tried."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutants.faults import REPOSITORY, BadFaultError, Fault, of_the_day, read_faults
+
+#: Of pytest: all passed; some failed.
+PASSED, FAILED = 0, 1
+SECONDS_A_DAY = 86_400
+TEST_TIMEOUT_SECONDS = 120
+
+
+class Sandbox:
+    """A copy of the checkout's files, in which one fault at a time is planted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+        names = subprocess.run(listed, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout.split("\0")
+        for name in filter(None, names):
+            if not (REPOSITORY / name).is_file():
+                continue
+            to = folder / name
+            to.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, to)
+
+    def run(self, tests: tuple[str, ...]) -> tuple[int, str]:
+        """Exit status and output of pytest, in an environment without the settings of whoever runs this."""
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_SECONDS}", *tests]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SPEECH_") and name != "CI"}
+        environment |= {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    def try_fault(self, fault: Fault) -> tuple[str, str]:
+        """`seen`, `SURVIVED` or `BROKEN`, and why where it is not `seen`."""
+        path = self.folder / fault.file
+        source = path.read_text()
+        try:
+            path.write_text(fault.planted(source))
+            status, output = self.run(fault.tests)
+        except BadFaultError as error:
+            return "BROKEN", str(error)
+        finally:
+            path.write_text(source)
+        if status == FAILED:
+            return "seen", ""
+        return ("SURVIVED", "") if status == PASSED else ("BROKEN", f"pytest ended with {status}:\n{output[-2000:]}")
+
+
+def check_unharmed(sandbox: Sandbox, faults: list[Fault]) -> str:
+    """The tests of these faults pass without any fault; what they say where they do not."""
+    tests = tuple(dict.fromkeys(test for fault in faults for test in fault.tests))
+    status, output = sandbox.run(tests)
+    return "" if status == PASSED else output[-4000:]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("names", nargs="*", help="only these faults")
+    parser.add_argument("--list", action="store_true", help="print the faults and their tests")
+    parser.add_argument("--of-the-day", type=int, metavar="COUNT", help="only so many, others each day")
+    parser.add_argument("--processes", type=int, default=1, help="tried at once (default 1)")
+    options = parser.parse_args(arguments)
+    faults = read_faults()
+    if options.names:
+        unknown = set(options.names) - {fault.name for fault in faults}
+        if unknown:
+            parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+        faults = [fault for fault in faults if fault.name in options.names]
+    if options.of_the_day is not None:
+        faults = of_the_day(faults, int(time.time()) // SECONDS_A_DAY, options.of_the_day)
+    if options.list:
+        for fault in faults:
+            print(f"{fault.name}  {fault.file}  {' '.join(fault.tests)}")
+        return 0
+    return try_all(faults, options.processes)
+
+
+def try_all(faults: list[Fault], processes: int) -> int:
+    """Tries the faults and prints a line for each; the exit status."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="nightjar-mutants-") as folder, ThreadPoolExecutor(processes) as pool:
+        free: SimpleQueue[Sandbox] = SimpleQueue()
+        for number in range(processes):
+            free.put(Sandbox(Path(folder) / str(number)))
+
+        def attempt(fault: Fault) -> tuple[str, str]:
+            sandbox = free.get()
+            try:
+                return sandbox.try_fault(fault)
+            finally:
+                free.put(sandbox)
+
+        sandbox = free.get()
+        harmed = check_unharmed(sandbox, faults)
+        free.put(sandbox)
+        if harmed:
+            print(f"The tests fail without any fault:\n{harmed}")
+            return 2
+        verdicts: list[str] = []
+        for fault, (verdict, why) in zip(faults, pool.map(attempt, faults)):
+            verdicts.append(verdict)
+            print(f"{verdict:9} {fault.name}  ({fault.file}){f': {why}' if why else ''}", flush=True)
+    seen = verdicts.count("seen")
+    print(f"{seen} of {len(faults)} planted faults were seen, in {time.monotonic() - started:.0f} s.")
+    return 2 if "BROKEN" in verdicts else 1 if "SURVIVED" in verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,50 @@
+"""The list of planted faults fits the code: each can be planted once, and names tests that exist."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.mutants.faults import REPOSITORY, BadFaultError, Fault, of_the_day, read_faults
+
+FAULTS = read_faults()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_it_can_be_planted_and_its_tests_exist(fault: Fault) -> None:
+    source = (REPOSITORY / fault.file).read_text()
+    planted = fault.planted(source)
+    assert planted != source
+    if fault.file.endswith(".py"):
+        ast.parse(planted)
+    assert fault.tests
+    for test in fault.tests:
+        path, *names = test.split("[")[0].split("::")
+        tree: ast.AST = ast.parse((REPOSITORY / path).read_text())
+        for name in names:
+            tree = next(node for node in ast.iter_child_nodes(tree) if getattr(node, "name", None) == name)
+
+
+def test_what_cannot_be_planted_is_said() -> None:
+    fault = Fault("twice", "a.py", "x", "y", ("tests/unit",))
+    assert fault.planted("x = 1") == "y = 1"
+    for source in ("", "x x"):
+        with pytest.raises(BadFaultError, match="twice"):
+            fault.planted(source)
+
+
+def test_two_faults_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = '[one]\nfile = "a.py"\nold = "x"\nnew = "y"\ntests = ["t"]\n'
+    for name in ("a.toml", "b.toml"):
+        (tmp_path / name).write_text(table)
+    with pytest.raises(BadFaultError, match="one"):
+        read_faults(tmp_path)
+
+
+def test_every_fault_has_its_day() -> None:
+    days = (len(FAULTS) + 9) // 10
+    tried = [fault.name for day in range(days) for fault in of_the_day(FAULTS, day, 10)]
+    assert set(tried) == {fault.name for fault in FAULTS}
+    assert len(of_the_day(FAULTS, 3, 10)) == min(10, len(FAULTS))

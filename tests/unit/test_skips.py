@@ -1,0 +1,52 @@
+"""A skip that nobody listed fails a run that has to be whole."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.skips import AllowedSkip, allowed_skips, unlisted
+
+TESTS = """
+import pytest
+def test_runs():
+    pass
+@pytest.mark.skip(reason="%s")
+def test_does_not():
+    pass
+"""
+
+
+def test_only_listed_tests_with_the_listed_reason_may_be_skipped() -> None:
+    allowed = [AllowedSkip("tests/gpu/*", "needs a CUDA device")]
+    skipped = [
+        ("tests/gpu/test_a.py::test_b", "Skipped: needs a CUDA device"),
+        ("tests/gpu/test_a.py::test_c", "Skipped: no reason"),
+        ("tests/unit/test_a.py::test_b", "Skipped: needs a CUDA device"),
+    ]
+    assert unlisted(skipped, allowed) == skipped[1:]
+    assert allowed_skips()
+
+
+@pytest.mark.parametrize("processes", ["0", "2"])
+@pytest.mark.parametrize(("in_ci", "status"), [("true", 1), ("", 0)])
+def test_a_whole_run_fails_on_an_unlisted_skip(tmp_path: Path, processes: str, in_ci: str, status: int) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "conftest.py").write_text("from tests.skips import pytest_sessionfinish\n")
+    (folder / "test_some.py").write_text(TESTS % "too tired")
+    repository = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", processes, "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(folder)],
+        env={**os.environ, "CI": in_ci, "PYTHONPATH": repository},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout
+    assert "SKIP THAT tests/skips.toml DOES NOT LIST: tests/test_some.py::test_does_not: Skipped: too tired" in done.stdout

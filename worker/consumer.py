@@ -1,0 +1,178 @@
+"""The part of a worker that listens to the broker: whatever comes from there, it listens again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from queue import Empty
+from typing import TYPE_CHECKING, Any
+
+import structlog
+from celery.worker import state
+from celery.worker.consumer import Consumer
+from kombu.transport import virtual
+from redis.exceptions import DataError, RedisError
+from vine import promise
+
+if TYPE_CHECKING:
+    from kombu.connection import Connection
+
+    from worker.metrics import Metrics
+
+log = structlog.get_logger(__name__)
+
+#: Of the broker itself. kombu's own list has errors in it that a message may cause, such as KeyError.
+BROKER_ERRORS = (RedisError, OSError)
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+#: A consumer that lived so long starts its pauses anew.
+HEALTHY_SECONDS = 30.0
+#: Between two looks whether the worker is to end.
+LOOK_SECONDS = 0.1
+
+
+class SteadyConsumer(Consumer):
+    """Celery's consumer, which ends its worker on any error but a lost connection, connects anew after every error.
+
+    A broker that was killed, or is a replica now, raises more kinds of errors than those (in kombu's cleaning up, too). A
+    message that is none of ours is dropped and counted; where it broke the consumer, the next worker would meet it otherwise.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        # What Celery comes back from, and what an acknowledgement may meet.
+        self.connection_errors = (Exception,)
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._started_at = 0.0
+
+    def start(self) -> None:
+        """Listens until the worker ends."""
+        while True:
+            try:
+                return super().start()
+            except Exception as error:  # noqa: BLE001 - whatever it is, the worker listens again
+                # From Celery's own handling of the first error.
+                log.warning("consumer not cleaned up", error=repr(error))
+                self.connection = None
+                self.blueprint.restart(self)
+                self._rest()
+
+    def on_connection_error_before_connected(self, exc: BaseException) -> None:
+        self._note(exc)
+
+    def on_connection_error_after_connected(self, exc: BaseException) -> None:
+        self._note(exc)
+        super().on_connection_error_after_connected(exc)
+
+    def connection_for_read(self, heartbeat: float | None = None) -> Connection:
+        app: Any = self.app
+        connection = app.connection_for_read(heartbeat=heartbeat)
+        transport: Any = connection.transport
+        transport.Channel = _steady(transport.Channel, self._drop)
+        return self.ensure_connected(connection)
+
+    def create_task_handler(self, promise: Any = promise) -> Callable[[Any], None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        receive = super().create_task_handler(promise)
+
+        def on_message(message: Any) -> None:
+            try:
+                receive(message)
+            except BROKER_ERRORS:
+                raise
+            except Exception as error:  # noqa: BLE001 - a message may break anything
+                self._drop(error)
+                if not message.acknowledged:
+                    message.reject_log_error(log, BROKER_ERRORS)
+
+        return on_message
+
+    def on_decode_error(self, message: Any, exc: Exception) -> None:
+        self._drop(exc)
+        message.ack_log_error(log, BROKER_ERRORS)
+
+    def on_unknown_message(self, body: object, message: Any) -> None:
+        self._drop(None)
+        message.reject_log_error(log, BROKER_ERRORS)
+
+    def on_unknown_task(self, body: object, message: Any, exc: Exception) -> None:
+        self._drop(exc)
+        message.reject_log_error(log, BROKER_ERRORS)
+
+    def on_invalid_task(self, body: object, message: Any, exc: Exception) -> None:
+        self._drop(exc)
+        message.reject_log_error(log, BROKER_ERRORS)
+
+    def _drop(self, error: Exception | None) -> None:
+        log.warning("message dropped: it is none of ours", reason="it names no task" if error is None else repr(error))
+        if (metrics := _metrics()) is not None:
+            metrics.dropped_messages.inc()
+
+    def _note(self, error: BaseException) -> None:
+        log.warning("broker lost; connecting anew", error=repr(error))
+        if (metrics := _metrics()) is not None:
+            metrics.consumer_restarts.inc()
+        self._rest()
+
+    def _rest(self) -> None:
+        """Waits before the next connection, longer each time while none lasts; a worker that is to end does not wait."""
+        now = time.monotonic()
+        self._pause_seconds = (
+            FIRST_PAUSE_SECONDS if now - self._started_at >= HEALTHY_SECONDS else min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+        )
+        deadline = now + self._pause_seconds
+        while (left := deadline - time.monotonic()) > 0:
+            state.maybe_shutdown()
+            time.sleep(min(left, LOOK_SECONDS))
+        self._started_at = time.monotonic()
+
+
+def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
+    """A Redis channel that drops what it cannot read: kombu takes a message from its list before it looks at it.
+
+    What cannot be acknowledged is delivered no more here: it would take a slot's place for ever, and a worker without a free
+    slot asks the broker for nothing, so it would never see that its connection is gone.
+    """
+
+    class SteadyQoS(channel.QoS):
+        def ack(self, delivery_tag: str) -> None:
+            try:
+                super().ack(delivery_tag)
+            except BROKER_ERRORS:
+                virtual.QoS.ack(self, delivery_tag)
+                raise
+
+        def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+            try:
+                super().reject(delivery_tag, requeue)
+            except BROKER_ERRORS:
+                virtual.QoS.ack(self, delivery_tag)
+                raise
+
+    class SteadyChannel(channel):
+        QoS = SteadyQoS
+
+        def _brpop_read(self, **options: Any) -> Any:
+            try:
+                return super()._brpop_read(**options)
+            except DataError as error:
+                # Of an envelope that cannot be kept until it is acknowledged.
+                drop(error)
+                return True
+            except (Empty, *BROKER_ERRORS):
+                raise
+            except Exception as error:  # noqa: BLE001 - a message may break anything
+                drop(error)
+                return True
+
+    return SteadyChannel
+
+
+def _metrics() -> Metrics | None:
+    """Those of the worker of this process, if it has one."""
+    from worker import pool
+
+    try:
+        return pool.runtime().metrics
+    except RuntimeError:
+        return None
