@@ -312,6 +312,8 @@ class SeaweedFS(S3):
         weed = str(Path(sys.executable).with_name("weed"))
         ports = [f"-{part}={port}" for part, port in self._ports().items()]
         flags = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-admin.ui=false", "-webdav=false", f"-s3.config={config}"]
+        # Their fixed ports would let only one server run on a machine.
+        flags += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
         return [weed, "mini", f"-dir={data}", *flags, *ports]
 
     def _ports(self) -> dict[str, int]:

@@ -71,6 +71,9 @@ class Connections:
             for _ in range(len(self._silent) // 2 + 1):
                 self._make_room()
             self._say("No connection can be accepted: %s. Raise the limit of descriptors (ulimit -n).", error.strerror)
+        elif isinstance(error, ValueError) and "_start_serving" in context["message"]:
+            # asyncio tries an accept that failed again after a second, once for each of the backlog, and the socket was closed since.
+            log.debug("The server stopped before a failed accept was tried again.")
         else:
             loop.default_exception_handler(context)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -22,6 +23,7 @@ import pytest
 
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineStats, Speech, SynthesisRequest
+from pipelines.serving.connections import Connections
 from pipelines.serving.model import _SUBMIT_THREADS
 from tests.serving_kit import PATIENCE_SECONDS, Running, b64, error_of, wait_until, wav
 
@@ -205,6 +207,23 @@ class TestConnections:
         lines = [line for line in said.splitlines() if "No connection can be accepted" in line]
         assert 1 <= len(lines) <= 3, said[:2000]
         assert len(said.splitlines()) < 20, said[:2000]
+
+    def test_an_accept_that_is_tried_again_after_the_end_says_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        """asyncio tries one that failed again after a second; the server may have stopped by then."""
+
+        async def run() -> None:
+            loop = asyncio.get_running_loop()
+            loop.set_exception_handler(Connections(8, header_seconds=1.0).on_loop_error)
+            closed = socket.socket()
+            closed.close()
+            loop.call_soon(loop._start_serving, asyncio.Protocol, closed)  # type: ignore[attr-defined]
+            await asyncio.sleep(0)
+            assert not caplog.messages
+            loop.call_soon(int, "no number")
+            await asyncio.sleep(0)
+
+        asyncio.run(run())
+        assert [record.levelname for record in caplog.records] == ["ERROR"]
 
     def test_the_limit_of_descriptors_is_raised_for_the_connections_that_may_be(self, log: Path) -> None:
         with process(log, "connections=700", descriptors=(400, 1000)) as (running, url):
