@@ -1,0 +1,146 @@
+"""`python -m benchmarks.structure`: files and lines of each room, small files, circles of imports, imports upward.
+
+A circle is a group of modules that reach each other by imports which run when a module is imported; `deferred circles` also follow
+imports inside functions. Imports under `TYPE_CHECKING` count for neither. An import upward breaks the order of the rooms.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import statistics
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+#: From the top down: a room imports itself and rooms after it.
+ROOMS = ("tests", "benchmarks", "nightjar", "worker", "jobs", "migrations", "pipelines", "kernels")
+#: Rooms that are installed.
+PRODUCT = ROOMS[2:]
+SMALL, LARGE = 50, 400
+Edges = Mapping[str, set[str]]
+
+
+def sources(tree: Path) -> dict[str, Path]:
+    """Module name to path, of the files that git knows or would add."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"]
+    listed = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True).stdout.splitlines()
+    found: dict[str, Path] = {}
+    for path in map(Path, sorted(listed)):
+        if path.parts[0] in ROOMS and (tree / path).is_file():
+            found[".".join(path.with_suffix("").parts).removesuffix(".__init__")] = tree / path
+    return found
+
+
+def imports(module: str, path: Path, modules: set[str]) -> Iterator[tuple[str, bool]]:
+    """The modules of ours that a file imports, and whether it does so when it is imported itself."""
+    package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+
+    def walk(node: ast.AST, at_import: bool) -> Iterator[tuple[str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from ((alias.name, at_import) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                above = package[: len(package) - child.level + 1] if child.level else []
+                base = ".".join([*above, *filter(None, [child.module])])
+                # `from package import module` needs the module, `from module import name` the one that has the name.
+                names = [f"{base}.{alias.name}" for alias in child.names]
+                yield from ((name if name in modules else base, at_import) for name in names)
+            elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from (found for other in child.orelse for found in walk(other, at_import))
+            else:
+                yield from walk(child, at_import and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+    found = walk(ast.parse(path.read_text(encoding="utf-8")), True)
+    yield from ((name, at_import) for name, at_import in found if name in modules and name != module)
+
+
+def circles(edges: Edges) -> list[list[str]]:
+    """Groups of two modules or more that reach each other."""
+    reached = {module: _reached(module, edges) for module in edges}
+    groups = {tuple(sorted(other for other in reached[module] if module in reached[other])) for module in edges}
+    return sorted(list(group) for group in groups if len(group) > 1)
+
+
+def _reached(module: str, edges: Edges) -> set[str]:
+    seen, open_ = set[str](), [module]
+    while open_:
+        new = edges[open_.pop()] - seen
+        seen |= new
+        open_ += new
+    return seen
+
+
+def room_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def sizes(tree: Path, paths: list[Path]) -> dict[str, Any]:
+    """Files, lines, and the files that are small or large."""
+    lines = {str(path.relative_to(tree)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
+    small = [path for path, count in lines.items() if count <= SMALL]
+    return {
+        "files": len(lines),
+        "lines": sum(lines.values()),
+        "median_lines": statistics.median(lines.values()),
+        "small_files": len(small),
+        "small_modules": [path for path in small if not path.endswith("__init__.py")],
+        "large_files": [path for path, count in lines.items() if count > LARGE],
+    }
+
+
+def measure(tree: Path) -> dict[str, Any]:
+    modules = sources(tree)
+    at_import: dict[str, set[str]] = {name: set() for name in modules}
+    anywhere: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for other, early in imports(name, path, set(modules)):
+            anywhere[name].add(other)
+            if early:
+                at_import[name].add(other)
+    pairs = [(name, other) for name in sorted(anywhere) for other in sorted(anywhere[name])]
+    groups = {**{room: [room] for room in ROOMS}, "product": PRODUCT, "all": ROOMS}
+    chosen = {name: [path for module, path in modules.items() if room_of(module) in rooms] for name, rooms in groups.items()}
+
+    def told(wanted: Any) -> list[str]:
+        return [f"{name} -> {other}" for name, other in pairs if wanted(name, other)]
+
+    return {
+        "rooms": {name: sizes(tree, paths) for name, paths in chosen.items() if paths},
+        "circles": circles(at_import),
+        "deferred_circles": circles(anywhere),
+        "imports_upward": told(lambda name, other: ROOMS.index(room_of(other)) < ROOMS.index(room_of(name))),
+        "tests_importing_benchmarks": told(lambda name, other: (room_of(name), room_of(other)) == ("tests", "benchmarks")),
+        "imports_of_jobs_cli": told(lambda name, other: other.startswith("jobs.cli") and not name.startswith(("jobs.cli", "tests"))),
+    }
+
+
+@click.command()
+@click.option("--tree", default=ROOT, type=click.Path(exists=True, file_okay=False, path_type=Path), help="The checkout to look at.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write everything as JSON here.")
+def main(tree: Path, out: Path | None) -> None:
+    """Prints the shape of the tree."""
+    found = measure(tree)
+    table = Table(title="Python files by room")
+    for heading in ("room", "files", "lines", "median", f"<= {SMALL} lines", "without __init__", f"> {LARGE} lines"):
+        table.add_column(heading)
+    for room, row in found["rooms"].items():
+        counts = (row["files"], row["lines"], row["median_lines"], row["small_files"], len(row["small_modules"]), len(row["large_files"]))
+        table.add_row(room, *(f"{count:,g}" if isinstance(count, float) else f"{count:,}" for count in counts))
+    console = Console(width=140)
+    console.print(table)
+    for name, lines in found.items():
+        if isinstance(lines, list):
+            print("\n  ".join([f"{name.replace('_', ' ')}: {len(lines)}", *map(str, lines)]))
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
