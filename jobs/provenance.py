@@ -18,13 +18,13 @@ from pathlib import Path
 
 import msgspec
 
+from jobs import DISTRIBUTION, installed_version
 from jobs.artifacts import job_prefix, numbered_key, put_numbered
 from jobs.ledger.records import Job, JobSpec
 from jobs.store.base import ObjectInfo, ObjectStore
 from pipelines.errors import ErrorCode, ModelError, StoreError
 from pipelines.registry import describe
 
-PACKAGE = "nightjar-speech"
 #: Libraries that can change what a job's audio sounds like, or which of its draws is kept.
 LIBRARIES = (
     "ctranslate2",
@@ -109,7 +109,7 @@ def provenance(job: Job, recorded_by: str, model: ModelProvenance, device: str =
         spec_sha=job.spec_sha,
         model=model,
         recorded_by=recorded_by,
-        nightjar=_version(PACKAGE) or "",
+        nightjar=installed_version(),
         commit=commit(),
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
@@ -175,7 +175,7 @@ def exporters_record(job: Job) -> Provenance:
 def commit() -> str | None:
     """The commit of the running code: what pip recorded when it installed from git, or that of the checkout around it."""
     try:
-        recorded = json.loads(distribution(PACKAGE).read_text("direct_url.json") or "{}")
+        recorded = json.loads(distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
     except PackageNotFoundError:
         recorded = {}
     if known := recorded.get("vcs_info", {}).get("commit_id"):

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import structlog
 from structlog.contextvars import bound_contextvars
 
+from jobs import installed_version
 from jobs.broker import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
@@ -100,7 +100,7 @@ class Runtime:
             pid=os.getpid(),
             gpu=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             model=self.options.model or "",
-            version=_version(),
+            version=installed_version(),
             slots=settings.worker.shards_in_flight,
         )
         self._stop_serving: Callable[[], None] = lambda: None
@@ -291,10 +291,3 @@ class Runtime:
                 f"Metrics cannot be served on port {port}: {error.strerror}.",
                 "Set SPEECH_WORKER__METRICS_PORT to a free port.",
             ) from error
-
-
-def _version() -> str:
-    try:
-        return version("nightjar-speech")
-    except PackageNotFoundError:
-        return "source"
