@@ -64,7 +64,7 @@ ITEMS ?= 2000
 FAULTS ?= 20
 SEED ?= 1
 chaos: install-dev
-	$(BIN)/python -m tests.chaos --items $(ITEMS) --faults $(FAULTS) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT))
+	$(BIN)/python -m tests.faults.soak --items $(ITEMS) --faults $(FAULTS) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT))
 
 bench: install-dev
 	$(BIN)/python -m benchmarks

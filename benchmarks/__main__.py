@@ -10,7 +10,7 @@ import click
 
 from benchmarks import jobs
 from benchmarks.figures import show, write
-from tests.services import Postgres
+from tests.support.services import Postgres
 
 
 @click.command()

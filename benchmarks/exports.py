@@ -22,16 +22,16 @@ import numpy as np
 
 from benchmarks.figures import Figure, show, write
 from benchmarks.jobs import write_lines
-from jobs.artifacts import audio_key
 from jobs.export import export, parse_splits
 from jobs.export.export import FOLDER_FORMATS, LINE_FORMATS
 from jobs.ingest import submit
+from jobs.layout import audio_key
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, Done, JobSpec, Outcome, WorkerInfo
 from jobs.settings import Settings
 from jobs.store import open_store
 from pipelines.audio import encode
-from tests.fakes import sine
+from tests.support.fakes import sine
 
 REPOSITORY = Path(__file__).parents[1]
 SAMPLE_RATE = 24_000

@@ -16,9 +16,9 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 
 from pipelines.fish_speech.codec import Codec, codec_from
+from pipelines.fish_speech.codec_encoder import ReferenceEncoder
 from pipelines.fish_speech.config import CodecConfig, CodecStackConfig, FishConfig
-from pipelines.fish_speech.reference import ReferenceEncoder
-from pipelines.fish_speech.vocabulary import Vocabulary
+from pipelines.fish_speech.prompt import Vocabulary
 
 _TEXT_IDS = 151_643
 _LISTED = (

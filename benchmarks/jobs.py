@@ -31,9 +31,9 @@ from jobs.quality import Quality
 from jobs.settings import load_settings
 from jobs.store import open_store
 from pipelines.audio import encode
-from tests.fake_worker import register
-from tests.fakes import SAMPLE_RATE, sine
-from tests.services import Postgres, Valkey
+from tests.support.fake_worker import register
+from tests.support.fakes import SAMPLE_RATE, sine
+from tests.support.services import Postgres, Valkey
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -124,7 +124,7 @@ def whole_path(folder: Path, items: int, quality: Quality | None = None) -> list
     ledger.migrate()
     register()
     worker = subprocess.Popen(
-        [sys.executable, "-m", "tests.fake_worker", "run", "--model", "instant"], cwd=REPOSITORY, stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "tests.support.fake_worker", "run", "--model", "instant"], cwd=REPOSITORY, stderr=subprocess.DEVNULL
     )
     try:
         while not ledger.workers():

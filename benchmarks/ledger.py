@@ -11,7 +11,7 @@ import click
 from benchmarks.figures import Figure, show, write
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, Done, JobSpec, NewJob, NewShard
-from tests.services import Postgres
+from tests.support.services import Postgres
 
 SHARD_ITEMS = 256
 STAGE_ITEMS = 10_240

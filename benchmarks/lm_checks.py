@@ -17,8 +17,8 @@ from kernels.layers import qk_norm_rope_append, rms_norm, rope
 from kernels.lm_frame import FrameTensors, FusedFrame, Plan, StackTensors
 from kernels.lm_gemm import RESIDUAL, SWIGLU, Tiles, product
 from kernels.lm_triton import SplitScratch, decode_attention, predictor_attention
-from kernels.lm_twin import twin_frame
 from kernels.philox import frame_noise
+from kernels.reference import twin_frame
 from kernels.sampler import process_first, sample
 
 

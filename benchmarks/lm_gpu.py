@@ -24,9 +24,8 @@ from torch import Tensor
 from benchmarks.lm_checks import check_all
 from benchmarks.lm_shapes import LARGE, SMALL, Maker, Shape
 from kernels import lm_cuda
-from kernels.lm_frame import FusedFrame, Plan
+from kernels.lm_frame import FusedFrame, Plan, plan_for
 from kernels.lm_gemm import PLAIN, RESIDUAL, SWIGLU, Tiles, product
-from kernels.lm_plans import plan_for
 from kernels.lm_triton import SplitScratch, add_norm, decode_attention, predictor_attention, swiglu
 
 LAYERS = 28

@@ -28,8 +28,8 @@ from benchmarks.sentences import sentences
 from jobs.ledger import Ledger
 from jobs.ledger.records import Draw, ItemState
 from jobs.quality import PRESETS
-from tests.quality_kit import FAULTS, FAULTS_FROM, install, whisper_base
-from worker.quality.words import normalizer_of
+from tests.support.quality_kit import FAULTS, FAULTS_FROM, install, whisper_base
+from worker.quality.wer import normalizer_of
 
 REPOSITORY = Path(__file__).parents[1]
 

@@ -25,7 +25,7 @@ from benchmarks.qwen3_tts_gpu import TINY_CODEC, clean, open_decoder
 from benchmarks.qwen3_tts_shapes import random_model
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import FrameExecutor
-from pipelines.engine.prefill_graphs import PrefillGraphs
+from pipelines.engine.graph import PrefillGraphs
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError

@@ -23,9 +23,9 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder, CodecState
-from pipelines.qwen3_tts.delivery import FrameOrder, FrameUtterer
 from pipelines.qwen3_tts.execution import open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.pipeline import FrameOrder, FrameUtteranceFuture
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from pipelines.request import Speech
 
@@ -114,7 +114,7 @@ class Counter:
         self._loop.room.release()
 
 
-def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe: bool = False) -> FrameUtterer:
+def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe: bool = False) -> FrameUtteranceFuture:
     """The receiver of the real pipeline, whose speech is counted."""
 
     def heard(future: Any) -> None:
@@ -127,7 +127,7 @@ def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe:
             loop.tally.heard(frames, whole and frames == wanted and speech.meta["finish"] == "eos")
         loop.room.release()
 
-    kind = _Probe if probe else FrameUtterer
+    kind = _Probe if probe else FrameUtteranceFuture
     utterer = kind(FrameOrder("", SAMPLE_RATE, {}, keep_unfinished=True), stage, lambda _seconds: None)
     if isinstance(utterer, _Probe):
         utterer.tally = loop.tally
@@ -135,7 +135,7 @@ def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe:
     return utterer
 
 
-class _Probe(FrameUtterer):
+class _Probe(FrameUtteranceFuture):
     """An utterance that is asked for again and again; its codes must not depend on when."""
 
     tally: Tally

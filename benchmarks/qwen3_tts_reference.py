@@ -236,8 +236,8 @@ def golden_differences(folder: Path) -> list[str]:
     import numpy as np
     from safetensors.torch import load_file
 
-    from tests.golden_arrays import read_arrays
-    from tests.golden_checkpoint import whole
+    from tests.support.golden_arrays import read_arrays
+    from tests.support.golden_checkpoint import whole
 
     content = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
     checkpoint = whole(folder / "checkpoint-custom")

@@ -19,17 +19,15 @@ from benchmarks.figures import Figure, show, write
 from pipelines.engine.codec_stage import CodecStage
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
 from pipelines.spark_tts.config import LLM, SparkConfig
-from pipelines.spark_tts.delivery import column
-from pipelines.spark_tts.lm import model_spec
-from pipelines.spark_tts.prompt import creation_prompt
-from pipelines.spark_tts.stage import BiCodecDecoder, Voice
-from pipelines.spark_tts.vocabulary import Vocabulary
+from pipelines.spark_tts.pipeline import column, model_spec
+from pipelines.spark_tts.prompt import Vocabulary, creation_prompt
+from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling, VllmOptions
-from tests.golden_checkpoint import whole
-from tests.spark_oracle import OracleLm
-from tests.vllm_kit import GOLDEN, Waiter
+from tests.support.golden_checkpoint import whole
+from tests.support.spark_oracle import OracleLm
+from tests.support.vllm_kit import GOLDEN, Waiter
 
 REPEATS = 3
 

@@ -31,7 +31,7 @@ from pipelines.nn.options import TokenModelOptions, open_device
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.pipeline import SparkPipeline, vllm_options
-from pipelines.spark_tts.stage import BiCodecDecoder, Voice
+from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 from pipelines.vllm_engine.options import ModelSpec, TokenRequest, TokenSampling

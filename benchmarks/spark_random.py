@@ -19,12 +19,10 @@ from pipelines.spark_tts.bicodec import BiCodec, SemanticQuantizer
 from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
 from pipelines.spark_tts.blocks import Encoder, Prenet
 from pipelines.spark_tts.config import BiCodecConfig, LmConfig, MelConfig, SparkConfig, SpeakerConfig, VocosConfig, WaveConfig
-from pipelines.spark_tts.features import KEPT_LAYERS, SemanticFeatures
-from pipelines.spark_tts.fused import prepared
-from pipelines.spark_tts.reference import ReferenceEncoder
+from pipelines.spark_tts.prompt import SparkCodes, Vocabulary
+from pipelines.spark_tts.reference import KEPT_LAYERS, ReferenceEncoder, SemanticFeatures
 from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
-from pipelines.spark_tts.vocabulary import SparkCodes, Vocabulary
-from pipelines.spark_tts.wave import WaveGenerator
+from pipelines.spark_tts.wave_generator import WaveGenerator, prepared
 
 LM = LmConfig(896, 24, 14, 2, 64, 4864, 166_000, 32_768, 1e6, tied=True, eos=151_645)
 CODEC = BiCodecConfig(
@@ -113,7 +111,7 @@ def recording(seconds: float, seed: int) -> bytes:
 
 
 def codecs(settings: SparkConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None) -> tuple[AudioTokenizer, BiCodec]:
-    """Both halves of BiCodec, the decoder in `dtype`; `fused` as for `pipelines.spark_tts.fused.prepared`."""
+    """Both halves of BiCodec, the decoder in `dtype`; `fused` as for `pipelines.spark_tts.wave_generator.prepared`."""
     quantizer = _filled(lambda: SemanticQuantizer(CODEC.encoder.output, CODEC.codebook_size, CODEC.codebook_dim), device)
     speaker = _filled(lambda: SpeakerEncoder(CODEC.speaker), device)
     encoder = _filled(lambda: Encoder(CODEC.encoder), device)

@@ -62,7 +62,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_plugin_known(folder)
         if options.tiny:
-            from tests.vllm_v2 import v2_runner
+            from tests.support.vllm_v2 import v2_runner
 
             stack.enter_context(v2_runner())
         config = write_shape(folder, published=not options.tiny)

@@ -19,7 +19,7 @@ from pipelines.speechlm.lm import model_spec
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 from pipelines.vllm_engine.options import VllmOptions
-from tests.vllm_v2 import v2_runner
+from tests.support.vllm_v2 import v2_runner
 
 #: Guided to none, when audio is a third of the steps.
 AIM = "at most 1.35"

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from jobs.export.made import MadeItems, facts
+from jobs.export.items import MadeItems, facts
 from jobs.ledger.records import Job
 from jobs.store.base import ObjectStore
+from pipelines.duration import Pace, text_units
 from pipelines.errors import ErrorCode, NotFoundError
-from pipelines.pace import Pace, text_units
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -42,7 +42,7 @@ def parse_dialogue(raw: bytes) -> Dialogue:
     """The dialogue of one line of UTF-8 JSON.
 
     Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.bad_role`, `input.bad_modality` or
-    `input.bad_generation`. Ranges of `generation` are `pipelines.task`'s to check.
+    `input.bad_generation`. Ranges of `generation` are `pipelines.validation`'s to check.
     """
     try:
         dialogue = _decode(raw)

@@ -1,15 +1,186 @@
-"""The dispatcher: ready shards become messages, no more than the workers can soon take."""
+"""The broker and the dispatcher: a Celery app whose settings keep it harmless, and ready shards that become messages.
+
+The ledger holds the truth; the broker only wakes workers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
-from jobs.broker import Publisher
-from pipelines.errors import ServiceError
+from jobs.ledger.records import Ticket
+from jobs.redact import redact
+from pipelines.errors import ErrorCode, ServiceError
 
 if TYPE_CHECKING:
+    from celery import Celery
+    from kombu.connection import Connection
+
     from jobs.ledger import Ledger
     from jobs.settings import Settings
+
+
+RUN_SHARD = "nightjar.run_shard"
+RUN_NIGHTLY = "nightjar.nightly"
+RUN_SWEEP = "nightjar.sweep"
+QUEUE = "nightjar"
+KEY_PREFIX = "speech:"
+
+#: Redis priorities: 0 is delivered first, and kombu keeps one list each for 0, 3, 6 and 9.
+_PRIORITY_HIGHEST, _PRIORITY_HIGH, _PRIORITY_NORMAL, _PRIORITY_LOW = 0, 3, 6, 9
+
+CONNECT_SECONDS = 5
+SOCKET_SECONDS = 30
+BATCH_MESSAGES = 500
+
+
+def message_priority(job_priority: int) -> int:
+    """The Redis priority of a job's messages: a higher job priority is a lower number."""
+    if job_priority >= 10:
+        return _PRIORITY_HIGHEST
+    if job_priority > 0:
+        return _PRIORITY_HIGH
+    return _PRIORITY_NORMAL if job_priority == 0 else _PRIORITY_LOW
+
+
+def make_celery(settings: Settings) -> Celery:
+    """The Celery app of this installation.
+
+    Messages only wake workers: no results, no ETA, JSON only, acknowledged late, and a worker takes no message it has
+    no slot for. Retries are the ledger's (`not_before`), never Celery's.
+    """
+    from celery import Celery
+    from kombu.entity import Queue
+
+    app = Celery("nightjar", set_as_current=False)
+    app.conf.update(
+        broker_url=settings.effective_broker_url,
+        broker_transport_options={
+            # Only for messages of killed workers; leases decide who may run a shard, so a second delivery is harmless.
+            "visibility_timeout": 3600,
+            "unacked_restore_interval": 5,
+            "unacked_restore_throttle": 1,
+            "socket_timeout": SOCKET_SECONDS,
+            "socket_connect_timeout": CONNECT_SECONDS,
+            "socket_keepalive": True,
+            "health_check_interval": 25,
+            "global_keyprefix": KEY_PREFIX,
+            "queue_order_strategy": "priority",
+        },
+        broker_connection_retry_on_startup=True,
+        broker_connection_max_retries=None,
+        result_backend=None,
+        task_ignore_result=True,
+        task_acks_late=True,
+        task_acks_on_failure_or_timeout=True,
+        task_serializer="json",
+        result_serializer="json",
+        event_serializer="json",
+        accept_content=["json"],
+        task_default_queue=QUEUE,
+        task_queues=[Queue(QUEUE)],
+        task_create_missing_queues=False,
+        task_publish_retry=True,
+        task_send_sent_event=True,
+        task_track_started=False,
+        worker_send_task_events=True,
+        # Whoever reaches the broker could else end workers.
+        worker_enable_remote_control=False,
+        worker_prefetch_multiplier=1,
+        worker_disable_prefetch=True,
+        # The pool has its own drain deadline; Celery's would wait its whole time even when all tasks ended (celery#9505).
+        worker_soft_shutdown_timeout=0,
+        worker_hijack_root_logger=False,
+        worker_redirect_stdouts=False,
+        # Threads cannot be cancelled; the lease decides.
+        worker_cancel_long_running_tasks_on_connection_loss=False,
+        enable_utc=True,
+    )
+    return app
+
+
+class Publisher:
+    """Publishes shards over one pooled connection. Raises `broker.unreachable` and may then be used again."""
+
+    def __init__(self, settings: Settings, app: Celery | None = None) -> None:
+        self._app = app or make_celery(settings)
+
+    def publish(self, tickets: Sequence[Ticket]) -> None:
+        """Sends one message for each ticket, pipelined; the body is (job, shard, epoch) and nothing else."""
+        if not tickets:
+            return
+        with self._connection() as connection:
+            producer = self._app.amqp.Producer(connection, auto_declare=False)
+            queue = self._app.amqp.queues[QUEUE]
+            queue(producer.channel).declare()
+            with producer.batch(max_size=BATCH_MESSAGES):
+                for ticket in tickets:
+                    self._send(producer, ticket)
+
+    def queue_depth(self) -> int:
+        """Messages that wait in the broker."""
+        with self._connection() as connection:
+            channel: Any = connection.default_channel
+            return int(channel.queue_declare(QUEUE).message_count)
+
+    def ping(self) -> None:
+        """Raises `broker.unreachable` when the broker does not answer."""
+        with self._connection() as connection:
+            channel: Any = connection.default_channel
+            channel.client.ping()
+
+    def close(self) -> None:
+        self._app.close()
+
+    def _send(self, producer: Any, ticket: Ticket) -> None:
+        task_id = str(uuid.uuid4())
+        arguments = {"job": ticket.job_id, "shard": ticket.shard_no, "epoch": ticket.epoch}
+        message = self._app.amqp.as_task_v2(task_id, RUN_SHARD, kwargs=arguments, ignore_result=True)
+        producer.publish(
+            message.body,
+            exchange="",
+            routing_key=QUEUE,
+            serializer="json",
+            headers=message.headers,
+            priority=message_priority(ticket.priority),
+            **message.properties,
+        )
+
+    @contextmanager
+    def _connection(self) -> Iterator[Connection]:
+        from kombu.exceptions import OperationalError
+        from redis.exceptions import RedisError
+
+        try:
+            with self._app.pool.acquire(block=True, timeout=CONNECT_SECONDS) as connection:
+                connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0, timeout=CONNECT_SECONDS)
+                yield connection
+        except (OperationalError, RedisError, OSError) as error:
+            url = redact(str(self._app.conf.broker_url))
+            raise ServiceError(
+                ErrorCode.BROKER_UNREACHABLE,
+                f"The broker at {url} cannot be reached: {redact(str(error)).rstrip('.')}.",
+                "Start it, or set SPEECH_BROKER_URL to one that runs.",
+            ) from error
+
+
+def publish(settings: Settings, tickets: Sequence[Ticket]) -> None:
+    """Publishes once, on a connection of its own. Raises `broker.unreachable`."""
+    publisher = Publisher(settings)
+    try:
+        publisher.publish(tickets)
+    finally:
+        publisher.close()
+
+
+def check(settings: Settings) -> None:
+    """Raises `broker.unreachable` when the broker does not answer within a few seconds."""
+    publisher = Publisher(settings)
+    try:
+        publisher.ping()
+    finally:
+        publisher.close()
 
 
 class Dispatcher:

@@ -129,11 +129,11 @@ def _workers(settings: Settings) -> Finding:
 
 
 def _broker(settings: Settings) -> Finding:
-    from jobs import broker
+    from jobs import dispatch
 
     url = redact(settings.effective_broker_url)
     try:
-        broker.check(settings)
+        dispatch.check(settings)
     except ServiceError as error:
         if settings.broker_url is not None:
             raise

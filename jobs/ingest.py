@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from jobs.artifacts import input_key, job_prefix, put_numbered
-from jobs.cutting import ShardSize, cut
 from jobs.estimate import Estimate, dry_run
+from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, aborted_by, duplicate
 from jobs.openai_batch import InputFormat, line_form
-from jobs.payload import CONTENT_TYPE, compress, encode_lines
-from jobs.references import ReferenceReader, ReferenceShelf
+from jobs.references import ReferenceReader, ReferenceUploader
+from jobs.shard_file import CONTENT_TYPE, compress, encode_lines
+from jobs.sharding import ShardSize, cut
 from jobs.source import Source, open_source
 from jobs.spec import check_speak, frozen_spec, of_before, speak_of, spec_sha
 from jobs.store.base import ObjectStore
@@ -120,7 +120,7 @@ def submit(
             return SubmitResult(job, created=False, resumed=False, items=job.total_items, rejected=job.rejected_lines)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
         form = line_form(options.input_format, card, spec.format)
-        checker = LineChecker(card, spec.generation, ReferenceShelf(reader, store, job.id).key, form, speak_of(spec))
+        checker = LineChecker(card, spec.generation, ReferenceUploader(reader, store, job.id).key, form, speak_of(spec))
         size = ShardSize.of(card, settings.shard.target_seconds, settings.shard.max_items)
         try:
             _Ingest(ledger, store, job, opened, checker, size, options.on_error == "abort", progress).run()

@@ -16,7 +16,7 @@ from jobs.turns import Speak, reference_places, spoken_turns, turn_messages
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
-from pipelines.task import is_visible, speech_task
+from pipelines.validation import is_visible, speech_task
 
 #: Faults of a line that the job's own settings cannot be blamed for.
 _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}

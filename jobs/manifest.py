@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from jobs.artifacts import job_manifest_key, numbered_key, put_numbered, shard_manifest_key
 from jobs.dialogue import spoken_text
+from jobs.layout import job_manifest_key, numbered_key, put_numbered, shard_manifest_key
 from jobs.ledger.records import Artifact, Job, MadeAudio
-from jobs.payload import ShardLine
+from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectInfo, ObjectStore
 
 CONTENT_TYPE = "application/x-ndjson"

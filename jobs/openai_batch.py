@@ -17,7 +17,7 @@ from jobs.dialogue import check_example_id, clean
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Generation
-from pipelines.task import is_visible
+from pipelines.validation import is_visible
 
 URL = "/v1/audio/speech"
 _SHAPE = (

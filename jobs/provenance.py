@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from jobs import DISTRIBUTION, installed_version
-from jobs.artifacts import job_prefix, numbered_key, put_numbered
+from jobs.layout import job_prefix, numbered_key, put_numbered
 from jobs.ledger.records import Job, JobSpec
 from jobs.store.base import ObjectInfo, ObjectStore
 from pipelines.errors import ErrorCode, ModelError, StoreError
@@ -47,7 +47,7 @@ LIBRARIES = (
     "vllm",
     "whisper-normalizer",
 )
-SEEDS = "seed of an item = first 63 bits of BLAKE2b-64 over (job seed, example_id, message index, draw), see jobs/seeds.py"
+SEEDS = "seed of an item = first 63 bits of BLAKE2b-64 over (job seed, example_id, message index, draw), see jobs/spec.py"
 _MODEL_FILES = (".safetensors", ".json", ".txt", ".jinja", ".model", ".bin", ".onnx")
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import msgspec
 
 from jobs.meters import BUILT_IN, added_meters, known_meters
+from pipelines.duration import Pace
 from pipelines.errors import ConfigError, ErrorCode
-from pipelines.pace import Pace
 
 if TYPE_CHECKING:
     from pathlib import Path

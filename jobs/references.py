@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.artifacts import job_prefix, reference_key
 from jobs.dialogue import clean
+from jobs.layout import job_prefix, reference_key
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, StoreError
 
@@ -101,7 +101,7 @@ class ReferenceReader:
         return self._verdicts[audio.sha256]
 
 
-class ReferenceShelf:
+class ReferenceUploader:
     """Puts reference audio into the store of a job, each content once, and tells its key."""
 
     def __init__(self, reader: ReferenceReader, store: ObjectStore, job_id: str) -> None:

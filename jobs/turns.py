@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, cast
 
 from pipelines.request import Message, Modality, Role
-from pipelines.task import is_visible
+from pipelines.validation import is_visible
 
 #: `auto`: the assistant's texts that have no audio yet; the user's where there is none. `answer`: no text of the dialogue, but
 #: what a model answers to the whole of it.

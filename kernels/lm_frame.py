@@ -291,3 +291,12 @@ class FusedFrame:
         )  # fmt: skip
         compiled = self._skinny and self.plan.cuda_draw and lm_cuda.has_draw(vocab, self._widths[1], self._widths[0])
         (lm_cuda.draw if compiled else draw)(pointers, numbers, stage, self.plan.pdl)
+
+
+def plan_for(rows: int, hidden: int = 1024) -> Plan:
+    """The plan for frames of `rows` rows of a talker of width `hidden`."""
+    if rows <= 16:
+        return Plan(skinny_rows=64)
+    if rows <= 32 and hidden <= 1024:
+        return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2)
+    return Plan(skinny_rows=0, pdl=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,3 +35,8 @@ def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return twin
 
     return register
+
+
+def to_device(made: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device; the host does not wait for the work before it."""
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)

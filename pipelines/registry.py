@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol, cast
 
 import msgspec
 
+from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, ModelError
-from pipelines.pace import Pace
 from pipelines.request import Capabilities, Pipeline
 
 ENTRY_POINT_GROUP = "nightjar.pipelines"

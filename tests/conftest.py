@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests import skips
-from tests.services import S3, MotoS3, Postgres, SeaweedFS, Valkey, running_postgres
+from tests.support import skips
+from tests.support.services import S3, MotoS3, Postgres, SeaweedFS, Valkey, running_postgres
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in [name for name in os.environ if name.startswith("SPEECH_")]:

@@ -97,7 +97,7 @@ def sweep(delete: bool, grace_hours: float | None, as_json: bool) -> None:
 
     Exit code: 0 all jobs were looked at, 1 the store of a job did not answer as it should.
     """
-    from worker.sweep import sweep_all
+    from worker.garbage import sweep_all
 
     settings = _settings()
     hours = settings.sweep.grace_hours if grace_hours is None else grace_hours

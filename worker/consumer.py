@@ -170,9 +170,9 @@ def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
 
 def _metrics() -> Metrics | None:
     """Those of the worker of this process, if it has one."""
-    from worker import pool
+    from worker import celery_app
 
     try:
-        return pool.runtime().metrics
+        return celery_app.runtime().metrics
     except RuntimeError:
         return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from jobs.artifacts import slug
+from jobs.layout import slug
 from jobs.ledger.records import Job
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 

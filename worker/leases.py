@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection
 from enum import StrEnum
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from jobs.ledger.records import Lease, Ticket
 from jobs.ledger.states import LASTING_OUTAGES
 from pipelines.errors import NightjarError
-from worker.clock import Clock
+
+
+class Clock(Protocol):
+    """Seconds that only rise. Deadlines of leases are the ledger's business; this clock measures waits inside a worker."""
+
+    def monotonic(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class SystemClock:
+    """The clock of the machine."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
 
 T = TypeVar("T")
 #: Told of every error before a call is tried again.

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 
 from jobs.ledger.records import Done, Outcome
 from pipelines.errors import NightjarError
-from pipelines.vllm_engine.metrics import VllmMetrics
+from pipelines.vllm_engine.library import VllmMetrics
 
 log = structlog.get_logger(__name__)
 

@@ -17,17 +17,17 @@ def run_worker(settings: Settings, model: str | None, parent_pid: int | None) ->
     from celery.exceptions import CPendingDeprecationWarning
     from celery.platforms import SecurityWarning
 
-    from worker import pool
-    from worker.app import create_app
+    from worker import celery_app
+    from worker.celery_app import create_app
     from worker.runtime import WorkerOptions
 
     # Celery warns root of pickled messages; only JSON is accepted here.
     warnings.filterwarnings("ignore", category=SecurityWarning)
     # And of what becomes of tasks when a connection is lost, at each loss; that is set.
     warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
-    pool.configure(settings, WorkerOptions(model, parent_pid))
+    celery_app.configure(settings, WorkerOptions(model, parent_pid))
     worker = create_app(settings).Worker(
-        pool_cls=pool.EnginePool,
+        pool_cls=celery_app.EnginePool,
         concurrency=settings.worker.shards_in_flight,
         hostname=f"nightjar-{os.getpid()}@{socket.gethostname()}",
         loglevel=settings.log_level.upper(),
@@ -37,7 +37,7 @@ def run_worker(settings: Settings, model: str | None, parent_pid: int | None) ->
         without_mingle=True,
     )
     worker.start()
-    failure = pool.start_failure()
+    failure = celery_app.start_failure()
     if failure is not None:
         raise failure
     return int(worker.exitcode or 0)
@@ -45,7 +45,7 @@ def run_worker(settings: Settings, model: str | None, parent_pid: int | None) ->
 
 def run_beat(settings: Settings) -> None:
     """Runs Celery beat with its file in the state folder."""
-    from worker.app import create_app
+    from worker.celery_app import create_app
 
     settings.state_folder.mkdir(parents=True, exist_ok=True)
     app = create_app(settings)
@@ -73,7 +73,7 @@ def run_flower(settings: Settings) -> None:
         )
     # By environment, not by arguments: those are readable by every user of the machine.
     os.environ["FLOWER_BASIC_AUTH"] = auth
-    from worker.app import create_app
+    from worker.celery_app import create_app
 
     sys.argv[0] = "celery"
     create_app(settings).start(

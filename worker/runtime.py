@@ -17,7 +17,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from jobs import installed_version
-from jobs.broker import Publisher
+from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
@@ -27,16 +27,14 @@ from jobs.store.base import ObjectStore
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError
 from pipelines.registry import describe, open_pipeline
 from pipelines.request import Pipeline
-from worker.clock import Clock, SystemClock
-from worker.housekeeping import Housekeeping
-from worker.isolation import Isolation
-from worker.job_end import put_manifest_if_over
-from worker.leases import LeaseBook
+from worker.exclusive import Isolation
+from worker.leases import Clock, LeaseBook, SystemClock
+from worker.maintenance import Housekeeping, put_manifest_if_over
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
 from worker.quality.pool import MeterPool
+from worker.result_writer import Storer
 from worker.shard_runner import ShardRunner
-from worker.storing import Storer
 
 if TYPE_CHECKING:
     from jobs.settings import Settings

@@ -11,19 +11,17 @@ import structlog
 from jobs.ledger.records import Done, Failed, JobState, Outcome
 from jobs.ledger.states import WORKING
 from jobs.manifest import put_shard_manifest, spoken_by
-from jobs.payload import ShardLine, read_shard
 from jobs.provenance import ProvenanceBook
+from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Pipeline
-from worker.clock import Clock, SystemClock
-from worker.engine_meter import EngineMeter
-from worker.leases import GoneReason, HeldLease, LeaseBook, LeaseGoneError
+from worker.leases import Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
-from worker.requests import ReferenceCache, RequestBuilder
-from worker.shard_work import ShardWork
-from worker.storing import Storer
+from worker.request_builder import ReferenceCache, RequestBuilder
+from worker.result_writer import Storer
+from worker.shard_work import EngineMeter, ShardWork
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger

@@ -15,15 +15,50 @@ import structlog
 from jobs.dialogue import spoken_text
 from jobs.ledger.records import Failed, Outcome
 from jobs.ledger.states import LASTING_OUTAGES
-from jobs.payload import ShardLine
+from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Pipeline, Speech, SynthesisRequest
-from worker.clock import Clock
-from worker.engine_meter import EngineMeter
-from worker.leases import HeldLease
-from worker.quality.drawing import REDRAWN, History
-from worker.storing import SpeechToStore, Storer
+from worker.leases import Clock, HeldLease
+from worker.quality.verdict import REDRAWN, History
+from worker.result_writer import SpeechToStore, Storer
+
+
+class EngineMeter:
+    """Shares out the time of an engine: while n requests are in it, each of them pays a n-th of the time.
+
+    All shares together are the time in which the engine had work, whatever the batch was. After fair queueing's virtual
+    time (Demers, Keshav and Shenker, 1989): it runs at 1/n, and a request's share is how far it ran meanwhile.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._requests = 0
+        self._virtual_seconds = 0.0
+        self._read_at = clock.monotonic()
+
+    def enter(self) -> float:
+        """A request goes in; the mark to leave with."""
+        with self._lock:
+            mark = self._advance()
+            self._requests += 1
+            return mark
+
+    def leave(self, mark: float) -> float:
+        """The request that went in at `mark` is out; its share in milliseconds."""
+        with self._lock:
+            share = self._advance() - mark
+            self._requests -= 1
+            return share * 1000
+
+    def _advance(self) -> float:
+        now = self._clock.monotonic()
+        if self._requests:
+            self._virtual_seconds += (now - self._read_at) / self._requests
+        self._read_at = now
+        return self._virtual_seconds
+
 
 log = structlog.get_logger(__name__)
 
@@ -206,7 +241,7 @@ class ShardWork:
             stuck = any(index == self._submitting for index, _ in late)
         message = f"The item took more than {timeout_seconds:g} s in the engine."
         for index, entry in late:
-            # Settled first: the abort makes the future fail with `synth.aborted`, which then comes too late to count.
+            # OnDone first: the abort makes the future fail with `synth.aborted`, which then comes too late to count.
             self._fail(index, ErrorCode.SYNTH_TIMEOUT, message, entry.history, engine_ms[index])
             self._pipeline.abort(entry.request_id)
         return stuck

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from jobs.homes import keep_remembered, settings_for_job
+from jobs.recent_jobs import keep_remembered, settings_for_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
 

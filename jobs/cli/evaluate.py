@@ -18,8 +18,7 @@ from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 
 if TYPE_CHECKING:
-    from jobs.evaluation.client import ChatClient
-    from jobs.evaluation.question import Manner
+    from jobs.evaluation.client import ChatClient, RequestOptions
     from jobs.evaluation.run import Tally
 
 _LINE_SECONDS = 30.0
@@ -61,8 +60,7 @@ def evaluate(source: str, server: str, to: Path, as_json: bool, quiet: bool, **g
 
 
 async def _evaluate(settings: Settings, source: str, server: str, to: Path, given: dict[str, Any], output: Output) -> Tally:
-    from jobs.evaluation.answers import AnswerFile
-    from jobs.evaluation.run import Evaluation
+    from jobs.evaluation.run import AnswerFile, Evaluation
     from jobs.references import ReferenceReader
     from jobs.source import open_source
     from jobs.store import open_store
@@ -92,9 +90,9 @@ def _client(settings: Settings, server: str, given: dict[str, Any]) -> ChatClien
     return ChatClient(server, key, given["connections"], given["timeout"], given["patience"])
 
 
-async def _manner(client: ChatClient, given: dict[str, Any]) -> Manner:
+async def _manner(client: ChatClient, given: dict[str, Any]) -> RequestOptions:
     """Raises `server.unreachable`, and `config.invalid` for a model that the server does not have."""
-    from jobs.evaluation.question import Manner
+    from jobs.evaluation.client import RequestOptions
     from pipelines.request import Generation
 
     names = await client.models()
@@ -104,7 +102,7 @@ async def _manner(client: ChatClient, given: dict[str, Any]) -> Manner:
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"It has: {', '.join(names) or 'none'}.")
     sampling = ("cfg", "temperature", "text_temperature", "audio_temperature", "top_k", "audio_top_k", "max_tokens")
     mode = given["mode"] or ("text_only" if given["cfg"] is None else "text_audio")
-    return Manner(model, mode, Generation(**{name: given[name] for name in sampling}), given["seed"])
+    return RequestOptions(model, mode, Generation(**{name: given[name] for name in sampling}), given["seed"])
 
 
 def _telling(output: Output) -> Callable[[Tally], None]:

@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from jobs.cli.convert import convert
+from jobs.cli.context import NamedPath
 from jobs.cli.output import Output, counted
 from pipelines.registry import ModelCard, describe, list_models
+
+
+@click.command(name="convert")
+@click.argument("source", type=NamedPath(path_type=Path))
+@click.option("--like", required=True, type=NamedPath(path_type=Path), help="Folder with config.json, tokenizer and chat template.")
+@click.option("--out", required=True, type=NamedPath(path_type=Path), help="New folder.")
+@click.option("--dtype", type=click.Choice(["bfloat16", "float32", "same"]), default="bfloat16", show_default=True, help="Of the weights.")
+def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
+    """Convert SOURCE, a SpeechLM training checkpoint (.pt), to a folder of safetensors. Nothing in it is run."""
+    import torch
+
+    from pipelines.speechlm.convert import convert as write
+
+    count = write(source, like, out, None if dtype == "same" else getattr(torch, dtype))
+    Output(as_json=False).line(f"{count} tensors written to {out}.")
 
 
 class _ShowOrCommand(click.Group):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.artifacts import job_prefix
 from jobs.cli.context import common_options
 from jobs.cli.follow import POLL_SECONDS, Progress, exit_code_of
 from jobs.cli.output import Interrupted, Output, check_interrupts, counted, undisturbed
@@ -20,9 +19,10 @@ from jobs.cli.show import status_lines
 from jobs.cli.spec import check_source, lacking_meters, resolve_spec, spec_options, take_spec
 from jobs.cli.submit import job_options, no_items, submit_options
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome, embedded_overrides
-from jobs.homes import out_words, remember
+from jobs.layout import job_prefix
 from jobs.ledger.records import Job, JobState, JobStatus, ShardState
 from jobs.ledger.states import LASTING_OUTAGES
+from jobs.recent_jobs import out_words, remember
 from jobs.redact import redact
 from jobs.settings import Settings, load_settings
 from jobs.status import status_view
@@ -217,7 +217,7 @@ def _folder(store: ObjectStore, job: Job, kind: str) -> str | None:
 
 def _restore(settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, source: str, progress: Progress) -> None:
     """Writes inputs of shards again that are gone or damaged. Raises `store.missing` where the file no longer has their lines."""
-    from jobs.inputs import lost_inputs, restore_inputs
+    from jobs.repair import lost_inputs, restore_inputs
 
     lost = lost_inputs(ledger, store, job)
     if lost:
@@ -255,7 +255,7 @@ def _manifest(ledger: Ledger, store: ObjectStore, status: JobStatus) -> str | No
 
 def _report(ledger: Ledger, store: ObjectStore, status: JobStatus, settings: Settings, progress: Progress) -> str | None:
     """Writes the report; where it is, or None for a page that could not be written: the job has ended all the same."""
-    from jobs.cli.report import default_place
+    from jobs.cli.export import default_place
     from jobs.report import ReportOptions, write_report
 
     options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)

@@ -10,10 +10,10 @@ import click
 
 from jobs.cli.context import common_options, found_job, job_argument, label_option, labels_of, price_option, reading_ledger
 from jobs.cli.output import Output, bytes_text, counted, printable, seconds_text
-from jobs.homes import keep_remembered, out_words, settings_for_job
 from jobs.ledger.busy import GAP_SECONDS
 from jobs.ledger.glance import glance
 from jobs.ledger.records import ItemState, Job, JobState, JobStatus
+from jobs.recent_jobs import keep_remembered, out_words, settings_for_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from jobs.status import (
     busy_seconds,
@@ -34,8 +34,8 @@ from jobs.status import (
 from pipelines.errors import ErrorCode, NotFoundError
 
 if TYPE_CHECKING:
-    from jobs.item_lines import ItemLines
     from jobs.ledger import Ledger
+    from jobs.shard_file import ItemLines
 
 #: What `status`, `watch` and `wait` say of a job that waits for a worker.
 NO_WORKER = "no live worker takes this job; start one with `nightjar worker`, or give its `nightjar run` again"
@@ -183,7 +183,7 @@ def items(
 
 def _lines(settings: Settings, ledger: Ledger, job: Job) -> ItemLines:
     # Other commands of this module pay for no store.
-    from jobs.item_lines import ItemLines
+    from jobs.shard_file import ItemLines
     from jobs.store import open_store
 
     return ItemLines(ledger, open_store(job.store_url, settings.s3), job.id)

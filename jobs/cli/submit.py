@@ -79,7 +79,7 @@ def submit(source: str, dry_run: bool, home: str | None, as_json: bool, quiet: b
         return _dry_run(settings, source, spec, output, given["input_format"], abort=given["on_error"] == "abort")
     options = submit_options(given)
 
-    from jobs import broker
+    from jobs import dispatch
     from jobs.ingest import submit as ingest
     from jobs.ledger import Ledger
     from jobs.store import open_store
@@ -89,7 +89,7 @@ def submit(source: str, dry_run: bool, home: str | None, as_json: bool, quiet: b
         if settings.database_url is None:
             ledger.migrate()
         ledger.check_schema()
-        broker.check(settings)
+        dispatch.check(settings)
         with Progress(quiet=quiet) as progress:
             result = ingest(settings, ledger, store, source, spec, options=options, progress=progress.reading)
         if not result.job.state.final:

@@ -12,7 +12,7 @@ import click
 
 from jobs.cli.context import common_options, found_job, job_argument
 from jobs.cli.output import FAILED, Output, printable
-from jobs.homes import out_words
+from jobs.recent_jobs import out_words
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -87,7 +87,7 @@ def _mend(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, lost
 
 
 def _redraw(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, sample: int, output: Output) -> Counter[str]:
-    from jobs.redraw import redraw
+    from jobs.reproduce import redraw
 
     counts: Counter[str] = Counter()
     for redrawn in redraw(ledger, store, job, pipeline, sample):

@@ -11,11 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from jobs.export.made import MadeItem
-from jobs.export.output import output_error
+from jobs.export.destination import output_error
+from jobs.export.items import MadeItem
 from jobs.ledger.records import Artifact
-from jobs.store.base import ObjectStore
-from jobs.store.keys import split_key
+from jobs.store.base import ObjectStore, split_key
 from pipelines.errors import ErrorCode, StoreError
 
 _FETCHERS = 16

@@ -10,26 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.export.audio import AudioPlace
-from jobs.export.card import dataset_card
-from jobs.export.espnet import espnet_line, espnet_text_line, together
-from jobs.export.espnet_dataset import write_espnet_dataset
+from jobs.export.destination import output, own_output
+from jobs.export.espnet import espnet_line, espnet_text_line, together, write_espnet_dataset
 from jobs.export.files import PartFiles
 from jobs.export.folder import FolderExport, FolderFormat
+from jobs.export.items import AudioNames, MadeItem, MadeItems, written_items
 from jobs.export.kaldi import write_kaldi
 from jobs.export.lhotse import write_lhotse, write_shar
-from jobs.export.made import MadeItem, MadeItems, written_items
 from jobs.export.manifest import manifest_line
-from jobs.export.names import AudioNames
 from jobs.export.nemo import nemo_line
 from jobs.export.openai_batch import openai_batch_line, openai_error_line
-from jobs.export.output import output
-from jobs.export.own_file import own_output
-from jobs.export.parquet import write_parquet
-from jobs.export.plan import Part
-from jobs.export.splits import WHOLE, Splits
+from jobs.export.parquet import dataset_card, write_parquet
+from jobs.export.plan import WHOLE, Part, Splits
 from jobs.export.webdataset import write_webdataset
-from jobs.homes import out_words
 from jobs.ledger.records import ItemState, Job
+from jobs.recent_jobs import out_words
 from jobs.store.base import ObjectStore
 from jobs.store.s3 import S3Settings
 from jobs.verify import Fault, expected_objects, glance_at

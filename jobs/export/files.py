@@ -13,8 +13,8 @@ from typing import IO, TYPE_CHECKING, cast
 
 import msgspec
 
-from jobs.export.names import AudioNames
-from jobs.export.place import Place
+from jobs.export.destination import Place
+from jobs.export.items import AudioNames
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import msgspec
 
 from jobs.export.audio import AudioPlace
+from jobs.export.destination import END, RECORDS, Place, open_place, output_error
 from jobs.export.files import PartFiles, WrittenFile
-from jobs.export.made import MadeItem, MadeItems
+from jobs.export.items import AudioNames, MadeItem, MadeItems
 from jobs.export.manifest import manifest_line
-from jobs.export.names import AudioNames
-from jobs.export.output import output_error
-from jobs.export.place import END, RECORDS, Place, open_place
-from jobs.export.plan import Part, Plan, make_plan
-from jobs.export.splits import Splits
+from jobs.export.plan import Part, Plan, Splits, make_plan
 from jobs.ledger.records import Job
 from jobs.provenance import exporters_record, records
 from jobs.store.base import ObjectStore

@@ -22,9 +22,8 @@ from typing import IO
 import msgspec
 
 from jobs.export.files import PartFiles
-from jobs.export.made import MadeItem, facts
-from jobs.export.plan import Part
-from jobs.export.sorting import SortedLines
+from jobs.export.items import MadeItem, facts
+from jobs.export.plan import Part, SortedLines
 from jobs.ledger.records import Job
 from pipelines.errors import ConfigError, ErrorCode
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from jobs.export.files import PartFiles
-from jobs.export.made import ItemFacts, MadeItem, facts
+from jobs.export.items import ItemFacts, MadeItem, facts
 from jobs.export.plan import Part
-from jobs.export.tars import write_end, write_member
+from jobs.export.webdataset import write_end, write_member
 from jobs.ledger.records import Job
 
 _encode = msgspec.json.Encoder().encode

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jobs.export.made import MadeItem, MadeItems, facts
+from jobs.export.items import MadeItem, MadeItems, facts
 from jobs.ledger.records import Job
 from jobs.manifest import ManifestEntry, Spoken, entry, put_job_manifest
 from jobs.store.base import ObjectInfo, ObjectStore

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from jobs.export.made import MadeItem, facts
+from jobs.export.items import MadeItem, facts
 from jobs.ledger.records import Job
 
 

@@ -10,7 +10,7 @@ import hashlib
 
 import msgspec
 
-from jobs.export.made import MadeItem
+from jobs.export.items import MadeItem
 from jobs.ledger.records import ItemRow, Job, RejectedLine
 
 

@@ -3,14 +3,80 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import heapq
+import math
+import re
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
 
 import msgspec
 
-from jobs.export.made import exported
-from jobs.export.splits import Splits
+from jobs.export.items import exported
 from jobs.ledger.records import ItemRow
+from pipelines.errors import ConfigError, ErrorCode
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_HASHES = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """Names with the upper bounds of their shares of all 64-bit hashes; the last bound is 2**64."""
+
+    names: tuple[str, ...]
+    bounds: tuple[int, ...]
+
+    def of(self, example_id: str) -> str:
+        """The split of an example: the same in every job and on every machine, however many others there are."""
+        if len(self.names) == 1:
+            return self.names[0]
+        digest = hashlib.blake2b(example_id.encode(), digest_size=8, person=b"nightjar.split").digest()
+        place = int.from_bytes(digest, "big")
+        return next(name for name, bound in zip(self.names, self.bounds, strict=True) if place < bound)
+
+
+#: Everything in one split, for exports that name none.
+WHOLE = Splits(("train",), (_HASHES,))
+
+
+def parse_splits(text: str) -> Splits:
+    """`train=0.98,dev=0.01,test=0.01` as `Splits`. Raises `config.invalid` unless the shares add up to exactly 1."""
+    names: list[str] = []
+    bounds: list[int] = []
+    total = Fraction(0)
+    for part in text.split(","):
+        name, _, share = (piece.strip() for piece in part.partition("="))
+        total += _share(name, share)
+        names.append(name)
+        bounds.append(math.ceil(total * _HASHES))
+    if len(set(names)) < len(names):
+        raise _bad(f"The splits {text[:100]!r} name one twice.")
+    if total != 1:
+        raise _bad(f"The shares of the splits {text[:100]!r} add up to {float(total):g}.")
+    return Splits(tuple(names), tuple(bounds))
+
+
+def _share(name: str, share: str) -> Fraction:
+    if not _NAME.fullmatch(name):
+        raise _bad(f"{name[:80]!r} is no name of a split.")
+    try:
+        value = Fraction(share)
+    except (ValueError, ZeroDivisionError):
+        raise _bad(f"The split {name} has the share {share[:40]!r}.") from None
+    if not 0 < value <= 1:
+        raise _bad(f"The split {name} has the share {share[:40]}.")
+    return value
+
+
+def _bad(message: str) -> ConfigError:
+    return ConfigError(
+        ErrorCode.CONFIG_INVALID,
+        message,
+        "Write names of letters, digits and _ with shares that add up to 1: train=0.98,dev=0.01,test=0.01.",
+    )
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -88,3 +154,44 @@ def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *
         grown.close(name)
         parts += [msgspec.structs.replace(part, of=len(grown.closed)) for part in grown.closed]
     return Plan(tuple(parts), left_out, digest.hexdigest())
+
+
+_RUN_BYTES = 32 << 20
+
+
+class SortedLines:
+    """Takes lines in any order and gives them back in the order of their bytes (the C locale's); sorted runs lie in `folder`."""
+
+    def __init__(self, folder: Path, run_bytes: int = _RUN_BYTES) -> None:
+        self._folder = folder
+        self._run_bytes = run_bytes
+        self._lines: list[bytes] = []
+        self._bytes = 0
+        self._runs: list[Path] = []
+
+    def add(self, line: bytes) -> None:
+        """`line` ends with its only newline."""
+        self._lines.append(line)
+        self._bytes += len(line)
+        if self._bytes >= self._run_bytes:
+            self._spill()
+
+    def __iter__(self) -> Iterator[bytes]:
+        if not self._runs:
+            self._lines.sort()
+            return iter(self._lines)
+        if self._lines:
+            self._spill()
+        return self._merged()
+
+    def _spill(self) -> None:
+        self._lines.sort()
+        path = self._folder / f"run-{len(self._runs):06d}"
+        with path.open("wb") as file:
+            file.writelines(self._lines)
+        self._runs.append(path)
+        self._lines, self._bytes = [], 0
+
+    def _merged(self) -> Generator[bytes, None, None]:
+        with ExitStack() as stack:
+            yield from heapq.merge(*(stack.enter_context(path.open("rb")) for path in self._runs))

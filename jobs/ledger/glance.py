@@ -14,8 +14,8 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from jobs.ledger.addresses import located, place_of
 from jobs.ledger.busy import LIVE_WORKERS, NOW, busy_spans
+from jobs.ledger.database import located, place_of
 from jobs.ledger.records import ItemCounts, Job, JobSpec, JobState, JobStatus, Outage, ShardSpread, ShardState
 from jobs.ledger.states import OUTAGES
 from pipelines.errors import ErrorCode

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from jobs.ledger import schema
-from jobs.ledger.endings import (
+from jobs.ledger.lifecycle import (
     UNHELD,
     complete_if_over,
     crash,
@@ -19,8 +19,8 @@ from jobs.ledger.endings import (
     update_shard,
     wait,
 )
+from jobs.ledger.mapping import items_of, lock_job, open_items, read_job
 from jobs.ledger.records import ItemState, JobState, Lease, ShardState, Ticket
-from jobs.ledger.rows import items_of, lock_job, open_items, read_job
 from jobs.ledger.schema import db_now, item_is, state_is
 from jobs.ledger.states import DISPATCHED, OUTAGES, WORKING, AttemptOutcome, last_attempt
 from pipelines.errors import ErrorCode

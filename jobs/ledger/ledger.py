@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jobs.ledger import dispatch, draws, ingest, leases, manifests, migrate, orphans, people, reconcile, samples, schedules, views, workers
-from jobs.ledger.addresses import recorded
-from jobs.ledger.bulk import DuplicateRowsError
-from jobs.ledger.endings import judge_budget
-from jobs.ledger.engine import Database, LedgerLimits
-from jobs.ledger.ingest import DuplicateExamples
+from jobs.ledger import control, dispatch, ingest, leases, migrate, outcomes, queries, reconcile, workers
+from jobs.ledger.database import Database, LedgerLimits, recorded
+from jobs.ledger.ingest import DuplicateExamples, DuplicateRowsError
+from jobs.ledger.lifecycle import judge_budget
+from jobs.ledger.mapping import read_job
 from jobs.ledger.outcomes import commit as commit_outcomes
 from jobs.ledger.outcomes import replace_artifact, set_shard_manifest
+from jobs.ledger.queries import Attempt, Commit
 from jobs.ledger.records import (
     Artifact,
     CommitResult,
@@ -34,8 +34,6 @@ from jobs.ledger.records import (
     WorkerInfo,
     WorkerRow,
 )
-from jobs.ledger.rows import read_job
-from jobs.ledger.samples import Attempt, Commit
 from pipelines.errors import ErrorCode, ServiceError
 
 if TYPE_CHECKING:
@@ -89,7 +87,7 @@ class Ledger:
 
     def now(self) -> float:
         """The database's clock, UTC epoch seconds."""
-        return self._database.read(views.now)
+        return self._database.read(queries.now)
 
     def begin_job(self, new: NewJob) -> Job:
         """The job with this idempotency key: an old one in any state, or a new one in state ingesting."""
@@ -201,20 +199,20 @@ class Ledger:
 
     def note_manifest(self, job: Job) -> None:
         """Notes that the manifest of this end of a job is written, or that there is none to write."""
-        self._database.write(manifests.note_manifest, job.id, job.finished_at)
+        self._database.write(reconcile.note_manifest, job.id, job.finished_at)
 
     def pause(self, job_id: str) -> None:
         """Stops claims at once; workers give back what of their leases is not in the engine. Raises `ServiceError` with `ledger.state`."""
-        self._database.write(people.pause, job_id)
+        self._database.write(control.pause, job_id)
 
     def resume(self, job_id: str) -> None:
         """Lets a paused job go on. Raises `ServiceError` with `ledger.state`."""
-        self._database.write(people.resume, job_id)
+        self._database.write(control.resume, job_id)
 
     def cancel(self, job_id: str) -> None:
         """Refuses all further work of a job and skips its open items. Raises `ServiceError` with `ledger.state`."""
-        self._database.write(people.begin_cancel, job_id)
-        while self._database.write(people.cancel_some, job_id):
+        self._database.write(control.begin_cancel, job_id)
+        while self._database.write(control.cancel_some, job_id):
             pass
 
     def retry(self, job_id: str, codes: Collection[ErrorCode] | None, *, force: bool = False) -> int:
@@ -225,7 +223,7 @@ class Ledger:
         """
         opened, after = 0, -1
         while True:
-            more, last = self._database.write(people.retry_some, job_id, codes, force, after)
+            more, last = self._database.write(control.retry_some, job_id, codes, force, after)
             opened += more
             if last is None:
                 return opened
@@ -233,33 +231,33 @@ class Ledger:
 
     def wake(self, job_id: str) -> int:
         """Lets shards that wait for another attempt run at once; returns how many."""
-        return self._database.write(people.wake, job_id)
+        return self._database.write(control.wake, job_id)
 
     def check_writable(self, job_id: str) -> None:
         """Changes nothing; raises `ServiceError` where the ledger can be read but not written, as on a full disk."""
-        self._database.write(people.check_writable, job_id)
+        self._database.write(control.check_writable, job_id)
 
     def set_priority(self, job_id: str, priority: int) -> None:
-        self._database.write(people.set_priority, job_id, priority)
+        self._database.write(control.set_priority, job_id, priority)
 
     def job(self, job_id: str) -> Job:
         return self._database.read(read_job, job_id)
 
     def job_state(self, job_id: str) -> JobState:
         """The state of a job alone: what a worker asks often."""
-        return self._database.read(views.job_state, job_id)
+        return self._database.read(queries.job_state, job_id)
 
     def find_job(self, prefix: str) -> Job:
         """The job with this id, or the only one whose id begins so. Raises `NotFoundError`."""
-        return self._database.read(views.find_job, prefix)
+        return self._database.read(queries.find_job, prefix)
 
     def job_of_key(self, idempotency_key: str) -> Job | None:
         """The job that was submitted under a key."""
-        return self._database.read(views.job_of_key, idempotency_key)
+        return self._database.read(queries.job_of_key, idempotency_key)
 
     def keys_of_input(self, input_sha256: str, spec_sha: str) -> list[tuple[Job, str, str]]:
         """(job, its idempotency key, the address of its store as it is recorded) of the jobs of one input and spec."""
-        return self._database.read(views.keys_of_input, input_sha256, spec_sha)
+        return self._database.read(queries.keys_of_input, input_sha256, spec_sha)
 
     def store_address(self, store_url: str) -> str:
         """The address of a store as this ledger records it: the same one wherever its home is moved."""
@@ -267,25 +265,25 @@ class Ledger:
 
     def jobs(self, limit: int = 50, states: Collection[JobState] | None = None) -> list[Job]:
         """The newest jobs first."""
-        return self._database.read(views.jobs, limit, states)
+        return self._database.read(queries.jobs, limit, states)
 
     def status(self, job_id: str) -> JobStatus:
         """A job with its sums, from shard counters only."""
-        return self._database.read(views.status, job_id)
+        return self._database.read(queries.status, job_id)
 
     def last_outage(self, job_id: str) -> Outage | None:
         """Why shards of a job wait, where their last leases met a service that was down, full or forbidden."""
-        return self._database.read(views.last_outage, job_id)
+        return self._database.read(queries.last_outage, job_id)
 
     def statuses(
         self, limit: int = 50, states: Collection[JobState] | None = None, labels: Mapping[str, str] | None = None
     ) -> list[JobStatus]:
         """Status of the newest jobs first, of those in these states (None: any) with all of these labels."""
-        return self._database.read(views.statuses, limit, states, labels)
+        return self._database.read(queries.statuses, limit, states, labels)
 
     def worked_on(self, job_id: str) -> list[tuple[float, float]]:
         """(start, end) of every time in which workers held shards of a job, in order, by the ledger's clock."""
-        return self._database.read(views.worked_on, [job_id]).get(job_id, [])
+        return self._database.read(queries.worked_on, [job_id]).get(job_id, [])
 
     def items(
         self,
@@ -302,8 +300,8 @@ class Ledger:
         self, job: Job, state: ItemState | None, codes: Collection[ErrorCode] | None, after: int, limit: int | None
     ) -> Iterator[ItemRow]:
         while limit is None or limit > 0:
-            wanted = views.PAGE_ROWS if limit is None else min(limit, views.PAGE_ROWS)
-            page = self._database.read(views.items_page, job, state, codes, after, wanted)
+            wanted = queries.PAGE_ROWS if limit is None else min(limit, queries.PAGE_ROWS)
+            page = self._database.read(queries.items_page, job, state, codes, after, wanted)
             yield from page
             if len(page) < wanted:
                 return
@@ -313,12 +311,12 @@ class Ledger:
     def error_counts(self, job_id: str) -> dict[ErrorCode, int]:
         """Failed and dead items and rejected lines by code, the most frequent first."""
         self.job(job_id)
-        return self._database.read(views.error_counts, job_id)
+        return self._database.read(queries.error_counts, job_id)
 
     def failed_counts(self, job_id: str) -> dict[ErrorCode, int]:
         """Failed and dead items alone by code."""
         self.job(job_id)
-        return self._database.read(views.failed_counts, job_id)
+        return self._database.read(queries.failed_counts, job_id)
 
     def rejected_lines(self, job_id: str) -> Iterator[RejectedLine]:
         """Lines that became no item, in the order of the input."""
@@ -327,13 +325,13 @@ class Ledger:
 
     def _rejected_lines(self, job_id: str) -> Iterator[RejectedLine]:
         page, after = [], -1
-        while page := self._database.read(views.rejected_page, job_id, after, views.PAGE_ROWS):
+        while page := self._database.read(queries.rejected_page, job_id, after, queries.PAGE_ROWS):
             yield from page
             after = page[-1].line
 
     def shard_audio(self, job_id: str, shard_no: int) -> list[MadeAudio]:
         """The audio of one shard's items in index order, for its manifest."""
-        return self._database.read(views.shard_audio, job_id, shard_no)
+        return self._database.read(queries.shard_audio, job_id, shard_no)
 
     def artifact_keys(self, job_id: str, kind: str) -> Iterator[tuple[int, str]]:
         """(index, key) of the artifacts of one kind in index order; a page in memory at a time."""
@@ -342,40 +340,40 @@ class Ledger:
     def artifact_facts(self, job_id: str, kind: str) -> Iterator[tuple[int, str, str, int]]:
         """(index, key, SHA-256, bytes) of the artifacts of one kind in index order; a page in memory at a time."""
         page, after = [], -1
-        while page := self._database.read(views.artifacts_page, job_id, kind, after, views.PAGE_ROWS):
+        while page := self._database.read(queries.artifacts_page, job_id, kind, after, queries.PAGE_ROWS):
             yield from page
             after = page[-1][0]
 
-    def draws(self, job_id: str) -> Iterator[DrawRow]:
+    def outcomes(self, job_id: str) -> Iterator[DrawRow]:
         """What the quality checks said of every draw, in order of index and draw; a page in memory at a time."""
         page, after = [], -1
-        while page := self._database.read(draws.draws_page, job_id, after, views.PAGE_ROWS):
+        while page := self._database.read(outcomes.draws_page, job_id, after, queries.PAGE_ROWS):
             yield from page
             after = page[-1].index
 
     def drawn_before(self, job_id: str, first: int, last: int) -> dict[int, int]:
         """Index -> number of draws of the items from `first` to `last` that have some: after `nightjar retry` they go on from there."""
-        return self._database.read(draws.drawn_before, job_id, first, last)
+        return self._database.read(outcomes.drawn_before, job_id, first, last)
 
     def attempts(self, job_id: str) -> Iterator[Attempt]:
         """Every lease of the job's shards, in the order of the shards; a page in memory at a time."""
         page: list[Attempt] = []
         after = (-1, -1)
-        while page := self._database.read(samples.attempts_page, job_id, after, views.PAGE_ROWS):
+        while page := self._database.read(queries.attempts_page, job_id, after, queries.PAGE_ROWS):
             yield from page
             after = (page[-1].shard_no, page[-1].epoch)
 
     def commits(self, job_id: str) -> list[Commit]:
         """Everything that was made, by the time it was committed. For small jobs: it reads every item's audio."""
-        return self._database.read(samples.commits, job_id)
+        return self._database.read(queries.commits, job_id)
 
     def draws_of(self, job_id: str, indexes: Collection[int]) -> list[DrawRow]:
         """The draws of a few items, in order of index and draw."""
-        return self._database.read(samples.draws_of, job_id, indexes)
+        return self._database.read(queries.draws_of, job_id, indexes)
 
     def artifacts_of(self, job_id: str, kind: str, indexes: Collection[int]) -> dict[int, Artifact]:
         """Index -> artifact of one kind, of those of a few items that have one."""
-        return self._database.read(samples.artifacts_of, job_id, kind, indexes)
+        return self._database.read(queries.artifacts_of, job_id, kind, indexes)
 
     def replace_artifact(self, job_id: str, artifact: Artifact, sha256: str) -> bool:
         """Records an artifact whose object was made again with other bytes than those of `sha256`. False: it is another one by now."""
@@ -387,21 +385,21 @@ class Ledger:
 
     def shard_inputs(self, job_id: str) -> dict[int, tuple[str, str]]:
         """Key and SHA-256 of the input object of each shard; the two halves of a bisected shard share one."""
-        return self._database.read(views.shard_inputs, job_id)
+        return self._database.read(queries.shard_inputs, job_id)
 
-    def is_orphan(self, job_id: str, key: str, ended_before: float, read: orphans.Inputs = frozenset()) -> bool:
+    def is_orphan(self, job_id: str, key: str, ended_before: float, read: reconcile.Inputs = frozenset()) -> bool:
         """Whether an object was written by a job that ended before that time, and nothing names it or may come to name it.
 
         Only keys that this ledger writes, to the letter, are orphans. `read`: the inputs in which no line names the key,
         where it is one of reference audio.
         """
-        return self._database.read(orphans.is_orphan, job_id, key, ended_before, read)
+        return self._database.read(reconcile.is_orphan, job_id, key, ended_before, read)
 
     def delete_orphan(
-        self, job_id: str, key: str, ended_before: float, delete: Callable[[], None], read: orphans.Inputs = frozenset()
+        self, job_id: str, key: str, ended_before: float, delete: Callable[[], None], read: reconcile.Inputs = frozenset()
     ) -> bool:
         """Calls `delete` if the object is an orphan; no retry of the job begins meanwhile. False: it is none, or no more."""
-        return self._database.write(orphans.delete_orphan, job_id, key, ended_before, read, delete)
+        return self._database.write(reconcile.delete_orphan, job_id, key, ended_before, read, delete)
 
     def workers(self) -> list[WorkerRow]:
         """All workers that ever registered, the newest first."""
@@ -409,12 +407,12 @@ class Ledger:
 
     def schedule_ran(self, name: str, night: str) -> bool:
         """Records that a night ran; False if it was recorded before."""
-        return self._database.write(schedules.schedule_ran, name, night)
+        return self._database.write(control.schedule_ran, name, night)
 
     def schedule_forget(self, name: str, night: str) -> None:
         """Lets a night run again."""
-        self._database.write(schedules.schedule_forget, name, night)
+        self._database.write(control.schedule_forget, name, night)
 
     def schedule_history(self, name: str) -> list[str]:
         """The nights that ran, in order."""
-        return self._database.read(schedules.schedule_history, name)
+        return self._database.read(control.schedule_history, name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
-from jobs.ledger.engine import NO_LIMITS, Database, set_limits
+from jobs.ledger.database import NO_LIMITS, Database, set_limits
 from jobs.ledger.schema import SCHEMA_REVISION, metadata
 from pipelines.errors import ErrorCode, ServiceError
 

@@ -68,7 +68,7 @@ class Verdict(StrEnum):
     RETRY = "retry"
     BISECT = "bisect"
     #: Its only open item killed its workers each time: the item dies.
-    BURY = "bury"
+    MARK_DEAD = "mark_dead"
     #: Nothing is open any more.
     CLOSE = "close"
 
@@ -87,7 +87,7 @@ def after_crash(open_items: int, attempts: int, max_attempts: int, progressed: b
     if open_items == 0:
         return AfterCrash(Verdict.CLOSE, attempts)
     if open_items == 1:
-        return AfterCrash(Verdict.BURY, attempts)
+        return AfterCrash(Verdict.MARK_DEAD, attempts)
     return AfterCrash(Verdict.BISECT, attempts)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from jobs.ledger import schema
+from jobs.ledger.mapping import clean, insert
 from jobs.ledger.records import ShardState, WorkerInfo, WorkerRow
-from jobs.ledger.rows import clean, insert
 from jobs.ledger.schema import db_now, state_is
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 

@@ -3,17 +3,125 @@
 from __future__ import annotations
 
 import base64
+import math
 import os
+import struct
+import zlib
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+import numpy as np
+
 from jobs.ledger.records import Artifact
-from jobs.report.pictures import Picture, picture
 from jobs.store.base import ObjectStore
 from jobs.store.folder import FolderStore
 from pipelines.audio import decode, encode
 from pipelines.errors import NightjarError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+#: Of both pictures, in pixels; the waveform is drawn in these units too.
+WIDTH, WAVE_HEIGHT, SPECTROGRAM_HEIGHT = 220, 44, 64
+_WINDOW_SECONDS = 0.032
+_FLOOR_DB = -75.0
+_LEVELS = 64
+#: Colours of the spectrogram from silence to loud: black, violet, orange, pale yellow.
+_ANCHORS = ((4, 4, 22), (74, 20, 104), (178, 48, 86), (243, 128, 48), (252, 236, 166))
+_SILENCE_DBFS = -100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """How some speech looks, and in numbers what can be seen."""
+
+    #: `d` of an SVG path in a box of `WIDTH` x `WAVE_HEIGHT`.
+    wave: str
+    #: A PNG as a `data:` address.
+    spectrogram: str
+    seconds: float
+    #: Highest sample and root mean square, in dB of full scale.
+    peak_dbfs: float
+    rms_dbfs: float
+
+
+def picture(samples: NDArray[np.float32], sample_rate: int) -> Picture:
+    """The pictures of some speech. `samples`: float32 [samples], at least one."""
+    levels = _png(_spectrogram(samples, sample_rate))
+    return Picture(
+        wave=_wave(samples),
+        spectrogram="data:image/png;base64," + base64.b64encode(levels).decode(),
+        seconds=len(samples) / sample_rate,
+        peak_dbfs=_dbfs(float(np.abs(samples).max())),
+        rms_dbfs=_dbfs(math.sqrt(float(np.mean(np.square(samples, dtype=np.float64))))),
+    )
+
+
+def _wave(samples: NDArray[np.float32]) -> str:
+    """A band from the lowest to the highest sample of each column, as one closed path."""
+    edges = np.linspace(0, len(samples), WIDTH // 2 + 1).astype(np.int64)
+    starts = np.minimum(edges[:-1], len(samples) - 1)
+    highs, lows = np.maximum.reduceat(samples, starts), np.minimum.reduceat(samples, starts)
+    middle = WAVE_HEIGHT / 2
+    tops = [(2 * column, middle - middle * min(1.0, float(high))) for column, high in enumerate(highs)]
+    bottoms = [(2 * column, middle - middle * max(-1.0, float(low)) + 0.5) for column, low in enumerate(lows)]
+    return "M" + "L".join(f"{x} {y:.1f}" for x, y in [*tops, *reversed(bottoms)]) + "Z"
+
+
+def _spectrogram(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.uint8]:
+    """Levels 0 to `_LEVELS` - 1: uint8 [SPECTROGRAM_HEIGHT, columns]; low frequencies at the bottom, on the mel scale."""
+    size = max(16, round(_WINDOW_SECONDS * sample_rate))
+    padded = np.pad(samples, (0, max(0, size - len(samples))))
+    columns = min(WIDTH, max(1, len(padded) - size + 1))
+    starts = np.linspace(0, len(padded) - size, columns).astype(np.int64)
+    frames = padded[starts[:, None] + np.arange(size)] * np.hanning(size).astype(np.float32)
+    power = np.abs(np.fft.rfft(frames, axis=1)) / (size / 4)
+    rows = _mel_rows(size, sample_rate)
+    # The loudest bin of each row, so that a lone harmonic is not averaged away.
+    banded = np.stack([power[:, low:high].max(axis=1) for low, high in rows])[::-1]
+    decibels = 20 * np.log10(np.maximum(banded, 1e-9))
+    share = np.clip(1 - decibels / _FLOOR_DB, 0, 1)
+    return (share * (_LEVELS - 1) + 0.5).astype(np.uint8)
+
+
+def _mel_rows(size: int, sample_rate: int) -> list[tuple[int, int]]:
+    """First and last-but-one bin of each row: equal steps on the mel scale (O'Shaughnessy, 1987), none empty."""
+    top = 2595 * math.log10(1 + min(sample_rate / 2, 8000) / 700)
+    edges = [700 * (10 ** (top * row / SPECTROGRAM_HEIGHT / 2595) - 1) * size / sample_rate for row in range(SPECTROGRAM_HEIGHT + 1)]
+    last = size // 2
+    return [(min(int(low), last), min(max(int(low) + 1, int(high)), last + 1)) for low, high in pairwise(edges)]
+
+
+def _palette() -> bytes:
+    places = np.linspace(0, len(_ANCHORS) - 1, _LEVELS)
+    channels = [np.interp(places, range(len(_ANCHORS)), [anchor[channel] for anchor in _ANCHORS]) for channel in range(3)]
+    return np.stack(channels, axis=1).round().astype(np.uint8).tobytes()
+
+
+_PALETTE = _palette()
+
+
+def _png(levels: NDArray[np.uint8]) -> bytes:
+    """A PNG with a palette (ISO 15948): 8 bits a pixel, no filter. `levels`: uint8 [height, width]."""
+    height, width = levels.shape
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), levels], axis=1)
+    parts = (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
+        (b"PLTE", _PALETTE),
+        (b"IDAT", zlib.compress(rows.tobytes(), 9)),
+        (b"IEND", b""),
+    )
+    chunks = [struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)) for name, data in parts]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def _dbfs(value: float) -> float:
+    return max(_SILENCE_DBFS, 20 * math.log10(value)) if value > 0 else _SILENCE_DBFS
+
 
 #: Larger files are neither drawn nor embedded.
 MOST_BYTES = 32 << 20

@@ -14,7 +14,7 @@ import jinja2
 
 from jobs.dialogue import clean
 from jobs.ledger.records import Job
-from jobs.report import charts, pictures
+from jobs.report import charts, clips
 from jobs.report.charts import Histogram, Lines, number
 from jobs.report.clips import Clip
 
@@ -58,7 +58,7 @@ class Row:
     code: str
     message: str
     seconds: float | None
-    #: `pipelines.pace.text_units` a second.
+    #: `pipelines.duration.text_units` a second.
     pace: float | None
     scores: Mapping[str, float]
     #: Names of scores that a check refused.
@@ -117,7 +117,7 @@ def _shown(name: str) -> str:
 
 
 #: What the template calls.
-_TOOLS: dict[str, Any] = {"charts": charts, "pictures": pictures, "number": number, "shown": _shown}
+_TOOLS: dict[str, Any] = {"charts": charts, "pictures": clips, "number": number, "shown": _shown}
 
 
 @lru_cache(maxsize=1)

@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from jobs.cli.output import bytes_text, seconds_text
 from jobs.dialogue import clean
-from jobs.export.output import output
+from jobs.export.destination import output
 from jobs.ledger.busy import GAP_SECONDS
 from jobs.ledger.records import ItemState, Job, JobStatus, RejectedLine
 from jobs.redact import redact

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from jobs.dialogue import Dialogue, spoken_text
-from jobs.export.made import settings_of, spoken_place
+from jobs.export.items import settings_of, spoken_place
 from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
-from jobs.payload import read_raw_shard
+from jobs.shard_file import read_raw_shard
 from jobs.store.base import ObjectStore
+from pipelines.duration import text_units
 from pipelines.errors import ErrorCode
-from pipelines.pace import text_units
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -31,7 +31,7 @@ ODD = 3.5
 #: Scores of which only low, or only high values are bad; of any other both are.
 LOW_IS_BAD = frozenset({"ended", "distillmos", "dnsmos", "similarity"})
 HIGH_IS_BAD = frozenset({"wer", "cer", "clipped", "silence", "pause"})
-#: How fast an item is spoken; the report's own score, in `pipelines.pace.text_units` a second.
+#: How fast an item is spoken; the report's own score, in `pipelines.duration.text_units` a second.
 PACE = "pace"
 _INDEXES_AT_ONCE = 500
 _QUARANTINE = "quarantine"

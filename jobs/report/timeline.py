@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from jobs.ledger.samples import Attempt, Commit
+from jobs.ledger.queries import Attempt, Commit
 
 #: Steps of a timeline; one of few commits has fewer.
 BINS, FEWEST_BINS = 60, 12

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Protocol
+
+from pipelines.errors import ErrorCode, StoreError
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +82,69 @@ class ObjectStore(Protocol):
     def check(self) -> None:
         """Proves that the store can be written, read and honours write-once, with a probe object. Raises `StoreError`."""
         ...
+
+
+#: S3 refuses longer keys.
+MAX_KEY_BYTES = 1024
+#: Most file systems refuse longer names.
+MAX_SEGMENT_BYTES = 255
+#: What nearly every key looks like; short enough for both limits.
+_PLAIN = re.compile(r"(?=.{1,255}\Z)[A-Za-z0-9_-][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*", re.ASCII)
+
+
+def split_key(key: str) -> list[str]:
+    """The segments of `key`, which is a relative POSIX path.
+
+    Refused with `store.bad_key`: empty segments (and so absolute paths), segments that begin with a dot (`..`, and the
+    names a folder store keeps for itself), backslashes, control characters, lone surrogates and what is too long.
+    """
+    segments = key.split("/")
+    if _PLAIN.fullmatch(key):
+        return segments
+    try:
+        sizes = [len(segment.encode()) for segment in segments]
+    except UnicodeEncodeError:
+        raise _bad_key(key, "is not valid Unicode") from None
+    if sum(sizes) + len(sizes) - 1 > MAX_KEY_BYTES or max(sizes) > MAX_SEGMENT_BYTES:
+        raise _bad_key(key, f"is longer than {MAX_KEY_BYTES} bytes, or has a part longer than {MAX_SEGMENT_BYTES}")
+    if any(not segment or segment[0] == "." for segment in segments):
+        raise _bad_key(key, "has an empty part or one that begins with a dot")
+    if not key.isprintable() or "\\" in key:
+        raise _bad_key(key, "holds a backslash or a control character")
+    return segments
+
+
+def split_prefix(prefix: str) -> tuple[list[str], str]:
+    """The whole segments of a listing's prefix, and the beginning of a name after the last slash."""
+    folder, slash, stem = prefix.rpartition("/")
+    return (split_key(folder) if slash else []), (split_key(stem)[0] if stem else "")
+
+
+def _bad_key(key: str, why: str) -> StoreError:
+    return StoreError(
+        ErrorCode.STORE_BAD_KEY, f"The key {key[:80]!a} {why}.", "Keys are relative paths such as jobs/ID/audio/00000/NAME.wav."
+    )
+
+
+def probe(store: ObjectStore) -> None:
+    """Puts an object twice, reads it and removes it.
+
+    Raises what the store raises, or `store.conflict` when the second put replaced the first: on such a store a worker that
+    lost its lease could overwrite good audio.
+    """
+    key = f"probe-{secrets.token_hex(8)}"
+    first, second = key.encode(), b"must not be kept"
+    try:
+        store.put(key, first)
+        again = store.put(key, second)
+        content, info = store.get(key), store.head(key)
+    finally:
+        store.delete(key)
+    if again.created or content != first:
+        raise StoreError(
+            ErrorCode.STORE_CONFLICT,
+            f"The store {store.url} replaced an object that was there.",
+            "Use a store that honours `If-None-Match: *`, such as AWS S3, SeaweedFS or a local folder.",
+        )
+    if info is None or info.sha256 != hashlib.sha256(first).hexdigest():
+        raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {store.url} gave back other bytes than were put.", "Check the store.")

@@ -14,11 +14,8 @@ from typing import BinaryIO, cast
 
 import msgspec
 
-from jobs.store.base import ObjectInfo, PutResult
-from jobs.store.disk import SYNCS_AT_ONCE, sync_file_system
-from jobs.store.handles import FolderHandles, Handle, walk_down
-from jobs.store.keys import split_key, split_prefix
-from jobs.store.probe import probe
+from jobs.store.base import ObjectInfo, PutResult, probe, split_key, split_prefix
+from jobs.store.handles import SYNCS_AT_ONCE, FolderHandles, Handle, sync_file_system, walk_down
 from pipelines.errors import ErrorCode, StoreError
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

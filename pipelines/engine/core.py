@@ -257,5 +257,5 @@ class EngineCore:
         keep = len(running) // 2
         self.scheduler.max_running = max(keep, 1)
         while running:
-            self.scheduler.oust_youngest()
+            self.scheduler.preempt_youngest()
         torch.cuda.empty_cache()

@@ -136,7 +136,7 @@ class Scheduler:
     def grow(self, batch: list[Utterance], frames: int) -> tuple[list[tuple[Utterance, list[int]]], list[Utterance]]:
         """Pages for `frames` more positions of each: (utterance, its new pages), and those that had to make way for them."""
         grown: list[tuple[Utterance, list[int]]] = []
-        ousted: list[Utterance] = []
+        preempted: list[Utterance] = []
         for utterance in batch:
             while utterance.slot >= 0:
                 missing = self.kv.pages_for(utterance.context + frames) - len(utterance.pages)
@@ -146,10 +146,10 @@ class Scheduler:
                         utterance.pages.extend(pages)
                         grown.append((utterance, pages))
                     break
-                ousted.append(self.oust_youngest())
-        return grown, ousted
+                preempted.append(self.preempt_youngest())
+        return grown, preempted
 
-    def oust_youngest(self) -> Utterance:
+    def preempt_youngest(self) -> Utterance:
         """Sends the request that came last back to the head of the queue, to start again."""
         youngest = self.running[-1]
         self.remove(youngest)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.transfer import to_device
+from kernels.registry import to_device
 
 
 @dataclass(frozen=True, slots=True)

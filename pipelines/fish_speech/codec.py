@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import embedding, pad
 
 import kernels.codec_ops  # noqa: F401  (registers the ops)
-from kernels.transfer import to_device
+from kernels.registry import to_device
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.fish_speech.codec_blocks import (
     CausalConv,
@@ -28,8 +28,7 @@ from pipelines.fish_speech.codec_blocks import (
 from pipelines.fish_speech.codec_encoder import Codebook, CodecEncoder
 from pipelines.fish_speech.config import CodecConfig, FishConfig
 from pipelines.fish_speech.weights import TensorSource, open_codec
-from pipelines.nn.codec_fused import FusedStack
-from pipelines.nn.codec_kernels import codec_kernels
+from pipelines.nn.codec_fused import FusedStack, codec_kernels
 
 STACK_KERNEL = 7
 #: Frames of one pass of the decoder, and of all rows of a pass: what bounds its memory.

@@ -6,7 +6,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.nn.keys import Keys
+from pipelines.nn.config_keys import Keys, revision
+from pipelines.recording import check_encoded
+from pipelines.registry import ModelCard
+from pipelines.request import Capabilities
 
 MODEL_TYPE = "fish_qwen3_omni"
 CODEC_WEIGHTS = "codec.pth"
@@ -242,3 +245,32 @@ def _counts(keys: Keys, key: str) -> tuple[int, ...]:
     if not isinstance(values, list) or not all(type(value) is int and value >= 0 for value in values):
         raise keys.error(key, "must be a list of whole numbers")
     return tuple(values)
+
+
+#: Average of English read speech, for estimates.
+SECONDS_PER_CHARACTER = 0.067
+#: Recordings of one line: as many speakers as a prompt of the published code joins turns of.
+MOST_REFERENCES = 5
+CAPABILITIES = Capabilities(
+    cloning=True,
+    needs_reference_text=True,
+    references=MOST_REFERENCES,
+    streaming=True,
+    max_text_characters=20_000,
+)
+_SUFFIXES = (".json", ".safetensors", ".pth")
+
+
+def describe(folder: Path) -> ModelCard:
+    """The card of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
+    config = FishConfig.from_folder(folder)
+    return ModelCard(
+        name=str(folder),
+        family="fish_speech",
+        engine="vllm",
+        sample_rate=config.sample_rate,
+        capabilities=CAPABILITIES,
+        revision=revision(folder, _SUFFIXES),
+        seconds_per_character=SECONDS_PER_CHARACTER,
+        check_reference=check_encoded,
+    )

@@ -2,28 +2,69 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.delivery.pipeline import SpeechPipeline
-from pipelines.delivery.tokens import TokenUtterer, token_sampling
+import numpy as np
+from numpy.typing import NDArray
+
 from pipelines.engine.codec_stage import CodecStage
 from pipelines.errors import ErrorCode, InputError
-from pipelines.fish_speech.card import CAPABILITIES
 from pipelines.fish_speech.codec import Codec, CodecDecoder, CodecState, load_codec
-from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.course import Course, TurnEngine
-from pipelines.fish_speech.delivery import FishOrder, FishStreamer
+from pipelines.fish_speech.codec_encoder import ReferenceEncoder
+from pipelines.fish_speech.config import CAPABILITIES, FishConfig
 from pipelines.fish_speech.language_model import LanguageModel, as_extra
-from pipelines.fish_speech.prompt import Conversation, Reference, groups
-from pipelines.fish_speech.reference import ReferenceEncoder
-from pipelines.fish_speech.vocabulary import Vocabulary, clean
+from pipelines.fish_speech.multi_turn import Course, TurnEngine
+from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, groups
 from pipelines.fish_speech.weights import check_language_model
 from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
 from pipelines.request import Generation, SynthesisRequest
-from pipelines.task import check_room, check_seed, frames_within, speech_task
+from pipelines.results import SpeechPipeline, Uttered, no_audio
+from pipelines.validation import check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
+from pipelines.vllm_engine.options import Tokens
+from pipelines.vllm_engine.tokens import TokenOrder, TokenStreamer, TokenUtteranceFuture, token_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class FishOrder(TokenOrder[CodecState]):
+    """An order, and the codec that its streams start in."""
+
+    decoder: CodecDecoder
+
+    def read(self, tokens: Tokens) -> Uttered[CodecState]:
+        """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn has none."""
+        assert tokens.codes is not None
+        self.check_end(tokens.finish, len(tokens.codes))
+        if not len(tokens.codes):
+            raise no_audio("The model ended a turn before its first frame.")
+        return Uttered(tokens.codes, tokens.finish)
+
+    def reader(self) -> FishReader:
+        return FishReader(self.decoder)
+
+
+class FishReader:
+    """A `pipelines.vllm_engine.tokens.TokenReader` of frames that are whole as they come."""
+
+    def __init__(self, decoder: CodecDecoder) -> None:
+        self._decoder = decoder
+
+    def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        assert codes is not None
+        return codes
+
+    def start(self) -> CodecState:
+        return self._decoder.new_state()
+
+
+class FishStreamer(TokenStreamer[CodecState]):
+    """A stream of frames, 21.5 a second: the first chunk is the first frame."""
+
+    chunk_frames = (1, 2, 4, 8, 12)
+
 
 #: Positions of a sequence: a dialogue of ten minutes with its references and texts.
 _CONTEXT = 16_384
@@ -79,7 +120,7 @@ class FishPipeline(SpeechPipeline[Course, FishOrder]):
         self._model = model
         self._keep_unfinished = keep_unfinished
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.decoder.dtype)}
-        super().__init__(TurnEngine(host), _stage(codec.decoder), TokenUtterer, FishStreamer)
+        super().__init__(TurnEngine(host), _stage(codec.decoder), TokenUtteranceFuture, FishStreamer)
 
     def close(self) -> None:
         """Frees the engine; see `Pipeline.close`."""

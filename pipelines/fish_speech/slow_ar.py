@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, linear
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from kernels.transfer import to_device
+from kernels.registry import to_device
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.fast_ar import FastAr, fast_tensors
 from pipelines.fish_speech.frame import RANKS, WINDOW, FrameGraphs, FrameMaker, Rows

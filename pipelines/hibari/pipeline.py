@@ -18,7 +18,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisErro
 from pipelines.hibari.provider import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader
 from pipelines.request import AudioChunk, EngineStats, Speech, SynthesisRequest
-from pipelines.task import speech_task
+from pipelines.validation import speech_task
 
 _SAMPLES_PER_FRAME = 300
 _WAITING_PER_THREAD = 16

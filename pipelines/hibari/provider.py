@@ -6,7 +6,7 @@ import re
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from pipelines.pace import Pace
+from pipelines.duration import Pace
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 

@@ -6,14 +6,18 @@ stream states are its own.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 import kernels.codec_ops  # noqa: F401  (registers the ops)
+from kernels.toolchain import TRITON_ADVICE, triton_fault
 
 #: Up to this width one program holds all channels of a step, and a residual unit is one kernel.
 WIDEST_UNIT = 192
@@ -231,3 +235,20 @@ def _settle(a: Tensor, lead: int, slot: Slot, past: Past | None) -> Tensor:
     if past is not None:
         past.after[:, slot.offset : slot.end].view(-1, slot.steps, slot.channels).copy_(a[:, a.shape[1] - lead :])
     return a
+
+
+log = logging.getLogger(__name__)
+
+
+@cache
+def codec_kernels() -> bool:
+    """Gives the fused ops of codecs their kernels on the current CUDA device.
+
+    False, with one warning, where Triton cannot make them: codecs then run as single PyTorch ops.
+    """
+    fault = triton_fault()
+    if fault is None:
+        import_module("kernels.codec_launch")
+        return True
+    log.warning("%s Codecs run as single PyTorch ops instead of fused kernels, which is slower. %s", fault, TRITON_ADVICE)
+    return False

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.nn.keys import Keys
+from pipelines.nn.config_keys import Keys
 
 _ADVICE = "Download the checkpoint again, or check that it belongs to this model family."
 

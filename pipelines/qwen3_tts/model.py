@@ -13,11 +13,11 @@ from torch.nn import functional
 from kernels import prefill
 from kernels.attention import paged_decode_attention, paged_prefill_attention
 from kernels.layers import codec_embedding_sum, rms_norm, rope_table
-from kernels.packed_runs import PackedRuns
 from kernels.philox import frame_noise
 from kernels.predictor import predictor_frame
+from kernels.registry import to_device
 from kernels.sampler import all_finite, process_first, sample
-from kernels.transfer import to_device
+from kernels.varlen_attention import PackedRuns
 from pipelines.engine.kv import SCRATCH_PAGE, PagedKV
 from pipelines.engine.model import ENDED, NOT_FINITE, FrameOutput, FrameSettings, PrefillRun
 from pipelines.engine.state import SlotState

@@ -6,29 +6,84 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from pipelines.delivery.pipeline import SpeechPipeline
+from pipelines.engine.codec_stage import CodecStage
+from pipelines.engine.core import Finish
 from pipelines.engine.engine import Engine
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import ErrorCode, ModelError
+from pipelines.errors import ErrorCode, ModelError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.options import open_device, precision, read_options, type_name
-from pipelines.qwen3_tts.card import capabilities
-from pipelines.qwen3_tts.codec import Codec, load_codec
+from pipelines.qwen3_tts.codec import Codec, CodecState, load_codec
 from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
-from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults
-from pipelines.qwen3_tts.delivery import FrameOrder, FrameStreamer, FrameUtterer
+from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
 from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
 from pipelines.qwen3_tts.speaker import SpeakerEncoder
 from pipelines.qwen3_tts.tokenizer import TextTokenizer
-from pipelines.qwen3_tts.voices import PreparedVoice, VoiceCabinet
+from pipelines.qwen3_tts.voices import PreparedVoice, VoiceCache
 from pipelines.qwen3_tts.weights import take_weights
 from pipelines.request import Generation, SynthesisRequest
-from pipelines.task import SpeechTask, bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
+from pipelines.results import OnDone, Order, SpeechPipeline, Streamer, UtteranceFuture, Uttered, no_audio
+from pipelines.validation import SpeechTask, bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
+
+
+@dataclass(frozen=True, slots=True)
+class FrameOrder(Order):
+    """An order and where the codec starts: after the reference's codes when cloning in context, else None."""
+
+    start: CodecState | None = None
+
+    def check(self, codes: NDArray[np.int64], finish: Finish) -> None:
+        """Raises `SynthesisError` for codes [frames, codebooks] that are no whole speech: `synth.no_eos`, `synth.no_audio`."""
+        self.check_end(finish, len(codes))
+        if not len(codes):
+            raise no_audio("The model ended the speech before its first frame.")
+
+
+class FrameUtteranceFuture(UtteranceFuture[CodecState]):
+    """Receives one whole utterance."""
+
+    def __init__(self, order: FrameOrder, stage: CodecStage[CodecState], settled: OnDone) -> None:
+        super().__init__(order, stage, settled)
+        self._frames = order
+
+    def frames(self, codes: NDArray[np.int64]) -> None:
+        """Whole utterances wait for their end."""
+
+    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
+        try:
+            self._frames.check(codes, finish)
+        except SynthesisError as error:
+            self.failed(error)
+        else:
+            self.utter(Uttered(codes, finish, self._frames.start))
+
+
+class FrameStreamer(Streamer[CodecState]):
+    """Receives one utterance frame by frame."""
+
+    def __init__(self, order: FrameOrder, stage: CodecStage[CodecState], settled: OnDone) -> None:
+        super().__init__(order, stage, settled, order.start.copy() if order.start else stage.new_state())
+        self._frames = order
+
+    def frames(self, codes: NDArray[np.int64]) -> None:
+        self.push(codes)
+
+    def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
+        self.flush()
+        try:
+            self._frames.check(codes, finish)
+        except SynthesisError as error:
+            self.close(error)
+        else:
+            self.close(None)
+
 
 #: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
 MOST_TOKENS = 2048
@@ -85,13 +140,13 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameOrder]):
         self.sample_rate = self.codec.config.output_sample_rate
         self.capabilities = capabilities(self.config)
         self._options = options
-        self._voices = VoiceCabinet(speaker, self.codec) if speaker else None
+        self._voices = VoiceCache(speaker, self.codec) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
         executor = open_executor(model, sizes, options.executor, options.reproducible)
         self._meta = {"engine": "megakernel", "executor": executor.name, "dtype": type_name(dtype)}
         stage = open_stage(self.codec.decoder)
         self.engine = Engine(executor, sizes, options.waiting_room, stage)
-        super().__init__(self.engine, stage, FrameUtterer, FrameStreamer)
+        super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameOrder]:
         """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""

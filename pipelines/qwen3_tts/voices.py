@@ -24,7 +24,7 @@ class PreparedVoice:
     codec_state: CodecState | None = None
 
 
-class VoiceCabinet:
+class VoiceCache:
     """Prepares reference recordings, and keeps the last ones by their content."""
 
     def __init__(self, speaker: SpeakerEncoder, codec: Codec, capacity: int = 256) -> None:

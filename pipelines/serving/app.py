@@ -14,17 +14,17 @@ from fastapi.responses import JSONResponse
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from pipelines.serving import refusal
+from pipelines.serving import errors
+from pipelines.serving.admission import Gate
 from pipelines.serving.chat import ChatRoute
 from pipelines.serving.chat_body import ChatBody
-from pipelines.serving.gate import Gate
-from pipelines.serving.guard import HEALTH, REQUEST_ID, TICKET, Guard
+from pipelines.serving.errors import Refusal
 from pipelines.serving.metrics import ServerMetrics
+from pipelines.serving.middleware import HEALTH, REQUEST_ID, TICKET, Guard
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
-from pipelines.serving.refusal import Refusal
-from pipelines.serving.reply import Reply
 from pipelines.serving.speech import SpeechBody, SpeechRoute
+from pipelines.serving.streaming import Reply
 
 
 def create_app(model: ServedModel, options: ServeOptions, gate: Gate, failed: Callable[[], None] = lambda: None) -> ASGIApp:
@@ -32,7 +32,7 @@ def create_app(model: ServedModel, options: ServeOptions, gate: Gate, failed: Ca
     metrics = ServerMetrics(model, gate)
     # A redirect would lead wherever the request's Host header says.
     app = FastAPI(title="Nightjar", lifespan=_lifespan(model, failed), docs_url=None, redoc_url=None, redirect_slashes=False)
-    refusal.install(app)
+    errors.install(app)
     _look(app, model, options, gate, metrics)
     _work(app, model, options, metrics)
     return Guard(app, options, gate, metrics)

@@ -15,15 +15,15 @@ import numpy as np
 
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError
 from pipelines.request import AudioChunk, Generation, Message, Mode, Role, Speech, SynthesisRequest
+from pipelines.serving.admission import Ticket
 from pipelines.serving.audio_input import read_audio
 from pipelines.serving.chat_body import AudioUrlPart, ChatBody, ChatMessage, TextPart, Xargs
 from pipelines.serving.encoding import SpeechFormat, whole_file
-from pipelines.serving.gate import Ticket
+from pipelines.serving.errors import bad, named_field, refusal_of
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
-from pipelines.serving.refusal import bad, named_field, refusal_of
-from pipelines.serving.reply import EVENT_STREAM, Head, Parts, event, whole
+from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, event, whole
 
 ROUTE = "/v1/chat/completions"
 #: The token after which the published server has to be told to stop; a text ends there by itself.

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from pipelines.request import Mode
-from pipelines.serving.body import Body
+from pipelines.serving.errors import Body
 
 MOST_MESSAGES = 1000
 

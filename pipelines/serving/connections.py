@@ -14,7 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pipelines.serving.refusal import error_view
+from pipelines.serving.errors import error_view
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from pipelines.request import EngineStats
-from pipelines.serving.gate import Gate
+from pipelines.serving.admission import Gate
 from pipelines.serving.model import ServedModel
-from pipelines.vllm_engine.metrics import VllmMetrics
+from pipelines.vllm_engine.library import VllmMetrics
 
 ROUTES = ("/health", "/metrics", "/v1/models", "/v1/audio/speech", "/v1/chat/completions")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

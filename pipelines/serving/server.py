@@ -16,12 +16,11 @@ import uvicorn
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import ModelCard
 from pipelines.request import Pipeline
+from pipelines.serving.admission import Gate
 from pipelines.serving.app import create_app
 from pipelines.serving.connections import Connections, HttpProtocol, places
-from pipelines.serving.gate import Gate
-from pipelines.serving.model import ServedModel
+from pipelines.serving.model import Progress, ServedModel
 from pipelines.serving.options import ServeOptions
-from pipelines.serving.progress import Progress
 
 _BACKLOG = 2048
 #: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is being closed.

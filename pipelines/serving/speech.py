@@ -14,15 +14,14 @@ from pydantic import BeforeValidator, Field
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import MAX_REFERENCE_SECONDS, AudioChunk, Generation, Message, SynthesisRequest
+from pipelines.serving.admission import Ticket
 from pipelines.serving.audio_input import read_audio
-from pipelines.serving.body import Body
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
-from pipelines.serving.gate import Ticket
+from pipelines.serving.errors import Body, bad, named_field, refusal_of
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
-from pipelines.serving.refusal import bad, named_field, refusal_of
-from pipelines.serving.reply import EVENT_STREAM, Head, Parts, event
+from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, event
 
 ROUTE = "/v1/audio/speech"
 _PARAMS = {

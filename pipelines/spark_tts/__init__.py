@@ -14,7 +14,7 @@ def describe_checkpoint(path: str | Path) -> ModelCard:
 
     Raises `ModelError` (`model.bad_checkpoint`).
     """
-    from pipelines.spark_tts.card import describe
+    from pipelines.spark_tts.config import describe
 
     return describe(Path(path))
 

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kernels.transfer import to_device
+from kernels.registry import to_device
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.spark_tts.blocks import Encoder, Prenet, WNConv1d, load_module
 from pipelines.spark_tts.config import BICODEC, BiCodecConfig, SparkConfig
-from pipelines.spark_tts.fused import FusedWave, prepared
 from pipelines.spark_tts.speaker import MelMagnitudes, SpeakerEncoder
-from pipelines.spark_tts.wave import WaveGenerator
+from pipelines.spark_tts.wave_generator import FusedWave, WaveGenerator, prepared
 
 #: In the checkpoint but not needed to speak: training targets, a pooled speaker vector, statistics, the mel filters.
 _UNUSED = (
@@ -118,7 +117,9 @@ class BiCodec:
 def load_bicodec(
     config: SparkConfig, device: torch.device, dtype: torch.dtype = torch.float32, fused: bool | None = None
 ) -> tuple[Tokenizer, BiCodec]:
-    """Reads BiCodec/; prenet and wave generator run in `dtype`, all else in float32. `fused` as for `pipelines.spark_tts.fused.prepared`.
+    """Reads BiCodec/; prenet and wave generator run in `dtype`, all else in float32.
+
+    `fused` as for `pipelines.spark_tts.wave_generator.prepared`.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor that is missing, unknown or misshapen.
     """

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.nn.keys import Keys
+from pipelines.nn.config_keys import Keys, revision
+from pipelines.recording import check_encoded
+from pipelines.registry import ModelCard
+from pipelines.request import Capabilities
 
 LLM, BICODEC, WAV2VEC2 = "LLM", "BiCodec", "wav2vec2-large-xlsr-53"
 _ADVICE = "Check that the folder holds an unchanged SparkTTS checkpoint."
@@ -216,4 +219,34 @@ def _lm(keys: Keys) -> LmConfig:
         rope_theta=theta,
         tied=bool(keys.get("tie_word_embeddings", False)),
         eos=keys.whole("eos_token_id"),
+    )
+
+
+#: Labels of created voices, in the order of their token numbers (`gender_0` is female, `pitch_label_0` very low).
+GENDERS = ("female", "male")
+LEVELS = ("very_low", "low", "moderate", "high", "very_high")
+#: The voice of a line that names none and has no reference audio.
+DEFAULT_VOICE = "female/moderate/moderate"
+#: Average of English read speech, for estimates.
+SECONDS_PER_CHARACTER = 0.067
+CAPABILITIES = Capabilities(
+    voices=tuple(f"{gender}/{pitch}/{speed}" for gender in GENDERS for pitch in LEVELS for speed in LEVELS),
+    cloning=True,
+    streaming=True,
+)
+_SUFFIXES = (".json", ".yaml", ".safetensors", ".bin")
+
+
+def describe(folder: Path) -> ModelCard:
+    """The card of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
+    config = SparkConfig.from_folder(folder)
+    return ModelCard(
+        name=str(folder),
+        family="spark_tts",
+        engine="vllm",
+        sample_rate=config.sample_rate,
+        capabilities=CAPABILITIES,
+        revision=revision(folder, _SUFFIXES),
+        seconds_per_character=SECONDS_PER_CHARACTER,
+        check_reference=check_encoded,
     )

@@ -2,29 +2,125 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.delivery.pipeline import SpeechPipeline
-from pipelines.delivery.tokens import TokenUtterer, token_sampling
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 from pipelines.engine.codec_stage import CodecStage
 from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
 from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
 from pipelines.request import Generation, SynthesisRequest
+from pipelines.results import SpeechPipeline, Uttered, no_audio
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
-from pipelines.spark_tts.card import CAPABILITIES, DEFAULT_VOICE
-from pipelines.spark_tts.config import LLM, WAV2VEC2, SparkConfig
-from pipelines.spark_tts.delivery import SparkOrder, SparkStreamer
-from pipelines.spark_tts.features import SemanticFeatures
-from pipelines.spark_tts.lm import check_weights, model_spec
-from pipelines.spark_tts.prompt import clone_prompt, creation_prompt
-from pipelines.spark_tts.reference import ReferenceEncoder
-from pipelines.spark_tts.stage import BATCH_TOKENS, BiCodecDecoder
-from pipelines.spark_tts.vocabulary import Vocabulary
-from pipelines.task import SpeechTask, check_room, check_seed, frames_within, speech_task
+from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, LmConfig, SparkConfig
+from pipelines.spark_tts.prompt import SparkCodes, Vocabulary, clone_prompt, creation_prompt
+from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
+from pipelines.spark_tts.streaming_decoder import BATCH_TOKENS, BiCodecDecoder, Voice
+from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
-from pipelines.vllm_engine.options import TokenRequest, VllmOptions
+from pipelines.vllm_engine.options import ModelSpec, TokenRequest, Tokens, VllmOptions
+from pipelines.vllm_engine.padding import qwen2_overrides
+from pipelines.vllm_engine.tokens import TokenOrder, TokenStreamer, TokenUtteranceFuture, token_sampling
+
+
+@dataclass(frozen=True, slots=True)
+class SparkOrder(TokenOrder[Voice]):
+    """An order and how its tokens are read."""
+
+    vocabulary: Vocabulary
+    #: The global tokens of a cloned voice; None where the LM makes them itself.
+    voice: tuple[int, ...] | None
+    #: How many global tokens a voice has.
+    voice_tokens: int
+
+    def codes(self, tokens: Tokens) -> SparkCodes:
+        """The tokens of BiCodec in a finished sequence.
+
+        Raises `SynthesisError`: `synth.no_eos` when it did not end, `synth.no_audio` when it holds no speech or no whole voice.
+        """
+        self.check_end(tokens.finish, len(tokens.ids), "tokens")
+        found = self.vocabulary.parse(tokens.ids)
+        voice = found.voice if self.voice is None else self.voice
+        if not found.semantic:
+            raise no_audio("The model wrote no speech tokens.")
+        if len(voice) != self.voice_tokens:
+            raise no_audio(f"The model wrote {len(voice)} tokens of a voice instead of {self.voice_tokens}.")
+        return SparkCodes(found.semantic, voice)
+
+    def read(self, tokens: Tokens) -> Uttered[Voice]:
+        codes = self.codes(tokens)
+        return Uttered(column(codes.semantic), tokens.finish, Voice(torch.tensor(codes.voice)))
+
+    def reader(self) -> SparkReader:
+        return SparkReader(self)
+
+
+class SparkReader:
+    """A `pipelines.vllm_engine.tokens.TokenReader` of semantic tokens and the voice before them."""
+
+    def __init__(self, order: SparkOrder) -> None:
+        self._order = order
+        self._ids: list[int] = []
+
+    def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        self._ids += ids
+        return column(self._order.vocabulary.parse(ids).semantic)
+
+    def start(self) -> Voice | None:
+        """The voice, whose tokens all stand before the first semantic one; None when it is not whole."""
+        order = self._order
+        voice = order.vocabulary.parse(self._ids).voice if order.voice is None else order.voice
+        return Voice(torch.tensor(voice)) if len(voice) == order.voice_tokens else None
+
+
+class SparkStreamer(TokenStreamer[Voice]):
+    """A stream of semantic tokens, 50 a second."""
+
+    chunk_frames = (20, 25, 50, 100)
+    looks_ahead = True
+
+
+def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
+    """Semantic tokens as codes of one codebook, int64 [steps, 1]."""
+    return np.array(semantic, dtype=np.int64).reshape(-1, 1)
+
+
+def model_spec(config: SparkConfig) -> ModelSpec:
+    """What vLLM is told. Call it after `load_vllm`."""
+    return ModelSpec(config.folder / LLM, qwen2_overrides(config.lm.head_dim, config.lm.rope_theta))
+
+
+def check_weights(config: SparkConfig) -> None:
+    """Raises `ModelError` (`model.bad_checkpoint`) naming the tensor when LLM/ lacks one or holds one too many.
+
+    vLLM reads the tensors in a process of its own, where an error would only be a dead engine.
+    """
+    folder = config.folder / LLM
+    with Checkpoint.open(folder) as checkpoint:
+        held = set(checkpoint.names())
+    wanted = _names(config.lm)
+    if config.lm.tied:
+        held.discard("lm_head.weight")
+    if missing := sorted(wanted - held):
+        raise bad_checkpoint(f"Tensor {missing[0]} is missing from {folder}.")
+    if extra := sorted(name for name in held - wanted if "rotary_emb" not in name):
+        raise bad_checkpoint(f"{folder} holds tensors that the config does not account for: {', '.join(extra[:5])}.")
+
+
+def _names(lm: LmConfig) -> set[str]:
+    """The tensors of a Qwen2 model in transformers' names."""
+    parts = [f"self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")]
+    parts += ["self_attn.o_proj.weight", *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down"))]
+    parts += ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    names = {f"model.layers.{layer}.{part}" for layer in range(lm.layers) for part in parts}
+    return names | {"model.embed_tokens.weight", "model.norm.weight"} | (set() if lm.tied else {"lm_head.weight"})
+
 
 #: Tokens that a created voice writes beside its global and semantic tokens: pitch and speed values, and the marks around the parts.
 CREATION_EXTRAS = 32
@@ -83,7 +179,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkOrder]):
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
         gather = 0.0 if codec.device.type == "cpu" else _GATHER_SECONDS
         stage = CodecStage(BiCodecDecoder(codec), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS)
-        super().__init__(host, stage, TokenUtterer, SparkStreamer)
+        super().__init__(host, stage, TokenUtteranceFuture, SparkStreamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkOrder]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""

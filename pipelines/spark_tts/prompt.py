@@ -2,10 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-from pipelines.spark_tts.card import GENDERS, LEVELS
-from pipelines.spark_tts.vocabulary import Vocabulary
+from tokenizers import Tokenizer
+
+from pipelines.errors import ErrorCode, InputError, ModelError
+from pipelines.spark_tts.config import GENDERS, LEVELS
+
+_CONTROLS = (
+    "task_tts",
+    "task_controllable_tts",
+    "start_content",
+    "end_content",
+    "start_style_label",
+    "end_style_label",
+    "start_global_token",
+    "end_global_token",
+    "start_semantic_token",
+    "end_semantic_token",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SparkCodes:
+    """The tokens of BiCodec that a sequence of ids holds, in their order."""
+
+    semantic: tuple[int, ...]
+    voice: tuple[int, ...]
+
+
+class Vocabulary:
+    """Text to ids and ids to tokens of BiCodec."""
+
+    def __init__(self, tokenizer: Tokenizer, semantic_codes: int, global_codes: int, file: Path) -> None:
+        self._tokenizer = tokenizer
+        self._file = file
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        self.semantic = self._run("bicodec_semantic", semantic_codes)
+        self.voice = self._run("bicodec_global", global_codes)
+        self._controls = {name: self.id(name) for name in _CONTROLS}
+
+    @classmethod
+    def from_folder(cls, folder: Path, semantic_codes: int, global_codes: int) -> Vocabulary:
+        """Reads `tokenizer.json`. Raises `ModelError` (`model.bad_checkpoint`) that names the file or the token at fault."""
+        path = folder / "tokenizer.json"
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:
+            raise _bad(f"{path} cannot be read as a tokenizer: {error}.") from error
+        return cls(tokenizer, semantic_codes, global_codes, path)
+
+    def id(self, name: str) -> int:
+        """The id of the token `<|name|>`. Raises `ModelError` (`model.bad_checkpoint`)."""
+        token = self._tokenizer.token_to_id(f"<|{name}|>")
+        if token is None:
+            raise _bad(f"{self._file} has no token <|{name}|>.")
+        return token
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a string, control tokens by their names."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def spoken(self, text: str) -> list[int]:
+        """The ids of a text between its marks, `<|start_content|>text<|end_content|>`.
+
+        Raises `InputError` (`input.unpronounceable`) for a text that names a control token or is no Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            message = "The text holds half of a surrogate pair, which is no character."
+            raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.") from error
+        ids = self.encode(f"<|start_content|>{text}<|end_content|>")
+        named = [token for token in ids[1:-1] if token in self._added]
+        if named:
+            name = self._tokenizer.id_to_token(named[0])
+            message = f"The text holds the control token {name}, which cannot be spoken."
+            raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Remove it from the text.")
+        return ids
+
+    def control(self, name: str) -> int:
+        return self._controls[name]
+
+    def parse(self, ids: Iterable[int]) -> SparkCodes:
+        """The tokens of BiCodec among these ids, wherever they stand, as the published parser finds them."""
+        semantic, voice = self.semantic, self.voice
+        known = list(ids)
+        return SparkCodes(
+            tuple(token - semantic.start for token in known if token in semantic),
+            tuple(token - voice.start for token in known if token in voice),
+        )
+
+    def semantic_ids(self, codes: Sequence[int]) -> list[int]:
+        return [self.semantic.start + code for code in codes]
+
+    def voice_ids(self, codes: Sequence[int]) -> list[int]:
+        return [self.voice.start + code for code in codes]
+
+    def _run(self, name: str, count: int) -> range:
+        """The ids of `<|name_0|>` and on, which must follow one another."""
+        first, last = self.id(f"{name}_0"), self.id(f"{name}_{count - 1}")
+        if last - first != count - 1:
+            raise _bad(f"{self._file}: the ids of <|{name}_0|> to <|{name}_{count - 1}|> do not follow one another.")
+        return range(first, last + 1)
+
+
+def _bad(message: str) -> ModelError:
+    return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, "Download the checkpoint's LLM folder again.")
 
 
 def clone_prompt(

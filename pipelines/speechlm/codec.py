@@ -15,7 +15,7 @@ from transformers.models.xcodec.modeling_xcodec import XcodecModel
 from pipelines.nn.batches import batches
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, read_json
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.names import CODEC
+from pipelines.speechlm.weights import CODEC
 
 #: Frames of one batch on a GPU, padding included.
 BATCH_FRAMES = 16_384

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipelines.nn.keys import Keys
+from pipelines.nn.config_keys import Keys, revision
+from pipelines.registry import ModelCard
+from pipelines.request import Capabilities
 
 MODEL_TYPES = ("speechlm", "bagpiper")
 _ADVICE = "Check that the folder holds an unchanged SpeechLM checkpoint."
@@ -140,3 +142,28 @@ def _backbone(keys: Keys) -> Backbone:
 
 def _specials(keys: Keys) -> Specials:
     return Specials(**{name: keys.whole(f"{name}_token_id") for name in Specials.__dataclass_fields__})
+
+
+CAPABILITIES = Capabilities(
+    streaming=True,
+    guidance=True,
+    text_out=True,
+    audio_in=True,
+    modes=("text_audio", "text_only"),
+    multi_turn=True,
+    max_text_characters=20_000,
+)
+_SUFFIXES = (".json", ".jinja", ".safetensors")
+
+
+def describe(folder: Path) -> ModelCard:
+    """The card of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
+    config = SpeechLmConfig.from_folder(folder)
+    return ModelCard(
+        name=str(folder),
+        family="speechlm",
+        engine="vllm",
+        sample_rate=config.sample_rate,
+        capabilities=CAPABILITIES,
+        revision=revision(folder, _SUFFIXES),
+    )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.phases import Phase
+from pipelines.speechlm.output import Phase
 from pipelines.vllm_engine.library import on_cpu
 from pipelines.vllm_engine.options import ModelSpec, TokenRequest, TokenSampling
 from pipelines.vllm_engine.padding import head_overrides

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
-from pipelines.speechlm.names import EMBEDDING, HEAD, STREAMS, backbone_names
 from pipelines.speechlm.state import SpeechLmState
+from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS, backbone_names
 from pipelines.vllm_engine.frames import FrameModel
 from pipelines.vllm_engine.padded_heads import pad_normed
 from pipelines.vllm_engine.padding import STORED_WIDTH

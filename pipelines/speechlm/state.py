@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.registry import to_device
 from kernels.sampler import sample
-from kernels.transfer import to_device
 from pipelines.engine.state import DrawFlags, DrawSettings
-from pipelines.speechlm.answer import ENDED_BY_EOT, ENDED_BY_LIMIT
-from pipelines.speechlm.phases import Phase, next_phase, phase_after
+from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after
 from pipelines.vllm_engine.frames import Admitted, FrameState, FrameStep
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
 

@@ -90,7 +90,7 @@ def _step_tokens(spec: ModelSpec, options: VllmOptions, cpu: bool, sequences: in
 
 def check_runner(arguments: dict[str, Any]) -> None:
     """Raises `ConfigError` (`config.invalid`) where frames cannot be drawn, which an engine core could only say in its log."""
-    from pipelines.vllm_engine.refusals import refuse
+    from pipelines.vllm_engine.options import refuse
 
     try:
         refuse(AsyncEngineArgs(**arguments).create_engine_config())

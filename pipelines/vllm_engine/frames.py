@@ -22,9 +22,8 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from kernels.philox import frame_noise
-from kernels.transfer import to_device
-from pipelines.vllm_engine.options import CODE_SPAN
-from pipelines.vllm_engine.refusals import refuse
+from kernels.registry import to_device
+from pipelines.vllm_engine.options import CODE_SPAN, refuse
 
 #: Codes of removed requests that are kept, as a multiple of the slots: more than can be preempted and not yet resumed.
 _KEPT = 4

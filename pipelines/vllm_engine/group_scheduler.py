@@ -4,12 +4,11 @@ Newcomers enter in groups, since a step that holds a prompt runs without the CUD
 its last block of KV is not asked for a new one.
 """
 
-# vLLM is an extra: its imports are checked where it is installed.
-# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -19,7 +18,27 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
 
 from pipelines.vllm_engine.options import AT_ONCE
-from pipelines.vllm_engine.running_limit import running_limit
+
+#: vLLM 0.32 has a second one, for admission.
+_LIMITS = ("max_num_running_reqs", "max_num_active_reqs")
+
+
+@contextmanager
+def running_limit(scheduler: Any, most: int) -> Generator[None]:
+    """Inside, no more than `most` requests run."""
+    saved = {name: value for name in _LIMITS if (value := getattr(scheduler, name, None)) is not None}
+    for name in saved:
+        setattr(scheduler, name, most)
+    try:
+        yield
+    finally:
+        for name, value in saved.items():
+            setattr(scheduler, name, value)
+
+
+# vLLM is an extra: its imports are checked where it is installed.
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
+
 
 #: A group has one newcomer for so many sequences that run, so a few sequences never wait for company.
 GROUP_SHARE = 16

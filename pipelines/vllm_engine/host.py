@@ -182,7 +182,7 @@ class VllmHost:
         """Has the engine core replaced when it dies, before a request finds it dead."""
         while not llm.errored:
             await asyncio.sleep(_LOOK_SECONDS)
-        self._bury(llm)
+        self._mark_dead(llm)
 
     def _enter(self, number: int, request: TokenRequest, receiver: Receiver) -> None:
         task = self._loop.create_task(self._sequence(number, request, receiver))
@@ -233,7 +233,7 @@ class VllmHost:
         except Exception:
             if not llm.errored:
                 raise
-            self._bury(llm)
+            self._mark_dead(llm)
             raise died() from None
 
     async def _living(self) -> Any:
@@ -241,7 +241,7 @@ class VllmHost:
         while self._llm is None or self._llm.errored:
             if self._broken is not None:
                 raise self._broken
-            self._bury(self._llm)
+            self._mark_dead(self._llm)
             await self._renewed.wait()
         return self._llm
 
@@ -292,7 +292,7 @@ class VllmHost:
             prompt["cache_salt"] = request.cache_salt
         return llm.generate(prompt, parameters, name)
 
-    def _bury(self, llm: Any) -> None:
+    def _mark_dead(self, llm: Any) -> None:
         """Takes a dead engine core out of use and has a new one started, once."""
         with self._changed:
             if llm is None or self._llm is not llm or self._closing:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any
+
+from prometheus_client import REGISTRY
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from pipelines.errors import ErrorCode, ModelError
 
@@ -57,3 +62,13 @@ def check_plugin() -> None:
             f"This installation does not register the plugin {PLUGIN!r} of vLLM.",
             "Install nightjar-speech again (pip install -e . in a checkout).",
         )
+
+
+_PREFIX = "vllm:"
+
+
+class VllmMetrics(Collector):
+    """What vLLM counts in this process, under its own names; nothing while none runs. Imports no vLLM."""
+
+    def collect(self) -> Iterable[Metric]:
+        return [metric for metric in REGISTRY.collect() if metric.name.startswith(_PREFIX)]

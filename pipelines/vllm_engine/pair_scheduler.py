@@ -18,8 +18,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from pipelines.vllm_engine.group_scheduler import running_limit
 from pipelines.vllm_engine.pairs import half_of
-from pipelines.vllm_engine.running_limit import running_limit
 
 #: `extra` key of a request whose generated KV depends on more than its token ids, so that nobody else may share it.
 PRIVATE = "private_kv"

@@ -15,21 +15,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.fish_speech.codec import Codec, load_codec
+from pipelines.fish_speech.codec_encoder import ReferenceEncoder
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.fast_ar import FastAr, fast_tensors
-from pipelines.fish_speech.frame import WINDOW, FrameMaker, Noise, Rows
-from pipelines.fish_speech.prompt import Conversation, Reference, columns, groups
-from pipelines.fish_speech.reference import ReferenceEncoder
-from pipelines.fish_speech.sampling import draw, probabilities, ranked, repetition_aware
-from pipelines.fish_speech.vocabulary import Vocabulary, clean
+from pipelines.fish_speech.frame import WINDOW, FrameMaker, Noise, Rows, draw, probabilities, ranked, repetition_aware
+from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, columns, groups
 from pipelines.nn.checkpoint import Checkpoint
 from tests.conformance.listing import Case, Files
-from tests.fish_checkpoint import whole
-from tests.fish_oracle import OracleLm, Trace
-from tests.golden_arrays import Array, Arrays, check_near, flat
+from tests.support.fish_checkpoint import whole
+from tests.support.fish_oracle import OracleLm, Trace
+from tests.support.golden_arrays import Array, Arrays, check_near, flat
 
-#: Largest differences in float32 of values up to about 10 (see `tests.golden_arrays.check_near` for larger ones): what the golden folder's
-#: README suggests, unless it gives its own.
+#: Largest differences in float32 of values up to about 10 (see `tests.support.golden_arrays.check_near` for larger ones):
+#: what the golden folder's README suggests, unless it gives its own.
 LIMITS = {"embeds": 1e-6, "hidden": 1e-4, "logits": 1e-4, "probabilities": 1e-5, "resampled": 1e-5, "state": 1e-4, "wav": 2e-5}
 CHUNKS = (1, 2, 5)
 #: The reference's own limit of a group of turns, where a case names none.

@@ -15,9 +15,9 @@ from pipelines.fish_speech.language_model import as_extra
 from pipelines.fish_speech.pipeline import FishPipeline, open_pipeline
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
-from tests.golden_arrays import Array, flat
-from tests.vllm_kit import Waiter
-from tests.vllm_v2 import v2_runner
+from tests.support.golden_arrays import Array, flat
+from tests.support.vllm_kit import Waiter
+from tests.support.vllm_v2 import v2_runner
 
 if TYPE_CHECKING:
     from tests.conformance.fish import Case, Golden, Item

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.golden_arrays import Arrays, read_arrays
+from tests.support.golden_arrays import Arrays, read_arrays
 
 #: A name, and a check that raises AssertionError with the measured difference.
 Case = tuple[str, Callable[[], None]]

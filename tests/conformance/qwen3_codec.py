@@ -19,11 +19,10 @@ from pipelines import audio
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
-from pipelines.qwen3_tts.mel import log_mel
-from pipelines.qwen3_tts.speaker import PREFIX, SpeakerEncoder
+from pipelines.qwen3_tts.speaker import PREFIX, SpeakerEncoder, log_mel
 from tests.conformance.listing import Case, listed
-from tests.golden_arrays import Array, largest_difference, read_arrays
-from tests.golden_checkpoint import whole
+from tests.support.golden_arrays import Array, largest_difference, read_arrays
+from tests.support.golden_checkpoint import whole
 
 WAVE_LIMIT = 1e-4
 SPEAKER_LIMIT = 1e-4

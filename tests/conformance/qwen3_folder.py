@@ -22,8 +22,8 @@ from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import Prompt, PromptParts, Reference, build_prompt
 from pipelines.qwen3_tts.tokenizer import TextTokenizer, split_reference, split_target
 from pipelines.qwen3_tts.weights import take_weights
-from tests.golden_arrays import Array, Thinned, largest_difference, read_arrays
-from tests.golden_checkpoint import whole
+from tests.support.golden_arrays import Array, Thinned, largest_difference, read_arrays
+from tests.support.golden_checkpoint import whole
 
 #: Positions that an engine holds at least.
 LEAST_CONTEXT = 2048

@@ -10,10 +10,10 @@ import numpy as np
 
 from pipelines.qwen3_tts.pipeline import PipelineOptions, Qwen3TTSPipeline
 from pipelines.request import Generation, Message, SynthesisRequest
-from pipelines.task import SpeechTask
+from pipelines.validation import SpeechTask
 from tests.conformance.listing import Case
 from tests.conformance.qwen3_folder import Golden, Row
-from tests.golden_arrays import Array, largest_difference
+from tests.support.golden_arrays import Array, largest_difference
 
 WAVE_LIMIT = 1e-4
 

@@ -23,7 +23,7 @@ from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import Prompt
 from tests.conformance.listing import Case, listed
 from tests.conformance.qwen3_folder import GREEDY, Golden, Row, near
-from tests.golden_arrays import aligned
+from tests.support.golden_arrays import aligned
 
 PROMPT_LIMIT = 2e-5
 LOGITS_LIMIT = 2e-4

@@ -16,17 +16,15 @@ from numpy.typing import NDArray
 from pipelines.audio import decode
 from pipelines.spark_tts.bicodec import load_bicodec
 from pipelines.spark_tts.config import LLM, WAV2VEC2, SparkConfig
-from pipelines.spark_tts.features import LAYERS, SemanticFeatures
-from pipelines.spark_tts.prompt import clone_prompt, creation_prompt
-from pipelines.spark_tts.reference import Reference, ReferenceEncoder, normalize_volume, reference_clip
-from pipelines.spark_tts.vocabulary import Vocabulary
+from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
+from pipelines.spark_tts.reference import LAYERS, Reference, ReferenceEncoder, SemanticFeatures, normalize_volume, reference_clip
 from tests.conformance.listing import Case, Files
-from tests.golden_arrays import Array, Arrays, check_near, flat
-from tests.golden_checkpoint import whole
-from tests.spark_oracle import OracleLm, Trace
+from tests.support.golden_arrays import Array, Arrays, check_near, flat
+from tests.support.golden_checkpoint import whole
+from tests.support.spark_oracle import OracleLm, Trace
 
-#: Largest differences in float32 of values up to about 10 (see `tests.golden_arrays.check_near` for larger ones): what the golden folder's
-#: README suggests, unless it gives its own.
+#: Largest differences in float32 of values up to about 10 (see `tests.support.golden_arrays.check_near` for larger ones):
+#: what the golden folder's README suggests, unless it gives its own.
 LIMITS = {"audio": 2e-6, "features": 1e-4, "hidden": 1e-4, "logits": 5e-4, "mel": 2e-5, "state": 1e-4, "wav": 2e-5, "resampled": 1e-5}
 
 Item = dict[str, Any]

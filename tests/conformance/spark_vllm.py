@@ -17,13 +17,13 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from pipelines.delivery.tokens import token_sampling
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.spark_tts.pipeline import CREATION_EXTRAS, SparkPipeline, open_pipeline
 from pipelines.vllm_engine.adapter import sampling_params
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
-from tests.golden_arrays import flat
-from tests.vllm_kit import Waiter
+from pipelines.vllm_engine.tokens import token_sampling
+from tests.support.golden_arrays import flat
+from tests.support.vllm_kit import Waiter
 
 if TYPE_CHECKING:
     from tests.conformance.spark import Case, Golden, Item

@@ -19,18 +19,18 @@ from transformers import DynamicCache
 from pipelines.audio import decode, encode
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.request import Message, Mode
+from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, feature_count, load_tower
 from pipelines.speechlm.codec import XcodecDecoder, load_codec
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.delay import deinterleave, interleave
 from pipelines.speechlm.lm import Draw, Script
-from pipelines.speechlm.names import check_names
+from pipelines.speechlm.output import deinterleave, interleave
 from pipelines.speechlm.prompt import Prompt, TextCoder, build_prompt, chosen_messages
-from pipelines.speechlm.tower import SAMPLE_RATE, AudioEncoder, feature_count, load_tower
+from pipelines.speechlm.weights import check_names
 from tests.conformance.listing import Case, listed
 from tests.conformance.speechlm_oracle import Oracle, Written, drawn
-from tests.golden_arrays import Arrays, check_near, read_arrays
+from tests.support.golden_arrays import Arrays, check_near, read_arrays
 
-#: Largest differences in float32 of values up to about 10; see `tests.golden_arrays.check_near` for larger ones.
+#: Largest differences in float32 of values up to about 10; see `tests.support.golden_arrays.check_near` for larger ones.
 LIMITS = {"logits": 2e-4, "merged": 1e-3, "features": 2e-4, "mel": 1e-4, "waveform": 1e-4, "probabilities": 1e-4, "pcm16": 4}
 #: Draws from which probabilities are read.
 SPREAD = 4_096

@@ -13,10 +13,10 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from kernels.philox import frame_noise
 from kernels.sampler import sample
 from pipelines.nn.checkpoint import Checkpoint
-from pipelines.nn.keys import Keys
+from pipelines.nn.config_keys import Keys
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Draw, Script
-from pipelines.speechlm.names import STREAMS, backbone_names
+from pipelines.speechlm.weights import STREAMS, backbone_names
 
 
 @dataclass

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.speechlm.answer import read_answer
 from pipelines.speechlm.config import MODEL_TYPES
-from pipelines.speechlm.delivery import Talker, TalkOrder
 from pipelines.speechlm.lm import Script, model_spec
+from pipelines.speechlm.output import read_answer
+from pipelines.speechlm.results import Talker, TalkOrder
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm, on_cpu
 from pipelines.vllm_engine.options import VllmOptions
-from tests.speechlm_checkpoint import named
-from tests.vllm_v2 import v2_runner
+from tests.support.speechlm_checkpoint import named
+from tests.support.vllm_v2 import v2_runner
 
 if TYPE_CHECKING:
     from tests.conformance.listing import Case

@@ -24,14 +24,14 @@ import sqlalchemy as sa
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger, schema
 from jobs.ledger.records import ItemState, Job, JobSpec, JobState, JobStatus, ShardState
-from jobs.seeds import item_seed
 from jobs.settings import load_settings
+from jobs.spec import item_seed
 from jobs.store import open_store
 from pipelines.audio import encode
 from pipelines.errors import NightjarError
-from tests.fake_worker import register
-from tests.fakes import SAMPLE_RATE, sine
-from tests.services import Postgres, SeaweedFS, Valkey
+from tests.support.fake_worker import register
+from tests.support.fakes import SAMPLE_RATE, sine
+from tests.support.services import Postgres, SeaweedFS, Valkey
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class Cluster:
 
     def start_worker(self, number: int, **environment: str) -> None:
         log = (self.folder / f"worker-{number}.log").open("ab")
-        command = [sys.executable, "-m", "tests.fake_worker", "run"]
+        command = [sys.executable, "-m", "tests.support.fake_worker", "run"]
         variables = {**self.environment(), **environment}
         self.workers[number] = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=log, stderr=log, start_new_session=True)
         log.close()

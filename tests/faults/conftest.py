@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import PATIENCE, Cluster
-from tests.services import Postgres
+from tests.support.services import Postgres
 
 
 @pytest.fixture

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.broker import Publisher
+from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import ItemState, JobState, Ticket
 from pipelines.errors import ErrorCode
 from tests.faults.cluster import REPOSITORY, Cluster, assert_exactly_once
-from tests.ledger_kit import expire_leases_of_the_dead
+from tests.support.ledger_kit import expire_leases_of_the_dead
 
 
 def sentences(count: int, suffix: str = "") -> dict[str, str]:

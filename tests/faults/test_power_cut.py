@@ -18,7 +18,7 @@ from jobs.ledger import Ledger
 from jobs.settings import Settings
 from jobs.store import open_store
 from jobs.verify import ObjectCheck
-from tests.integration.test_run_embedded import SLOW, Shell, shell, slow, until, write_input  # noqa: F401 - fixtures
+from tests.services.jobs.test_run_embedded import SLOW, Shell, shell, slow, until, write_input  # noqa: F401 - fixtures
 
 ITEMS = 60
 IMAGE_MB = 64

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.qwen3_tts_reference import fill, stub_modules
 from pipelines.qwen3_tts.tokenizer import TextTokenizer, target_template
-from tests.golden_arrays import Array, thinned, write_arrays
+from tests.support.golden_arrays import Array, thinned, write_arrays
 
 NEIGHBOUR = Path(__file__).parent / "qwen3_tts"
 CHECKPOINT = "checkpoint-thetas"

@@ -13,7 +13,7 @@ from benchmarks import fish_random
 from benchmarks.fish_gpu import random_fast, random_rows
 from pipelines.fish_speech.frame import FrameGraphs, FrameMaker, Rows
 from tests.conformance.__main__ import main
-from tests.fish_checkpoint import GOLDEN
+from tests.support.fish_checkpoint import GOLDEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -21,8 +21,8 @@ from pipelines.qwen3_tts.fused import graph_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from tests.conformance.qwen3_tts import forced_frames
-from tests.drawn import Watched
-from tests.gpu_taps import tapped
+from tests.support.drawn import Watched
+from tests.support.gpu_taps import tapped
 
 pytestmark = pytest.mark.gpu
 

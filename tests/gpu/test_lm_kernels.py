@@ -13,8 +13,7 @@ if not torch.cuda.is_available():
 
 from benchmarks import lm_checks
 from benchmarks.lm_shapes import SMALL, TINY, Maker, Shape, clone_state
-from kernels.lm_frame import FusedFrame, Plan
-from kernels.lm_plans import plan_for
+from kernels.lm_frame import FusedFrame, Plan, plan_for
 
 pytestmark = pytest.mark.gpu
 

@@ -13,11 +13,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from benchmarks.qwen3_tts_shapes import random_model
 from kernels.layers import qk_norm_rope_append, rope_table
 from kernels.lm_frame import StackTensors
-from kernels.prefill_launch import prefill_padded
-from kernels.prefill_triton import norm_rope_append
+from kernels.prefill_triton import norm_rope_append, prefill_padded
+from pipelines.engine.graph import PrefillGraphs, Sharing
 from pipelines.engine.kv import SCRATCH_PAGE, PagedKV
 from pipelines.engine.model import PrefillRun
-from pipelines.engine.prefill_graphs import PrefillGraphs, Sharing
 from pipelines.qwen3_tts.fused import frame_tensors
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 

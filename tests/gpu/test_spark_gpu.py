@@ -13,10 +13,10 @@ from torch import Tensor
 from benchmarks import spark_random
 from pipelines.engine.codec_stage import CodecStage
 from pipelines.spark_tts.bicodec import BiCodec
-from pipelines.spark_tts.fused import FusedWave
-from pipelines.spark_tts.stage import BiCodecDecoder, Voice
+from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice
+from pipelines.spark_tts.wave_generator import FusedWave
 from tests.conformance.__main__ import main
-from tests.vllm_kit import GOLDEN
+from tests.support.vllm_kit import GOLDEN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

@@ -20,7 +20,7 @@ OPEN = """
 import logging, torch
 from benchmarks.qwen3_tts_shapes import random_model
 from pipelines.engine.core import EngineOptions
-from pipelines.nn.codec_kernels import codec_kernels
+from pipelines.nn.codec_fused import codec_kernels
 from pipelines.qwen3_tts.execution import open_executor
 logging.basicConfig(format="%(levelname)s %(message)s")
 model = random_model("0b6", torch.device("cuda"), torch.bfloat16)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from tests.golden_subset import case_list, kinds
+from tests.support.golden_subset import case_list, kinds
 
 
 def check_listed(folder: Path, count: int) -> Counter[str]:

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conformance.__main__ import main
-from tests.fish_checkpoint import GOLDEN
 from tests.parity.golden_folder import change as change_array
 from tests.parity.golden_folder import check_listed, passed, scale
-from tests.vllm_v2 import require_v2
+from tests.support.fish_checkpoint import GOLDEN
+from tests.support.vllm_v2 import require_v2
 
 CASES = 30
 

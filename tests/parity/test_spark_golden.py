@@ -8,7 +8,7 @@ import pytest
 
 from tests.conformance.__main__ import main
 from tests.parity.golden_folder import change, check_listed, passed, scale, unpacked
-from tests.vllm_kit import GOLDEN, require_vllm
+from tests.support.vllm_kit import GOLDEN, require_vllm
 
 CASES = 31
 #: Greedy cases: each alone on vLLM, and as a stream.

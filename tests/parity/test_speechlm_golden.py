@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.conformance.__main__ import main
 from tests.conformance.speechlm import Golden
 from tests.parity.golden_folder import change, check_listed, passed, scale
-from tests.speechlm_checkpoint import GOLDEN
+from tests.support.speechlm_checkpoint import GOLDEN
 
 CASES = 62
 #: Cases that give audio.
@@ -20,7 +20,7 @@ HEARD = 21
 
 @pytest.fixture(autouse=True)
 def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cases on vLLM run in tests/integration/test_vllm_speechlm_pairs.py, on an engine that has little of everything."""
+    """The cases on vLLM run in tests/vllm/test_speechlm_pairs.py, on an engine that has little of everything."""
     monkeypatch.setattr("tests.conformance.speechlm.find_spec", lambda name: None)
 
 

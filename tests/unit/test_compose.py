@@ -19,7 +19,7 @@ import yaml
 from botocore.exceptions import ClientError
 
 from jobs.settings import load_settings
-from tests.services import SeaweedFS, Valkey, free_port
+from tests.support.services import SeaweedFS, Valkey, free_port
 
 ROOT = Path(__file__).parents[2]
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())

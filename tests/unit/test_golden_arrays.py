@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.golden_arrays import Arrays, check_near, read_arrays, thinned, write_arrays
+from tests.support.golden_arrays import Arrays, check_near, read_arrays, thinned, write_arrays
 
 STATES = np.linspace(-170, 170, 700, dtype=np.float32).reshape(7, 100)
 

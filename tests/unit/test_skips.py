@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.skips import AllowedSkip, allowed_skips, unlisted
+from tests.support.skips import AllowedSkip, allowed_skips, unlisted
 
 TESTS = """
 import pytest
@@ -37,7 +37,7 @@ def test_only_listed_tests_with_the_listed_reason_may_be_skipped() -> None:
 def test_a_whole_run_fails_on_an_unlisted_skip(tmp_path: Path, processes: str, in_ci: str, status: int) -> None:
     folder = tmp_path / "tests"
     folder.mkdir()
-    (folder / "conftest.py").write_text("from tests.skips import pytest_sessionfinish\n")
+    (folder / "conftest.py").write_text("from tests.support.skips import pytest_sessionfinish\n")
     (folder / "test_some.py").write_text(TESTS % "too tired")
     repository = str(Path(__file__).parents[2])
     done = subprocess.run(

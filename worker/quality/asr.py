@@ -8,8 +8,8 @@ from typing import Any
 import soxr
 
 from pipelines.errors import ErrorCode, ModelError
-from worker.quality.meters import Reading, Readings, Sample
-from worker.quality.words import error_rates, normalizer_of
+from worker.quality.metrics import Reading, Readings, Sample
+from worker.quality.wer import error_rates, normalizer_of
 
 SAMPLE_RATE = 16_000
 MAX_HEARD_CHARACTERS = 500

@@ -9,7 +9,7 @@ from typing import Any
 import soxr
 import torch
 
-from worker.quality.meters import Readings, Sample
+from worker.quality.metrics import Readings, Sample
 
 SAMPLE_RATE = 16_000
 

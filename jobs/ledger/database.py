@@ -1,0 +1,311 @@
+"""The connection to the ledger's database: transactions, retries, errors that a person can act on, and where stores are."""
+
+from __future__ import annotations
+
+import random
+import shlex
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from urllib.parse import quote, unquote, urlsplit
+
+import sqlalchemy as sa
+from sqlalchemy import event, exc
+
+from pipelines.errors import ConfigError, ErrorCode, ServiceError
+
+#: Folder of a home that holds its ledger.
+STATE_FOLDER = ".nightjar"
+LEDGER_FILE = "ledger.sqlite"
+_RELATIVE = "home:"
+
+
+def place_of(ledger: Path | None) -> Path | None:
+    """The folder that a SQLite ledger's stores are recorded relative to: its home, or the folder of a file that is in no home."""
+    if ledger is None:
+        return None
+    folder = ledger.absolute().parent
+    return folder.parent if folder.name == STATE_FOLDER else folder
+
+
+def home_of(ledger: Path | None) -> Path | None:
+    """The home that a SQLite ledger is the embedded one of; None for another ledger."""
+    if ledger is None or ledger.absolute().parts[-2:] != (STATE_FOLDER, LEDGER_FILE):
+        return None
+    return place_of(ledger)
+
+
+def recorded(store_url: str, place: Path | None) -> str:
+    """The address of a store as the ledger keeps it: `home:` and a relative path for a folder in `place`, else as it is."""
+    folder = _folder(store_url)
+    if place is None or folder is None or not folder.is_relative_to(place):
+        return store_url
+    relative = folder.relative_to(place).as_posix()
+    return _RELATIVE + ("" if relative == "." else quote(relative))
+
+
+def located(address: str, place: Path | None, job_id: str) -> str:
+    """The URL of the store that is recorded as `address`.
+
+    Earlier versions recorded full addresses only: where the inputs of the job stand in `place`, or in a folder of it that is
+    named as the end of such an address, the job has come along with its ledger.
+    """
+    if place is None:
+        return address
+    if address.startswith(_RELATIVE):
+        return (place / unquote(address[len(_RELATIVE) :])).as_uri()
+    folder = _folder(address)
+    if folder is None or folder == place:
+        return address
+    parts = folder.parts[1:]
+    for names in (parts[at:] for at in range(len(parts), -1, -1)):
+        if place.joinpath(*names, "jobs", job_id, "input").is_dir():
+            return place.joinpath(*names).as_uri()
+    return address
+
+
+def _folder(url: str) -> Path | None:
+    """The folder of a `file://` URL; None for another store."""
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" and parts.path.startswith("/") else None
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+BUSY_TIMEOUT_MS = 30_000
+CONNECT_TIMEOUT_SECONDS = 5
+#: When either end takes a silent PostgreSQL connection for lost: idle before the first probe, between probes, unanswered data.
+KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECONDS = 30, 10, 3, 30
+#: A transaction that lost against another one is tried this often.
+TRANSACTION_TRIES = 6
+
+_READ_ONLY, _BACKOFF, _PLACE = "nightjar_read_only", "nightjar_backoff_seconds", "nightjar_place"
+#: serialization_failure, deadlock_detected
+_LOST_RACE = {"40001", "40P01"}
+#: undefined_table, undefined_column, undefined_schema
+_WRONG_SCHEMA = {"42P01", "42703", "3F000"}
+#: lock_not_available, query_canceled
+_TIMED_OUT = {"55P03", "57014"}
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerLimits:
+    """How long a connection to PostgreSQL may keep others waiting, or wait for them, in seconds."""
+
+    #: A transaction whose process says nothing for so long is rolled back: a process that is stopped holds no lock for ever.
+    idle_transaction_seconds: float = 10.0
+    #: Longest wait for a lock; longer than the above, so that who waits for a stopped process outlasts it.
+    lock_seconds: float = 30.0
+    statement_seconds: float = 3600.0
+
+
+NO_LIMITS = LedgerLimits(0, 0, 0)
+
+
+class Database:
+    """One engine for one ledger; every method may be called from any thread. Connects when it is first used."""
+
+    def __init__(self, url: str, backoff_seconds: float = 1.0, limits: LedgerLimits | None = None) -> None:
+        parsed = _parse(url)
+        self.display_url = parsed.render_as_string(hide_password=True)
+        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self.path = Path(parsed.database or "") if self.is_sqlite else None
+        #: For a person: the path of a file, else the address without its password.
+        self.name = self.display_url if self.path is None else str(self.path)
+        engine = _sqlite_engine(self.path) if self.path is not None else _postgresql_engine(parsed, limits or LedgerLimits())
+        self.place = place_of(self.path)
+        self.engine = engine.execution_options(**{_BACKOFF: backoff_seconds, _PLACE: self.place})
+        self._reader = self.engine.execution_options(**{_READ_ONLY: True})
+        # Threads that wait here wait in order; SQLite itself lets them poll.
+        self._writing = threading.Lock() if self.is_sqlite else nullcontext()
+
+    def write(self, work: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs `work` in one transaction and commits it. A transaction that lost a race on PostgreSQL runs again."""
+        for attempt in range(1, TRANSACTION_TRIES + 1):
+            try:
+                with self._writing, self._explained(), self.engine.begin() as connection:
+                    return work(connection, *args, **kwargs)
+            except LostRaceError as error:
+                if attempt == TRANSACTION_TRIES:
+                    raise ServiceError(
+                        ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.display_url} is too busy.", "Try again in a moment."
+                    ) from error
+                time.sleep(random.uniform(0.01, 0.05) * attempt)
+        raise AssertionError("unreachable")
+
+    def read(self, work: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs `work` in a transaction that writes nothing; on SQLite it waits for no writer."""
+        with self._explained(), self._reader.begin() as connection:
+            return work(connection, *args, **kwargs)
+
+    def use_write_ahead_log(self) -> None:
+        """Readers and a writer side by side, for good: the file remembers it."""
+        with self._explained(), self.engine.connect() as connection:
+            driver: Any = connection.connection.driver_connection
+            driver.execute("PRAGMA journal_mode = WAL")
+
+    def wrong_schema(self, message: str) -> ServiceError:
+        """The error of a ledger whose tables are not those of this version."""
+        home = home_of(self.path)
+        where = "" if home is None else f" --out {shlex.quote(str(home))}"
+        return ServiceError(ErrorCode.LEDGER_SCHEMA, message, f"Run `nightjar db upgrade{where}`.")
+
+    def close(self) -> None:
+        """Gives all connections back; the next use opens new ones."""
+        self.engine.dispose()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.TimeoutError as error:
+            raise self._unreachable("no connection became free") from error
+        except Exception as error:
+            explained = self._explain(error)
+            if explained is None:
+                raise
+            raise explained from error
+
+    def _explain(self, error: BaseException) -> Exception | None:
+        """The error to raise for a driver's error; None: it is no failure of the service, to be raised as it is."""
+        disconnected = False
+        if isinstance(error, exc.DBAPIError):
+            disconnected, error = error.connection_invalidated, error.orig or error
+        # COPY speaks to psycopg itself, past SQLAlchemy's wrapping.
+        elif type(error).__module__.partition(".")[0] not in {"psycopg", "sqlite3"}:
+            return None
+        sqlstate = getattr(error, "sqlstate", None)
+        text = str(error).partition("\n")[0]
+        if sqlstate in _LOST_RACE:
+            return LostRaceError()
+        if sqlstate in _WRONG_SCHEMA or text.startswith(("no such table", "no such column")):
+            return self.wrong_schema(f"The ledger {self.name} lacks tables of this version.")
+        if sqlstate in _TIMED_OUT:
+            return ServiceError(
+                ErrorCode.LEDGER_UNREACHABLE,
+                f"The ledger {self.display_url} kept this waiting for too long: {text}.",
+                "Try again; if it lasts, see in pg_stat_activity which transaction holds its locks.",
+            )
+        kind = {base.__name__ for base in type(error).__mro__}
+        # SQLite says DatabaseError itself where the file is no database or is damaged.
+        if disconnected or kind & {"OperationalError", "InterfaceError"} or type(error) is sqlite3.DatabaseError:
+            return self._unreachable(text)
+        return None
+
+    def _unreachable(self, reason: str) -> ServiceError:
+        advice = (
+            "Check that the file's folder is writable, has space, and is on a local disk."
+            if self.is_sqlite
+            else "Check that PostgreSQL runs and that the database URL is right."
+        )
+        return ServiceError(ErrorCode.LEDGER_UNREACHABLE, f"The ledger {self.display_url} cannot be used: {reason}.", advice)
+
+
+def base_backoff_seconds(connection: sa.Connection) -> float:
+    """The first backoff of the ledger that this connection is of."""
+    return connection.get_execution_options()[_BACKOFF]
+
+
+def place(connection: sa.Connection) -> Path | None:
+    """The folder that this ledger records stores relative to; None for a ledger that is no file."""
+    return connection.get_execution_options()[_PLACE]
+
+
+class LostRaceError(Exception):
+    """Another transaction won; nothing was written and the same work may be done again."""
+
+
+def _parse(url: str) -> sa.URL:
+    if url.startswith("postgres://"):
+        url = "postgresql://" + url.removeprefix("postgres://")
+    try:
+        parsed = sa.make_url(url)
+    except (exc.ArgumentError, ValueError):
+        # Not chained: the parser's message may hold the password.
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "The database URL cannot be read.", "Write sqlite:///PATH or postgresql://..."
+        ) from None
+    backend = parsed.get_backend_name()
+    if backend == "postgresql":
+        return parsed.set(drivername="postgresql+psycopg")
+    if backend == "sqlite" and parsed.database and parsed.database != ":memory:":
+        return parsed.set(drivername="sqlite")
+    raise ConfigError(
+        ErrorCode.CONFIG_INVALID,
+        f"A ledger cannot live in a database of kind {backend!r} at this URL.",
+        "Write sqlite:///PATH or postgresql://USER:PASSWORD@HOST/DATABASE.",
+    )
+
+
+def _sqlite_engine(path: Path) -> sa.Engine:
+    uri = f"file:{quote(str(path.absolute()))}?mode=rw"
+
+    def connect() -> sqlite3.Connection:
+        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, check_same_thread=False, isolation_level=None)
+        connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA cache_size = -16000")
+        connection.execute("PRAGMA temp_store = MEMORY")
+        return connection
+
+    engine = sa.create_engine("sqlite://", creator=connect, poolclass=sa.QueuePool, max_overflow=-1, hide_parameters=True)
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _begin(connection: sa.Connection) -> None:
+    # A transaction that reads first and writes later could find its snapshot stale and fail at once, so writers say so at BEGIN.
+    read_only = connection.get_execution_options().get(_READ_ONLY, False)
+    connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+def set_limits(limits: LedgerLimits, *, local: bool = False) -> sa.Select[Any]:
+    """The statement that puts limits on a PostgreSQL session, or on its present transaction."""
+    names = {
+        "idle_in_transaction_session_timeout": limits.idle_transaction_seconds,
+        "lock_timeout": limits.lock_seconds,
+        "statement_timeout": limits.statement_seconds,
+    }
+    return sa.select(*(sa.func.set_config(name, f"{round(seconds * 1000)}ms", local) for name, seconds in names.items()))
+
+
+def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
+    # The server notices a client whose host vanished as soon as a client notices a server's.
+    defaults: dict[str, Any] = {
+        "connect_timeout": CONNECT_TIMEOUT_SECONDS,
+        "application_name": "nightjar",
+        "keepalives_idle": KEEPALIVE_IDLE_SECONDS,
+        "keepalives_interval": KEEPALIVE_INTERVAL_SECONDS,
+        "keepalives_count": KEEPALIVES,
+        "tcp_user_timeout": UNANSWERED_SECONDS * 1000,
+    }
+    arguments = {name: value for name, value in defaults.items() if name not in url.query}
+    try:
+        engine = sa.create_engine(url, pool_pre_ping=True, max_overflow=-1, hide_parameters=True, connect_args=arguments)
+    except ModuleNotFoundError:
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, "A PostgreSQL ledger needs psycopg.", "Install it with `pip install 'nightjar-speech[postgres]'`."
+        ) from None
+    statements = [
+        str(set_limits(limits).compile(engine, compile_kwargs={"literal_binds": True})),
+        f"SET tcp_keepalives_idle = {KEEPALIVE_IDLE_SECONDS}",
+        f"SET tcp_keepalives_interval = {KEEPALIVE_INTERVAL_SECONDS}",
+        f"SET tcp_keepalives_count = {KEEPALIVES}",
+        f"SET tcp_user_timeout = '{UNANSWERED_SECONDS}s'",
+    ]
+
+    def prepare(connection: Any, _record: object) -> None:
+        # Statements and not the option `options`, which poolers such as PgBouncer refuse.
+        connection.autocommit = True
+        connection.execute("; ".join(statements))
+        connection.autocommit = False
+
+    event.listen(engine, "connect", prepare)
+    return engine

@@ -1,0 +1,120 @@
+"""Between rows of the database and the records of the ledger; and the few statements that every noun needs."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import sqlalchemy as sa
+
+from jobs.ledger import schema
+from jobs.ledger.database import located, place
+from jobs.ledger.records import Artifact, ItemRow, Job, JobSpec, JobState
+from pipelines.errors import ErrorCode, NotFoundError
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql, sqlite
+
+MAX_MESSAGE_CHARACTERS = 2000
+
+_JOB = sa.select(schema.jobs).where(schema.jobs.c.id == sa.bindparam("job_id"))
+_LOCKED_JOB = _JOB.with_for_update()
+
+_CROCKFORD = "0123456789abcdefghjkmnpqrstvwxyz"
+
+
+def new_job_id() -> str:
+    """A ULID in lower case: 26 characters that sort by the time they were made."""
+    number = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10))
+    return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
+
+
+def clean(text: str) -> str:
+    """Text that every database takes: no NUL, no lone surrogates, at most 2,000 characters."""
+    return text[:MAX_MESSAGE_CHARACTERS].replace("\x00", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
+    """An INSERT that knows ON CONFLICT."""
+    # A dialect is a tenth of the start-up of `nightjar status`, so only the one in use is imported.
+    if connection.dialect.name == "sqlite":
+        from sqlalchemy.dialects.sqlite import insert as insert_into
+
+        return insert_into(table)
+    from sqlalchemy.dialects.postgresql import insert as insert_into_postgresql
+
+    return insert_into_postgresql(table)
+
+
+def job_from(connection: sa.Connection, row: sa.RowMapping) -> Job:
+    fields: dict[str, Any] = {name: row[name] for name in Job.__dataclass_fields__}
+    fields["store_url"] = located(row["store_url"], place(connection), row["id"])
+    fields["state"] = JobState(row["state"])
+    fields["spec"] = msgspec.convert(row["spec"], JobSpec)
+    return Job(**fields)
+
+
+def read_row(connection: sa.Connection, job_id: str) -> sa.RowMapping | None:
+    """The row of a job, not locked."""
+    return connection.execute(_JOB, {"job_id": job_id}).mappings().one_or_none()
+
+
+def read_job(connection: sa.Connection, job_id: str) -> Job:
+    """Raises `NotFoundError`."""
+    row = read_row(connection, job_id)
+    if row is None:
+        raise no_such_job(job_id)
+    return job_from(connection, row)
+
+
+def lock_job(connection: sa.Connection, job_id: str) -> sa.RowMapping | None:
+    """The row of a job, locked until the end of the transaction: before any of its shards, or deadlocks follow."""
+    return connection.execute(_LOCKED_JOB, {"job_id": job_id}).mappings().one_or_none()
+
+
+def number_of(job_id: str) -> sa.ScalarSelect[int]:
+    """The number of a job, as a part of a statement."""
+    return sa.select(schema.jobs.c.no).where(schema.jobs.c.id == job_id).scalar_subquery()
+
+
+def no_such_job(job_id: str) -> NotFoundError:
+    return NotFoundError(
+        ErrorCode.LEDGER_NOT_FOUND, f"There is no job {clean(job_id)!r}.", "`nightjar list` shows the jobs of this ledger."
+    )
+
+
+def open_items(row: sa.RowMapping) -> int:
+    """Items of a shard that have not ended."""
+    return row["n_items"] - row["n_done"] - row["n_failed"] - row["n_skipped"]
+
+
+def items_of(shard: sa.RowMapping) -> sa.ColumnElement[bool]:
+    """The items of a shard, by a range of the primary key."""
+    items = schema.items.c
+    return sa.and_(
+        items.job_no == shard["job_no"],
+        items.idx.between(shard["first_index"], shard["last_index"]),
+        items.shard_no == shard["no"],
+    )
+
+
+def item_from(row: sa.RowMapping, *, speaks_turns: bool) -> ItemRow:
+    artifact = None
+    if row["kind"] is not None:
+        values: dict[str, Any] = {name: row[name] for name in Artifact.__struct_fields__ if name != "index"}
+        artifact = Artifact(index=row["idx"], **values)
+    return ItemRow(
+        index=row["idx"],
+        example_id=row["example_id"],
+        state=schema.ITEM_STATES[row["state"]],
+        shard_no=row["shard_no"],
+        attempts=row["attempts"],
+        error_code=None if row["error_code"] is None else ErrorCode(row["error_code"]),
+        error_message=row["error_message"],
+        artifact=artifact,
+        turn=row["turn"],
+        several=bool(row["several"]),
+        speaks_turns=speaks_turns,
+    )

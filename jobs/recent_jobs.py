@@ -1,0 +1,75 @@
+"""The home of an embedded job, so that `nightjar status JOB` finds it without options: one small file a job under XDG_STATE_HOME."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+from jobs.ledger.database import STATE_FOLDER, home_of
+from jobs.settings import Settings, load_settings, sqlite_path
+
+#: Most pointers that are kept; the oldest go first.
+KEPT = 1000
+_JOB_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
+
+
+def _folder() -> Path:
+    base = os.environ.get("XDG_STATE_HOME")
+    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".local" / "state"
+    return root / "nightjar" / "jobs"
+
+
+def remember(job_id: str, home: Path) -> None:
+    """Notes that a job lives in `home`. A state folder that cannot be written costs only the convenience."""
+    try:
+        folder = _folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / job_id).write_text(str(home.absolute()))
+        for stale in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
+            stale.unlink(missing_ok=True)
+    except (OSError, RuntimeError):
+        return
+
+
+def keep_remembered(job_id: str, settings: Settings) -> None:
+    """Notes where a job was found whose home was moved since it was remembered. A copy does not take the place of the original."""
+    if settings.database_url is None and _JOB_ID.fullmatch(job_id) and not homes_of(job_id):
+        remember(job_id, settings.home)
+
+
+def homes_of(prefix: str) -> set[Path]:
+    """Homes whose ledger still stands, of the remembered jobs whose id starts with `prefix`."""
+    prefix = prefix.strip().lower()
+    if not _JOB_ID.fullmatch(prefix):
+        return set()
+    try:
+        folder = _folder()
+        pointers = [folder / name for name in os.listdir(folder) if name.startswith(prefix)]
+        homes = {Path(pointer.read_text()) for pointer in pointers}
+    except (OSError, RuntimeError, UnicodeDecodeError):
+        return set()
+    return {home for home in homes if (home / STATE_FOLDER / "ledger.sqlite").is_file()}
+
+
+def settings_for_job(prefix: str, home: str | None) -> Settings:
+    """The settings under which a job is to be found: those given, or those of the home that is remembered for it."""
+    settings = load_settings(home=home)
+    if settings.database_url is None and settings.origin("home") == "default":
+        homes = homes_of(prefix)
+        if len(homes) == 1:
+            return load_settings(home=str(homes.pop()))
+    return settings
+
+
+def out_words(job_id: str, ledger: Path | None) -> str:
+    """` --out HOME` for advice about a job of this SQLite ledger, or nothing where the job's id alone leads there from any folder."""
+    home = home_of(ledger)
+    if ledger is None or home is None:
+        return ""
+    found = settings_for_job(job_id, None)
+    named = found.database_url is not None or found.origin("home") != "default"
+    if named and sqlite_path(found.ledger_url) == ledger.absolute():
+        return ""
+    return f" --out {shlex.quote(str(home))}"

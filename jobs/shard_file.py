@@ -1,0 +1,180 @@
+"""The lines of a shard as they travel from ingest to a worker: zstd-compressed JSONL in the store."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import zstandard
+
+from jobs.dialogue import Dialogue, speech_position
+from jobs.ledger.records import ItemRow
+from jobs.store.base import ObjectStore
+from jobs.turns import turn_messages
+from pipelines.errors import ErrorCode, StoreError
+from pipelines.request import Generation, Message, SpokenRole
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+
+
+CONTENT_TYPE = "application/zstd"
+_COMPRESSION_LEVEL = 1
+
+
+class ShardLine(msgspec.Struct, frozen=True):
+    """One item as a worker gets it."""
+
+    index: int
+    #: Line of the input file.
+    line: int
+    example_id: str
+    #: What the pipeline is given: of a turn that which speaks it, else the whole dialogue. Audio content is a key of the store.
+    messages: tuple[Message, ...]
+    #: The line's own settings; the job's defaults are not in it.
+    generation: Generation
+    #: Place of the spoken message, or of the answer, among the dialogue's; part of the seed.
+    message_index: int
+    #: Whose turn it is; None: the item is the whole dialogue.
+    role: SpokenRole | None = None
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that the line gives its turn."""
+        return self.generation.seed if self.role is None else self.generation.of(self.role).seed
+
+    def generation_over(self, defaults: Generation) -> Generation:
+        """The line's settings before the job's, and in each those of its role before those of all."""
+        if self.role is None:
+            return self.generation.over(defaults)
+        return self.generation.of(self.role).over(defaults.of(self.role))
+
+
+class _StoredLine(msgspec.Struct, frozen=True):
+    index: int
+    line: int
+    dialogue: Dialogue
+    message: int | None = None
+    references: dict[int, str] = {}
+
+
+class RawLine(msgspec.Struct, frozen=True):
+    """One item with its dialogue as it was submitted, for exports."""
+
+    index: int
+    line: int
+    dialogue: msgspec.Raw
+    #: Place of the spoken message; None: the item is the whole dialogue.
+    message_index: int | None = msgspec.field(default=None, name="message")
+    #: Place of a message -> key of its reference audio.
+    references: dict[int, str] = {}
+
+
+class _Place(msgspec.Struct, frozen=True):
+    index: int
+    line: int
+
+
+class _References(msgspec.Struct, frozen=True):
+    references: dict[int, str] = {}
+
+
+_NO_GENERATION = Generation()
+_decode = msgspec.json.Decoder(_StoredLine).decode
+_decode_place = msgspec.json.Decoder(_Place).decode
+_decode_references = msgspec.json.Decoder(_References).decode
+_decode_raw = msgspec.json.Decoder(RawLine).decode
+
+
+def encode_lines(first: int, line: int, raw: bytes, references: Mapping[int, str], turns: Sequence[int] | None = None) -> list[bytes]:
+    """The items of a dialogue as lines of a shard, with their newlines: one a turn, the first at the index `first`; without
+    `turns` the dialogue is one item. `raw` is a valid JSON object without a newline.
+    """
+    keys = b',"references":%b' % msgspec.json.encode(references) if references else b""
+    if turns is None:
+        return [b'{"index":%d,"line":%d,"dialogue":%b%b}\n' % (first, line, raw, keys)]
+    encoded = b'{"index":%d,"line":%d,"dialogue":%b,"message":%d%b}\n'
+    return [encoded % (index, line, raw, turn, keys) for index, turn in enumerate(turns, first)]
+
+
+_compressors = threading.local()
+
+
+def compress(lines: Iterable[bytes]) -> bytes:
+    """The object of a shard. Equal lines give equal bytes."""
+    compressor: zstandard.ZstdCompressor | None = getattr(_compressors, "own", None)
+    if compressor is None:
+        # Making one takes longer than compressing a shard, and threads must not share one.
+        compressor = _compressors.own = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL, write_checksum=True)
+    return compressor.compress(b"".join(lines))
+
+
+def read_shard(store: ObjectStore, key: str, sha256: str) -> list[ShardLine]:
+    """The lines of a shard in index order. Raises `StoreError`; `store.conflict` when the bytes are not those that were staged."""
+    return [_shard_line(_decode(line)) for line in _read_lines(store, key, sha256)]
+
+
+def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
+    """As `read_shard`, with each dialogue as the undecoded JSON that was submitted."""
+    return [_decode_raw(line) for line in _read_lines(store, key, sha256)]
+
+
+def read_line_numbers(store: ObjectStore, key: str, sha256: str) -> dict[int, int]:
+    """Line of the input by index, of the lines of a shard. Raises as `read_shard` does."""
+    return {place.index: place.line for line in _read_lines(store, key, sha256) for place in [_decode_place(line)]}
+
+
+def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
+    """The keys of the reference audio that the lines of a shard name. Raises as `read_shard` does."""
+    return {reference for line in _read_lines(store, key, sha256) for reference in _decode_references(line).references.values()}
+
+
+def _read_lines(store: ObjectStore, key: str, sha256: str) -> list[bytes]:
+    data = store.get(key)
+    if hashlib.sha256(data).hexdigest() != sha256:
+        raise StoreError(
+            ErrorCode.STORE_CONFLICT, f"The object {key} is not the one that was staged.", "Restore it, or submit the input again."
+        )
+    return zstandard.ZstdDecompressor().decompress(data).split(b"\n")[:-1]
+
+
+def _shard_line(stored: _StoredLine) -> ShardLine:
+    dialogue, references, turn = stored.dialogue, stored.references, stored.message
+    generation = dialogue.generation or _NO_GENERATION
+    if turn is not None:
+        messages = turn_messages(dialogue.messages, turn, references)
+        role: SpokenRole = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"
+        return ShardLine(stored.index, stored.line, dialogue.example_id, messages, generation, turn, role)
+    whole = [Message(role, modality, references.get(place, text)) for place, (role, modality, text) in enumerate(dialogue.messages)]
+    return ShardLine(stored.index, stored.line, dialogue.example_id, tuple(whole), generation, speech_position(dialogue.messages))
+
+
+class ItemLines:
+    """Lines of items, which are asked for in order: one shard is in memory at a time. What the store cannot say is not known."""
+
+    def __init__(self, ledger: Ledger, store: ObjectStore, job_id: str) -> None:
+        self._store = store
+        self._inputs = ledger.shard_inputs(job_id)
+        self._key = ""
+        self._lines: dict[int, int] = {}
+        #: Why lines are not known, once some are not.
+        self.failure: StoreError | None = None
+
+    def line_of(self, item: ItemRow) -> int | None:
+        """The number of the item's line; None where the store has lost it or cannot be reached."""
+        key, sha256 = self._inputs[item.shard_no]
+        if key != self._key and not self._away:
+            self._key, self._lines = key, {}
+            try:
+                self._lines = read_line_numbers(self._store, key, sha256)
+            except StoreError as error:
+                self.failure = error
+        return self._lines.get(item.index) if key == self._key else None
+
+    @property
+    def _away(self) -> bool:
+        """Whether the store itself failed: waiting for that once is enough."""
+        return self.failure is not None and self.failure.code not in (ErrorCode.STORE_MISSING, ErrorCode.STORE_CONFLICT)

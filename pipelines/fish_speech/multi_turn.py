@@ -1,0 +1,186 @@
+"""An item turn by turn: every group of turns is a sequence of the engine, whose prompt holds what was spoken before."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.fish_speech.prompt import Conversation, Prompt
+from pipelines.request import EngineStats
+from pipelines.vllm_engine.host import VllmHost
+from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
+from pipelines.vllm_engine.receivers import Receiver
+
+#: Apart by this much, the seeds of an item's turns meet those of no other turn of it (2**64 / golden ratio).
+_SEED_STEP = 0x9E3779B97F4A7C15
+_SEEDS = 1 << 63
+
+
+class Course:
+    """What is left to say of one item, and the sequence under way."""
+
+    def __init__(
+        self,
+        request_id: str,
+        conversation: Conversation,
+        texts: Sequence[str],
+        sampling: TokenSampling,
+        frames: int | None,
+        context: int,
+        extra: Callable[[NDArray[np.int64]], dict[str, Any]],
+        keep_unfinished: bool,
+    ) -> None:
+        """`texts`: the user messages; `sampling`: of every turn, with its most columns; `frames`: of all turns, None: no limit;
+        `context`: positions that the engine holds; `extra`: what the engine must be told of a prompt's codes; `keep_unfinished`: whether
+        a turn that was cut is followed by the next one.
+        """
+        self.request_id = request_id
+        self.closed = False
+        #: Whether a turn has reached its limit without an end, or there was no time left for one.
+        self.cut = False
+        self._keep_unfinished = keep_unfinished
+        self._conversation = conversation
+        self._texts = texts
+        self._sampling = sampling
+        self._frames = frames
+        self._context = context
+        self._extra = extra
+        self._turn = 0
+        self.prompt = conversation.ask(texts[0])
+        self.current = self._request(self.prompt)
+
+    @property
+    def most(self) -> int:
+        """Columns of the turn under way; the last one is the end, or is dropped."""
+        return self.current.sampling.max_tokens
+
+    def heard(self, frames: NDArray[np.int64], cut: bool) -> bool:
+        """Takes up what the turn under way has spoken, to its end or `cut`; whether there is another one, which is then `current`.
+
+        Raises `InputError` (`input.too_long`) when the dialogue has outgrown the engine.
+        """
+        self._turn += 1
+        self.cut |= cut
+        if self._turn == len(self._texts) or not len(frames) or (cut and not self._keep_unfinished):
+            return False
+        if self._frames is not None:
+            self._frames -= len(frames)
+            if self._frames < 1:
+                self.cut = True
+                return False
+        self._conversation.answer(frames)
+        self.current = self._request(self._conversation.ask(self._texts[self._turn]))
+        if self.most < 2:
+            raise InputError(
+                ErrorCode.INPUT_TOO_LONG,
+                f"The dialogue has outgrown the engine's {self._context} positions before its message {self._turn + 1}.",
+                "Split it into several lines, or open the model with a larger max_context.",
+            )
+        return True
+
+    def _request(self, prompt: Prompt) -> TokenRequest:
+        most = min(self._sampling.max_tokens, self._context - len(prompt.ids))
+        if self._frames is not None:
+            most = min(most, self._frames + 1)
+        seed = (self._sampling.seed + self._turn * _SEED_STEP) % _SEEDS
+        sampling = replace(self._sampling, max_tokens=max(most, 1), seed=seed)
+        return TokenRequest(self.request_id, prompt.ids, sampling, self._extra(prompt.codes))
+
+
+class TurnEngine:
+    """A `pipelines.results.SpeechEngine` of courses; receivers hear of an item as if it were one sequence of frames."""
+
+    def __init__(self, host: VllmHost) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._courses: dict[str, list[Course]] = {}
+
+    def submit(self, request: Course, receiver: Receiver) -> None:
+        with self._lock:
+            self._courses.setdefault(request.request_id, []).append(request)
+        try:
+            self._host.submit(request.current, _Turns(self, self._host, request, receiver))
+        except BaseException:
+            self.forget(request)
+            raise
+
+    def abort(self, request_id: str) -> None:
+        with self._lock:
+            for course in self._courses.get(request_id, ()):
+                course.closed = True
+        self._host.abort(request_id)
+
+    def cancel(self, request: Course) -> None:
+        request.closed = True
+        self._host.cancel(request.current)
+
+    def stats(self, audio_seconds: float) -> EngineStats:
+        return self._host.stats(audio_seconds)
+
+    def close(self) -> None:
+        self._host.close()
+
+    def forget(self, course: Course) -> None:
+        """A course is over."""
+        with self._lock:
+            left = [one for one in self._courses.pop(course.request_id, []) if one is not course]
+            if left:
+                self._courses[course.request_id] = left
+
+
+class _Turns:
+    """Receives the turns of a course one after the other. Called on the host's loop, where submitting never waits."""
+
+    def __init__(self, engine: TurnEngine, host: VllmHost, course: Course, receiver: Receiver) -> None:
+        self.streamed = receiver.streamed
+        self._engine = engine
+        self._host = host
+        self._course = course
+        self._receiver = receiver
+        self._columns = 0
+        self._parts: list[NDArray[np.int64]] = []
+
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        assert codes is not None
+        # Whatever the last possible column holds, it is no speech, as in the published loop.
+        whole = codes[: max(self._course.most - 1 - self._columns, 0)]
+        self._columns += len(ids)
+        spoken = _spoken(whole, self._course.current)
+        if len(spoken):
+            self._receiver.tokens(ids[: len(spoken)], spoken)
+
+    def finished(self, tokens: Tokens) -> None:
+        assert tokens.codes is not None
+        frames = _spoken(tokens.codes[: self._course.most - 1], self._course.current)
+        self._parts.append(frames)
+        self._columns = 0
+        try:
+            if self._course.heard(frames, tokens.finish == "length"):
+                if self._course.closed:
+                    raise SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
+                self._host.submit(self._course.current, self)
+                if self._course.closed:  # by another thread meanwhile, which may have found no sequence to end
+                    self._host.cancel(self._course.current)
+                return
+        except NightjarError as error:
+            self.failed(error)
+            return
+        self._engine.forget(self._course)
+        codes = np.concatenate(self._parts) if len(frames) else frames
+        self._receiver.finished(Tokens(codes[:, 0].tolist(), "length" if self._course.cut else "stop", codes))
+
+    def failed(self, error: NightjarError) -> None:
+        self._engine.forget(self._course)
+        self._receiver.failed(error)
+
+
+def _spoken(columns: NDArray[np.int64], request: TokenRequest) -> NDArray[np.int64]:
+    """The codes [frames, codebooks] of columns [n, 1 + codebooks] before their end."""
+    ends = np.flatnonzero(np.isin(columns[:, 0], request.sampling.stop_ids))
+    return columns[: ends[0] if len(ends) else len(columns), 1:]

@@ -1,0 +1,278 @@
+"""From what an engine made to what a caller gets: a future of speech, or a stream of chunks."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.engine.codec_stage import CodecStage
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.request import AudioChunk, EngineStats, Speech, SynthesisRequest
+
+S = TypeVar("S")
+Meta = dict[str, str | int | float | bool]
+#: Told once how many seconds of audio a request was given, when it is over.
+OnDone = Callable[[float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is known of a request before its codes come. A family adds what its own receivers need."""
+
+    text: str
+    sample_rate: int
+    meta: Meta
+    #: Whether speech that reached its limit without an end is handed over instead of failing with `synth.no_eos`.
+    keep_unfinished: bool
+
+    def check_end(self, finish: str, count: int, unit: str = "frames") -> None:
+        """Raises `SynthesisError` (`synth.no_eos`) for speech that did not end by itself and is not wanted without an end."""
+        if finish == "length" and not self.keep_unfinished:
+            advice = "Try another seed, a shorter text or a larger max_seconds."
+            raise SynthesisError(ErrorCode.SYNTH_NO_EOS, f"The speech did not end within {count} {unit}.", advice)
+
+
+def no_audio(message: str) -> SynthesisError:
+    """The error for a request that the model answered without speech."""
+    return SynthesisError(ErrorCode.SYNTH_NO_AUDIO, message, "Try another seed.")
+
+
+@dataclass(frozen=True, slots=True)
+class Uttered(Generic[S]):
+    """A whole utterance as the codec takes it."""
+
+    #: int64 [frames, codebooks].
+    codes: NDArray[np.int64]
+    #: How it ended, in the engine's word.
+    finish: str
+    #: Where the codec starts; None: at its own beginning.
+    start: S | None = None
+    #: Text that the model itself wrote.
+    text_out: str | None = None
+
+
+class UtteranceFuture(Generic[S]):
+    """Resolves the future of one whole utterance. Whatever comes first settles it."""
+
+    def __init__(self, order: Order, stage: CodecStage[S], settled: OnDone) -> None:
+        self.future: Future[Speech] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._order = order
+        self._stage = stage
+        self._settled = settled
+        self._lock = threading.Lock()
+        self._open = True
+
+    def utter(self, made: Uttered[S]) -> None:
+        """Has an utterance decoded; its audio resolves the future."""
+        self._stage.decode(made.codes, lambda heard: self._decoded(heard, made), made.start)
+
+    def failed(self, error: NightjarError) -> None:
+        if self._settle(0.0):
+            self.future.set_exception(error)
+
+    def _decoded(self, heard: NDArray[np.float32] | NightjarError, made: Uttered[S]) -> None:
+        order = self._order
+        if isinstance(heard, NightjarError):
+            self.failed(heard)
+        elif self._settle(len(heard) / order.sample_rate):
+            meta = {**order.meta, "frames": len(made.codes), "finish": made.finish}
+            self.future.set_result(Speech(heard, order.sample_rate, order.text, made.text_out, meta))
+
+    def _settle(self, seconds: float) -> bool:
+        with self._lock:
+            first, self._open = self._open, False
+        if first:
+            self._settled(seconds)
+        return first
+
+
+class Streamer(Generic[S]):
+    """Decodes one utterance chunk by chunk while it grows; iterating gives the audio.
+
+    The last chunk is empty and says `final`: the end of speech is known only after the audio before it is on its way.
+    """
+
+    #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for fewer calls.
+    chunk_frames: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 12)
+
+    def __init__(self, order: Order, stage: CodecStage[S], settled: OnDone, state: S | None = None) -> None:
+        self._order = order
+        self._stage = stage
+        self._settled = settled
+        #: Where the codec is; frames are kept while it is not known.
+        self._state = state
+        self._heard: queue.SimpleQueue[NDArray[np.float32] | NightjarError | None] = queue.SimpleQueue()
+        self._buffer: list[NDArray[np.int64]] = []
+        self._chunks = 0
+        self._lock = threading.Lock()
+        self._decoding = 0
+        self._end: list[NightjarError | None] = []
+
+    def push(self, codes: NDArray[np.int64]) -> None:
+        """The next frames [frames, codebooks]."""
+        self._buffer.extend(codes)
+        while self._state is not None and len(self._buffer) >= (size := self._next_size()):
+            self._decode(size)
+
+    def flush(self) -> None:
+        """Has all frames that are left decoded."""
+        if self._buffer:
+            self._decode(len(self._buffer))
+
+    def mark_end(self, codebooks: int) -> None:
+        """Tells a codec that looks ahead that no frame follows: it hands out what it held back."""
+        self._send(np.zeros((0, codebooks), np.int64))
+
+    def close(self, error: NightjarError | None) -> None:
+        """Ends the stream once all its audio is decoded."""
+        with self._lock:
+            self._end.append(error)
+            if not self._decoding:
+                self._heard.put(error)
+
+    def failed(self, error: NightjarError) -> None:
+        self._heard.put(error)
+
+    def chunks(self) -> Iterator[AudioChunk]:
+        """Audio as it comes; raises the error that ended the stream early."""
+        rate, samples = self._order.sample_rate, 0
+        try:
+            while (heard := self._heard.get()) is not None:
+                if isinstance(heard, NightjarError):
+                    raise heard
+                if len(heard):
+                    samples += len(heard)
+                    yield AudioChunk(heard, rate)
+            yield AudioChunk(np.zeros(0, np.float32), rate, final=True)
+        finally:
+            self._settled(samples / rate)
+
+    def _next_size(self) -> int:
+        return self.chunk_frames[min(self._chunks, len(self.chunk_frames) - 1)]
+
+    def _decode(self, size: int) -> None:
+        codes, self._buffer = np.stack(self._buffer[:size]), self._buffer[size:]
+        self._chunks += 1
+        self._send(codes)
+
+    def _send(self, codes: NDArray[np.int64]) -> None:
+        assert self._state is not None, "a stream is decoded from a known state"
+        with self._lock:
+            self._decoding += 1
+        self._stage.decode_chunk(codes, self._decoded, self._state)
+
+    def _decoded(self, heard: NDArray[np.float32] | NightjarError) -> None:
+        with self._lock:
+            self._decoding -= 1
+            self._heard.put(heard)
+            if self._end and not self._decoding:
+                self._heard.put(self._end[0])
+
+
+class EngineRequest(Protocol):
+    @property
+    def request_id(self) -> str: ...
+
+
+R = TypeVar("R", bound=EngineRequest)
+R_contra = TypeVar("R_contra", bound=EngineRequest, contravariant=True)
+O = TypeVar("O", bound=Order)  # noqa: E741
+
+
+class SpeechEngine(Protocol[R_contra]):
+    """What both engines offer, `pipelines.engine.engine.Engine` and `pipelines.vllm_engine.host.VllmHost`."""
+
+    def submit(self, request: R_contra, receiver: Any) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def cancel(self, request: R_contra) -> None: ...
+    def stats(self, audio_seconds: float) -> EngineStats: ...
+    def close(self) -> None: ...
+
+
+class SpeechPipeline(Generic[R, O]):
+    """The part of `pipelines.request.Pipeline` that is the same in every family; a family has its own `_prepare`.
+
+    `utterer` and `streamer` make the engine's receivers of one order, with the stage and the word that the request is over.
+    """
+
+    def __init__(
+        self,
+        engine: SpeechEngine[R],
+        stage: CodecStage[Any],
+        utterer: Callable[[O, CodecStage[Any], OnDone], UtteranceFuture[Any]],
+        streamer: Callable[[O, CodecStage[Any], OnDone], Streamer[Any]],
+    ) -> None:
+        self._engine = engine
+        self._stage = stage
+        self._utterer = utterer
+        self._streamer = streamer
+        self._receivers: dict[str, list[UtteranceFuture[Any] | Streamer[Any]]] = {}
+        self._lock = threading.Lock()
+        self._audio_seconds = 0.0
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        """Queues a request; see `Pipeline.submit`."""
+        wanted, order = self._prepare(request)
+        utterer = self._utterer(order, self._stage, lambda seconds: self._forget(wanted, utterer, seconds))
+        self._send(wanted, utterer)
+        return utterer.future
+
+    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
+        """Audio as it is made; the first `next` queues the request, closing the iterator ends it. See `Pipeline.stream`."""
+        return self._chunks(*self._prepare(request))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; see `Pipeline.abort`."""
+        with self._lock:
+            receivers = self._receivers.pop(request_id, [])
+        for receiver in receivers:
+            receiver.failed(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
+        self._engine.abort(request_id)
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats(self._audio_seconds)
+
+    def close(self) -> None:
+        """Frees the engine; see `Pipeline.close`."""
+        self._engine.close()
+        self._stage.close()
+
+    def _prepare(self, request: SynthesisRequest) -> tuple[R, O]:
+        """The engine's request and what its receivers must know. Raises `InputError` for what this model cannot do."""
+        raise NotImplementedError
+
+    def _chunks(self, wanted: R, order: O) -> Iterator[AudioChunk]:
+        streamer = self._streamer(order, self._stage, lambda seconds: self._forget(wanted, streamer, seconds))
+        self._send(wanted, streamer)
+        try:
+            yield from streamer.chunks()
+        finally:
+            self._engine.cancel(wanted)
+
+    def _send(self, wanted: R, receiver: UtteranceFuture[Any] | Streamer[Any]) -> None:
+        with self._lock:
+            self._receivers.setdefault(wanted.request_id, []).append(receiver)
+        try:
+            self._engine.submit(wanted, receiver)
+        except BaseException:
+            self._forget(wanted, receiver, 0.0)
+            raise
+        with self._lock:
+            gone = receiver not in self._receivers.get(wanted.request_id, ())
+        if gone:  # aborted while it waited for room
+            self._engine.cancel(wanted)
+
+    def _forget(self, wanted: R, receiver: UtteranceFuture[Any] | Streamer[Any], seconds: float) -> None:
+        with self._lock:
+            self._audio_seconds += seconds
+            left = [one for one in self._receivers.pop(wanted.request_id, []) if one is not receiver]
+            if left:
+                self._receivers[wanted.request_id] = left

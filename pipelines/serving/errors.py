@@ -1,0 +1,148 @@
+"""Errors as OpenAI's API has them: a status, and `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, model_validator
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from pipelines.errors import ErrorCode, NightjarError
+
+log = logging.getLogger(__name__)
+
+INVALID, KEY, RATE, SERVER = "invalid_request_error", "authentication_error", "rate_limit_error", "server_error"
+#: What a client may read of an engine's failure; the rest is in the log.
+_ENGINE_SENTENCE = "The engine failed while it made this. The request may be tried again."
+_RETRY_SECONDS = 5
+#: Errors of the engine that the same request would most likely meet again: 422, so that no client repeats them by itself.
+_FINAL = frozenset({ErrorCode.SYNTH_NO_EOS, ErrorCode.SYNTH_NO_AUDIO, ErrorCode.SYNTH_SILENT, ErrorCode.SYNTH_NAN})
+_QUOTED = re.compile(r"`(\w+)`")
+_TYPES = {401: KEY, 403: KEY, 429: RATE}
+
+
+class Refusal(HTTPException):
+    """An answer in OpenAI's form that is no result."""
+
+    def __init__(
+        self, status: int, message: str, code: str | None = None, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        self.code = code
+        self.param = param
+
+    def view(self) -> dict[str, Any]:
+        """The body of the answer."""
+        return error_view(self.status_code, str(self.detail), self.code, self.param)
+
+
+def bad(message: str, code: str, param: str | None = None) -> Refusal:
+    """A 400 with its reason."""
+    return Refusal(400, message, code, param)
+
+
+def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _RETRY_SECONDS) -> Refusal:
+    """A 503 that says when to come back."""
+    return Refusal(503, message, code, headers={"retry-after": str(seconds)})
+
+
+def refusal_of(error: NightjarError, param: str | None = None) -> Refusal:
+    """What a client is told of an error of the pipeline. `param` names the field of the request that is at fault."""
+    code = error.code
+    if code.value.startswith("input."):
+        return Refusal(400, str(error), code.value, param)
+    if code is ErrorCode.MODEL_UNKNOWN:
+        return Refusal(404, str(error), code.value, "model")
+    if code in _FINAL:
+        return Refusal(422, str(error), code.value)
+    if code is ErrorCode.SYNTH_TIMEOUT:
+        return Refusal(504, str(error), code.value)
+    if code is ErrorCode.SYNTH_ABORTED:
+        return unavailable("The request was ended because the engine closed.", code.value)
+    log.error("the engine failed: %s", error, exc_info=error.__cause__)
+    if code.retryable:
+        return unavailable(_ENGINE_SENTENCE, code.value)
+    return Refusal(500, _ENGINE_SENTENCE, code.value)
+
+
+def named_field(error: NightjarError, fields: Mapping[str, str]) -> str | None:
+    """The field of the request that an error is about, where it names a setting that is one."""
+    return next((fields[name] for name in _QUOTED.findall(str(error)) if name in fields), None)
+
+
+def error_view(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """`{"error": ...}` of a status."""
+    kind = _TYPES.get(status, INVALID if status < 500 else SERVER)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def install(app: FastAPI) -> None:
+    """Gives every error of the app this form."""
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _validation)
+    app.add_exception_handler(NightjarError, _nightjar)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _http(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if isinstance(error, Refusal):
+        return JSONResponse(error.view(), error.status_code, error.headers)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
+    return JSONResponse(error_view(error.status_code, f"{error.detail}.", code), error.status_code, error.headers)
+
+
+async def _nightjar(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, NightjarError)
+    refusal = refusal_of(error)
+    return JSONResponse(refusal.view(), refusal.status_code, refusal.headers)
+
+
+async def _validation(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first: Mapping[str, Any] = error.errors()[0]
+    # The first part is where the field was looked for; others name the variant of a union, which no client wrote.
+    place = [part for part in first["loc"][1:] if not str(part).startswith("of:")]
+    param = _path(place) if first["type"] != "json_invalid" else None
+    code = {"json_invalid": "input.bad_json", "extra_forbidden": "unknown_field"}.get(first["type"], "invalid_value")
+    return JSONResponse(error_view(400, _reason(first, param), code, param), 400)
+
+
+def _reason(first: Mapping[str, Any], param: str | None) -> str:
+    if first["type"] == "json_invalid":
+        return f"The body is not JSON: {first.get('ctx', {}).get('error', 'it cannot be read')}."
+    if first["type"] == "extra_forbidden":
+        return f"There is no field `{param}` here. Remove it; docs/serving.md lists what is known."
+    if not param:
+        return "The body is not a JSON object. Send one, with `Content-Type: application/json`."
+    said = str(first["msg"]).removeprefix("Value error, ").rstrip(".")
+    return f"`{param}`: {said}."
+
+
+def _path(place: list[Any]) -> str | None:
+    """`messages[0].content` of a pydantic location."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    return text[:200] or None
+
+
+async def _unexpected(_request: Request, error: Exception) -> Response:
+    log.error("a request failed", exc_info=error)
+    return JSONResponse(error_view(500, "Something broke that should not; the server's log says what.", "internal_error"), 500)
+
+
+class Body(BaseModel):
+    """An object of a request: fields that nobody knows are refused, and null is a field that was left out, as with OpenAI."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given

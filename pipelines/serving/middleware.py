@@ -1,0 +1,136 @@
+"""What stands before every route: the key, the bounds of a request, a slot for what costs something, and one log line."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pipelines.serving.admission import Gate, Ticket
+from pipelines.serving.body_limit import Inlet, too_large
+from pipelines.serving.errors import Refusal, unavailable
+from pipelines.serving.metrics import ServerMetrics
+from pipelines.serving.options import ServeOptions
+
+log = logging.getLogger(__name__)
+
+#: Needs no key: a load balancer has none.
+HEALTH = "/health"
+#: Routes that cost engine time.
+WORK = frozenset({"/v1/audio/speech", "/v1/chat/completions"})
+#: Status of a request whose client left before its answer, as nginx has it.
+CLIENT_LEFT = 499
+TICKET, REQUEST_ID = "nightjar.ticket", "nightjar.request_id"
+
+
+class Guard:
+    """The ASGI app around the routes."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, gate: Gate, metrics: ServerMetrics) -> None:
+        self._app = app
+        self._options = options
+        self._keys = [_digest(key.encode()) for key in options.keys]
+        self._gate = gate
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin = time.monotonic()
+        status = CLIENT_LEFT
+        scope[REQUEST_ID] = request_id = f"req-{secrets.token_hex(12)}"
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            await self._answer(scope, Inlet(receive, self._options.max_body_bytes, self._options.body_seconds), tell)
+        except asyncio.CancelledError:
+            if not self._gate.closed:
+                raise
+            # The drain is over. Where the status is out, the answer breaks off.
+            if status == CLIENT_LEFT:
+                refusal = unavailable("The server is shutting down.", "shutting_down")
+                await JSONResponse(refusal.view(), refusal.status_code, refusal.headers)(scope, receive, tell)
+        finally:
+            seconds = time.monotonic() - begin
+            path = self._metrics.answered(scope["path"], status, seconds)
+            log.log(
+                logging.DEBUG if path == HEALTH else logging.INFO,
+                "%s %s %d in %.0f ms, %s",
+                scope["method"],
+                path,
+                status,
+                1000 * seconds,
+                request_id,
+            )
+
+    async def _answer(self, scope: Scope, inlet: Inlet, send: Send) -> None:
+        ticket: Ticket | None = None
+        try:
+            self._check(scope["path"], scope["headers"])
+            if scope["path"] in WORK and scope["method"] == "POST":
+                ticket = await self._admit(inlet)
+                if ticket is None:
+                    return
+                scope[TICKET] = ticket
+            await self._app(scope, inlet, send)
+        except Refusal as refusal:
+            await inlet.discard()
+            headers = {**(refusal.headers or {}), "connection": "close"}
+            await JSONResponse(refusal.view(), refusal.status_code, headers)(scope, inlet, send)
+        finally:
+            if ticket is not None:
+                ticket.release()
+
+    def _check(self, path: str, raw_headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Raises `Refusal`: 401 without a key that fits, 404 for a path with control characters, 400 for a body that is too large."""
+        headers = dict(raw_headers)
+        if self._keys and path != HEALTH and not self._fits(headers.get(b"authorization", b"")):
+            message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
+            raise Refusal(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+        if not path.isprintable():
+            # A route matches a path with a newline at its end, too, and what stands here would take it for another path.
+            raise Refusal(404, "Not Found.", "not_found")
+        if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
+            raise too_large(self._options.max_body_bytes)
+
+    def _fits(self, header: bytes) -> bool:
+        """Compares with every key, in a time that tells nothing of them."""
+        scheme, _, key = header.partition(b" ")
+        digest = _digest(key.strip())
+        fitting = [hmac.compare_digest(digest, known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(fitting)
+
+    async def _admit(self, inlet: Inlet) -> Ticket | None:
+        """A slot; None when the client left while it waited. Raises `Refusal` where the gate does."""
+        turn = self._gate.ask()
+        if turn.done():
+            return turn.result()
+        leaving = asyncio.create_task(inlet.left())
+        admitted = False
+        try:
+            await asyncio.wait((turn, leaving), return_when=asyncio.FIRST_COMPLETED)
+            admitted = turn.done()
+            return turn.result() if admitted else None
+        finally:
+            if not admitted:
+                self._gate.withdraw(turn)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

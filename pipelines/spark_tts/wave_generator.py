@@ -1,0 +1,220 @@
+"""BiCodec's wave generator on the codec's fused ops: channels-last, and each op applies the snake of the one that reads its result.
+
+The ops are causal and the generator is centred, so an activated input has margins of zeros, half the reach wide, in front and behind;
+an op that takes both for history reads as far behind a step as before it. Rows of different lengths are zero behind their ends, as the
+plain module's masks make them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.codec_ops import pack_centred_upsample
+from pipelines.nn.codec_fused import FusedUnit, codec_kernels, tap_major
+from pipelines.spark_tts.blocks import SNAKE_EPS, Snake, WNConv1d, WNConvTranspose1d, masked
+from pipelines.spark_tts.config import WaveConfig
+
+_DILATIONS = (1, 3, 9)
+
+
+class ResidualUnit(nn.Module):
+    def __init__(self, channels: int, dilation: int) -> None:
+        super().__init__()
+        self.block = nn.ModuleList(
+            [
+                Snake(channels),
+                WNConv1d(channels, channels, 7, dilation=dilation, padding=3 * dilation),
+                Snake(channels),
+                WNConv1d(channels, channels, 1),
+            ]
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x: [batch, channels, steps], zero behind the end of each row; so is the result."""
+        first, wide, second, narrow = self.block
+        return masked(x + narrow(second(wide(first(x)))), mask)
+
+
+class UpBlock(nn.Module):
+    """`rate` times the steps, half the channels."""
+
+    def __init__(self, channels: int, kernel: int, rate: int) -> None:
+        super().__init__()
+        self.rate = rate
+        up = WNConvTranspose1d(channels, channels // 2, kernel, stride=rate, padding=(kernel - rate) // 2)
+        self.block = nn.ModuleList([Snake(channels), up, *(ResidualUnit(channels // 2, dilation) for dilation in _DILATIONS)])
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if mask is not None:
+            mask = mask.repeat_interleave(self.rate, dim=2)
+        x = masked(self.block[1](self.block[0](x)), mask)
+        for unit in self.block[2:]:
+            x = unit(x, mask)
+        return x, mask
+
+
+class WaveGenerator(nn.Module):
+    """[batch, input, steps] -> [batch, samples per step * steps] within [-1, 1]."""
+
+    def __init__(self, config: WaveConfig) -> None:
+        super().__init__()
+        channels = [config.channels >> index for index in range(len(config.rates) + 1)]
+        blocks = [UpBlock(wide, kernel, rate) for wide, kernel, rate in zip(channels, config.kernels, config.rates)]
+        first = WNConv1d(config.input, config.channels, 7, padding=3)
+        self.model = nn.ModuleList([first, *blocks, Snake(channels[-1]), WNConv1d(channels[-1], 1, 7, padding=3)])
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = masked(self.model[0](masked(x, mask)), mask)
+        for block in self.model[1:-2]:
+            x, mask = block(x, mask)
+        return torch.tanh(self.model[-1](self.model[-2](x)))[:, 0]
+
+
+#: Steps on either side that a convolution of the stem, the head or a residual unit sees at dilation 1, and a transposed one.
+_REACH, _UP_REACH = 3, 1
+#: The fused head cuts off at 1, and tanh is 1 long before this: a power of two, so that scaling changes no digit.
+_HEADROOM = 64.0
+
+_ops: Any = torch.ops.nightjar
+
+
+def prepared(wave: WaveGenerator, dtype: torch.dtype, fused: bool | None = None) -> WaveGenerator | FusedWave:
+    """A generator that was loaded in float32 as it runs in `dtype`: on fused ops, or converted in place.
+
+    By default it is fused in bfloat16 on a GPU, where the ops have kernels, unless `FusedWave` cannot take its shapes. Raises ValueError
+    where it cannot and `fused` is asked for.
+    """
+    on_gpu = next(wave.parameters()).device.type == "cuda"
+    if fused is None:
+        fused = on_gpu and dtype == torch.bfloat16 and _sees_neighbours_only(wave) and codec_kernels()
+    elif fused and on_gpu:
+        import_module("kernels.codec_launch")  # gives the fused ops their kernels
+    if not fused:
+        return wave.to(dtype)
+    return FusedWave(wave, dtype)
+
+
+def _sees_neighbours_only(wave: WaveGenerator) -> bool:
+    """Whether no transposed convolution reaches beyond an input's neighbours, see `pack_centred_upsample`."""
+    blocks: Any = wave.model[1:-2]
+    return all(block.block[1].kernel_size[0] <= 3 * block.rate for block in blocks)
+
+
+class FusedWave:
+    """What a `WaveGenerator` in float32 makes, in `dtype`; it keeps nothing of the module.
+
+    Raises ValueError where a transposed convolution reaches beyond an input's neighbours.
+    """
+
+    def __init__(self, wave: WaveGenerator, dtype: torch.dtype) -> None:
+        model: Any = wave.model
+        stem, *blocks, snake, head = model
+        self._dtype = dtype
+        self._stem, self._stem_bias = tap_major(stem.weight.to(dtype)), stem.bias.float()
+        readers = [_Reader.of(block.block[0], _UP_REACH) for block in blocks] + [_Reader.of(snake, _REACH)]
+        self._entry = readers[0]
+        self._blocks = [_Block(block, after, dtype) for block, after in zip(blocks, readers[1:])]
+        self._head, self._head_bias = (head.weight[0].T / _HEADROOM).to(dtype).contiguous(), head.bias.float() / _HEADROOM
+
+    def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """x: [batch, input, steps]; mask as the plain module's. Returns float32 [batch, samples per step * steps] within [-1, 1]."""
+        steps = x.shape[2]
+        # Whole rows have ends too: kernels without them would be compiled beside those with.
+        ends = x.new_full((len(x),), steps, dtype=torch.int32) if mask is None else mask.sum(dim=(1, 2), dtype=torch.int32)
+        a = _margined(x, steps, x.shape[1], _REACH, self._dtype)
+        a[:, _REACH : _REACH + steps] = masked(x, mask).transpose(1, 2)
+        entry, taps = self._entry, 2 * _REACH + 1
+        following = entry.input(a, steps)
+        after = (following, entry.lead, entry.frequency, entry.gain)
+        _ops.codec_active_conv(a, 2 * _REACH, self._stem, self._stem_bias, taps, 1, None, None, *after, ends=ends)
+        for block in self._blocks:
+            following, ends = block(following, ends)
+        return torch.tanh(_ops.codec_head(following, 2 * _REACH, self._head, self._head_bias) * _HEADROOM)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Who reads a result: the snake that it needs applied, float32 [channels], and the steps on either side that it sees."""
+
+    frequency: Tensor
+    gain: Tensor
+    reach: int
+
+    @classmethod
+    def of(cls, snake: Snake, reach: int) -> _Reader:
+        alpha = snake.alpha.float().flatten()
+        return cls(alpha, 1.0 / (alpha + SNAKE_EPS), reach)
+
+    def input(self, like: Tensor, steps: int) -> Tensor:
+        """The input to be filled, [batch, reach + steps + reach, channels], its margins zero."""
+        return _margined(like, steps, len(self.frequency), self.reach, like.dtype)
+
+    @property
+    def lead(self) -> int:
+        """Values of a row before its first step."""
+        return self.reach * len(self.frequency)
+
+
+class _Block:
+    """Transposed convolution and residual units."""
+
+    def __init__(self, block: UpBlock, after: _Reader, dtype: torch.dtype) -> None:
+        parts: Any = block.block
+        _, up, *units = parts
+        self._rate = block.rate
+        self._weight = pack_centred_upsample(up.weight, block.rate).to(dtype)
+        self._bias = up.bias.float().repeat(block.rate)
+        readers = [_Reader.of(unit.block[0], unit.block[1].padding[0]) for unit in units] + [after]
+        self._first = readers[0]
+        self._snake = (readers[0].frequency.repeat(block.rate), readers[0].gain.repeat(block.rate))
+        self._units = [
+            (FusedUnit(_Weights.of(unit, dtype), following), reader.reach, following)
+            for unit, (reader, following) in zip(units, pairwise(readers))
+        ]
+
+    def __call__(self, a: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        """Activated [batch, 1 + steps + 1, 2 * channels] and the rows' ends -> the next op's input and the ends there."""
+        steps = (a.shape[1] - 2 * _UP_REACH) * self._rate
+        following = self._first.input(a, steps)
+        x = a.new_empty(len(a), steps, following.shape[2])
+        after, taps = (following, self._first.lead, *self._snake), 2 * _UP_REACH + 1
+        _ops.codec_active_conv(a, 2 * _UP_REACH, self._weight, self._bias, taps, 1, None, x, *after, ends=ends)
+        ends = ends * self._rate
+        for unit, reach, reader in self._units:
+            a, following = following, reader.input(a, steps)
+            raw = None if reader is self._units[-1][2] else torch.empty_like(x)
+            unit(a, 2 * reach, x, raw, following, reader.lead, ends)
+            x = x if raw is None else raw
+        return following, ends
+
+
+@dataclass(slots=True)
+class _Weights:
+    """A residual unit as `FusedUnit` takes it."""
+
+    weight1: Tensor
+    bias1: Tensor
+    weight2: Tensor
+    bias2: Tensor
+    dilation: int
+    second: _Reader
+
+    @classmethod
+    def of(cls, unit: ResidualUnit, dtype: torch.dtype) -> _Weights:
+        parts: Any = unit.block
+        _, wide, snake, narrow = parts
+        weights = wide.weight.to(dtype), wide.bias.float(), narrow.weight[:, :, 0].to(dtype), narrow.bias.float()
+        return cls(*weights, wide.dilation[0], _Reader.of(snake, 0))
+
+
+def _margined(like: Tensor, steps: int, channels: int, margin: int, dtype: torch.dtype) -> Tensor:
+    """[batch, margin + steps + margin, channels] on the device of `like`, whose margins are zero and whose steps hold anything."""
+    made = like.new_empty(len(like), steps + 2 * margin, channels, dtype=dtype)
+    made[:, :margin], made[:, margin + steps :] = 0, 0
+    return made

@@ -1,0 +1,139 @@
+"""Audio input: log-mel frames through the Qwen3-Omni audio tower and the adaptor, to rows of the backbone's width."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import WhisperFeatureExtractor
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
+
+from pipelines.errors import ErrorCode, InputError
+from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
+from pipelines.speechlm.config import TOWER_SECONDS, SpeechLmConfig
+from pipelines.speechlm.weights import ADAPTOR, TOWER
+
+SAMPLE_RATE = 16_000
+_HOP = 160
+#: Samples of the shortest recording: one frame of the mel's window.
+_LEAST_SAMPLES = 400
+
+
+class AudioEncoder:
+    """The tower with its adaptor. Recordings are encoded one at a time, each alone: its features depend on nothing else."""
+
+    def __init__(self, tower: nn.Module, adaptor: nn.Linear, n_window: int, window_infer: int, normalise: bool) -> None:
+        self.tower = tower
+        self.adaptor = adaptor
+        self.n_window = n_window
+        self.window_infer = window_infer
+        #: Zero mean and unit variance before the mel, as in training; the published servers do not.
+        self.normalise = normalise
+        self._mel = WhisperFeatureExtractor(feature_size=128, sampling_rate=SAMPLE_RATE, hop_length=_HOP, chunk_length=TOWER_SECONDS)
+        self._lock = threading.Lock()
+
+    @property
+    def device(self) -> torch.device:
+        return self.adaptor.weight.device
+
+    def count(self, samples: int) -> int:
+        """Features of so many samples."""
+        return feature_count(-(-samples // _HOP), self.n_window)
+
+    def mel(self, samples: NDArray[np.float32]) -> Tensor:
+        """Log-mel [bins, frames] of samples [n] at 16 kHz, padded with zeros to whole frames."""
+        padded = np.pad(samples, (0, -len(samples) % _HOP))
+        made = self._mel(
+            padded, sampling_rate=SAMPLE_RATE, padding="longest", truncation=False, do_normalize=self.normalise, return_tensors="pt"
+        )
+        return made["input_features"][0]
+
+    @torch.inference_mode()
+    def encode(self, samples: NDArray[np.float32]) -> Tensor:
+        """Samples [n] at 16 kHz -> features [count, hidden] on the host.
+
+        Raises `InputError`: `input.audio_unreadable` for less than a window, `input.too_long` for more than the tower takes.
+        """
+        check_length(len(samples))
+        mel = self.mel(samples).to(self.device)
+        frames = mel.shape[1]
+        # The library counts the features of chunks of n_window 50 only, so it is told which rows are real (only the last chunk of a
+        # recording can have others) and where attention ends.
+        valid = torch.arange(feature_count(frames, self.n_window), device=self.device)
+        ends = torch.tensor(window_ends(frames, self.n_window, self.window_infer), dtype=torch.int32, device=self.device)
+        lengths = torch.tensor([frames], device=self.device)
+        with self._lock:
+            heard: Any = self.tower(mel, feature_lens=lengths, valid_indices=valid, cu_seqlens=ends)
+            rows = self.adaptor(heard.last_hidden_state.to(self.adaptor.weight.dtype))
+        return rows.cpu()
+
+
+def check_length(samples: int) -> None:
+    """Raises `InputError` for a recording that the tower was not made for. It is refused whole, never cut."""
+    if samples < _LEAST_SAMPLES:
+        raise InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, f"The audio has {samples} samples at 16 kHz.", "Give at least 25 ms of audio.")
+    if samples > TOWER_SECONDS * SAMPLE_RATE:
+        message = f"The audio is {samples / SAMPLE_RATE:.1f} s long; this model hears at most {TOWER_SECONDS} s at once."
+        raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Split it into several audio messages.")
+
+
+def feature_count(frames: int, n_window: int) -> int:
+    """Features of so many mel frames: chunks of 2 * n_window frames, each halved three times (rounding up)."""
+    whole, rest = divmod(frames, 2 * n_window)
+    return whole * _halved(2 * n_window) + _halved(rest)
+
+
+def window_ends(frames: int, n_window: int, window_infer: int) -> list[int]:
+    """Where the windows of the attention end, from 0 on: each has the features of window_infer // (2 * n_window) whole chunks."""
+    count = feature_count(frames, n_window)
+    width = _halved(2 * n_window) * (window_infer // (2 * n_window))
+    return [*range(0, count, width), count]
+
+
+def _halved(frames: int) -> int:
+    for _ in range(3):
+        frames = (frames + 1) // 2
+    return frames
+
+
+def load_tower(
+    checkpoint: Checkpoint,
+    config: SpeechLmConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    n_window: int | None,
+    window_infer: int | None,
+    normalise: bool,
+) -> AudioEncoder:
+    """The tower of a checkpoint; `n_window` and `window_infer` go before those of config.json, which public sources disagree on.
+
+    Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or the key.
+    """
+    table = {key: value for key, value in config.tower.items() if key not in ("model_type", "architectures")}
+    table |= {key: value for key, value in (("n_window", n_window), ("n_window_infer", window_infer)) if value is not None}
+    try:
+        sizes = Qwen3OmniMoeAudioEncoderConfig(**table)
+        with torch.device("meta"):
+            tower = Qwen3OmniMoeAudioEncoder._from_config(sizes, attn_implementation="eager" if device.type == "cpu" else "sdpa")
+            adaptor = nn.Linear(config.tower_width, config.backbone.hidden)
+        if sizes.n_window_infer < 2 * sizes.n_window:
+            raise ValueError("n_window_infer is less than one chunk of 2 * n_window frames")
+    except (TypeError, ValueError) as error:
+        raise bad_checkpoint(f"{config.folder / 'config.json'}: audio_config is not a tower's: {error}.") from error
+    tower.load_state_dict(
+        {name: checkpoint.take(TOWER + name, held.shape, dtype, device) for name, held in tower.state_dict().items()}, assign=True
+    )
+    adaptor.load_state_dict(
+        {name: checkpoint.take(ADAPTOR + name, held.shape, dtype, device) for name, held in adaptor.state_dict().items()}, assign=True
+    )
+    # A table that is computed, not stored.
+    fresh = type(tower.positional_embedding)(sizes.max_source_positions, sizes.d_model)
+    tower.positional_embedding = fresh.to(device)
+    for module in (tower, adaptor):
+        module.eval().requires_grad_(False)
+    return AudioEncoder(tower, adaptor, sizes.n_window, sizes.n_window_infer, normalise)

@@ -1,0 +1,183 @@
+"""From the engine's tokens to speech: the text, the guided audio after it, and the codec."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers.decoders import DecodeStream
+
+from pipelines.engine.codec_stage import CodecStage
+from pipelines.errors import ErrorCode, NightjarError, NoAudioError, SynthesisError
+from pipelines.request import AudioChunk, Speech
+from pipelines.results import OnDone, Order, UtteranceFuture, Uttered
+from pipelines.speechlm.config import SpeechLmConfig
+from pipelines.speechlm.lm import Script
+from pipelines.speechlm.output import Answer, deinterleave, read_answer
+from pipelines.speechlm.prompt import TextCoder
+from pipelines.vllm_engine.options import TokenRequest, Tokens
+from pipelines.vllm_engine.receivers import Receiver
+
+#: Characters of the text that an error without audio quotes.
+_QUOTED = 2000
+#: Times that a pair is asked for again when it broke.
+_REDOS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TalkOrder(Order):
+    """What delivery must know of a request, and how it asks the engine for more."""
+
+    config: SpeechLmConfig
+    coder: TextCoder
+    script: Script
+    #: A name for a pair that no other pair has.
+    pair_name: Callable[[], str]
+    submit: Callable[[TokenRequest, Receiver], None]
+    cancel: Callable[[TokenRequest], None]
+
+
+class Talker(UtteranceFuture[None]):
+    """Receives a request's text and audio, and asks for the guided audio once the text is there."""
+
+    streamed = False
+
+    def __init__(self, order: TalkOrder, stage: CodecStage[None], settled: OnDone) -> None:
+        super().__init__(order, stage, settled)
+        self._talk = order
+        self._answer: Answer | None = None
+        self._written: list[int] = []
+        self._redone = 0
+        #: The pair that is under way.
+        self._pair: TokenRequest | None = None
+
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        """Whole answers wait for their end."""
+
+    def finished(self, tokens: Tokens) -> None:
+        try:
+            if self._pair is not None:
+                self._pair_finished(tokens)
+            elif self._talk.script.guided and self._goes_on(tokens):
+                self._written = list(tokens.ids)
+                self._ask_for_audio()
+            else:
+                forced = self._forced_to_the_limit(tokens)
+                self._deliver([*tokens.ids, *forced], tokens.codes, tokens.finish == "stop" and not forced)
+        except NightjarError as error:
+            self.failed(error)
+
+    def hang_up(self) -> None:
+        """Nobody waits any longer: ends the guided audio if it is under way, and none is asked for from now on."""
+        self.failed(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
+        self._end_pair()
+
+    def _end_pair(self) -> None:
+        if self._pair is not None:
+            self._talk.cancel(self._pair)
+
+    def _goes_on(self, tokens: Tokens) -> bool:
+        """Whether the text ended with eot and room is left for the assistant token, the marker and audio."""
+        ended = tokens.finish == "stop" and tokens.ids[-1] == self._talk.config.specials.eot
+        return ended and len(tokens.ids) + 2 < self._talk.script.max_tokens
+
+    def _forced_to_the_limit(self, tokens: Tokens) -> list[int]:
+        """What of the assistant token and the marker still counts where guided audio has no room behind them."""
+        config, script = self._talk.config, self._talk.script
+        if not script.guided or tokens.finish != "stop" or tokens.ids[-1] != config.specials.eot:
+            return []
+        return [config.specials.assistant, config.specials.audio][: script.max_tokens - len(tokens.ids)]
+
+    def _ask_for_audio(self) -> None:
+        order = self._talk
+        with self._lock:
+            if not self._open:
+                return
+            self._pair = order.script.audio_pair(order.config, self._written, order.pair_name())
+        order.submit(self._pair, self)
+        if not self._open:  # aborted meanwhile
+            self._end_pair()
+
+    def _pair_finished(self, tokens: Tokens) -> None:
+        special = self._talk.config.specials
+        if tokens.finish == "stop" and tokens.ids[-1] == special.pad:
+            self._redone += 1
+            if self._redone > _REDOS:
+                message = f"The guidance pair broke {self._redone} times."
+                advice = "Open the model with more memory for its KV cache, or fewer slots."
+                raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, advice)
+            self._ask_for_audio()
+            return
+        assert tokens.codes is not None
+        before = [*self._written, special.assistant, special.audio]
+        blank = np.zeros((len(before), tokens.codes.shape[1]), np.int64)
+        self._deliver([*before, *tokens.ids], np.concatenate((blank, tokens.codes)), tokens.finish == "stop")
+
+    def _deliver(self, ids: list[int], codes: NDArray[np.int64] | None, finished: bool) -> None:
+        """Text alone settles the future; audio goes to the codec first."""
+        order = self._talk
+        answer = read_answer(order.config, ids, codes, finished=finished)
+        self._answer = answer
+        text = order.coder.decode(answer.text_ids)
+        order.meta["tokens"] = len(answer.ids)
+        finish = "length" if answer.end == "length" else "stop"
+        if not order.script.with_audio:
+            if self._settle(0.0):
+                none = np.zeros(0, np.float32)
+                self.future.set_result(Speech(none, order.sample_rate, order.text, text, {**order.meta, "finish": finish}))
+            return
+        frames = np.zeros((0, order.config.streams), np.int64) if answer.rows is None else deinterleave(answer.rows)
+        if not len(frames):
+            message = f"{_why(answer)} It wrote: {text[:_QUOTED]!r}."
+            raise NoAudioError(message, "Try another seed, or a prompt that asks for audio.", text, {**order.meta, "finish": finish})
+        order.check_end(finish, len(frames))
+        self.utter(Uttered(frames, finish, text_out=text))
+
+
+def _why(answer: Answer) -> str:
+    if answer.rows is not None:
+        return f"The model wrote {len(answer.rows)} rows of audio, too few for a frame."
+    if answer.end == "length":
+        return "The text did not end within max_tokens, and no audio followed it."
+    return "The model ended its answer after the text."
+
+
+class TalkStreamer(Talker):
+    """A talker whose text is heard while it is written; the audio comes whole, behind it."""
+
+    streamed = True
+
+    def __init__(self, order: TalkOrder, stage: CodecStage[None], settled: OnDone) -> None:
+        super().__init__(order, stage, settled)
+        self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._text_over = False
+        self.future.add_done_callback(lambda _: self._pieces.put(None))
+
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        config = self._talk.config
+        for one in ids:
+            if one in (config.specials.assistant, config.specials.audio):
+                self._text_over = True
+            if self._pair is None and not self._text_over and config.text_start <= one < config.text_end:
+                piece = self._decoder.step(self._talk.coder.tokenizer, one)
+                if piece:
+                    self._pieces.put(piece)
+
+    def chunks(self) -> Iterator[AudioChunk]:
+        """Pieces of text, then the audio, then an empty final chunk with the whole result; raises the error that ended it."""
+        rate, silence = self._talk.sample_rate, np.zeros(0, np.float32)
+        sent = ""
+        while (piece := self._pieces.get()) is not None:
+            sent += piece
+            yield AudioChunk(silence, rate, text=piece)
+        speech = self.future.result()
+        rest = (speech.text_out or "").removeprefix(sent)
+        if rest and speech.text_out == sent + rest:
+            yield AudioChunk(silence, rate, text=rest)
+        if len(speech.samples):
+            yield AudioChunk(speech.samples, rate)
+        yield AudioChunk(silence, rate, final=True, speech=speech)

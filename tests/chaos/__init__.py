@@ -1,1 +1,0 @@
-"""A soak that anybody can run: `python -m tests.chaos` makes a job while parts of the installation are killed, frozen and fooled."""

@@ -1,0 +1,419 @@
+"""`nightjar run` as its users meet it: a real process, a real Valkey, a real worker; ended in every way, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import soundfile
+
+from tests.support.report_kit import read_page, rows_of
+from tests.support.services import MotoS3
+from tests.support.slow_voice import install
+
+JOBS = [sys.executable, "-m", "jobs"]
+#: A run of the slow voice whose worker is given up after seconds.
+SLOW = ("run", "in.jsonl", "--model", "slow")
+WORDS = ["the early train", "crosses", "a quiet river", "while", "the baker", "opens", "his small shop", "and", "rain falls", "again"]
+
+
+def write_input(path: Path, lines: int, words: int = 8) -> Path:
+    chooser = random.Random(lines)
+    with path.open("w") as file:
+        for number in range(lines):
+            text = " ".join(chooser.choices(WORDS, k=words)).capitalize() + "."
+            file.write(json.dumps({"example_id": f"line-{number}", "messages": [["user", "text", text]]}) + "\n")
+    return path
+
+
+class Shell:
+    """Runs `nightjar` in a folder of its own, and finds every process that came of it by a mark in its environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = f"NIGHTJAR_TEST_MARK={uuid.uuid4().hex}"
+        name, _, value = self.mark.partition("=")
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
+        # Celery's titles of processes, where setproctitle is installed, would else be written over the mark.
+        kept = {"SPT_NOENV": "1", "OMP_NUM_THREADS": "1"}
+        self.environment = clean | {name: value, "XDG_STATE_HOME": str(folder / "state")} | kept
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [*JOBS, *arguments],
+            cwd=self.folder,
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*JOBS, *arguments],
+            cwd=self.folder,
+            env=self.environment | environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+
+    def processes(self, words: str = "") -> list[int]:
+        """Ids of the live processes of this test whose command line holds `words`."""
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                marked = self.mark.encode() in (entry / "environ").read_bytes().split(b"\0")
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (OSError, UnicodeDecodeError):
+                continue
+            if marked and words in command:
+                found.append(int(entry.name))
+        return found
+
+    def items(self, home: str = "out") -> dict[str, dict[str, object]]:
+        (job,) = (self.folder / home / "jobs").iterdir()
+        listed = self.run("items", job.name, "--out", home, "--json")
+        assert listed.returncode == 0, listed.stderr
+        return {row["example_id"]: row for row in map(json.loads, listed.stdout.splitlines())}
+
+    def hold(self, example_id: str) -> None:
+        """An item of the input, to be made by the slow voice, lasts until `let_go`."""
+        path = self.folder / "in.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for line in lines:
+            if line["example_id"] == example_id:
+                line["messages"][0][2] += f" [[until:{self.folder / 'state' / 'gate'}]]"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def let_go(self) -> None:
+        (self.folder / "state" / "gate").touch()
+
+    def done(self, home: str = "out") -> int:
+        return len(list((self.folder / home).glob("jobs/*/audio/*/*.wav")))
+
+
+@pytest.fixture
+def shell(tmp_path: Path):
+    made = Shell(tmp_path)
+    try:
+        yield made
+        until(lambda: not made.processes(), "processes are left")
+    finally:
+        for pid in made.processes():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def slow(shell: Shell) -> Shell:
+    """A shell of runs with `SLOW`, which take the time that their voice takes. No test of them could wait for the end of a lease."""
+    timing = {"LEASE_SECONDS": "3600", "HEARTBEAT_SECONDS": "1", "DRAIN_SECONDS": "1"}
+    shell.environment |= install(shell.folder / "site") | {f"SPEECH_WORKER__{name}": value for name, value in timing.items()}
+    return shell
+
+
+def until(condition: Callable[[], object], message: str, seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, message
+        time.sleep(0.05)
+
+
+def test_a_run_makes_every_item_and_leaves_nothing(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 8)
+    run = shell.run("run", "in.jsonl", "--json")
+    assert run.returncode == 0, run.stderr
+    assert not shell.processes()
+    view = json.loads(run.stdout)
+    assert view["schema"] == "nightjar.run/1"
+    assert view["items"] == {"total": 8, "done": 8, "failed": 0, "skipped": 0, "pending": 0}
+    assert view["audio_seconds"] > 4
+    for row in shell.items().values():
+        samples, rate = soundfile.read(shell.folder / "out" / str(row["key"]))
+        assert (len(samples) * 1000 / rate, rate) == (pytest.approx(row["duration_ms"], abs=1), 24000)
+    assert not list((shell.folder / "out/.nightjar").glob("broker.json"))
+    assert (Path(view["audio"]).is_dir(), Path(view["manifest"]).is_file(), view["text"]) == (True, True, None)
+    report = Path(view["report"])
+    assert report == shell.folder / "out" / "reports" / f"{view['job']}.html"
+    page = read_page(report.read_text())
+    assert len(rows_of(page)) == 8
+    assert all((report.parent / player.attributes["src"]).is_file() for player in page.all("audio"))
+
+
+def test_a_second_run_of_the_same_input_makes_nothing_again(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 3)
+    first = shell.run("run", "in.jsonl", "-q")
+    written = {path: path.stat().st_mtime_ns for path in (shell.folder / "out").glob("jobs/**/*") if path.is_file()}
+    second = shell.run("run", "in.jsonl", "-q")
+    assert (first.returncode, second.returncode) == (0, 0), second.stderr
+    assert first.stdout == second.stdout
+    assert first.stderr == second.stderr == ""
+    assert written == {path: path.stat().st_mtime_ns for path in (shell.folder / "out").glob("jobs/**/*") if path.is_file()}
+
+
+def test_status_finds_a_job_of_another_folder_without_options(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 1)
+    odd = "else where%20?#&é"
+    job = shell.run("run", "in.jsonl", "--out", odd, "-q").stdout.strip()
+    assert sorted(path.name for path in shell.folder.iterdir()) == [odd, "in.jsonl", "state"]
+    status = shell.run("status", job[:12], "--json")
+    assert json.loads(status.stdout)["job"] == job
+    assert shell.run("status", job, "--out", "out").returncode == 3
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_an_ended_run_leaves_no_process_and_the_next_one_makes_only_the_rest(slow: Shell, number: signal.Signals, status: int) -> None:
+    total = 60
+    write_input(slow.folder / "in.jsonl", total)
+    slow.hold("line-0")
+    run = slow.start(*SLOW)
+    until(lambda: slow.done() >= 10, "no item was made")
+    run.send_signal(number)
+    _, said = run.communicate(timeout=240)
+    assert run.returncode == status, said
+    assert "Traceback" not in said
+    until(lambda: not slow.processes(), "processes are left")
+    before = {path: path.stat().st_mtime_ns for path in (slow.folder / "out").glob("jobs/*/audio/*/*.wav")}
+    assert 10 <= len(before) < total
+    slow.let_go()
+    again = slow.run(*SLOW)
+    assert again.returncode == 0, again.stderr
+    assert slow.done() == total
+    assert all(path.stat().st_mtime_ns == written for path, written in before.items())
+    assert {row["state"] for row in slow.items().values()} == {"done"}
+
+
+# Celery names its process where setproctitle is installed.
+@pytest.mark.parametrize("victim", [("worker run", "celeryd"), ("valkey-server",)])
+def test_a_killed_child_costs_no_item(slow: Shell, victim: tuple[str, ...]) -> None:
+    write_input(slow.folder / "in.jsonl", 80)
+    slow.hold("line-79")
+    run = slow.start(*SLOW)
+    until(lambda: slow.done() >= 5, "no item was made")
+    assert len(slow.processes()) == 3
+    (pid,) = {pid for words in victim for pid in slow.processes(words)}
+    os.kill(pid, signal.SIGKILL)
+    assert slow.done() < 80
+    slow.let_go()
+    _, said = run.communicate(timeout=400)
+    assert run.returncode == 0, said
+    assert {row["state"] for row in slow.items().values()} == {"done"}
+
+
+def test_a_worker_that_cannot_start_ends_the_run_with_its_words(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 1)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        run = shell.run("run", "in.jsonl", SPEECH_WORKER__METRICS_PORT=str(taken.getsockname()[1]))
+    assert run.returncode == 1, run.stderr
+    assert "worker.crash" in run.stderr
+    assert "worker.log" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_two_runs_in_one_folder_are_refused(slow: Shell) -> None:
+    write_input(slow.folder / "in.jsonl", 20)
+    slow.hold("line-19")
+    first = slow.start(*SLOW)
+    until(lambda: slow.done() >= 1, "no item was made")
+    second = slow.run(*SLOW)
+    assert second.returncode == 1
+    assert "Another `nightjar run`" in second.stderr
+    first.send_signal(signal.SIGINT)
+    first.send_signal(signal.SIGINT)
+    first.communicate(timeout=240)
+    assert first.returncode == 130
+
+
+def test_ctrl_c_at_any_time_leaves_nothing(slow: Shell) -> None:
+    write_input(slow.folder / "in.jsonl", 60)
+    slow.hold("line-59")
+    patient = (*SLOW, "--max-attempts", "100")
+    chooser = random.Random(7)
+    for _ in range(6):
+        run = slow.start(*patient)
+        time.sleep(chooser.uniform(0.02, 4.0))
+        run.send_signal(signal.SIGINT)
+        _, said = run.communicate(timeout=240)
+        # Before any line of ours runs, Python itself ends by the signal, or with 1 while it imports `site`; both with a traceback.
+        assert run.returncode in (130, -2) or "init_import_site" in said, said
+        assert "Traceback" not in said or run.returncode != 130, said
+        until(lambda: not slow.processes(), "processes are left")
+    slow.let_go()
+    final = slow.run(*patient)
+    assert final.returncode == 0, final.stderr
+    assert slow.done() == 60
+
+
+def test_lines_and_items_that_fail_end_with_1_and_are_listed(shell: Shell) -> None:
+    good = write_input(shell.folder / "in.jsonl", 2).read_text()
+    (shell.folder / "in.jsonl").write_text(good + "not json\n" + good.splitlines()[0] + "\n" + '{"example_id": "e", "messages": []}\n')
+    run = shell.run("run", "in.jsonl", "--json")
+    assert run.returncode == 1, run.stderr
+    view = json.loads(run.stdout)
+    assert (view["state"], view["rejected_lines"]) == ("completed_with_errors", 3)
+    errors = [json.loads(line) for line in shell.run("errors", view["job"], "--json").stdout.splitlines()]
+    assert [(error["kind"], error["line"], error["code"]) for error in errors][:2] == [
+        ("line", 3, "input.bad_json"),
+        ("line", 4, "input.duplicate_id"),
+    ]
+
+
+def test_abort_on_a_bad_line_leaves_nothing(shell: Shell) -> None:
+    (shell.folder / "in.jsonl").write_text("not json\n")
+    run = shell.run("run", "in.jsonl", "--on-error", "abort", "--json")
+    assert run.returncode == 4
+    assert json.loads(run.stderr.splitlines()[-1])["error"]["code"] == "input.bad_json"
+    assert not list((shell.folder / "out").glob("jobs/*"))
+
+
+def test_example_ids_cannot_leave_the_folder(shell: Shell) -> None:
+    ids = [
+        "../../x",
+        "/etc/passwd",
+        "a" * 300,
+        "naïve 日本 🎵",
+        "line\nbreak",
+        "'; DROP TABLE items; --",
+        "$(touch pwned)",
+        "..",
+        ".",
+        "CON",
+        "\x1b[31m",
+    ]
+    lines = [json.dumps({"example_id": example_id, "messages": [["user", "text", "Hello there."]]}) for example_id in ids]
+    (shell.folder / "in.jsonl").write_text("\n".join(lines))
+    run = shell.run("run", "in.jsonl", "--json")
+    assert run.returncode in (0, 1), run.stderr
+    rows = shell.items()
+    for row in rows.values():
+        path = (shell.folder / "out" / str(row["key"])).resolve()
+        assert path.is_relative_to((shell.folder / "out").resolve())
+        assert path.is_file()
+    assert {"../../x", "naïve 日本 🎵", "'; DROP TABLE items; --"} <= set(rows)
+    assert sorted(path.name for path in shell.folder.iterdir()) == ["in.jsonl", "out", "state"]
+    listed = shell.run("items", json.loads(run.stdout)["job"])
+    assert "\x1b" not in listed.stdout
+    assert len(listed.stdout.splitlines()) == len(rows) + 1
+
+
+def test_a_run_into_a_bucket(shell: Shell, moto: MotoS3) -> None:
+    write_input(shell.folder / "in.jsonl", 2)
+    url = f"s3://{moto.create_bucket(f'run-{uuid.uuid4().hex[:12]}')}/prefix"
+    shell.environment |= {
+        "SPEECH_STORE_URL": url,
+        "SPEECH_S3__ENDPOINT_URL": moto.endpoint,
+        "SPEECH_S3__ACCESS_KEY_ID": moto.access_key,
+        "SPEECH_S3__SECRET_ACCESS_KEY": moto.secret_key,
+        "SPEECH_S3__REGION": "us-east-1",
+    }
+    run = shell.run("run", "in.jsonl")
+    assert run.returncode == 0, run.stderr
+    job = run.stdout.split()[0]
+    assert f"files   {url}/jobs/{job}/audio" in run.stdout
+    assert f"list    {url}/jobs/{job}/manifest.jsonl" in run.stdout
+    # The ledger and what belongs to this machine stay in the folder.
+    assert sorted(path.name for path in (shell.folder / "out").iterdir()) == [".nightjar", "reports"]
+    assert shell.run("verify", job, "--sample", "1").returncode == 0
+
+
+def test_a_run_uses_the_store_that_is_set(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 2)
+    run = shell.run("run", "in.jsonl", "--json", SPEECH_STORE_URL="the store", SPEECH_BROKER_URL="redis://127.0.0.1:9/0")
+    assert run.returncode == 0, run.stderr
+    view = json.loads(run.stdout)
+    assert "set by store_url (environment)" in run.stderr
+    assert "broker_url (environment) is not used" in run.stderr
+    store = shell.folder / "the store"
+    assert view["audio"] == f"{store}/jobs/{view['job']}/audio"
+    assert len(list(store.glob("jobs/*/audio/*/*.wav"))) == 2
+    assert not (shell.folder / "out" / "jobs").exists()
+    assert shell.run("verify", view["job"], "--sample", "0").returncode == 0
+    again = shell.run("run", "in.jsonl", "--json", SPEECH_STORE_URL="the store")
+    assert json.loads(again.stdout)["job"] == view["job"]
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:hunter2@127.0.0.1:9/x", "sqlite:///elsewhere.sqlite"])
+def test_a_ledger_elsewhere_is_refused_before_anything_is_written(shell: Shell, url: str) -> None:
+    write_input(shell.folder / "in.jsonl", 1)
+    run = shell.run("run", "in.jsonl", SPEECH_DATABASE_URL=url)
+    assert run.returncode == 4
+    assert "config.invalid" in run.stderr
+    assert "database_url (environment)" in run.stderr
+    assert "nightjar submit" in run.stderr
+    assert "hunter2" not in run.stderr
+    assert not (shell.folder / "out").exists()
+
+
+def test_a_run_writes_only_where_it_says(shell: Shell, tmp_path: Path) -> None:
+    """An empty home of the user: nothing but the pointer to the job is left there, and nothing in the folder of temporary files."""
+    write_input(shell.folder / "in.jsonl", 2)
+    user, temporary = tmp_path / "user", tmp_path / "temporary"
+    user.mkdir()
+    temporary.mkdir()
+    # What the session says of caches and of telemetry does not count.
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "XDG_RUNTIME_DIR", "ORT_DISABLE_TELEMETRY"):
+        shell.environment.pop(name, None)
+    run = shell.run("run", "in.jsonl", "--quiet", HOME=str(user), TMPDIR=str(temporary))
+    assert run.returncode == 0, run.stderr
+    assert [path.relative_to(user).as_posix() for path in user.rglob("*") if path.is_file()] == [
+        f".local/state/nightjar/jobs/{run.stdout.strip()}"
+    ]
+    assert not list(temporary.iterdir())
+
+
+def test_a_run_of_a_finished_job_makes_again_what_is_lost(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 4)
+    job = shell.run("run", "in.jsonl", "-q").stdout.strip()
+    made = {path: path.read_bytes() for path in (shell.folder / "out" / "jobs" / job).rglob("*") if path.suffix in (".wav", ".zst")}
+    gone, empty, *_ = sorted(path for path in made if path.suffix == ".wav")
+    (lines,) = (path for path in made if path.suffix == ".zst")
+    gone.unlink()
+    os.truncate(empty, 0)
+    os.truncate(lines, 0)
+    refused = shell.run("export", job, "--format", "nemo", "--to", "x.jsonl")
+    assert refused.returncode == 5
+    assert "store.missing" in refused.stderr
+    assert f"missing {gone.relative_to(shell.folder / 'out')}, changed {empty.relative_to(shell.folder / 'out')}" in refused.stderr
+    assert f"nightjar verify {job} --repair" in refused.stderr
+    again = shell.run("run", "in.jsonl", "--json")
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["job"] == job
+    assert "1 input of this job's shards is lost" in again.stderr
+    assert "2 objects of this job are missing or damaged" in again.stderr
+    assert "2 made again as they were, 0 with other bytes." in again.stderr
+    assert {path: path.read_bytes() for path in made} == made
+
+
+def test_a_moved_folder_goes_on(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 3)
+    job = shell.run("run", "in.jsonl", "-q").stdout.strip()
+    here, moved, copy = (shell.folder / name for name in ("out", "moved", "copy"))
+    here.rename(moved)
+    shutil.copytree(moved, copy)
+    for home in (copy, moved):
+        again = shell.run("run", "in.jsonl", "--json", "--out", home.name)
+        assert json.loads(again.stdout)["job"] == job, again.stderr
+        assert json.loads(again.stdout)["audio"] == f"{home}/jobs/{job}/audio"
+        assert "done before" in again.stderr
+    assert shell.run("verify", job, "--sample", "1", "--out", "moved").returncode == 0
+    assert shell.run("report", job, "--out", "moved").stdout.strip() == str(moved / "reports" / f"{job}.html")
+    assert len(shell.items("moved")) == 3
+    assert not here.exists()
+    # Without a folder: the first command that named the one it was moved to has noted it.
+    assert json.loads(shell.run("status", job, "--json").stdout)["store"] in (copy.as_uri(), moved.as_uri())

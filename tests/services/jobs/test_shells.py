@@ -1,0 +1,140 @@
+"""The command in the shells that people use: `jobs` is a builtin there, so `nightjar` is the name, and completion brings ours back."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli_kit import LINE
+
+BIN = Path(sys.executable).parent
+#: How each shell is started without its user's files, for a script and at a prompt.
+SCRIPT = {
+    "bash": ["bash", "--norc", "-c"],
+    "zsh": ["zsh", "-f", "-c"],
+    "fish": ["fish", "--no-config", "-c"],
+    "dash": ["dash", "-c"],
+}
+PROMPT = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}
+COMPLETING = ["bash", "zsh", "fish"]
+
+
+def needs(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("SPEECH_", "FPATH"))}
+    home = {"HOME": str(folder), "XDG_STATE_HOME": str(folder / "state"), "XDG_CONFIG_HOME": str(folder / "config")}
+    return clean | home | {"PATH": f"{BIN}:{os.environ['PATH']}", "TERM": "dumb", "PS1": "> "} | more
+
+
+def run(shell: str, script: str, folder: Path, **more: str) -> str:
+    needs(shell)
+    done = subprocess.run(
+        [*SCRIPT[shell], script], cwd=folder, env=environment(folder, **more), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+EVAL = 'eval "$(nightjar completion %s)"\n'
+#: Ours, inside and outside of a substitution; then the builtin with a job to show.
+OURS = {
+    "bash": 'J=$(jobs submit in.jsonl -q) && jobs status "$J" --json && jobs --version\n',
+    "zsh": 'J=$(jobs submit in.jsonl -q) && jobs status "$J" --json && jobs --version\n',
+    "fish": 'set J (jobs submit in.jsonl -q); and jobs status "$J" --json; and jobs --version\n',
+}
+BUILTIN = {
+    "bash": 'sleep 300 &\njobs; jobs -l; jobs %1; echo "$!=$(jobs -p)"; kill $!\n',
+    # In a substitution zsh's builtin lists nothing, with our function or without.
+    "zsh": 'sleep 300 &\njobs; jobs -l; jobs %1; jobs -p >listed; echo "$!=$(<listed)"; kill $!\n',
+    "fish": "sleep 300 &\njobs; jobs -l; jobs $last_pid; echo $last_pid=(jobs -p)[-1]; kill $last_pid\n",
+}
+
+
+@pytest.mark.parametrize("shell", COMPLETING)
+def test_jobs_with_one_of_our_words_is_nightjar(shell: str, folder: Path, valkey_url: str) -> None:
+    (folder / "in.jsonl").write_text(LINE % ("a", "Good morning."))
+    said = run(shell, EVAL % shell + OURS[shell], folder, SPEECH_BROKER_URL=valkey_url).splitlines()
+    assert '"schema":"nightjar.status/1"' in said[0].replace(": ", ":"), said
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", said[-1])
+
+
+@pytest.mark.parametrize("shell", COMPLETING)
+def test_jobs_without_is_the_builtin(shell: str, tmp_path: Path) -> None:
+    said = run(shell, EVAL % shell + BUILTIN[shell], tmp_path)
+    *listed, last = said.splitlines()
+    assert len([line for line in listed if "sleep 300" in line]) == 3, said
+    assert re.search(r"^(\d+)=.*\b\1\b", last), said
+
+
+def test_fish_completes_both_names(tmp_path: Path) -> None:
+    said = run(
+        "fish", EVAL % "fish" + "complete -C 'nightjar verif'\ncomplete -C 'jobs verif'\ncomplete -C 'jobs export --form'\n", tmp_path
+    )
+    assert [line.partition("\t")[0] for line in said.splitlines()] == ["verify", "verify", "--format"]
+
+
+@pytest.mark.parametrize("name", ["nightjar", "jobs"])
+@pytest.mark.parametrize("shell", list(PROMPT))
+def test_a_prompt_completes_both_names(shell: str, name: str, tmp_path: Path) -> None:
+    needs(shell)
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(tmp_path)
+        os.execvpe(shell, PROMPT[shell], environment(tmp_path))
+    try:
+        type_line(terminal, (EVAL % shell).strip() + "; echo rea''dy\r", "ready")
+        type_line(terminal, f"{name} verif\t", "verify")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(terminal)
+
+
+def type_line(terminal: int, keys: str, expected: str) -> None:
+    """Types into a terminal and waits until it shows `expected`, which is not in what was typed."""
+    assert expected not in keys
+    os.write(terminal, keys.encode())
+    shown, give_up = "", time.monotonic() + 60
+    while expected not in shown:
+        ready, _, _ = select.select([terminal], [], [], give_up - time.monotonic())
+        assert ready, shown
+        shown += os.read(terminal, 4096).decode(errors="replace")
+
+
+def test_a_posix_shell_runs_nightjar_and_the_old_name_by_its_file(folder: Path, valkey_url: str) -> None:
+    (folder / "in.jsonl").write_text(LINE % ("a", "Good morning."))
+    script = f"""set -eu
+J=$(nightjar submit in.jsonl -q)
+nightjar status "$J" --json
+env jobs status "$J" --json
+{BIN}/jobs status "$J" --json
+"""
+    said = run("dash", script, folder, SPEECH_BROKER_URL=valkey_url).splitlines()
+    assert len(said) == 3
+    assert len(set(map(identity, said))) == 1
+
+
+def identity(view: str) -> str:
+    found = re.search(r'"job"\s*:\s*"([^"]+)"', view)
+    assert found is not None, view
+    return found[1]
+
+
+def test_a_program_calls_either_name() -> None:
+    said = [subprocess.run([BIN / name, "--version"], capture_output=True, text=True, check=True).stdout for name in ("nightjar", "jobs")]
+    assert said[0] == said[1] != ""

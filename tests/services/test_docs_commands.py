@@ -1,0 +1,195 @@
+"""Every command of README.md, docs/ and examples/README.md, run by bash as it stands there, or named here with the reason why not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.support.docs_kit import PAGES, ROOT, Command, check_call, commands_of, inline_commands, nightjar_parts, other_lines
+from tests.support.services import MotoS3
+
+COMMANDS = [command for page in PAGES for command in commands_of(page)]
+#: How a command that goes on says that it is ready; it is ended when its page is done.
+GOES_ON = {
+    "nightjar worker": "worker up",
+    "nightjar serve": "is ready",
+    "nightjar beat": "beat: Starting",
+    "nightjar flower": "Visit me at",
+}
+#: (command as a pattern, why it is not run here, what of ours runs it or holds it).
+_CI, _PARITY = "it installs what these tests run in", "tests/parity runs the same cases"
+NOT_RUN: list[tuple[str, str]] = [
+    (r"make (demo|install)", f"{_CI}; a clean clone of CI runs make"),
+    (r"make test", "it is what runs this test"),
+    (r"pip install 'nightjar-speech\[serve\]'", f"{_CI}; tests/services/test_lock.py resolves every extra"),
+    (r"docker compose .*", "there is no Docker; tests/unit/test_compose.py starts the command of every service"),
+    (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
+    (
+        r"python -m benchmarks\.speechlm_\w+",
+        "a benchmark of minutes, or for a GPU; tests/unit/benchmarks runs its parts",
+    ),
+    (r"nightjar run dialogues\.jsonl --qa strict", "its meters download models; tests/services/worker/test_quality_jobs.py"),
+    (r"nightjar evaluate .*", "hibari does not chat; tests/services/pipelines/test_serve_evaluate.py asks a server that does"),
+    (r"nightjar run \w+\.jsonl --model path/to/speechlm-qwen3-8b .*", "it needs vLLM; tests/vllm/test_job.py"),
+    (r"nightjar models convert base\.pt .*", "it needs a training checkpoint; tests/unit/pipelines/test_speechlm_parts.py"),
+]
+#: What a page takes for granted, in bash.
+BEFORE = {
+    "operate.md": "nightjar db upgrade\nnightjar worker >worker.log 2>&1 & BACKGROUND+=($!)",
+    "nightly.md": "nightjar db upgrade",
+    "production.md": "export SPEECH_HOME=$FINISHED",
+}
+#: Lines of JSON, of TOML and variables, of listings (a path, then what it is).
+DATA = re.compile(r"""[{\["]|.*\]\],?$|\[[\w.]+\]$|\w+ = |[A-Z_]+=\S+ +|[\w./-]+[/.][\w. /-]*( {2}|$|\.\.\.)""")
+GOLDEN = ROOT / "tests/golden"
+_LINE = '{"example_id": "d%d", "messages": [["user", "text", "%s"]]}\n'
+_ASKED = '{"custom_id": "b1", "method": "POST", "url": "/v1/audio/speech", "body": {"model": "hibari", "input": "Hi.", "voice": "heart"}}\n'
+
+
+def text_of(command: Command) -> str:
+    """The command without the remark behind it."""
+    return re.sub(r"\s+#.*$", "", command.text)
+
+
+def not_run(command: Command) -> bool:
+    return any(re.fullmatch(pattern, text_of(command)) for pattern, _ in NOT_RUN)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment(state: Path, broker: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SPEECH_", "AWS_"))}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return clean | {"PATH": path, "XDG_STATE_HOME": str(state), "XDG_CACHE_HOME": str(state), "SPEECH_BROKER_URL": broker}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """(home, folder of state, job) of a finished job that is large enough to calibrate from."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "in.jsonl").write_text("".join(_LINE % (number, "Good morning.") for number in range(32)))
+    command = [sys.executable, "-m", "jobs", "run", "in.jsonl", "--out", "out", "--json"]
+    done = subprocess.run(command, cwd=folder, env=environment(folder, ""), capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    return folder / "out", folder, json.loads(done.stdout.splitlines()[-1])["job"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a reader stands: inputs under the names of the pages, and what a clone has."""
+    (tmp_path / "dialogues.jsonl").write_text(_LINE % (1, "Good morning.") + _LINE % (2, "Good night."))
+    (tmp_path / "batch.jsonl").write_text(_ASKED)
+    (tmp_path / "examples").mkdir()
+    for path in (ROOT / "examples").glob("*.jsonl"):
+        (tmp_path / "examples" / path.name).write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "path/to").mkdir(parents=True)
+    (tmp_path / "path/to/speechlm-qwen3-8b").symlink_to(GOLDEN / "speechlm/checkpoint")
+    return tmp_path
+
+
+def script_of(commands: list[Command], before: str, words: dict[str, str]) -> str:
+    """Bash that runs the commands in turn and ends at the first that fails, whose number it prints last."""
+    lines = [
+        "BACKGROUND=()",
+        "trap 'kill -TERM ${BACKGROUND[@]+\"${BACKGROUND[@]}\"} 2>/dev/null || true; wait' EXIT",
+        'ready() { for _ in $(seq 600); do grep -q -- "$2" "$1" && return; kill -0 $! || break; sleep 0.2; done; cat "$1"; exit 1; }',
+        "set -e -o pipefail",
+        before,
+    ]
+    for number, command in enumerate(commands):
+        text = re.sub(r"^(?:[\d*/,-]+ +){5}", "", text_of(command))  # what cron runs
+        for pattern, word in words.items():
+            text = re.sub(pattern, word, text)
+        lines.append(f"echo '### {number}'")
+        marker = next((marker for start, marker in GOES_ON.items() if text.startswith(start)), None)
+        lines.append(text if marker is None else f"{text} >ready.{number} 2>&1 & BACKGROUND+=($!); ready ready.{number} '{marker}'")
+    return "\n".join([*lines, "echo '### end'", ""])
+
+
+PAGES_RUN = sorted({command.page for command in COMMANDS if not not_run(command)})
+
+
+@pytest.mark.parametrize("page", PAGES_RUN)
+def test_the_commands_of_a_page(
+    page: str, folder: Path, finished: tuple[Path, Path, str], valkey_url: str, request: pytest.FixtureRequest
+) -> None:
+    home, state, job = finished
+    commands = [command for command in COMMANDS if command.page == page and not not_run(command)]
+    serving, flower = free_port(), free_port()
+    words = {
+        r"\bJOB\b": job,
+        r"\bPATH\b": str(GOLDEN / "qwen3_tts/checkpoint-base"),
+        r"\b(PATH_OR_NAME|MODEL)\b": "hibari",
+        r"/models/s2-pro": str(GOLDEN / "fish/checkpoint"),
+        r"/srv/nightjar": str(folder),
+        r"/data/": f"{folder}/",
+        r"(nightjar serve .*)$": rf"\1 --port {serving}",
+        r"127\.0\.0\.1:8000": f"127.0.0.1:{serving}",
+    }
+    more = {"FINISHED": str(home), "SPEECH_FLOWER__PORT": str(flower)}
+    if any("postgresql://…" in command.text for command in commands):
+        moto: MotoS3 = request.getfixturevalue("moto")
+        words[r"postgresql://…"] = request.getfixturevalue("postgres_url")
+        words[r"redis://…"] = valkey_url
+        words[r"s3://bucket/prefix"] = f"s3://{moto.create_bucket('docs')}/prefix"
+        more |= moto.environment()
+    script = script_of(commands, BEFORE.get(page, ""), words)
+    with subprocess.Popen(
+        ["bash", "-c", script], cwd=folder, env=environment(state, valkey_url) | more, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+    ) as shell:  # fmt: skip
+        try:
+            said, _ = shell.communicate(timeout=300)
+        finally:
+            if shell.poll() is None:
+                os.killpg(shell.pid, signal.SIGKILL)
+    reached = re.findall(r"^### (\d+|end)$", said, re.MULTILINE)
+    assert reached, said
+    assert reached[-1] == "end", f"{commands[int(reached[-1])].text}\n{said[-3000:]}"
+    assert shell.returncode == 0, said[-3000:]
+
+
+def test_every_reason_belongs_to_a_command_of_a_page() -> None:
+    for pattern, reason in NOT_RUN:
+        assert any(re.fullmatch(pattern, text_of(command)) for command in COMMANDS), pattern
+        named = re.findall(r"tests/[\w/.]+", reason)
+        assert all((ROOT / name).exists() for name in named), reason
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_call_on_a_page_is_one_that_the_command_takes(page: Path) -> None:
+    calls = [*inline_commands(page), *(part for command in commands_of(page) for part in nightjar_parts(command.text))]
+    refused = []
+    for call in calls:
+        try:
+            check_call(call)
+        except click.ClickException as error:
+            refused.append(f"{call}: {error.format_message()}")
+    assert refused == []
+
+
+@pytest.mark.parametrize("call", ["nightjar retry JOB --cod x", "nightjar lst", "nightjar wait JOB --timeout soon", "nightjar list a b"])
+def test_a_call_that_the_command_does_not_take_is_seen(call: str) -> None:
+    with pytest.raises(click.ClickException):
+        check_call(call)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_indented_line_is_a_command_or_data(page: Path) -> None:
+    """A command that the harness does not know as one would not be run."""
+    assert [line for line in other_lines(page) if DATA.match(line) is None] == []
+    assert DATA.match("unknown-program --option") is None

@@ -1,0 +1,76 @@
+"""Places of the datasets of nights: their names, and those that are refused before the night."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from jobs.settings import Schedule
+from pipelines.errors import ConfigError
+from tests.support.night_kit import EXPORTS, House, line
+
+
+@pytest.mark.parametrize(
+    ("to", "names"),
+    [
+        ("{date}/{format}", [f"2026-11-20/{name}" for name in ("espnet.jsonl", "openai-batch-errors.jsonl", "report.html", "webdataset")]),
+        ("{format}-%Y%m%d", ["espnet-20261120.jsonl", "openai-batch-errors-20261120.jsonl", "report-20261120.html", "webdataset-20261120"]),
+        ("{date}.{format}.set", [f"2026-11-20.{name}.set" for name in sorted(EXPORTS)]),
+    ],
+)
+def test_formats_of_one_file_have_their_extension(house: House, to: str, names: list[str]) -> None:
+    schedule = house.settings.schedules["news"].model_copy(update={"export_to": str(house.folder / "x" / to)})
+    house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
+    house.write(line("a"))
+    house.make(house.run())
+    assert sorted(one.to for one in house.run().datasets) == [str(house.folder / "x" / name) for name in names]
+    assert all((house.folder / "x" / name).exists() for name in names)
+
+
+@pytest.mark.parametrize("to", ["/data/{format}/%d", "/data/%m-%d", "/data/{format}%"])
+def test_places_that_come_back_are_refused(house: House, to: str) -> None:
+    schedule = house.settings.schedules["news"].model_copy(update={"export_to": to, "exports": ("espnet",)})
+    house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
+    house.write(line("a"))
+    with pytest.raises(ConfigError, match="one place"):
+        house.run()
+
+
+@pytest.mark.parametrize("names", [(), ("news",), ("other",)])
+def test_two_schedules_with_one_place_are_refused(house: House, names: tuple[str, ...]) -> None:
+    schedules: Mapping[str, Schedule] = dict.fromkeys(("news", "other"), house.settings.schedules["news"])
+    house.settings = house.settings.model_copy(update={"schedules": schedules})
+    with pytest.raises(ConfigError, match="one place"):
+        house.run(names=names)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"export_to": "s3://b/{date}/{format}", "exports": ("parquet", "nemo")}, "nemo: The format nemo is one file"),
+        ({"export_to": "s3://b/{date}/{format}", "exports": ("report",)}, "report: A report is one local file"),
+        ({"export_to": "s3://b/{date}/{format}", "exports": ("espnet-dataset",)}, "espnet-dataset: .* local paths"),
+        ({"store_url": "s3://b/store", "exports": ("kaldi",)}, "kaldi: Readers of kaldi open local files"),
+    ],
+)
+def test_formats_that_never_fit_their_place_are_refused_before_the_night(house: House, wrong: dict[str, Any], why: str) -> None:
+    schedule = house.settings.schedules["news"].model_copy(update=wrong)
+    house.settings = house.settings.model_copy(update={"schedules": {"news": schedule}})
+    house.write(line("a"))
+    with pytest.raises(ConfigError, match=why):
+        house.run()
+    assert house.ledger.jobs() == []
+
+
+@pytest.mark.parametrize(("first", "second"), [("{date}", "{date}/b"), ("{date}/b/c.x", "{date}/b")])
+def test_a_place_inside_another_schedules_is_refused(house: House, first: str, second: str) -> None:
+    schedule = house.settings.schedules["news"]
+    given = {"news": first, "other": second}
+    schedules = {
+        name: schedule.model_copy(update={"export_to": str(house.folder / to), "exports": ("kaldi",)}) for name, to in given.items()
+    }
+    house.settings = house.settings.model_copy(update={"schedules": schedules})
+    with pytest.raises(ConfigError, match="into the other's"):
+        house.run()

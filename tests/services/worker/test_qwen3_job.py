@@ -1,0 +1,59 @@
+"""A job over a Qwen3-TTS checkpoint folder: two shards in one running batch, and audio that does not depend on order or company."""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from tests.support.golden_checkpoint import whole
+
+CHECKPOINT = whole(Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-design")
+LINES = 200
+
+
+def run_job(folder: Path, numbers: list[int]) -> dict[str, bytes]:
+    """Runs `nightjar run` over these lines; the WAV file of each example."""
+    folder.mkdir()
+    with (folder / "input.jsonl").open("w") as file:
+        for number in numbers:
+            messages = [["system", "text", "A calm voice."], ["user", "text", f"This is line {number}, and it goes on for a bit."]]
+            file.write(json.dumps({"example_id": f"line-{number}", "messages": messages}) + "\n")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
+    environment |= {"OMP_NUM_THREADS": "1", "SPEECH_SHARD__MAX_ITEMS": "60"}
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs", "run", "input.jsonl", "--model", str(CHECKPOINT), "--seed", "7", "--json"],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["items"]["done"], summary["items"]["failed"]) == (len(numbers), 0)
+    rows = query(folder, "select i.example_id, a.key from artifacts a join items i on i.job_no = a.job_no and i.idx = a.idx")
+    return {name: (folder / "out" / key).read_bytes() for name, key in rows if key.endswith(".wav")}
+
+
+def query(folder: Path, sql: str) -> list[Any]:
+    with sqlite3.connect(folder / "out" / ".nightjar" / "ledger.sqlite") as ledger:
+        return ledger.execute(sql).fetchall()
+
+
+def test_two_hundred_dialogues_in_two_shards_and_again_in_another_order(tmp_path: Path) -> None:
+    audio = run_job(tmp_path / "first", list(range(LINES)))
+    assert len(audio) == LINES
+    assert len(set(audio.values())) == LINES
+    attempts = query(tmp_path / "first", "select started_at, ended_at from attempts order by started_at")
+    assert len(attempts) >= 2
+    assert any(later[0] < earlier[1] for earlier, later in pairwise(attempts)), "the shards ran one after the other"
+    few = list(range(LINES - 1, 0, -9))
+    again = run_job(tmp_path / "second", few)
+    assert again == {f"line-{number}": audio[f"line-{number}"] for number in few}

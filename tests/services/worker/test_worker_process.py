@@ -1,0 +1,232 @@
+"""A real Celery worker on Valkey, SQLite and a folder: kills, drains, lost messages, a broker that goes away."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from jobs.dispatch import Publisher
+from jobs.ingest import SubmitOptions
+from jobs.ledger.records import ItemState, JobState, ShardState, Ticket
+from jobs.manifest import newest_job_manifest, read_manifest
+from pipelines.audio import encode
+from pipelines.errors import ErrorCode
+from tests.support.fakes import SAMPLE_RATE, sine
+from tests.support.ledger_kit import expire_leases_of_the_dead
+from tests.support.services import Valkey, free_port
+from tests.support.worker_process import REPOSITORY, Site, closed_port, stop
+
+
+@pytest.fixture
+def site(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
+    with Site(tmp_path, valkey_url) as site:
+        yield site
+
+
+def assert_all_done(site: Site, job_id: str, items: int) -> None:
+    """Exactly one artifact and one object for every item, with the right bytes."""
+    rows = list(site.ledger.items(job_id))
+    assert [row.state for row in rows] == [ItemState.DONE] * items
+    keys = {info.key for info in site.store.list(f"jobs/{job_id}/audio/")}
+    assert keys == {row.artifact.key for row in rows if row.artifact}
+    for row in rows:
+        assert row.artifact is not None
+        assert site.store.get(row.artifact.key) == encode(sine(f"text {row.index}", row.artifact.seed), SAMPLE_RATE, "wav")
+
+
+def test_a_job_runs_to_its_end_and_the_worker_drains(site: Site) -> None:
+    job = site.submit([f"text {n}" for n in range(100)])
+    worker = site.worker()
+    status = site.wait_until_final(job)
+    assert status.job.state is JobState.COMPLETED
+    assert_all_done(site, job.id, 100)
+    site.wait_for(lambda: newest_job_manifest(site.store, job.id))
+    lines = list(read_manifest(site.store, f"jobs/{job.id}/manifest.jsonl"))
+    assert [(line.index, line.text) for line in lines] == [(n, f"text {n}") for n in range(100)]
+    assert stop(worker) == 0
+    assert [row.state for row in site.ledger.workers()] == ["retired"]
+    assert "Traceback" not in site.log_text()
+    shard_lines = [json.loads(line) for line in site.log_text().splitlines() if '"shard ended"' in line]
+    assert {"job", "shard", "epoch", "worker"} <= shard_lines[0].keys()
+
+
+def test_a_killed_worker_loses_nothing(site: Site) -> None:
+    job = site.submit([f"text {n}" for n in range(80)])
+    first = site.worker(engine={"seconds": 0.1, "slots": 4})
+    site.wait_for(lambda: site.status(job).items.done > 5)
+    first.kill()
+    first.wait()
+    expire_leases_of_the_dead(site.ledger)
+    site.worker(engine={"seconds": 0.01, "slots": 4})
+    assert site.wait_until_final(job).items.done == 80
+    assert_all_done(site, job.id, 80)
+
+
+def test_sigterm_finishes_the_shards_in_flight(site: Site) -> None:
+    job = site.submit([site.held("lasts") if n in (0, 16) else f"text {n}" for n in range(200)])
+    # No shard comes out of its turn because its message waits for long.
+    worker = site.worker(SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS="600")
+    # All that its two shards have beside what is held: it takes no third one.
+    site.wait_for(lambda: site.status(job).items.done == 30)
+    worker.send_signal(signal.SIGTERM)
+    site.wait_for(lambda: '"draining"' in site.log_text())
+    site.let_go()
+    assert worker.wait(240) == 0
+    status = site.status(job)
+    assert status.items.done == 32
+    assert not status.shards.get(ShardState.LEASED)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])
+def test_a_drain_past_its_deadline_gives_shards_back(tmp_path: Path, valkey_url: str, number: signal.Signals) -> None:
+    with Site(tmp_path, valkey_url, SPEECH_WORKER__DRAIN_SECONDS="0.5") as site:
+        job = site.submit(["quick", "[[slow:6000]] late"])
+        worker = site.worker()
+        site.wait_for(lambda: site.status(job).items.done == 1)
+        worker.send_signal(number)
+        assert worker.wait(240) == 0
+        assert site.status(job).shards[ShardState.READY] == 1
+        assert site.status(job).items.done == 1
+        assert "Traceback" not in site.log_text()
+
+
+def test_a_second_signal_hurries(site: Site) -> None:
+    job = site.submit(["[[slow:6000]] late"])
+    worker = site.worker()
+    site.wait_for(lambda: site.status(job).shards.get(ShardState.LEASED))
+    worker.send_signal(signal.SIGTERM)
+    site.wait_for(lambda: '"draining"' in site.log_text())
+    worker.send_signal(signal.SIGTERM)
+    assert worker.wait(240) == 0
+    assert site.status(job).shards[ShardState.READY] == 1
+
+
+def test_duplicate_and_old_messages_do_nothing(site: Site) -> None:
+    job = site.submit([f"text {n}" for n in range(32)])
+    publisher = Publisher(site.settings)
+    tickets = site.ledger.take_ready(10)
+    publisher.publish(tickets * 5)
+    publisher.publish([Ticket(job.id, 0, 7), Ticket("no-such-job", 0, 0)])
+    site.worker(engine={"seconds": 0.02})
+    assert site.wait_until_final(job).items.done == 32
+    site.wait_for(lambda: site.queue_depth() == 0)
+    assert_all_done(site, job.id, 32)
+
+
+def test_an_emptied_broker_costs_only_time(site: Site, valkey_url: str) -> None:
+    job = site.submit([f"text {n}" for n in range(48)])
+    site.dispatch()
+    redis.Redis.from_url(valkey_url).flushall()
+    site.worker()
+    assert site.wait_until_final(job).items.done == 48
+
+
+def test_an_item_that_kills_its_workers_dies_alone(tmp_path: Path, valkey_url: str) -> None:
+    quick = {"SPEECH_WORKER__RESTART_SECONDS": "0.5", "SPEECH_DISPATCH__BACKOFF_SECONDS": "0.1"}
+    with Site(tmp_path, valkey_url, **quick) as site:
+        texts = [f"text {n}" for n in range(6)]
+        texts[3] = "[[crash]]"
+        job = site.submit(texts, options=SubmitOptions(max_attempts=2))
+        supervisor = site.worker("--supervise")
+
+        def over() -> bool:
+            expire_leases_of_the_dead(site.ledger)
+            return site.status(job).job.state.final
+
+        site.wait_for(over, 500)
+        status = site.status(job)
+        assert status.items.done == 5
+        assert [row.error_code for row in site.ledger.items(job.id)][3] is ErrorCode.POISON_WORKER_CRASH
+        assert stop(supervisor) == 0
+
+
+def test_a_broker_that_comes_back_finds_the_worker_waiting(tmp_path: Path) -> None:
+    broker = Valkey(tmp_path / "valkey")
+    broker.start()
+    try:
+        with Site(tmp_path, broker.url) as site:
+            job = site.submit([f"text {n}" for n in range(160)])
+            site.worker(engine={"seconds": 0.1, "slots": 4})
+            site.wait_for(lambda: site.status(job).items.done > 5)
+            broker.kill()
+            time.sleep(1)
+            broker.start()
+            assert site.wait_until_final(job).items.done == 160
+            assert_all_done(site, job.id, 160)
+    finally:
+        broker.stop()
+
+
+def test_a_worker_without_a_broker_waits_and_still_drains(tmp_path: Path) -> None:
+    with closed_port() as port, Site(tmp_path, f"redis://:hidden@127.0.0.1:{port}/0") as site:
+        worker = site.worker()
+        site.wait_for(lambda: "worker up" in site.log_text())
+        time.sleep(1)
+        assert stop(worker) == 0
+        assert "hidden" not in site.log_text()
+
+
+def test_a_pinned_worker_leaves_other_models_to_others(site: Site) -> None:
+    other = site.submit([f"text {n}" for n in range(16)], model="fake-two")
+    mine = site.submit([f"text {n}" for n in range(16)], model="fake")
+    site.worker("--model", "fake")
+    site.wait_until_final(mine)
+    assert site.status(other).items.done == 0
+    site.worker("--model", "fake-two")
+    assert site.wait_until_final(other).items.done == 16
+
+
+def test_one_worker_serves_jobs_of_two_models(site: Site) -> None:
+    jobs = [site.submit([f"text {n}" for n in range(40)], model=model) for model in ("fake", "fake-two")]
+    site.worker()
+    assert [site.wait_until_final(job).items.done for job in jobs] == [40, 40]
+
+
+def test_a_worker_whose_parent_is_gone_ends(site: Site) -> None:
+    job = site.submit(["[[slow:6000]] late"])
+    command = "import subprocess, sys, time, os\n"
+    command += "subprocess.Popen([sys.executable, '-m', 'tests.support.fake_worker', 'run', '--parent-pid', str(os.getpid())])\n"
+    command += "time.sleep(600)"
+    with site.log.open("ab") as log:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", command], cwd=REPOSITORY, env=os.environ | site.environment, stdout=log, stderr=log
+        )
+    site.processes.append(parent)
+    site.wait_for(lambda: site.status(job).shards.get(ShardState.LEASED))
+    parent.kill()
+    parent.wait()
+    site.wait_for(lambda: site.status(job).shards.get(ShardState.READY))
+    site.wait_for(lambda: site.ledger.workers()[0].state == "retired")
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path, valkey_url: str) -> None:
+    with Site(tmp_path, valkey_url) as site:
+        worker = site.worker(SPEECH_DATABASE_URL=f"sqlite:///{tmp_path}/none.sqlite")
+        assert worker.wait(240) != 0
+        assert "Traceback" not in site.log_text()
+        assert "ledger." in site.log_text()
+
+
+def test_metrics_are_served(tmp_path: Path, valkey_url: str) -> None:
+    port = free_port()
+    with Site(tmp_path, valkey_url, SPEECH_WORKER__METRICS_PORT=str(port)) as site:
+        from urllib.request import urlopen
+
+        job = site.submit(["one", "[[fail:synth.no_eos]] two"])
+        site.worker()
+        site.wait_until_final(job)
+        text = urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+        assert 'speech_items_total{code="",outcome="done"} 1.0' in text
+        assert 'speech_items_total{code="synth.no_eos",outcome="failed"} 1.0' in text
+        for name in ("speech_audio_seconds_total", "speech_engine_batch_size", "speech_lease_lost_total", "speech_queue_depth"):
+            assert f"\n{name} " in text
+        assert job.id not in text

@@ -1,0 +1,87 @@
+"""A finished job in a real ledger and store, for tests of exports."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import soundfile
+
+from jobs.ingest import SubmitOptions, submit
+from jobs.layout import audio_key
+from jobs.ledger import Ledger
+from jobs.ledger.records import Artifact, Done, Failed, JobSpec, WorkerInfo
+from jobs.settings import Settings, ShardSettings
+from jobs.store import ObjectStore
+from pipelines.errors import ErrorCode
+
+SAMPLE_RATE = 24_000
+Line = Mapping[str, Any]
+
+
+@dataclass
+class Finished:
+    """A job whose items are made, apart from those that fail."""
+
+    folder: Path
+    ledger: Ledger
+    store: ObjectStore
+    job_id: str
+    #: Key -> file, in index order.
+    audio: dict[str, bytes]
+
+
+def wav(number: int, seconds: float = 1.0, format: str = "WAV", sample_rate: int = SAMPLE_RATE) -> bytes:
+    """A file that no other number has: as many samples more than `seconds` as the number says."""
+    buffer = io.BytesIO()
+    samples = np.random.default_rng(number).uniform(-0.1, 0.1, round(seconds * sample_rate) + number).astype(np.float32)
+    soundfile.write(buffer, samples, sample_rate, format=format)
+    return buffer.getvalue()
+
+
+def run_all(
+    ledger: Ledger, store: ObjectStore, job_id: str, seconds: float = 1.0, *, mended: bool = False, sample_rate: int = SAMPLE_RATE
+) -> dict[str, bytes]:
+    """Plays the worker: every item gets audio, apart from those whose id begins with `fails` unless that is mended."""
+    audio: dict[str, bytes] = {}
+    extension = ledger.job(job_id).spec.format
+    ledger.register_worker(WorkerInfo("w", "host", 1, "", "", "0", 8))
+    while tickets := ledger.take_ready(10):
+        for ticket in tickets:
+            lease = ledger.claim(ticket, "w", 60)
+            assert lease is not None
+            for index, (example_id, _) in lease.open_items.items():
+                if example_id.startswith("fails") and not mended:
+                    ledger.commit(lease.ticket, [Failed(index, ErrorCode.SYNTH_NO_EOS, "no end")])
+                    continue
+                key, data = audio_key(job_id, index, example_id, extension), wav(index, seconds, extension.upper(), sample_rate)
+                info = store.put(key, data).info
+                audio[key] = data
+                samples = round(seconds * sample_rate) + index
+                made = Artifact(index, "audio", key, info.sha256, info.bytes, round(1000 * seconds), sample_rate, samples, index + 2**62)
+                ledger.commit(lease.ticket, [Done(index, (made,))])
+            ledger.finish_shard(lease.ticket)
+    return dict(sorted(audio.items()))
+
+
+def finished_job(
+    folder: Path,
+    store: ObjectStore,
+    lines: Sequence[Line],
+    spec: JobSpec | None = None,
+    seconds: float = 1.0,
+    sample_rate: int = SAMPLE_RATE,
+) -> Finished:
+    """Submits the lines and makes them; shards of two items."""
+    ledger = Ledger.open(f"sqlite:///{folder}/ledger.sqlite")
+    ledger.migrate()
+    source = folder / "in.jsonl"
+    source.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    settings = Settings(shard=ShardSettings(max_items=2))
+    job_id = submit(settings, ledger, store, str(source), spec or JobSpec("hibari"), options=SubmitOptions(name="A night")).job.id
+    return Finished(folder, ledger, store, job_id, run_all(ledger, store, job_id, seconds, sample_rate=sample_rate))

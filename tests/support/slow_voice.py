@@ -1,0 +1,28 @@
+"""A voice that takes a known time on any machine: twenty items a second. `nightjar` finds it as it finds any package's pipeline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
+from pipelines.request import Pipeline
+from tests.support.fakes import SAMPLE_RATE, FakePipeline
+
+ITEMS_PER_SECOND = 20
+
+
+def describe() -> ModelCard:
+    return ModelCard("slow", "fake", "cpu", SAMPLE_RATE, FakePipeline().capabilities, "1", 0.01, 0.01)
+
+
+def load(**_: object) -> Pipeline:
+    return FakePipeline("slow", seconds=2 / ITEMS_PER_SECOND, slots=2)
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Writes what pip would write of a package with this pipeline; the variables under which a process has it installed."""
+    info = folder / "slow_voice-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-voice\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nslow = {__name__}\n")
+    return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}

@@ -1,0 +1,139 @@
+"""Real worker processes with the fake engine, a ledger, a broker and a store, for tests of the whole path."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from jobs.dispatch import Dispatcher, Publisher
+from jobs.ingest import SubmitOptions, submit
+from jobs.ledger import Ledger
+from jobs.ledger.records import Job, JobSpec, JobStatus
+from jobs.settings import Settings, load_settings
+from jobs.store import open_store
+from tests.support.fake_worker import register
+
+REPOSITORY = Path(__file__).parents[2]
+
+#: Settings of a worker that a test need not wait for. Leases are not short: they would end under a machine that stands still.
+QUICK = {
+    "SPEECH_WORKER__LEASE_SECONDS": "600",
+    "SPEECH_WORKER__HEARTBEAT_SECONDS": "0.5",
+    "SPEECH_WORKER__COMMIT_SECONDS": "0.2",
+    "SPEECH_DISPATCH__INTERVAL_SECONDS": "0.3",
+    "SPEECH_DISPATCH__RECONCILE_SECONDS": "0.5",
+    "SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS": "3",
+    "SPEECH_SHARD__MAX_ITEMS": "16",
+    "SPEECH_LOG_FORMAT": "json",
+}
+
+
+class Site:
+    """An installation in a folder. Worker processes that still run at the end are killed.
+
+    What `held` makes of a text does not end before `let_go`.
+    """
+
+    def __init__(self, folder: Path, broker_url: str, database_url: str | None = None, **environment: str) -> None:
+        self.folder = folder
+        self.environment = {**QUICK, "SPEECH_HOME": str(folder / "home"), "SPEECH_BROKER_URL": broker_url, **environment}
+        if database_url is not None:
+            self.environment["SPEECH_DATABASE_URL"] = database_url
+        self.settings = self._load()
+        self.ledger = Ledger.open(self.settings.ledger_url)
+        self.ledger.migrate()
+        self.store = open_store(self.settings.effective_store_url, self.settings.s3)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        register()
+
+    def __enter__(self) -> Site:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        self.ledger.close()
+
+    def submit(self, texts: Sequence[str], *, model: str = "fake", options: SubmitOptions | None = None) -> Job:
+        path = self.folder / f"{time.monotonic_ns()}.jsonl"
+        lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model=model), options=options).job
+
+    def held(self, text: str) -> str:
+        return f"{text} [[until:{self.folder / 'gate'}]]"
+
+    def let_go(self) -> None:
+        (self.folder / "gate").touch()
+
+    def dispatch(self) -> int:
+        return Dispatcher(self.ledger, self.settings).run_once()
+
+    def worker(self, *arguments: str, engine: dict[str, float] | None = None, **environment: str) -> subprocess.Popen[bytes]:
+        """Starts `worker run` and returns at once."""
+        variables = os.environ | self.environment | {"NIGHTJAR_FAKE": json.dumps(engine or {}), "OMP_NUM_THREADS": "1"} | environment
+        with self.log.open("ab") as log:
+            command = [sys.executable, "-m", "tests.support.fake_worker", "run", *arguments]
+            process = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=log, stderr=log)
+        self.processes.append(process)
+        return process
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "worker.log"
+
+    def status(self, job: Job) -> JobStatus:
+        return self.ledger.status(job.id)
+
+    def wait_for(self, condition: Callable[[], object], seconds: float = 240.0) -> None:
+        """Waits; fails with the end of the workers' log."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, f"waited in vain; the log ends with {self.log_text()[-4000:]}"
+            time.sleep(0.05)
+
+    def wait_until_final(self, job: Job, seconds: float = 240.0) -> JobStatus:
+        self.wait_for(lambda: self.status(job).job.state.final, seconds)
+        return self.status(job)
+
+    def log_text(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def queue_depth(self) -> int:
+        return Publisher(self.settings).queue_depth()
+
+    def _load(self) -> Settings:
+        before = dict(os.environ)
+        os.environ.update(self.environment)
+        try:
+            return load_settings()
+        finally:
+            for name in self.environment:
+                os.environ.pop(name, None)
+                if name in before:
+                    os.environ[name] = before[name]
+
+
+@contextmanager
+def closed_port() -> Iterator[int]:
+    """A port where nothing listens, nor will while it is held."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
+
+
+def stop(process: subprocess.Popen[bytes], seconds: float = 240.0) -> int:
+    """Asks a worker to drain and returns its exit status."""
+    process.send_signal(signal.SIGTERM)
+    return process.wait(seconds)

@@ -1,0 +1,99 @@
+"""A shard runner on a real SQLite ledger, with the fake engine, the store in memory and a clock of choice."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jobs.ingest import SubmitOptions, submit
+from jobs.ledger import Ledger
+from jobs.ledger.records import ItemRow, Job, JobSpec, JobStatus, Lease, Ticket, WorkerInfo
+from jobs.settings import Settings, WorkerSettings
+from pipelines.request import Pipeline
+from tests.support.fakes import FakePipeline, MemoryStore
+from worker.leases import Clock, LeaseBook, SystemClock
+from worker.metrics import Metrics
+from worker.pipeline_cache import PipelineCache
+from worker.result_writer import Storer
+from worker.shard_runner import ShardEnd, ShardRunner
+
+WORKER = WorkerInfo("worker-1", "host", 1, "", "", "test", 2)
+
+
+class Rig:
+    """One worker's parts without Celery. `run_next` dispatches, claims and runs one shard."""
+
+    def __init__(self, folder: Path, pipeline: FakePipeline | None = None, clock: Clock | None = None, **worker: float) -> None:
+        self.folder = folder
+        self.settings = Settings(home=folder, worker=WorkerSettings(**worker))  # pyright: ignore[reportArgumentType]
+        self.ledger = Ledger.open(self.settings.ledger_url)
+        self.ledger.migrate()
+        self.ledger.register_worker(WORKER)
+        self.store = MemoryStore()
+        self.pipeline = pipeline or FakePipeline()
+        self.opened: list[str] = []
+        self.clock = clock or SystemClock()
+        self.leases = LeaseBook(self.settings.worker.lease_seconds, self.clock)
+        self.metrics = Metrics()
+        self.pipelines = PipelineCache(self._open)
+        self.storer = Storer(self.metrics.waited_for)
+        self.runner = self.runner_on(self.ledger)
+
+    def runner_on(self, ledger: Ledger) -> ShardRunner:
+        return ShardRunner(
+            ledger,
+            lambda _: self.store,
+            self.pipelines,
+            self.settings,
+            storer=self.storer,
+            leases=self.leases,
+            metrics=self.metrics,
+            clock=self.clock,
+        )
+
+    def submit(self, texts: Sequence[str], *, model: str = "fake", options: SubmitOptions | None = None, **spec: object) -> Job:
+        path = self.folder / f"{len(list(self.folder.glob('*.jsonl')))}.jsonl"
+        lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return self.submit_file(path, model=model, options=options, **spec)
+
+    def submit_file(self, path: Path, *, model: str = "fake", options: SubmitOptions | None = None, **spec: object) -> Job:
+        job_spec = JobSpec(model=model, **spec)  # pyright: ignore[reportArgumentType]
+        return submit(self.settings, self.ledger, self.store, str(path), job_spec, options=options).job
+
+    def claim_next(self) -> Lease:
+        ticket = self.take_ticket()
+        lease = self.ledger.claim(ticket, WORKER.id, self.settings.worker.lease_seconds)
+        assert lease is not None
+        return lease
+
+    def take_ticket(self, seconds: float = 240.0) -> Ticket:
+        """The next shard that is due; waits for its backoff."""
+        deadline = time.monotonic() + seconds
+        while not (tickets := self.ledger.take_ready(1)):
+            assert time.monotonic() < deadline, "no shard is due"
+            time.sleep(0.02)
+        return tickets[0]
+
+    def run_next(self) -> ShardEnd:
+        return self.runner.run(self.claim_next())
+
+    def status(self, job: Job) -> JobStatus:
+        return self.ledger.status(job.id)
+
+    def items(self, job: Job) -> list[ItemRow]:
+        return list(self.ledger.items(job.id))
+
+    def audio(self) -> dict[str, bytes]:
+        return {key: data for key, (data, _) in self.store.objects.items() if "/audio/" in key}
+
+    def close(self) -> None:
+        self.storer.close()
+        self.pipelines.close()
+        self.ledger.close()
+
+    def _open(self, model: str) -> Pipeline:
+        self.opened.append(model)
+        return self.pipeline

@@ -1,0 +1,164 @@
+"""What the ledger names is on the disk before it is named, and what a power cut left of an object is replaced."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+
+from jobs.ledger import Ledger
+from jobs.ledger.records import CommitResult, Done, NewShard, Outcome, RejectedLine, Ticket
+from jobs.references import ReferenceReader, ReferenceUploader
+from jobs.store import FolderStore
+from jobs.store import folder as folder_module
+from jobs.store import handles as handles_module
+from pipelines.audio import encode
+from pipelines.errors import ErrorCode
+from pipelines.registry import register_pipeline
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import SAMPLE_RATE, FakePipeline, MemoryStore, sine
+from tests.support.worker_rig import Rig
+from worker.shard_runner import ShardEnd
+
+Build = Callable[..., Rig]
+
+
+class Watching:
+    """A ledger that looks at the store before it writes down what is there."""
+
+    def __init__(self, ledger: Ledger, store: MemoryStore) -> None:
+        self._ledger = ledger
+        self._store = store
+        #: What was named: stage, commit or finish.
+        self.named: list[str] = []
+
+    def stage(self, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
+        self._name("stage", {shard.input_key for shard in shards})
+        return self._ledger.stage(job_id, shards, rejected, lines_read)
+
+    def commit(self, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
+        self._name("commit", {artifact.key for outcome in outcomes if isinstance(outcome, Done) for artifact in outcome.artifacts})
+        return self._ledger.commit(ticket, outcomes)
+
+    def finish_shard(self, ticket: Ticket, manifest_key: str | None = None, manifest_sha256: str | None = None) -> bool:
+        self._name("finish", {manifest_key} if manifest_key else set())
+        return self._ledger.finish_shard(ticket, manifest_key, manifest_sha256)
+
+    def _name(self, what: str, keys: set[str]) -> None:
+        assert keys
+        assert not keys & self._store.unsynced, f"{what} before sync"
+        self.named.append(what)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ledger, name)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    one = Rig(tmp_path, commit_items=2)
+    yield one
+    one.close()
+    forget()
+
+
+def test_objects_are_synced_before_the_ledger_names_them(rig: Rig) -> None:
+    real = rig.ledger
+    watching = Watching(real, rig.store)
+    rig.ledger = watching  # type: ignore[assignment]
+    job = rig.submit(["one", "two", "three", "four", "five"])
+    assert watching.named == ["stage"]
+    assert rig.runner_on(watching).run(rig.claim_next()) is ShardEnd.FINISHED  # type: ignore[arg-type]
+    rig.ledger = real
+    assert watching.named.count("commit") >= 2
+    assert watching.named[-1] == "finish"
+    assert rig.status(job).items.done == 5
+
+
+def wav(text: str, seed: int) -> bytes:
+    return encode(sine(text, seed), SAMPLE_RATE, "wav")
+
+
+@pytest.mark.parametrize("left", ["", "RIFF", "cut", "zeros"])
+@pytest.mark.parametrize("format", ["wav", "flac"])
+def test_what_a_power_cut_left_is_replaced(rig: Rig, left: str, format: str) -> None:
+    job = rig.submit(["text"], format=format)
+    whole = encode(sine("other", 1), SAMPLE_RATE, format)  # type: ignore[arg-type]
+    remains = {"": b"", "RIFF": b"RIFF", "cut": whole[: len(whole) // 2], "zeros": bytes(4096)}[left]
+    key = f"jobs/{job.id}/audio/00000/000000000-item-0.{format}"
+    rig.store.put(key, remains)
+    assert rig.run_next() is ShardEnd.FINISHED
+    (item,) = rig.items(job)
+    assert item.artifact is not None
+    data = rig.store.get(key)
+    assert data == encode(sine("text", item.artifact.seed), SAMPLE_RATE, format)  # type: ignore[arg-type]
+    assert (item.artifact.bytes, item.artifact.samples) == (len(data), soundfile.info(io.BytesIO(data)).frames)
+
+
+def test_an_empty_text_is_replaced(rig: Rig) -> None:
+    job = rig.submit(["[[says:Hello]] text"])
+    key = f"jobs/{job.id}/text/00000/000000000-item-0.txt"
+    rig.store.put(key, b"")
+    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.store.get(key) == b"Hello"
+
+
+def test_a_damaged_reference_is_replaced(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    soundfile.write(tmp_path / "voice.wav", np.full(800, 0.1), 16_000)
+    key = ReferenceUploader(ReferenceReader(tmp_path, [], store), store, "job").key("voice.wav")
+    whole = store.get(key)
+    os.truncate(store.uri(key), 0)
+    assert ReferenceUploader(ReferenceReader(tmp_path, [], store), store, "job").key("voice.wav") == key
+    assert store.get(key) == whole
+
+
+def test_sync_brings_each_file_system_to_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(folder_module, "sync_file_system", lambda fd: synced.append(os.fstat(fd).st_dev))
+    store = FolderStore(tmp_path / "store")
+    store.sync()
+    assert synced == []
+    store.put("jobs/a/x", b"1")
+    FolderStore(tmp_path / "store").put("jobs/b/y", b"2")
+    store.sync()
+    assert synced == [tmp_path.stat().st_dev]
+    # What an earlier process put and did not sync is found by a put.
+    adopting = FolderStore(tmp_path / "store")
+    assert not adopting.put("jobs/b/y", b"2").created
+    adopting.sync()
+    assert len(synced) == 2
+
+
+def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder_module, "sync_file_system", fail)
+    store = FolderStore(tmp_path / "store")
+    store.put("a", b"1")
+    with pytest.raises(Exception, match="No space left") as caught:
+        store.sync()
+    assert caught.value.code is ErrorCode.STORE_FULL  # type: ignore[attr-defined]
+
+
+def test_without_a_call_for_all_each_file_and_folder_is_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[tuple[str, bool]] = []
+
+    def note(fd: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        name = os.path.relpath(path, tmp_path) if os.path.isdir(path) else "file"
+        synced.append((name, (tmp_path / "store/jobs/x").exists()))
+
+    monkeypatch.setattr(os, "fsync", note)
+    for module in (folder_module, handles_module):
+        monkeypatch.setattr(module, "SYNCS_AT_ONCE", False)
+    FolderStore(tmp_path / "store").put("jobs/x", b"1")
+    # A new folder's name, the content before the name, then the name.
+    assert synced == [("store", False), ("file", False), ("store/jobs", True)]

@@ -1,0 +1,213 @@
+"""What people do to jobs and see of them, by the command in this process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from jobs.cli import cli
+from jobs.cli.follow import Progress
+from jobs.ingest import SubmitOptions
+from jobs.ledger.records import ItemState, JobState
+from jobs.settings import load_settings
+from jobs.store import open_store
+from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.registry import describe, register_pipeline
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import FakePipeline
+from tests.support.ledger_kit import execute
+from tests.support.worker_rig import WORKER, Rig
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+    forget()
+
+
+def call(rig: Rig, *words: str) -> Result:
+    """Its `return_value` is what `jobs.cli.main` makes the exit code of."""
+    done = CliRunner().invoke(cli, [*words, "--out", str(rig.folder)], standalone_mode=False)
+    assert done.exception is None, done.exception
+    return done
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["status", "j", option, value] for option in ("--out", "--home") for value in ("", " ")),
+        ["run", "in.jsonl", "--out", ""],
+        ["report", "j", "--to", ""],
+        ["export", "j", "--to", ""],
+        ["export", "j", "--audio-root", ""],
+        ["evaluate", "in.jsonl", "--to", ""],
+        ["models", "convert", "a.pt", "--like", "b", "--out", ""],
+        ["submit", "in.jsonl", "--qa-config", ""],
+    ],
+)
+def test_a_path_that_is_empty_is_wrong_usage(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, words)
+    assert (done.exit_code, "a path is not empty" in done.output) == (2, True), done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["SPEECH_HOME", "SPEECH_STORE_URL"])
+def test_a_folder_of_the_environment_that_is_empty_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "")
+    with pytest.raises(ConfigError, match=f"environment {name}.*it is empty"):
+        load_settings()
+
+
+def test_jobs_are_found_by_their_labels(rig: Rig) -> None:
+    labels = [{"corpus": "evening", "by": "anna"}, {"corpus": "evening", "by": 'b"c'}, {"corpus": "noon"}, {}]
+    jobs = [rig.submit([f"text {n}"], options=SubmitOptions(labels=given)).id for n, given in enumerate(labels)]
+    listed = lambda *words: [json.loads(line)["job"] for line in call(rig, "list", "--json", *words).stdout.splitlines()]  # noqa: E731
+    assert listed("--label", "corpus=evening") == [jobs[1], jobs[0]]
+    assert listed("--label", "corpus=evening", "--limit", "1") == [jobs[1]]
+    assert listed("--label", "corpus=evening", "--label", 'by=b"c') == [jobs[1]]
+    assert listed("--label", "corpus=evening", "--state", "completed") == []
+    assert listed("--label", "corpus=") == []
+    assert listed() == jobs[::-1]
+    assert "by=anna, corpus=evening" in call(rig, "list").stdout
+    assert "labels  by=anna, corpus=evening" in call(rig, "status", jobs[0]).stdout
+    assert json.loads(call(rig, "status", jobs[0], "--json").stdout)["labels"] == labels[0]
+    assert CliRunner().invoke(cli, ["list", "--label", "corpus"]).exit_code == 2
+
+
+def test_what_is_cancelled_was_not_made(rig: Rig, capsys: pytest.CaptureFixture[str]) -> None:
+    job = rig.submit([f"text {n}" for n in range(5)])
+    lease = rig.claim_next()
+    execute(rig.ledger, "UPDATE items SET state = 1 WHERE idx < 2")
+    execute(rig.ledger, "UPDATE shards SET n_done = 2")
+    rig.ledger.cancel(lease.job.id)
+    with Progress(quiet=False) as progress:
+        progress.update(rig.ledger.status(job.id))
+    assert capsys.readouterr().err.startswith("cancelled: 2 of 5 items, 3 skipped")
+
+
+def test_a_job_that_no_live_worker_takes_says_so(rig: Rig) -> None:
+    job = rig.submit(["hello"])
+    said = "o live worker takes this job"
+    assert said not in call(rig, "status", job.id).output
+    assert json.loads(call(rig, "status", job.id, "--json").stdout)["workers"] == 1
+    rig.ledger.register_worker(WORKER.__class__("worker-2", "host", 1, "", "other", "test", 2))
+    rig.ledger.retire_worker(WORKER.id)
+    assert json.loads(call(rig, "status", job.id, "--json").stdout)["workers"] == 0
+    for words in (["status"], ["wait", "--timeout", "0"]):
+        assert said in call(rig, words[0], job.id, *words[1:]).output, words
+    rig.ledger.pause(job.id)
+    assert said not in call(rig, "status", job.id).output
+
+
+def test_a_watch_says_once_that_no_worker_lives(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = rig.submit(["hello"])
+    rig.ledger.retire_worker(WORKER.id)
+    looks = []
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            rig.ledger.cancel(job.id)
+
+    monkeypatch.setattr("jobs.cli.follow.time.sleep", look)
+    done = call(rig, "watch", job.id)
+    assert (done.return_value, done.stderr.count("No live worker takes this job")) == (6, 1)
+
+
+def test_retry_leaves_what_can_never_succeed(rig: Rig) -> None:
+    job = rig.submit(["fine", "[[refuse:input.unpronounceable]]", "[[refuse:input.too_long]]", "[[fail:synth.no_eos]]"])
+    rig.run_next()
+    states = lambda: [row.state for row in rig.items(job)]  # noqa: E731
+    done, failed, pending = ItemState.DONE, ItemState.FAILED, ItemState.PENDING
+    nothing = json.loads(call(rig, "retry", job.id, "--code", "input.too_long", "--json").stdout)
+    assert (nothing["reopened"], nothing["left"], nothing["state"]) == (0, {"input.too_long": 1}, "completed_with_errors")
+    told = call(rig, "retry", job.id)
+    assert told.stdout.startswith(f"Opened 1 item of {job.id} again.")
+    assert "1 x input.unpronounceable" in told.stderr
+    assert "--force" in told.stderr
+    assert states() == [done, failed, failed, pending]
+    forced = json.loads(call(rig, "retry", job.id, "--force", "--json").stdout)
+    assert (forced["reopened"], forced["left"]) == (2, {})
+    assert states() == [done, pending, pending, pending]
+
+
+def test_codes_that_no_retry_mends_are_those_of_the_line() -> None:
+    hopeless = {code for code in ErrorCode if code.hopeless}
+    assert hopeless == {code for code in ErrorCode if code.value.startswith("input.")} | {ErrorCode.STORE_BAD_KEY}
+    assert not any(code.retryable for code in hopeless)
+
+
+@pytest.mark.parametrize(("line", "status"), [("", 0), ("broken\n", 1)])
+def test_a_dry_run_with_refused_lines_ends_with_1(rig: Rig, line: str, status: int) -> None:
+    path = rig.folder / "in.jsonl"
+    path.write_text('{"example_id": "a", "messages": [["user", "text", "Hello."]]}\n' + line)
+    done = call(rig, "submit", str(path), "--dry-run", "--model", "fake", "--json")
+    assert (done.return_value, json.loads(done.stdout)["items"]) == (status, 1)
+
+
+def test_abort_refuses_what_an_earlier_submit_left_out(rig: Rig) -> None:
+    path = rig.folder / "in.jsonl"
+    path.write_text('{"example_id": "a", "messages": [["user", "text", "Hello."]]}\nbroken\n')
+    job = rig.submit_file(path)
+    assert job.rejected_lines == 1
+    with pytest.raises(InputError, match=r"^Line 2: ") as caught:
+        rig.submit_file(path, options=SubmitOptions(on_error="abort"))
+    assert job.id in str(caught.value)
+    assert rig.ledger.job(job.id).state is JobState.READY
+    # An ingest that was not ended is taken back.
+    execute(rig.ledger, "UPDATE jobs SET state = 'ingesting'")
+    with pytest.raises(InputError):
+        rig.submit_file(path, options=SubmitOptions(on_error="abort"))
+    assert rig.ledger.jobs() == []
+    assert not [key for key in rig.store.objects if job.id in key]
+
+
+def test_items_and_their_errors_name_the_line_of_the_file(rig: Rig) -> None:
+    lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(("a", "[[fail:synth.nan]]", "b"))]
+    path = rig.folder / "in.jsonl"
+    path.write_text("broken\n" + "".join(f"\n{json.dumps(line)}\n" for line in lines))
+    home = open_store(str(rig.folder))
+    rig.store = home  # pyright: ignore[reportAttributeAccessIssue]
+    job = rig.submit_file(path)
+    rig.run_next()
+    views = lambda *words: [json.loads(line) for line in call(rig, *words, "--json").stdout.splitlines()]  # noqa: E731
+    assert [(view["kind"], view["line"], view["index"]) for view in views("errors", job.id)] == [("line", 1, None), ("item", 5, 1)]
+    assert [view["line"] for view in views("items", job.id)] == [3, 5, 7]
+    assert [view["line"] for view in views("items", job.id, "--after", "1")] == [7]
+    assert "\nline 5\tsynth.nan\titem-1\t" in call(rig, "errors", job.id).stdout
+    assert [row.split("\t")[:3] for row in call(rig, "items", job.id).stdout.splitlines()[1:]] == [
+        ["0", "3", "done"],
+        ["1", "5", "failed"],
+        ["2", "7", "done"],
+    ]
+    (key,) = {key for key, _ in rig.ledger.shard_inputs(job.id).values()}
+    home.delete(key)
+    gone = call(rig, "errors", job.id)
+    assert "\nitem 1\tsynth.nan\t" in gone.stdout
+    assert key in gone.stderr
+    assert [view["line"] for view in views("items", job.id)] == [None] * 3
+
+
+def test_text_that_the_voice_cannot_pronounce_is_refused_at_submit(rig: Rig) -> None:
+    texts = ["Plain words.", "...", "\u4f60\u597d", "caf\u00e9", "&", "\U0001f600"]
+    lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)]
+    lines.append({"example_id": "voiced", "messages": [["user", "text", "..."]], "generation": {"voice": "heart"}})
+    path = rig.folder / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    view = json.loads(call(rig, "submit", str(path), "--dry-run", "--json").stdout)
+    assert (view["items"], view["rejected"]) == (3, {"input.unpronounceable": 4})
+    assert [line["line"] for line in view["rejected_lines"]] == [2, 3, 6, 7]
+
+
+def test_a_models_card_as_json_has_no_functions(rig: Rig) -> None:
+    (line,) = CliRunner().invoke(cli, ["models", "hibari", "--json"]).stdout.splitlines()
+    assert not [name for name in json.loads(line) if name.startswith("check")]
+    assert describe("hibari").check_text is not None

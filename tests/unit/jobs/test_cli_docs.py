@@ -1,0 +1,95 @@
+"""The documentation says what the code does: settings, error codes, commands, links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import click
+import pytest
+
+from jobs.cli import COMMANDS, cli
+from jobs.cli.admin import markdown_rows
+from jobs.settings import ServeSettings
+from pipelines.errors import ErrorCode
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def rows(page: str) -> list[list[str]]:
+    """Cells of the table rows of a page whose first cell is code."""
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `")]
+
+
+def test_the_configuration_page_lists_every_setting() -> None:
+    lines = (ROOT / "docs/configuration.md").read_text().splitlines()
+    assert [line for line in lines if line.startswith("| `")] == markdown_rows(), "see `nightjar config list --markdown`"
+
+
+def test_the_error_page_lists_every_code_with_advice() -> None:
+    listed = {row[0].strip("`"): row for row in rows("errors.md") if len(row) == 4}
+    assert list(listed) == [code.value for code in ErrorCode]
+    for code in ErrorCode:
+        _, meaning, advice, retried = listed[code.value]
+        assert meaning
+        assert advice
+        assert retried == ("yes" if code.retryable else "no"), code
+
+
+def test_the_limits_of_the_security_page_are_the_codes() -> None:
+    """Each row of its tables names a setting or a constant, and says its default or its value."""
+    lines = [line.strip("|").split("|") for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| ")]
+    told = {cells[2].strip(" `"): cells[1].strip() for cells in lines if cells[2].strip().startswith("`")}
+    # All of the server's settings that are a number, apart from its port.
+    numbers = {name for name, value in ServeSettings() if isinstance(value, int | float) and name != "port"}
+    assert {name for name in told if name.startswith("SPEECH_SERVE__")} == {f"SPEECH_SERVE__{name.upper()}" for name in numbers}
+    assert len(told) >= len(numbers) + 13
+    for name, limit in told.items():
+        if name.startswith("SPEECH_SERVE__"):
+            value = getattr(ServeSettings(), name.removeprefix("SPEECH_SERVE__").lower())
+        else:
+            module, _, constant = name.rpartition(".")
+            value = getattr(import_module(module), constant)
+        assert float(limit.split()[0].replace(",", "")) == value, name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere_and_commands_exist(page: Path) -> None:
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert (page.parent / link).exists(), link
+    code = [*re.findall(r"`([^`]*)`", text), *re.findall(r"(?m)^    (.*)$", text)]
+    for command in re.findall(r"(?:^|[(/]|\$\(|&& )nightjar ([a-z]+)\b", "\n".join(code), re.MULTILINE):
+        assert command in COMMANDS, command
+
+
+#: The old name in front of one of our commands, in code: a shell would run its builtin.
+BARE = re.compile(r"(?:^|[`'\"(/|;&])[ \t]*jobs (?:{})\b(?! *=)".format("|".join(COMMANDS)), re.MULTILINE)
+ROOMS = ("jobs", "worker", "pipelines", "kernels", "migrations", "benchmarks", "examples", "docs")
+
+
+def shown_texts() -> Iterator[tuple[str, str]]:
+    """(where, text) of all that a person may be shown: pages, examples, sources with their advice, and the help of every command."""
+    files = [ROOT / name for name in ("README.md", "Dockerfile", "docker-compose.yml", "Makefile", "pyproject.toml")]
+    for room in ROOMS:
+        files += [path for path in (ROOT / room).rglob("*") if path.suffix in {".py", ".md", ".html", ".js", ".toml", ".sh", ".service"}]
+    yield from ((str(path.relative_to(ROOT)), path.read_text()) for path in files)
+    waiting: list[tuple[str, click.Command]] = [("nightjar", cli)]
+    while waiting:
+        name, command = waiting.pop()
+        yield f"{name} --help", command.get_help(click.Context(command, info_name=name))
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            found = [(child, command.get_command(context, child)) for child in command.list_commands(context)]
+            waiting += [(f"{name} {child}", known) for child, known in found if known is not None]
+
+
+def test_no_text_shows_a_command_that_shells_take_for_their_builtin() -> None:
+    assert [(where, match[0]) for where, text in shown_texts() for match in BARE.finditer(text)] == []
+    assert BARE.search("Start one with `jobs worker`.")
+    assert BARE.search("    jobs submit x.jsonl")
+    assert not BARE.search("see `jobs.manifest`, `env jobs status`")

@@ -1,0 +1,101 @@
+"""The files that a home keeps for itself, and the worker that a killed run left in its ledger."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from jobs.embedded import EmbeddedHome, _spawn, _write_own
+from jobs.ledger import Ledger
+from jobs.ledger.records import ShardState
+from jobs.settings import Settings
+from pipelines.errors import ErrorCode, StoreError
+from tests.support.ledger_kit import execute, lease_next, submit, worker
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    folder = tmp_path / "home" / ".nightjar"
+    folder.mkdir(parents=True)
+    (tmp_path / "precious").write_text("precious")
+    return folder
+
+
+def plant(path: Path, how: str) -> None:
+    """Puts something in the place of a file of ours."""
+    if how == "link":
+        path.symlink_to(path.parents[2] / "precious")
+    elif how == "dangling link":
+        path.symlink_to(path.parents[2] / "new")
+    elif how == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+
+
+PLANTED = pytest.mark.parametrize("how", ["link", "dangling link", "pipe", "folder"])
+
+
+def check(state: Path, error: StoreError) -> None:
+    assert error.code is ErrorCode.STORE_FORBIDDEN
+    assert "no plain file" in error.message
+    assert "remove it" in error.advice
+    assert (state.parents[1] / "precious").read_text() == "precious"
+    assert not (state.parents[1] / "new").exists()
+
+
+@PLANTED
+def test_a_planted_lock_is_refused(state: Path, how: str) -> None:
+    plant(state / "lock", how)
+    with pytest.raises(StoreError) as caught, EmbeddedHome(Settings(home=state.parent)):
+        pass
+    check(state, caught.value)
+
+
+@PLANTED
+@pytest.mark.parametrize("name", ["worker.log", "broker.log"])
+def test_a_planted_log_is_refused(state: Path, how: str, name: str) -> None:
+    plant(state / name, how)
+    with pytest.raises(StoreError) as caught:
+        _spawn(["true"], state / name, os.environ)
+    check(state, caught.value)
+
+
+@PLANTED
+def test_a_planted_record_is_refused(state: Path, how: str) -> None:
+    plant(state / "broker.json", how)
+    with pytest.raises(StoreError) as caught:
+        _write_own(state / "broker.json", {"pid": 1})
+    check(state, caught.value)
+
+
+def test_the_worker_of_a_killed_run_is_known_and_its_leases_end_at_once(state: Path) -> None:
+    settings = Settings(home=state.parent)
+    ledger = Ledger.open(settings.ledger_url)
+    ledger.migrate()
+    dead, other = worker("dead", socket.gethostname()), worker("other", socket.gethostname())
+    for info, pid in ((dead, 41), (other, 42)):
+        ledger.register_worker(type(info)(**{**{name: getattr(info, name) for name in info.__dataclass_fields__}, "pid": pid}))
+    job = submit(ledger, (2, 2, 2))
+    for worker_id in ("dead", "dead", "other"):
+        lease_next(ledger, worker_id)
+    execute(ledger, "UPDATE shards SET heartbeat_at = heartbeat_at - 1 WHERE state = 'leased'")
+    (state / "worker.json").write_text(json.dumps({"host": socket.gethostname(), "pid": 41}))
+    with EmbeddedHome(settings) as home:
+        assert home.lost_worker == (socket.gethostname(), 41)
+        assert ledger.lose_worker(*home.lost_worker) == 2
+        assert ledger.reconcile(queued_timeout_seconds=0).expired_leases == 2
+    assert ledger.status(job.id).shards == {ShardState.READY: 2, ShardState.LEASED: 1}
+    assert {row.info.id: row.state for row in ledger.workers()} == {"dead": "lost", "other": "up"}
+    ledger.close()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": "x", "pid": "y"}', '{"host": "x"'])
+def test_a_record_that_says_nothing_is_no_worker(state: Path, text: str) -> None:
+    (state / "worker.json").write_text(text)
+    with EmbeddedHome(Settings(home=state.parent)) as home:
+        assert home.lost_worker is None

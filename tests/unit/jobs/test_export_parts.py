@@ -1,0 +1,156 @@
+"""The pieces of an export: splits, plan, sorting, tar members, ids for Kaldi."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+import tarfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.export import parse_splits
+from jobs.export.destination import BucketPlace
+from jobs.export.kaldi import _ESCAPED, _ESCAPED_IN_SPEAKERS, _escaped
+from jobs.export.plan import WHOLE, SortedLines, make_plan
+from jobs.export.webdataset import write_end, write_member
+from jobs.ledger.records import Artifact, ItemRow, ItemState
+from jobs.store import FolderStore
+from pipelines.errors import ConfigError, ErrorCode, StoreError
+
+
+def row(index: int, audio_bytes: int | None = 10, state: ItemState = ItemState.DONE) -> ItemRow:
+    artifact = None
+    if audio_bytes is not None:
+        sha256 = hashlib.sha256(b"%d" % index).hexdigest()
+        artifact = Artifact(index, "audio", f"k{index}", sha256, audio_bytes, 1000, 24_000, 24_000, 0)
+    return ItemRow(index, f"e{index}", state, 0, 1, None, None, artifact)
+
+
+def test_splits_by_hash_keep_their_shares_and_their_members() -> None:
+    splits = parse_splits("train=0.9, dev=0.05, test=0.05")
+    members = {f"utterance-{number}": splits.of(f"utterance-{number}") for number in range(20_000)}
+    counts = [list(members.values()).count(name) for name in splits.names]
+    assert counts == pytest.approx([18_000, 1000, 1000], rel=0.1)
+    wider = parse_splits("train=0.8,dev=0.15,test=0.05")
+    assert all(wider.of(name) == "test" for name, split in members.items() if split == "test")
+    # Fixed for ever, so that a dataset that grows keeps its test set.
+    assert [name for name, split in members.items() if split == "test"][:5] == [
+        f"utterance-{number}" for number in (146, 155, 159, 166, 220)
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "train",
+        "train=",
+        "train=1.1",
+        "train=0.5",
+        "train=0.5,dev=0.4",
+        "train=0.5,train=0.5",
+        "a b=1",
+        "../x=1",
+        "train=-1,dev=2",
+        "x=1/0",
+        "x=nan",
+    ],
+)
+def test_shares_that_make_no_splits(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_splits(text)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+def test_thirds_add_up_to_one() -> None:
+    assert parse_splits("a=1/3,b=1/3,c=1/3").bounds[-1] == 2**64
+
+
+def test_a_plan_cuts_before_the_limit_and_counts_what_is_left_out() -> None:
+    rows = [row(0), row(1), row(2, None, ItemState.FAILED), row(3), row(4, 25), row(5), row(6, state=ItemState.PENDING)]
+    plan = make_plan(rows, WHOLE, 20)
+    assert [(part.first, part.last, part.items, part.audio_bytes, part.number, part.of) for part in plan.parts] == [
+        (0, 1, 2, 20, 0, 4),
+        (3, 3, 1, 10, 1, 4),
+        (4, 4, 1, 25, 2, 4),
+        (5, 5, 1, 10, 3, 4),
+    ]
+    assert (plan.items, plan.left_out) == (5, 2)
+    assert len(make_plan(rows, WHOLE, None).parts) == 1
+
+
+def test_plans_differ_exactly_when_the_made_items_do() -> None:
+    rows = [row(0), row(1, None, ItemState.FAILED)]
+    assert make_plan(rows, WHOLE, 20).digest == make_plan(rows, WHOLE, None).digest
+    assert make_plan(rows, WHOLE, 20).digest != make_plan([row(0), row(1)], WHOLE, 20).digest
+    assert make_plan([], WHOLE, 20).parts == ()
+
+
+def test_every_made_item_is_in_one_part() -> None:
+    splits = parse_splits("train=0.6,dev=0.4")
+    rows = [row(index, random.Random(index).randrange(1, 30)) for index in range(500)]
+    plan = make_plan(rows, splits, 100)
+    assert plan.items == 500
+    for split in splits.names:
+        parts = [part for part in plan.parts if part.split == split]
+        assert all(before.last < after.first for before, after in pairwise(parts))
+        assert all(part.audio_bytes <= 100 for part in parts)
+
+
+@given(st.lists(st.binary(max_size=8).map(lambda data: data.replace(b"\n", b"") + b"\n")), st.integers(1, 40))
+def test_lines_are_sorted_by_their_bytes_however_small_the_runs(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], run: int
+) -> None:
+    folder = tmp_path_factory.mktemp("sort")
+    for run_bytes in (run, 1 << 20):
+        sorter = SortedLines(folder, run_bytes)
+        for line in lines:
+            sorter.add(line)
+        assert list(sorter) == sorted(lines)
+        assert list(sorter) == sorted(lines)
+
+
+@given(st.lists(st.tuples(st.text(min_size=1, max_size=4), st.text(min_size=1, max_size=4)), unique=True))
+def test_utterances_in_order_have_their_speakers_in_order(pairs: list[tuple[str, str]]) -> None:
+    escaped = [(_escaped(_ESCAPED_IN_SPEAKERS, speaker), _escaped(_ESCAPED, example)) for speaker, example in pairs]
+    utterances = sorted((f"{speaker}-{example}", speaker) for speaker, example in escaped)
+    assert [speaker for _, speaker in utterances] == sorted(speaker for speaker, _ in escaped)
+    assert len({utterance for utterance, _ in utterances}) == len(pairs)
+    assert all(utterance.split() == [utterance] and utterance.isascii() for utterance, _ in utterances)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1, 512, 513], [10_240]])
+@pytest.mark.parametrize("stem", ["", "n" * 94, "n" * 95, "n" * 96, "n" * 200])
+def test_tar_files_are_what_tarfile_writes(sizes: list[int], stem: str) -> None:
+    ours, theirs = io.BytesIO(), io.BytesIO()
+    with tarfile.open(fileobj=theirs, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for number, size in enumerate(sizes):
+            info = tarfile.TarInfo(f"{stem}{number}.wav")
+            info.size = size
+            archive.addfile(info, io.BytesIO(bytes(size)))
+            write_member(ours, info.name, bytes(size))
+    write_end(ours)
+    assert ours.getvalue() == theirs.getvalue()
+
+
+def test_a_bucket_takes_nothing_foreign_for_an_exports_file(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "bucket")
+    place = BucketPlace(store, tmp_path)
+
+    def publish(content: bytes) -> None:
+        path = tmp_path / "file"
+        path.write_bytes(content)
+        place.publish("train/a.jsonl", path, hashlib.sha256(content).hexdigest())
+
+    publish(b"ours")
+    publish(b"ours")
+    for other in (b"foreign", b"Ours", b""):
+        with pytest.raises(StoreError) as caught:
+            publish(other)
+        assert caught.value.code is ErrorCode.STORE_CONFLICT
+    assert store.get("train/a.jsonl") == b"ours"

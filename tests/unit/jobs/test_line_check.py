@@ -1,0 +1,122 @@
+"""Lines against a model: the quick verdict is the full one, bad ones have a code, and shards are cut evenly."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.line_check import GoodLine, LineChecker
+from jobs.sharding import ENGINE_SECONDS, MAX_SHARD_BYTES, ShardSize, cut
+from jobs.source import LineBatch
+from pipelines.errors import ErrorCode, InputError
+from pipelines.registry import ModelCard
+from pipelines.request import Capabilities, Generation, Message
+from pipelines.validation import speech_task
+
+PLAIN = ModelCard("plain", "plain", "cpu", 24_000, Capabilities(voices=("v",), max_text_characters=20), seconds_per_character=0.1)
+CLONING = replace(PLAIN, capabilities=Capabilities(cloning=True, needs_reference=True))
+DIALOGUE = replace(PLAIN, capabilities=Capabilities(multi_turn=True, audio_in=True))
+
+MESSAGES = st.tuples(
+    st.sampled_from(["user", "assistant", "system"]), st.sampled_from(["text", "audio", "image"]), st.text(max_size=25) | st.just(" a")
+)
+
+
+def line(example_id: str = "a", messages: object = (("user", "text", "hi"),), **rest: object) -> bytes:
+    return json.dumps({"example_id": example_id, "messages": messages, **rest}).encode()
+
+
+def verdict(card: ModelCard, defaults: Generation, messages: list[tuple[str, str, str]]) -> ErrorCode | None:
+    try:
+        speech_task([Message(*message) for message in messages], defaults, card.capabilities)
+    except InputError as error:
+        return error.code
+    return None
+
+
+@given(st.lists(MESSAGES, min_size=1, max_size=4), st.sampled_from([PLAIN, CLONING, DIALOGUE]), st.booleans())
+def test_the_quick_verdict_is_the_full_one(messages: list[tuple[str, str, str]], card: ModelCard, voice: bool) -> None:
+    defaults = Generation(voice="V" if voice and card is PLAIN else None)
+    checker = LineChecker(card, defaults, lambda content: f"key of {content}")
+    raw = json.dumps({"example_id": "a", "messages": messages}, ensure_ascii=False).encode()
+    good, rejected = checker.check(LineBatch(1, [raw]))
+    assert [line.code for line in rejected] == [code for code in [verdict(card, defaults, messages)] if code]
+    assert len(good) + len(rejected) == 1
+
+
+def test_a_batch() -> None:
+    keys: list[str] = []
+    checker = LineChecker(
+        replace(CLONING, seconds_per_character=0.1), Generation(), lambda content: keys.append(content) or f"key-{content}"
+    )
+    spoken = [["user", "audio", "v.wav"], ["user", "text", "hello"], ["assistant", "audio", "gt.wav"]]
+    lines = [b"\xef", line(messages=spoken), b"", None, line("b"), b"  " + line("c", spoken) + b"\r", line("a", spoken), line("b", spoken)]
+    good, rejected = checker.check(LineBatch(11, lines))
+    assert [(one.line, one.example_id, one.estimated_ms, one.references) for one in good] == [
+        (12, "a", 500, {0: "key-v.wav"}),
+        (16, "c", 500, {0: "key-v.wav"}),
+        (18, "b", 500, {0: "key-v.wav"}),
+    ]
+    assert good[1].raw == line("c", spoken)
+    assert [(one.line, one.code, one.example_id) for one in rejected] == [
+        (11, ErrorCode.INPUT_BAD_JSON, None),
+        (14, ErrorCode.INPUT_TOO_LONG, None),
+        (15, ErrorCode.INPUT_AUDIO_MISSING, "b"),
+        (17, ErrorCode.INPUT_DUPLICATE_ID, "a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("generation", "code"),
+    [
+        ({"voice": "w"}, ErrorCode.INPUT_UNKNOWN_VOICE),
+        ({"language": "English"}, ErrorCode.INPUT_UNKNOWN_LANGUAGE),
+        ({"cfg": 2.0}, ErrorCode.INPUT_UNSUPPORTED),
+        ({"instruct": "slowly"}, ErrorCode.INPUT_UNSUPPORTED),
+        ({"seed": -1}, ErrorCode.INPUT_BAD_GENERATION),
+        ({"seed": 2**63}, ErrorCode.INPUT_BAD_GENERATION),
+        ({"temperature": -0.1}, ErrorCode.INPUT_BAD_GENERATION),
+        ({"top_p": 0}, ErrorCode.INPUT_BAD_GENERATION),
+        ({"top_p": 1.01}, ErrorCode.INPUT_BAD_GENERATION),
+        ({"top_k": -1}, ErrorCode.INPUT_BAD_GENERATION),
+        ({"repetition_penalty": 0}, ErrorCode.INPUT_BAD_GENERATION),
+        ({"max_seconds": 0}, ErrorCode.INPUT_BAD_GENERATION),
+    ],
+)
+def test_settings_of_a_line_and_of_a_job(generation: dict[str, object], code: ErrorCode) -> None:
+    good, rejected = LineChecker(PLAIN, Generation(), str).check(LineBatch(1, [line(generation=generation)]))
+    assert not good
+    assert rejected[0].code is code
+    with pytest.raises(InputError) as caught:
+        LineChecker(PLAIN, Generation(**generation), str)  # type: ignore[arg-type]
+    assert caught.value.code is code
+
+
+def made(estimated_ms: int, raw: bytes = b"") -> GoodLine:
+    return GoodLine(1, "a", raw, estimated_ms, {})
+
+
+def test_shards_are_cut_by_time_count_and_bytes() -> None:
+    size = ShardSize(1000, 3)
+    lines = [made(ms) for ms in (400, 400, 400, 5000, 100, 100, 100, 100, 0)]
+    assert [[one.estimated_ms for one in run] for run in cut(lines, size)] == [[400, 400], [400], [5000], [100, 100, 100], [100, 0]]
+    big = made(1, bytes(MAX_SHARD_BYTES // 2))
+    assert [len(run) for run in cut([big] * 5, size)] == [2, 2, 1]
+    assert list(cut([], size)) == []
+
+
+@given(st.lists(st.integers(0, 3000), max_size=50), st.integers(1, 5))
+def test_no_line_is_lost_in_cutting(times: list[int], most: int) -> None:
+    runs = list(cut([made(ms) for ms in times], ShardSize(1000, most)))
+    assert [one.estimated_ms for run in runs for one in run] == times
+    assert all(0 < len(run) <= most and (len(run) == 1 or sum(one.estimated_ms for one in run) <= 1000) for run in runs)
+
+
+def test_the_size_of_a_shard_comes_from_the_models_speed() -> None:
+    assert ShardSize.of(replace(PLAIN, realtime_factor=0.5), 3600, 256) == ShardSize(int(ENGINE_SECONDS * 2000), 256)
+    assert ShardSize.of(replace(PLAIN, realtime_factor=0.001), 3600, 256) == ShardSize(3_600_000, 256)
+    assert ShardSize.of(PLAIN, 3600, 256) == ShardSize(600_000, 256)

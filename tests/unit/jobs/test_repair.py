@@ -1,0 +1,232 @@
+"""Lost and damaged objects are made again, inputs are written again, and an export of what is lost is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jobs.export import export
+from jobs.ledger.records import Job
+from jobs.manifest import newest_job_manifest, read_manifest
+from jobs.repair import Mended, Repair, Repaired, lost_inputs, mend, restore_inputs
+from jobs.reproduce import Match, redraw
+from jobs.store import FolderStore
+from jobs.verify import Fault, ObjectCheck, expected_objects, glance_at
+from pipelines.errors import ErrorCode, InputError, StoreError
+from pipelines.registry import register_pipeline
+from pipelines.request import Speech, SynthesisRequest
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import SAMPLE_RATE, FakePipeline, sine
+from tests.support.ledger_kit import rows
+from tests.support.worker_rig import Rig
+from worker.shard_runner import ShardEnd
+
+TEXTS = [f"[[says:Answer {number}]] number {number}" for number in range(5)]
+
+
+class Other(FakePipeline):
+    """Makes other speech of the same request."""
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        future: Future[Speech] = Future()
+        future.set_result(Speech(sine("a longer text than it was", request.seed), SAMPLE_RATE, "text", "Other"))
+        return future
+
+
+class Refusing(FakePipeline):
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        raise InputError(ErrorCode.INPUT_UNSUPPORTED, "Not this.")
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    one = Rig(tmp_path)
+    yield one
+    one.close()
+    forget()
+
+
+@pytest.fixture
+def job(rig: Rig) -> Job:
+    """A finished job with audio and texts, whose objects are two each gone and damaged."""
+    job = rig.submit(TEXTS, seed=3)
+    assert rig.run_next() is ShardEnd.FINISHED
+    objects = rig.store.objects
+    audio, texts = sorted(rig.audio()), sorted(key for key in objects if "/text/" in key)
+    del objects[audio[1]], objects[texts[1]]
+    objects[audio[3]], objects[texts[4]] = (b"", {}), (b"x", {})
+    return job
+
+
+def check(rig: Rig, job: Job) -> dict[str, Fault]:
+    return {expected.key: fault for expected, fault in ObjectCheck(rig.ledger, rig.store, job)}
+
+
+def check_counters(rig: Rig, job: Job) -> None:
+    """The shards count what the artifacts say."""
+    artifacts = rows(rig.ledger, "SELECT sum(duration_ms), sum(bytes) FROM artifacts")
+    status = rig.ledger.status(job.id)
+    assert artifacts == [(status.audio_ms, status.bytes_out)]
+
+
+def test_a_glance_sees_what_is_gone_or_of_another_size(rig: Rig, job: Job) -> None:
+    seen = {expected.key: fault for expected, fault in glance_at(rig.store, expected_objects(rig.ledger, job.id))}
+    assert seen == check(rig, job)
+    assert sorted(seen.values()) == [Fault.CHANGED] * 2 + [Fault.MISSING] * 2
+    (shard,) = rig.ledger.shard_inputs(job.id).values()
+    rig.store.objects[shard[0]] = (b"", {})
+    assert (shard[0], Fault.CHANGED) in {(e.key, fault) for e, fault in glance_at(rig.store, expected_objects(rig.ledger, job.id))}
+
+
+def test_the_same_engine_makes_the_same_bytes(rig: Rig, job: Job) -> None:
+    lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
+    assert mend(rig.ledger, rig.store, job, rig.pipeline, lost) == {Mended.SAME: 4}
+    assert check(rig, job) == {}
+    assert not rig.store.unsynced & {expected.key for expected in lost}
+    check_counters(rig, job)
+
+
+def test_other_bytes_are_recorded_with_their_hash(rig: Rig, job: Job) -> None:
+    lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
+    assert mend(rig.ledger, rig.store, rig.ledger.job(job.id), Other(), lost) == {Mended.OTHER: 4}
+    assert check(rig, job) == {}
+    check_counters(rig, job)
+    done = list(rig.ledger.items(job.id))
+    manifest = newest_job_manifest(rig.store, job.id)
+    assert manifest is not None
+    assert [line.sha256 for line in read_manifest(rig.store, manifest)] == [row.artifact.sha256 for row in done if row.artifact]
+    ((key, sha256),) = rows(rig.ledger, "SELECT manifest_key, manifest_sha256 FROM shards")
+    assert hashlib.sha256(rig.store.get(key)).hexdigest() == sha256
+    assert [line.sha256 for line in read_manifest(rig.store, key)] == [row.artifact.sha256 for row in done if row.artifact]
+
+
+def test_what_cannot_be_made_is_said_and_nothing_is_removed(rig: Rig, job: Job) -> None:
+    lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
+    before = dict(rig.store.objects)
+    repaired = list(Repair(rig.ledger, rig.store, job, Refusing()).run(lost))
+    assert {(one.outcome, one.reason) for one in repaired} == {(Mended.FAILED, "Not this.")}
+    assert {one.example_id for one in repaired} == {"item-1", "item-3", "item-4"}
+    assert rig.store.objects == before
+
+
+def test_an_artifact_that_another_repair_recorded_is_not_replaced(rig: Rig, job: Job) -> None:
+    lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
+    audio = next(expected for expected in lost if expected.kind == "audio")
+    (artifact,) = rig.ledger.artifacts_of(job.id, "audio", [audio.index or 0]).values()
+    assert not rig.ledger.replace_artifact(job.id, artifact, "another")
+    assert rig.ledger.replace_artifact(job.id, artifact, artifact.sha256)
+    check_counters(rig, job)
+
+
+@pytest.mark.parametrize("format", ["espnet", "nemo", "manifest", "kaldi", "shar"])
+def test_an_export_names_what_is_lost_and_writes_nothing(rig: Rig, job: Job, format: str) -> None:
+    to = rig.folder / "dataset"
+    with pytest.raises(StoreError) as caught:
+        export(rig.ledger, rig.store, job.id, format, str(to))
+    assert caught.value.code is ErrorCode.STORE_MISSING
+    for key, fault in check(rig, job).items():
+        assert f"{fault.value} {key}" in caught.value.message
+    assert f"nightjar verify {job.id} --repair" in caught.value.advice
+    assert not to.exists()
+
+
+def test_an_export_names_a_few_of_many(rig: Rig) -> None:
+    job = rig.submit([f"text {number}" for number in range(9)])
+    assert rig.run_next() is ShardEnd.FINISHED
+    for key in rig.audio():
+        rig.store.delete(key)
+    with pytest.raises(StoreError, match="and 4 more"):
+        export(rig.ledger, rig.store, job.id, "espnet", str(rig.folder / "x"))
+
+
+@pytest.mark.parametrize("left", [None, b""])
+def test_inputs_are_written_again_from_their_file(rig: Rig, left: bytes | None) -> None:
+    rig.settings = rig.settings.model_copy(update={"shard": rig.settings.shard.model_copy(update={"max_items": 2})})
+    job = rig.submit(["one", "two", "three", "four", "five"])
+    before = dict(rig.store.objects)
+    inputs = rig.ledger.shard_inputs(job.id)
+    lost = [inputs[1][0], inputs[2][0]]
+    for key in lost:
+        rig.store.delete(key)
+        if left is not None:
+            rig.store.objects[key] = (left, {})
+    source = rig.folder / "0.jsonl"
+    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(source), lost)
+    assert rig.store.objects == before
+    rig.store.delete(lost[0])
+    source.write_text(source.read_text().replace("three", "3"))
+    with pytest.raises(StoreError) as caught:
+        restore_inputs(rig.settings, rig.ledger, rig.store, job, str(source), lost[:1])
+    assert caught.value.code is ErrorCode.STORE_MISSING
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1] + bytes([data[-1] ^ 1]), lambda data: data[: len(data) // 2]])
+def test_damaged_inputs_are_found_and_written_again(rig: Rig, damage: Callable[[bytes], bytes]) -> None:
+    job = rig.submit(["one", "two"])
+    before = dict(rig.store.objects)
+    ((key, _),) = rig.ledger.shard_inputs(job.id).values()
+    assert lost_inputs(rig.ledger, rig.store, job) == []
+    rig.store.objects[key] = (damage(rig.store.get(key)), {})
+    assert lost_inputs(rig.ledger, rig.store, job) == [key]
+    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(rig.folder / "0.jsonl"), [key])
+    assert rig.store.objects == before
+
+
+def test_a_line_that_is_refused_by_now_is_written_again(rig: Rig) -> None:
+    job = rig.submit(["one", "two"])
+    before = dict(rig.store.objects)
+    ((key, _),) = rig.ledger.shard_inputs(job.id).values()
+    rig.store.delete(key)
+
+    def refuse(_: str) -> None:
+        raise InputError(ErrorCode.INPUT_UNSUPPORTED, "Not this.")
+
+    register_pipeline("fake", replace(fake_card(), check_text=refuse), FakePipeline)
+    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(rig.folder / "0.jsonl"), [key])
+    assert rig.store.objects == before
+
+
+def test_a_sample_without_its_input_has_failed_items(rig: Rig, job: Job) -> None:
+    ((key, _),) = rig.ledger.shard_inputs(job.id).values()
+    rig.store.delete(key)
+    redrawn = list(redraw(rig.ledger, rig.store, job, rig.pipeline, 3))
+    assert [one.likeness for one in redrawn] == [Match.FAILED] * 3
+    assert all(key in one.reason for one in redrawn)
+
+
+def test_what_lies_in_the_place_of_an_object_stops_no_repair(rig: Rig, job: Job) -> None:
+    for expected in expected_objects(rig.ledger, job.id):
+        rig.store.objects.setdefault(expected.key, (b"", {}))
+    store = FolderStore(rig.folder / "store")
+    for key, (data, _) in rig.store.objects.items():
+        store.put(key, data)
+    folder, link, *_ = [Path(store.uri(key)) for key in sorted(rig.audio())]
+    folder.unlink()
+    folder.mkdir()
+    link.unlink()
+    link.symlink_to(rig.folder / "0.jsonl")
+    lost = [(expected, fault) for expected, fault in ObjectCheck(rig.ledger, store, job)]
+    assert {fault for _, fault in lost} == {Fault.CHANGED}
+    repaired = list(Repair(rig.ledger, store, job, rig.pipeline).run(expected for expected, _ in lost))
+    assert [store.uri(one.key) for one in repaired if one.outcome is Mended.FAILED] == [str(folder)]
+    assert [store.uri(expected.key) for expected, _ in ObjectCheck(rig.ledger, store, job)] == [str(folder)]
+    assert not link.is_symlink()
+    assert (rig.folder / "0.jsonl").exists()
+
+
+def test_a_repair_that_is_stopped_leaves_no_manifest_of_before(rig: Rig, job: Job) -> None:
+    def stop(repaired: Repaired) -> None:
+        assert repaired.outcome is Mended.OTHER
+        raise KeyboardInterrupt
+
+    lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
+    with pytest.raises(KeyboardInterrupt):
+        mend(rig.ledger, rig.store, job, Other(), lost, stop)
+    ((key,),) = rows(rig.ledger, "SELECT manifest_key FROM shards")
+    assert [line.sha256 for line in read_manifest(rig.store, key)] == [row.artifact.sha256 for row in rig.items(job) if row.artifact]

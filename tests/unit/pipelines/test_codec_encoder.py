@@ -1,0 +1,52 @@
+"""The codec encoder: frame counts, causality, and what it refuses (its codes are checked against the golden folder)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipelines.errors import ErrorCode, InputError
+from pipelines.qwen3_tts.codec import load_codec
+from pipelines.qwen3_tts.codec_encoder import CodecEncoder
+
+FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"
+
+
+@lru_cache(maxsize=1)
+def encoder() -> CodecEncoder:
+    torch.set_num_threads(1)
+    return load_codec(FOLDER).encoder
+
+
+def noise(samples: int) -> Tensor:
+    return 0.2 * torch.randn(samples, generator=torch.Generator().manual_seed(samples))
+
+
+@pytest.mark.parametrize("samples", [1, 959, 1919, 1920, 1921, 3840, 24_001])
+def test_frame_count_is_the_ceiling(samples: int) -> None:
+    codes = encoder().encode(noise(samples))
+    assert codes.shape == (-(-samples // 1920), 16)
+    assert codes.dtype == torch.int64
+    assert int(codes.min()) >= 0
+    assert int(codes.max()) < encoder().config.codebook_size
+
+
+def test_encoding_is_causal_and_repeatable() -> None:
+    """Later audio leaves earlier frames alone."""
+    audio = noise(1920 * 12)
+    codes = encoder().encode(audio)
+    assert torch.equal(codes, encoder().encode(audio))
+    changed = audio.clone()
+    changed[1920 * 8 :] = 0.9
+    assert torch.equal(encoder().encode(changed)[:8], codes[:8])
+    assert not torch.equal(encoder().encode(changed)[8:], codes[8:])
+
+
+def test_no_audio_is_refused() -> None:
+    with pytest.raises(InputError) as caught:
+        encoder().encode(torch.empty(0))
+    assert caught.value.code is ErrorCode.INPUT_REFERENCE_LENGTH

@@ -1,0 +1,232 @@
+"""Long items of Fish Speech S2 turn by turn, on a host that answers when it is told to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.fish_speech.codec import CodecDecoder
+from pipelines.fish_speech.config import FishConfig
+from pipelines.fish_speech.language_model import PROMPT_CODES, as_extra
+from pipelines.fish_speech.multi_turn import Course, TurnEngine
+from pipelines.fish_speech.pipeline import FishOrder
+from pipelines.fish_speech.prompt import Conversation, Vocabulary
+from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
+from tests.support.fish_checkpoint import whole
+
+CONFIG = FishConfig.from_folder(whole())
+VOCABULARY = Vocabulary.from_folder(CONFIG)
+FIRST, END = CONFIG.semantic.start, CONFIG.end
+
+
+class FakeHost:
+    """Keeps what is submitted; the test plays the engine."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[TokenRequest, Any]] = []
+        self.cancelled: list[TokenRequest] = []
+        self.refusal: NightjarError | None = None
+
+    def submit(self, request: TokenRequest, receiver: Any) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.sent.append((request, receiver))
+
+    def abort(self, request_id: str) -> None:
+        self.cancelled += [request for request, _ in self.sent if request.request_id == request_id]
+
+    def cancel(self, request: TokenRequest) -> None:
+        self.cancelled.append(request)
+
+    def answer(self, codes: Sequence[int], finish: str = "stop", streamed: bool = False) -> None:
+        """The turn under way speaks frames with these first codes, and ends."""
+        _, receiver = self.sent[-1]
+        columns = np.array([[FIRST + code, *[code] * 10] for code in codes] + [[END, *[0] * 10]] * (finish == "stop"))
+        ids = columns[:, 0].tolist()
+        if streamed:
+            for index in range(len(columns)):
+                receiver.tokens(ids[index : index + 1], columns[index : index + 1])
+        receiver.finished(Tokens(ids, finish, columns))  # pyright: ignore[reportArgumentType]
+
+
+class Heard:
+    """A receiver that remembers."""
+
+    def __init__(self, streamed: bool = False) -> None:
+        self.streamed = streamed
+        self.frames: list[int] = []
+        self.end: Tokens | NightjarError | None = None
+
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        assert codes is not None
+        assert codes.shape == (len(ids), 10)
+        self.frames += codes[:, 0].tolist()
+
+    def finished(self, tokens: Tokens) -> None:
+        self.end = tokens
+
+    def failed(self, error: NightjarError) -> None:
+        self.end = error
+
+
+def start(
+    texts: Sequence[str], heard: Heard, most: int = 20, frames: int | None = None, context: int = 400, keep: bool = False
+) -> tuple[FakeHost, TurnEngine, Course]:
+    host = FakeHost()
+    engine = TurnEngine(host)  # pyright: ignore[reportArgumentType]
+    sampling = TokenSampling(most, 0.8, 30, 0.8, seed=7, stop_ids=(END,))
+    course = Course("item", Conversation(VOCABULARY, 10), texts, sampling, frames, context, as_extra, keep)
+    engine.submit(course, heard)
+    return host, engine, course
+
+
+def codes_of(request: TokenRequest) -> list[int]:
+    """First codes of the speech in a prompt."""
+    return np.frombuffer(request.extra[PROMPT_CODES], np.int16).reshape(-1, 10)[:, 0].tolist()
+
+
+def end_of(heard: Heard) -> Tokens:
+    assert isinstance(heard.end, Tokens), heard.end
+    assert heard.end.codes is not None
+    return heard.end
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_turns_follow_one_another_and_hear_what_was_said(streamed: bool) -> None:
+    heard = Heard(streamed)
+    host, _, _ = start(["One.", "Two.", "Three."], heard)
+    host.answer([1, 2, 3], streamed=streamed)
+    assert heard.end is None
+    host.answer([4], streamed=streamed)
+    host.answer([5, 6], streamed=streamed)
+    assert [codes_of(request) for request, _ in host.sent] == [[], [1, 2, 3], [1, 2, 3, 4]]
+    assert len({request.sampling.seed for request, _ in host.sent}) == 3
+    assert all(0 <= request.sampling.seed < 2**63 for request, _ in host.sent)
+    assert host.sent[0][0].sampling.seed == 7, "an item of one turn has its own seed"
+    ended = end_of(heard)
+    assert (ended.finish, ended.ids) == ("stop", [1, 2, 3, 4, 5, 6])
+    assert heard.frames == ([1, 2, 3, 4, 5, 6] if streamed else [])
+    prompts = [list(request.prompt_ids) for request, _ in host.sent]
+    assert prompts[1][: len(prompts[0])] == prompts[0]
+    assert prompts[2][: len(prompts[1])] == prompts[1]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_last_possible_column_is_no_speech(streamed: bool) -> None:
+    heard = Heard(streamed)
+    host, _, _ = start(["One."], heard, most=4)
+    host.answer([1, 2, 3, 4], "length", streamed=streamed)
+    assert (end_of(heard).finish, end_of(heard).ids) == ("length", [1, 2, 3])
+    assert heard.frames == ([1, 2, 3] if streamed else [])
+
+
+def test_a_turn_that_is_cut_ends_the_item_unless_it_is_kept() -> None:
+    heard = Heard()
+    host, _, _ = start(["One.", "Two."], heard, most=3)
+    host.answer([1, 2, 3], "length")
+    assert len(host.sent) == 1
+    assert end_of(heard).finish == "length"
+    kept = Heard()
+    host, _, _ = start(["One.", "Two."], kept, most=3, keep=True)
+    host.answer([1, 2, 3], "length")
+    host.answer([4])
+    assert (end_of(kept).finish, end_of(kept).ids) == ("length", [1, 2, 4])
+
+
+def test_all_turns_share_the_seconds() -> None:
+    heard = Heard()
+    host, _, _ = start(["One.", "Two.", "Three."], heard, frames=5)
+    assert host.sent[0][0].sampling.max_tokens == 6
+    host.answer([1, 2, 3])
+    assert host.sent[1][0].sampling.max_tokens == 3
+    host.answer([4, 5])
+    assert len(host.sent) == 2, "no time is left for the third turn"
+    assert (end_of(heard).finish, end_of(heard).ids) == ("length", [1, 2, 3, 4, 5])
+
+
+def test_a_turn_without_a_frame_fails_the_item() -> None:
+    heard = Heard()
+    host, _, _ = start(["One.", "Two."], heard)
+    host.answer([1])
+    host.answer([])
+    order = FishOrder("", 44_100, {}, False, None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SynthesisError) as caught:
+        order.read(end_of(heard))
+    assert caught.value.code is ErrorCode.SYNTH_NO_AUDIO
+
+
+def test_a_dialogue_that_outgrows_the_engine_says_where() -> None:
+    heard = Heard()
+    host, _, course = start(["One.", "Two."], heard, most=300, context=300)
+    assert host.sent[0][0].sampling.max_tokens == 300 - len(course.prompt.ids)
+    host.answer(range(24), "stop")
+    host.sent.clear()
+    heard = Heard()
+    host, _, _ = start(["One.", "Two."], heard, most=300, context=100)
+    host.answer([*range(24), *range(24)])
+    assert isinstance(heard.end, InputError)
+    assert heard.end.code is ErrorCode.INPUT_TOO_LONG
+    assert "message 2" in heard.end.message
+
+
+def test_an_abort_between_two_turns_starts_no_further_one() -> None:
+    heard = Heard()
+    host, engine, _ = start(["One.", "Two."], heard)
+    engine.abort("item")
+    host.answer([1, 2])
+    assert len(host.sent) == 1
+    assert isinstance(heard.end, SynthesisError)
+    assert heard.end.code is ErrorCode.SYNTH_ABORTED
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_an_abort_while_the_next_turn_starts_ends_that_turn(before: bool) -> None:
+    """The host hears of the abort before it knows the turn, or after."""
+    heard = Heard()
+    host, engine, course = start(["One.", "Two."], heard)
+    send = host.submit
+
+    def submit(request: TokenRequest, receiver: Any) -> None:
+        if before:
+            engine.abort("item")
+            host.cancelled.clear()
+        send(request, receiver)
+        if not before:
+            engine.abort("item")
+
+    host.submit = submit
+    host.answer([1, 2])
+    assert course.current is host.sent[1][0]
+    assert course.current in host.cancelled
+
+
+def test_a_stream_that_is_left_cancels_the_turn_under_way() -> None:
+    heard = Heard(True)
+    host, engine, course = start(["One.", "Two."], heard)
+    host.answer([1])
+    engine.cancel(course)
+    assert host.cancelled == [host.sent[1][0]]
+
+
+def test_a_host_that_refuses_a_turn_fails_the_item_and_forgets_it() -> None:
+    heard = Heard()
+    host, engine, _ = start(["One.", "Two."], heard)
+    host.refusal = SynthesisError(ErrorCode.SYNTH_ENGINE, "gone")
+    host.answer([1])
+    assert heard.end is host.refusal
+    assert engine._courses == {}
+
+
+def test_a_stream_starts_with_a_state_of_its_own() -> None:
+    class Decoder:
+        def new_state(self) -> object:
+            return object()
+
+    order = FishOrder("", 44_100, {}, False, Decoder())  # pyright: ignore[reportArgumentType]
+    assert order.reader().start() is not order.reader().start()
+    assert hasattr(CodecDecoder, "new_state")

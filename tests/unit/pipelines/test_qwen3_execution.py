@@ -1,0 +1,151 @@
+"""Which executor a model gets on its device, and what is said where its kernels cannot be made."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import lm_cuda, toolchain
+from pipelines.engine.executor import EagerExecutor
+from pipelines.errors import ConfigError, ErrorCode
+from pipelines.nn.codec_fused import codec_kernels
+from pipelines.qwen3_tts import execution
+from pipelines.qwen3_tts.execution import engine_options, open_executor
+from pipelines.qwen3_tts.model import Qwen3TTSModel
+from tests.support.qwen3_golden import golden_model
+
+SIZES = engine_options(golden_model("base"), 2, 8, 8, 64)
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> Iterator[None]:
+    """What was found out about this machine's compilers does not outlast a test."""
+    cached = (toolchain.triton_fault, lm_cuda.available, codec_kernels, lm_cuda._library)
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+@pytest.fixture
+def model() -> Qwen3TTSModel:
+    return golden_model("base")
+
+
+@pytest.fixture
+def gpu_model(model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> Qwen3TTSModel:
+    """A model that says it is on a GPU where there is none: whatever tries to make kernels for it fails for real."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    monkeypatch.setattr(execution, "EagerExecutor", lambda *sizes: ("eager", *sizes))
+    return model
+
+
+def test_auto_is_eager_on_a_cpu_and_graphs_are_refused(model: Qwen3TTSModel) -> None:
+    assert (SIZES.frames_per_turn, SIZES.admit_turns) == (1, 1)
+    assert isinstance(open_executor(model, SIZES), EagerExecutor)
+    with pytest.raises(ConfigError) as caught:
+        open_executor(model, SIZES, "graph")
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+def test_where_triton_makes_no_kernels_auto_is_eager_with_a_warning(gpu_model: Qwen3TTSModel, caplog: pytest.LogCaptureFixture) -> None:
+    assert open_executor(gpu_model, SIZES)[0] == "eager"  # type: ignore[index]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    said = record.getMessage()
+    assert said.startswith("Triton cannot make kernels here (")
+    assert "slower" in said
+    assert "apt-get install gcc" in said
+
+
+def test_without_triton_the_warning_names_it(
+    gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(toolchain, "find_spec", lambda _name: None)
+    assert open_executor(gpu_model, SIZES)[0] == "eager"  # type: ignore[index]
+    assert caplog.records[0].getMessage().startswith("Triton is not installed.")
+
+
+@pytest.mark.parametrize("asked", [{"kind": "graph"}, {"reproducible": True}])
+def test_what_was_asked_for_is_never_replaced_in_silence(gpu_model: Qwen3TTSModel, asked: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"The graph executor cannot run here\. Triton cannot make kernels") as caught:
+        open_executor(gpu_model, SIZES, **asked)  # type: ignore[arg-type]
+    assert "gcc" in caught.value.advice
+
+
+def test_a_kernel_that_does_not_compile_falls_back_too(
+    gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(execution, "triton_fault", lambda: None)  # the small kernel ran; the frame's fail, for want of a device
+    assert open_executor(gpu_model, SIZES)[0] == "eager"  # type: ignore[index]
+    setup, said = caplog.records
+    assert setup.exc_info
+    assert said.getMessage().startswith("Its kernels could not be made (")
+
+
+def test_a_lack_of_memory_is_not_a_missing_compiler(gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipelines.qwen3_tts import fused
+
+    def full(*_sizes: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(execution, "triton_fault", lambda: None)
+    monkeypatch.setattr(fused, "graph_executor", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        open_executor(gpu_model, SIZES)
+
+
+def test_codecs_say_once_that_they_run_without_kernels(gpu_model: Qwen3TTSModel, caplog: pytest.LogCaptureFixture) -> None:
+    assert not codec_kernels()
+    assert not codec_kernels()
+    (record,) = caplog.records
+    assert "Codecs run as single PyTorch ops" in record.getMessage()
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with an sm_90 device, an empty cache, and only the programs that the test puts into the folder returned."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    return programs
+
+
+@pytest.mark.parametrize("nvcc", [None, "#!/bin/sh\necho 'gcc: No such file or directory' >&2\nexit 1\n", "#!/bin/sh\nexit 0\n"])
+def test_without_cuda_kernels_frames_run_on_tritons_with_a_warning(
+    nvcc: str | None, hopper: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if nvcc is not None:
+        program = hopper / "nvcc"
+        program.write_text(nvcc)
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    assert not lm_cuda.available()
+    assert not lm_cuda.available()
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert "slower" in said
+    assert toolchain.NVCC_ADVICE in said
+    if nvcc is None:
+        assert "nvcc was not found" in said
+    elif "gcc" in nvcc:
+        assert "gcc: No such file" in said
+
+
+def test_a_c_compiler_is_looked_for_as_triton_does(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    assert toolchain.c_compiler() is None
+    gcc = hopper / "gcc"
+    gcc.touch(mode=0o755)
+    assert toolchain.c_compiler() == str(gcc)
+    monkeypatch.setenv("CC", "missing-compiler")
+    assert toolchain.c_compiler() is None

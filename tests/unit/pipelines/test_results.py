@@ -1,0 +1,283 @@
+"""What all families deliver by: speech and streams of an engine that is none, aborts, options, recordings and keys."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelines.engine.codec_stage import CodecStage
+from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
+from pipelines.nn.config_keys import Keys
+from pipelines.nn.options import TokenModelOptions, read_options
+from pipelines.nn.recordings import RecordingCache, read_recording
+from pipelines.request import EngineStats, Generation, Message, SynthesisRequest
+from pipelines.results import SpeechPipeline, Uttered, no_audio
+from pipelines.validation import frames_within
+from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
+from pipelines.vllm_engine.tokens import TokenOrder, TokenStreamer, TokenUtteranceFuture, token_sampling
+
+RATE = 100
+
+
+class Ramp:
+    """A decoder: each code is four samples of its value. Its states count frames; an empty chunk is answered by one sample."""
+
+    def new_state(self) -> list[int]:
+        return []
+
+    def decode(self, codes: list[Tensor], states: list[list[int]] | None = None) -> list[Tensor]:
+        return [one[:, 0].repeat_interleave(4).float() for one in codes]
+
+    def decode_chunk(self, states: list[list[int]], codes: list[Tensor]) -> list[Tensor]:
+        for state, one in zip(states, codes):
+            state.append(len(one))
+        return [one[:, 0].repeat_interleave(4).float() if len(one) else torch.ones(1) for one in codes]
+
+
+@dataclass(frozen=True, slots=True)
+class Order(TokenOrder[list[int]]):
+    state: list[int] = field(default_factory=list)
+    #: A stream's state is known once so many tokens came.
+    known_after: int = 0
+
+    def read(self, tokens: Tokens) -> Uttered[list[int]]:
+        self.check_end(tokens.finish, len(tokens.ids), "tokens")
+        if not tokens.ids:
+            raise no_audio("Nothing was said.")
+        return Uttered(np.array(tokens.ids)[:, None], tokens.finish, text_out="words")
+
+    def reader(self) -> Reader:
+        return Reader(self)
+
+
+class Reader:
+    def __init__(self, order: Order) -> None:
+        self._order, self._heard = order, 0
+
+    def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
+        self._heard += len(ids)
+        return np.array(ids, np.int64)[:, None]
+
+    def start(self) -> list[int] | None:
+        return self._order.state if self._heard >= self._order.known_after else None
+
+
+class Streamer(TokenStreamer[list[int]]):
+    chunk_frames = (1, 3)
+    looks_ahead = True
+
+
+class Host:
+    """An engine that does what a test tells it: `play` runs in its own thread for each sequence."""
+
+    def __init__(self) -> None:
+        self.room = threading.Event()
+        self.room.set()
+        self.entering = threading.Event()
+        self.cancelled: list[TokenRequest] = []
+        self.play: Callable[[Any], None] = lambda receiver: None
+
+    def submit(self, request: TokenRequest, receiver: Any) -> None:
+        self.entering.set()
+        assert self.room.wait(240)
+        threading.Thread(target=self.play, args=(receiver,)).start()
+
+    def abort(self, request_id: str) -> None:
+        """Nothing runs under an id before it was let in."""
+
+    def cancel(self, request: TokenRequest) -> None:
+        self.cancelled.append(request)
+
+    def stats(self, audio_seconds: float) -> EngineStats:
+        return EngineStats(audio_seconds=audio_seconds)
+
+    def close(self) -> None:
+        """Its threads end by themselves."""
+
+
+class Pipeline(SpeechPipeline[TokenRequest, Order]):
+    order = Order("text", RATE, {"engine": "none"}, False)
+
+    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, Order]:
+        return TokenRequest(request.request_id, [1], TokenSampling(9)), self.order
+
+
+REQUEST = SynthesisRequest("one", (Message("user", "text", "text"),))
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def pipeline(host: Host) -> Iterator[Pipeline]:
+    pipeline = Pipeline(host, CodecStage(Ramp()), TokenUtteranceFuture, Streamer)
+    yield pipeline
+    pipeline.close()
+
+
+def say(ids: list[int], finish: Any = "stop") -> Callable[[Any], None]:
+    """Two ids at a time, as an engine hands them on, then the end."""
+
+    def play(receiver: Any) -> None:
+        for start in range(0, len(ids), 2):
+            if receiver.streamed:
+                receiver.tokens(ids[start : start + 2], None)
+        receiver.finished(Tokens(ids, finish))
+
+    return play
+
+
+def test_tokens_become_speech_with_what_is_known_of_them(host: Host, pipeline: Pipeline) -> None:
+    host.play = say([3, 5])
+    speech = pipeline.submit(REQUEST).result(240)
+    assert speech.samples.tolist() == [3] * 4 + [5] * 4
+    assert (speech.text, speech.text_out, speech.sample_rate) == ("text", "words", RATE)
+    assert speech.meta == {"engine": "none", "frames": 2, "finish": "stop"}
+    assert pipeline.stats().audio_seconds == 8 / RATE
+    assert not pipeline._receivers
+
+
+@pytest.mark.parametrize(("ids", "finish", "code"), [([1], "length", ErrorCode.SYNTH_NO_EOS), ([], "stop", ErrorCode.SYNTH_NO_AUDIO)])
+def test_what_is_no_speech_fails_as_a_whole_and_as_a_stream(
+    host: Host, pipeline: Pipeline, ids: list[int], finish: str, code: ErrorCode
+) -> None:
+    host.play = say(ids, finish)
+    error = pipeline.submit(REQUEST).exception(240)
+    assert isinstance(error, SynthesisError)
+    assert error.code is code
+    with pytest.raises(SynthesisError) as caught:
+        list(pipeline.stream(REQUEST))
+    assert caught.value.code is code
+    assert not pipeline._receivers
+
+
+@pytest.mark.parametrize("known_after", [0, 5])
+def test_a_stream_comes_in_chunks_from_a_state_that_may_come_late(host: Host, pipeline: Pipeline, known_after: int) -> None:
+    pipeline.order = Order("text", RATE, {}, False, [], known_after)
+    host.play = say([1, 2, 3, 4, 5, 6])
+    chunks = list(pipeline.stream(REQUEST))
+    assert pipeline.order.state == [1, 3, 2, 0], "chunks of 1 and 3, the rest, and the end"
+    assert np.concatenate([chunk.samples for chunk in chunks]).tolist() == [code for code in range(1, 7) for _ in range(4)] + [1]
+    assert [chunk.final for chunk in chunks] == [False] * 4 + [True]
+    assert len(host.cancelled) == 1, "a stream's request is over when its reader is"
+
+
+def test_an_abort_finds_a_request_that_waits_for_room(host: Host, pipeline: Pipeline) -> None:
+    host.room.clear()
+    futures: list[Any] = []
+    thread = threading.Thread(target=lambda: futures.append(pipeline.submit(REQUEST)))
+    thread.start()
+    assert host.entering.wait(240)
+    pipeline.abort("one")
+    assert not host.cancelled
+    host.room.set()
+    thread.join(240)
+    error = futures[0].exception(240)
+    assert isinstance(error, SynthesisError)
+    assert error.code is ErrorCode.SYNTH_ABORTED
+    assert [request.request_id for request in host.cancelled] == ["one"], "it must not run for nobody"
+    assert not pipeline._receivers
+
+
+def test_what_came_first_settles_a_future(host: Host, pipeline: Pipeline) -> None:
+    heard = threading.Event()
+
+    def play(receiver: Any) -> None:
+        receiver.finished(Tokens([1], "stop"))
+        receiver.future.result(240)
+        receiver.failed(NightjarError(ErrorCode.SYNTH_ABORTED, "too late"))
+        heard.set()
+
+    host.play = play
+    assert len(pipeline.submit(REQUEST).result(240).samples) == 4
+    assert heard.wait(240)
+
+
+def test_options_are_checked_by_name_and_type() -> None:
+    assert read_options(TokenModelOptions, {"slots": 3, "dtype": "bfloat16"}).slots == 3
+    for given, words in (({"slot": 3}, "'slot'"), ({"slots": "many"}, "slots"), ({"dtype": "int3"}, "dtype")):
+        with pytest.raises(ConfigError, match=words):
+            read_options(TokenModelOptions, given)
+    chosen = TokenModelOptions(memory_share=0.2).vllm(0.5, 8192, 4096)
+    assert (chosen.memory_share, chosen.max_context) == (0.2, 4096)
+    assert TokenModelOptions(max_context=100).vllm(0.5, 8192, 4096).max_context == 100
+
+
+def test_no_setting_leaves_the_range_of_an_engine() -> None:
+    """A number that float32 or int64 cannot hold would end the engine core, and all requests with it."""
+    least = Generation(temperature=1e-300, top_k=0, top_p=1.0, repetition_penalty=1e-300)
+    most = Generation(temperature=2.0, top_k=1 << 63, top_p=1.0, repetition_penalty=1e300)
+    for asked, temperature, top_k, penalty in ((least, 1e-4, 0, 1e-4), (most, 2.0, 2**31 - 1, 1e4)):
+        made = token_sampling(TokenSampling(1), asked, 10, 5, ())
+        assert (made.temperature, made.top_k, made.repetition_penalty) == (temperature, top_k, penalty)
+    assert token_sampling(TokenSampling(1), Generation(temperature=0.0), 10, 5, ()).temperature == 0.0
+    with pytest.raises(InputError):
+        token_sampling(TokenSampling(1), Generation(), 10, 1 << 63, ())
+
+
+def test_seconds_become_frames_whatever_their_size() -> None:
+    assert [frames_within(seconds, 12.5, 100) for seconds in (1e-9, 0.08, 0.81, 1e308)] == [1, 1, 11, 100]
+
+
+def wav(samples: NDArray[np.float32]) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, samples, 16_000, format="WAV", subtype="FLOAT")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "level", "code"),
+    [
+        (0.4, 0.5, ErrorCode.INPUT_REFERENCE_LENGTH),
+        (61, 0.5, ErrorCode.INPUT_REFERENCE_LENGTH),
+        (1, 0.0005, ErrorCode.INPUT_REFERENCE_SILENT),
+    ],
+)
+def test_a_recording_that_holds_no_voice_is_refused(seconds: float, level: float, code: ErrorCode) -> None:
+    with pytest.raises(InputError) as caught:
+        read_recording(wav(np.full(int(16_000 * seconds), level, np.float32)), 16_000)
+    assert caught.value.code is code
+
+
+def test_recordings_are_kept_by_content_and_variant() -> None:
+    cache: RecordingCache[object] = RecordingCache(2)
+    first = cache.get(b"a", 1, object)
+    assert cache.get(b"a", 2, object) is not first
+    assert cache.get(b"a", 1, object) is first
+    cache.get(b"b", 1, object)
+    assert cache.get(b"a", 1, object) is first, "what was asked for last is kept"
+    cache.capacity = 0
+
+    def no_room() -> object:
+        raise torch.OutOfMemoryError("full")
+
+    with pytest.raises(SynthesisError) as caught:
+        cache.get(b"c", 1, no_room)
+    assert caught.value.code is ErrorCode.SYNTH_OOM
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("config.json", '{"part": {"size": 3, "list": [1, 2]}}'), ("c.yaml", "part: {size: 3, list: [1, 2]}")]
+)
+def test_keys_name_file_section_and_key(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    part = Keys.read(tmp_path / name, "Get another.").section("part")
+    assert (part.size("size"), part.wholes("list"), "size" in part, part.get("other", 7)) == (3, (1, 2), True, 7)
+    with pytest.raises(ModelError, match=rf"{name}: part\.list must be a whole number\. Get another\."):
+        part.whole("list")
+    (tmp_path / name).write_text("[1, 2")
+    with pytest.raises(ModelError, match=f"{name} cannot be read"):
+        Keys.read(tmp_path / name, "Get another.")

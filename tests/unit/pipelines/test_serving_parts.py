@@ -1,0 +1,305 @@
+"""The parts of a server: its gate, what it takes for audio, and how it writes streams."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import io
+import threading
+import wave
+
+import numpy as np
+import pytest
+import soundfile
+
+from pipelines.errors import ErrorCode, InputError, SynthesisError
+from pipelines.request import EngineStats
+from pipelines.serving.admission import Gate
+from pipelines.serving.async_bridge import DaemonThreads
+from pipelines.serving.audio_input import read_audio
+from pipelines.serving.body_limit import Inlet
+from pipelines.serving.connections import Connections
+from pipelines.serving.encoding import SpeechFormat, stream_encoder, whole_file
+from pipelines.serving.errors import Refusal, refusal_of
+from pipelines.serving.model import Progress
+from pipelines.serving.options import ServeOptions
+from tests.support.fakes import FakeClock
+from tests.support.serving_kit import b64, heard, wav
+
+
+def tone(samples: int) -> np.ndarray:
+    return (0.3 * np.sin(np.arange(samples) / 20)).astype(np.float32)
+
+
+def test_a_gate_serves_in_order_and_says_when_to_come_back() -> None:
+    async def play() -> None:
+        gate = Gate(slots=2, waiting_room=2)
+        first, second, third, fourth = (gate.ask() for _ in range(4))
+        assert [turn.done() for turn in (first, second, third, fourth)] == [True, True, False, False]
+        with pytest.raises(Refusal) as caught:
+            gate.ask()
+        assert caught.value.status_code == 429
+        assert int((caught.value.headers or {})["retry-after"]) >= 1
+        first.result().release()
+        assert (third.done(), fourth.done(), gate.running, gate.waiting) == (True, False, 2, 1)
+        gate.withdraw(fourth)
+        gate.withdraw(third)
+        second.result().release()
+        assert (gate.running, gate.waiting) == (0, 0)
+        gate.closed = True
+        with pytest.raises(Refusal) as caught:
+            gate.ask()
+        assert caught.value.status_code == 503
+
+    asyncio.run(play())
+
+
+def test_a_slot_is_free_when_the_last_one_lets_go() -> None:
+    async def play() -> None:
+        gate = Gate(slots=1, waiting_room=1)
+        ticket = gate.ask().result()
+        ticket.hold()
+        ticket.release()
+        assert gate.running == 1
+        waiting = gate.ask()
+        ticket.release()
+        assert waiting.done()
+        waiting.result().release()
+        assert gate.running == 0
+
+    asyncio.run(play())
+
+
+def test_random_comings_and_goings_leave_no_slot_taken() -> None:
+    async def visit(gate: Gate, dice: np.random.Generator) -> None:
+        try:
+            turn = gate.ask()
+        except Refusal:
+            return
+        await asyncio.wait((turn,), timeout=float(dice.uniform(0, 0.004)))
+        if not turn.done() or dice.random() < 0.3:
+            gate.withdraw(turn)
+            return
+        await asyncio.sleep(float(dice.uniform(0, 0.002)))
+        turn.result().release()
+
+    async def play() -> None:
+        gate, dice = Gate(slots=3, waiting_room=20), np.random.default_rng(7)
+        for _ in range(20):
+            await asyncio.gather(*(visit(gate, dice) for _ in range(30)))
+        assert (gate.running, gate.waiting) == (0, 0)
+
+    asyncio.run(play())
+
+
+def flac(seconds: float) -> bytes:
+    file = io.BytesIO()
+    soundfile.write(file, np.zeros(int(8000 * seconds)), 8000, format="FLAC")
+    return file.getvalue()
+
+
+def test_audio_is_base64_or_a_data_url() -> None:
+    sound = wav(0.5)
+    lines = base64.encodebytes(sound).decode()
+    for text in (b64(sound), lines, f"data:audio/wav;base64,{b64(sound)}", f"data:audio/x-wav;codecs=1;base64,{b64(sound)}"):
+        assert read_audio(text, 1.0, "wav") == sound
+    assert read_audio(b64(flac(0.5)), 1.0, "flac") == flac(0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "declared", "code"),
+    [
+        ("", None, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        ("%%%%", None, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        (b64(wav(0.1))[:-3], None, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        (b64(b"no sound at all"), None, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        (b64(wav(0.1)[:44]), None, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        (b64(wav(0.1)), "mp3", ErrorCode.INPUT_AUDIO_UNREADABLE),
+        (b64(wav(0.1)), "exe", ErrorCode.INPUT_AUDIO_UNREADABLE),
+        ("data:audio/wav,abc", None, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        ("https://example.org/a.wav", None, ErrorCode.INPUT_AUDIO_FORBIDDEN),
+        ("file:///etc/passwd", None, ErrorCode.INPUT_AUDIO_FORBIDDEN),
+        (" s3://bucket/key", None, ErrorCode.INPUT_AUDIO_FORBIDDEN),
+        ("/etc/passwd", None, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        (b64(wav(7200, 1000)), "wav", ErrorCode.INPUT_TOO_LONG),
+        (b64(flac(7200)), None, ErrorCode.INPUT_TOO_LONG),
+    ],
+)
+def test_what_is_no_usable_audio_has_a_reason(text: str, declared: str | None, code: ErrorCode) -> None:
+    with pytest.raises(InputError) as caught:
+        read_audio(text, 600.0, declared)
+    assert caught.value.code is code
+
+
+@pytest.mark.parametrize("head", ["data:", "data:a/", "data:audio/wav;a=", "data:audio/wav;a"])
+def test_a_long_head_of_a_data_url_is_not_searched_over_and_over(head: str) -> None:
+    """With a pattern that can split it in many ways, this would hold the server for days."""
+    with pytest.raises(InputError) as caught:
+        read_audio(head + "a" * 2_000_000, 600.0)
+    assert caught.value.code is ErrorCode.INPUT_AUDIO_UNREADABLE
+
+
+@pytest.mark.parametrize("kind", ["wav", "flac", "pcm"])
+def test_a_stream_holds_the_samples_of_the_whole_file(kind: SpeechFormat) -> None:
+    samples = tone(50_000)
+    encoder = stream_encoder(16_000, kind)
+    pieces = [encoder.add(samples[start : start + 999]) for start in range(0, len(samples), 999)]
+    assert len(b"".join(pieces[:30])) > 5000, "a stream that holds everything back is none"
+    data = b"".join(pieces) + encoder.end()
+    expected = np.frombuffer(whole_file(samples, 16_000, "pcm"), "<i2")
+    if kind == "flac":
+        file = soundfile.SoundFile(io.BytesIO(data))
+        found = np.zeros(60_000, np.int16)
+        # soundfile's own read goes back to a place that it works out of the length, which a stream does not tell.
+        place = soundfile._ffi.cast("short*", found.ctypes.data)
+        count = soundfile._snd.sf_readf_short(file._file, place, len(found))
+        np.testing.assert_array_equal(found[:count], expected)
+        assert file.samplerate == 16_000
+        return
+    if kind == "wav":
+        with wave.open(io.BytesIO(data)) as file:
+            assert (file.getframerate(), file.getnchannels(), file.getsampwidth()) == (16_000, 1, 2)
+        assert soundfile.info(io.BytesIO(data)).frames == len(samples)
+        data = data[44:]
+    np.testing.assert_array_equal(np.frombuffer(data, "<i2"), expected)
+
+
+def test_a_file_says_its_length_and_what_is_no_number_is_refused() -> None:
+    for kind in ("wav", "flac"):
+        samples, rate = heard(whole_file(tone(1000), 24_000, kind))
+        assert (len(samples), rate) == (1000, 24_000)
+    with pytest.raises(SynthesisError):
+        whole_file(np.array([np.nan], np.float32), 24_000, "pcm")
+
+
+def test_errors_have_a_status_and_keep_the_engines_words() -> None:
+    assert refusal_of(InputError(ErrorCode.INPUT_EMPTY_TEXT, "Nothing.")).status_code == 400
+    assert refusal_of(SynthesisError(ErrorCode.SYNTH_NO_EOS, "No end.")).status_code == 422
+    assert refusal_of(SynthesisError(ErrorCode.SYNTH_TIMEOUT, "Late.")).status_code == 504
+    dead = refusal_of(SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM failed at /secret/place."))
+    assert (dead.status_code, "secret" in str(dead.detail)) == (503, False)
+    assert (dead.headers or {})["retry-after"]
+
+
+def test_keys_are_in_no_text_of_the_options() -> None:
+    assert "hunter2" not in repr(ServeOptions(("m",), ("hunter2",)))
+
+
+def messages(*parts: bytes, more: bool = False) -> list[dict[str, object]]:
+    last = len(parts) - 1
+    return [{"type": "http.request", "body": part, "more_body": more or place < last} for place, part in enumerate(parts)]
+
+
+def inlet(script: list[dict[str, object]], max_bytes: int = 100, seconds: float = 5.0) -> Inlet:
+    async def receive() -> dict[str, object]:
+        if script:
+            return script.pop(0)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    return Inlet(receive, max_bytes, seconds)
+
+
+def test_a_body_is_bounded_in_bytes_and_time() -> None:
+    async def play() -> None:
+        source = inlet(messages(b"a" * 60, b"b" * 60, b"c" * 1000))
+        await source()
+        with pytest.raises(Refusal) as caught:
+            await source()
+        assert (caught.value.status_code, caught.value.code) == (400, "body_too_large")
+        source = inlet(messages(b"a", more=True), seconds=0.05)
+        await source()
+        with pytest.raises(Refusal) as caught:
+            await source()
+        assert caught.value.status_code == 408
+
+    asyncio.run(play())
+
+
+def test_what_is_read_while_waiting_is_not_lost() -> None:
+    async def play() -> None:
+        for parts in ((b"whole",), (b"one", b"two")):
+            source = inlet(messages(*parts))
+            leaving = asyncio.create_task(source.left())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not leaving.done()
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            assert [(await source())["body"] for _ in parts] == list(parts)
+        source = inlet([*messages(b"whole"), {"type": "http.disconnect"}])
+        await asyncio.wait_for(source.left(), 60)
+
+    asyncio.run(play())
+
+
+def test_requests_are_stuck_when_nothing_has_come_of_any_for_a_while() -> None:
+    clock = FakeClock()
+    progress = Progress(60.0, clock.monotonic)
+    idle = EngineStats()
+
+    def after(seconds: float, stats: EngineStats = idle) -> bool:
+        clock.advance(seconds)
+        return progress.is_stuck(stats)
+
+    assert not after(0)
+    assert not after(1000), "nobody asks for anything"
+    progress.began()
+    assert [after(59), after(1)] == [False, True]
+    assert not after(0, EngineStats(frames=1)), "the engine made a frame"
+    assert after(60, EngineStats(frames=1))
+    progress.moved()
+    assert not after(0, EngineStats(frames=1)), "a stream gave a chunk"
+    progress.began()
+    assert not after(59, EngineStats(frames=1))
+    progress.ended()
+    assert not after(59, EngineStats(frames=1)), "one of two is over"
+    assert after(60, EngineStats(frames=1))
+    progress.ended()
+    assert not after(1000, EngineStats(frames=1))
+
+
+def test_connections_that_cannot_be_accepted_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    connections = Connections(10, 10.0, clock.monotonic)
+    loop = asyncio.new_event_loop()
+    others: list[dict[str, object]] = []
+    loop.default_exception_handler = others.append  # type: ignore[method-assign]
+    try:
+        for second in range(120):
+            for _ in range(50):
+                connections.on_loop_error(loop, {"exception": OSError(errno.EMFILE, "Too many open files"), "socket": object()})
+            clock.advance(1)
+            assert len(caplog.records) == 1 + second // 60
+        assert "(3000 times" in caplog.records[1].getMessage()
+        assert "Too many open files" in caplog.records[1].getMessage()
+        connections.on_loop_error(loop, {"exception": OSError(errno.EBADF, "Bad"), "socket": object()})
+        connections.on_loop_error(loop, {"message": "Something else."})
+        assert len(others) == 2
+    finally:
+        loop.close()
+
+
+def test_threads_work_in_order_and_never_keep_a_process() -> None:
+    threads = DaemonThreads(2, "work")
+    gate = threading.Event()
+    try:
+        held = [threads.submit(gate.wait, 60) for _ in range(2)]
+        behind, failing, unwanted = threads.submit(lambda: "done"), threads.submit(lambda: 1 / 0), threads.submit(lambda: "never")
+        assert unwanted.cancel()
+        assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("work-"))
+        gate.set()
+        assert [future.result(240) for future in (*held, behind)] == [True, True, "done"]
+        with pytest.raises(ZeroDivisionError):
+            failing.result(240)
+        gate.clear()
+        running, waiting = [threads.submit(gate.wait, 60) for _ in range(2)], threads.submit(lambda: "late")
+        threads.shutdown(cancel_futures=True)
+        assert waiting.cancelled()
+        with pytest.raises(RuntimeError):
+            threads.submit(lambda: None)
+    finally:
+        gate.set()
+        threads.shutdown()
+    assert all(future.result(240) for future in running if not future.cancelled())

@@ -1,0 +1,30 @@
+"""A SparkTTS folder without vLLM: described all the same, and opened with an error that names the extra."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from pipelines.errors import ConfigError, ErrorCode, ModelError
+from pipelines.registry import describe, open_pipeline
+from tests.support.vllm_kit import checkpoint
+
+
+def test_opening_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert describe(str(checkpoint())).engine == "vllm"
+    with pytest.raises(ModelError, match=r"nightjar-speech\[vllm\]") as caught:
+        open_pipeline(str(checkpoint()))
+    assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
+
+
+def test_an_unknown_option_is_named() -> None:
+    with pytest.raises(ConfigError, match="'slot'"):
+        open_pipeline(str(checkpoint()), slot=3)
+
+
+def test_a_type_that_the_model_does_not_work_in_is_refused() -> None:
+    with pytest.raises(ConfigError, match="float16") as caught:
+        open_pipeline(str(checkpoint()), dtype="float16")
+    assert caught.value.code is ErrorCode.CONFIG_INVALID

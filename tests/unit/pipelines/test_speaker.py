@@ -1,0 +1,64 @@
+"""The speaker encoder: shape, limits and strict loading (its values are checked against the golden folder)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.errors import ErrorCode, InputError, ModelError
+from pipelines.nn.checkpoint import Checkpoint
+from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
+from pipelines.qwen3_tts.speaker import PREFIX, SpeakerEncoder
+
+FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base"
+
+
+def config(**changes: object) -> SpeakerEncoderConfig:
+    values = json.loads((FOLDER / "config.json").read_text())["speaker_encoder_config"]
+    return SpeakerEncoderConfig.read(values | changes)
+
+
+@pytest.fixture(scope="module")
+def encoder() -> SpeakerEncoder:
+    torch.set_num_threads(1)
+    with Checkpoint.open(FOLDER) as source:
+        built = SpeakerEncoder(config(), source)
+        source.finish(PREFIX)
+    return built
+
+
+def test_the_shortest_audio_that_works(encoder: SpeakerEncoder) -> None:
+    noise = 0.1 * torch.randn(encoder.least_samples, generator=torch.Generator().manual_seed(0))
+    vector = encoder.embed(noise)
+    assert vector.shape == (encoder.config.enc_dim,)
+    assert torch.isfinite(vector).all()
+    with pytest.raises(InputError) as caught:
+        encoder.embed(noise[1:])
+    assert caught.value.code is ErrorCode.INPUT_REFERENCE_LENGTH
+
+
+def test_silence_and_repetition(encoder: SpeakerEncoder) -> None:
+    silent = encoder.embed(torch.zeros(24_000))
+    assert torch.isfinite(silent).all()
+    assert torch.equal(silent, encoder.embed(torch.zeros(24_000)))
+
+
+def test_bfloat16_is_near(encoder: SpeakerEncoder) -> None:
+    with Checkpoint.open(FOLDER) as source:
+        low = SpeakerEncoder(config(), source, dtype=torch.bfloat16)
+    audio = 0.1 * torch.randn(24_000, generator=torch.Generator().manual_seed(1))
+    vector, exact = low.embed(audio), encoder.embed(audio)
+    assert vector.dtype == torch.bfloat16
+    assert torch.nn.functional.cosine_similarity(vector.float(), exact, dim=0) > 0.99
+
+
+def test_a_config_that_does_not_fit_the_weights_names_the_tensor() -> None:
+    with Checkpoint.open(FOLDER) as source, pytest.raises(ModelError, match=r"speaker_encoder\.fc\.weight"):
+        SpeakerEncoder(config(enc_dim=41), source)
+    with Checkpoint.open(FOLDER) as source, pytest.raises(ModelError, match=r"speaker_encoder\.blocks\.4"):
+        SpeakerEncoder(
+            config(enc_channels=[32, 32, 32, 32, 32, 128], enc_kernel_sizes=[5, 3, 3, 3, 3, 1], enc_dilations=[1, 2, 3, 4, 5, 1]), source
+        )

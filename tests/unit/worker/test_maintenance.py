@@ -1,0 +1,114 @@
+"""A job that has ended gets its manifest, also where the worker that ended it died before it wrote one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from jobs.ledger.records import Job, Ticket
+from jobs.manifest import newest_job_manifest, read_manifest
+from pipelines.errors import ErrorCode, StoreError
+from pipelines.registry import register_pipeline
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import FakeClock, FakePipeline
+from tests.support.ledger_kit import execute
+from tests.support.worker_rig import WORKER, Rig
+from worker.maintenance import Housekeeping, put_manifest_if_over
+
+
+class NoBroker:
+    """Takes what is published, and delivers nothing."""
+
+    def publish(self, tickets: Sequence[Ticket]) -> None:
+        return
+
+    def queue_depth(self) -> int:
+        return 0
+
+
+class Keeper:
+    """The upkeep of another worker than the one that ended the job."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig, self.clock, self.asked = rig, FakeClock(), 0
+        settings, leases, metrics = rig.settings, rig.leases, rig.metrics
+        self.housekeeping = Housekeeping(rig.ledger, settings, WORKER, leases, metrics, self.clock, NoBroker(), self.end_job)  # type: ignore[arg-type]
+
+    def end_job(self, job_id: str) -> None:
+        self.asked += 1
+        put_manifest_if_over(self.rig.ledger, lambda _: self.rig.store, job_id)
+
+    def reconcile(self) -> int:
+        """One pass; how many jobs it ended or wrote the manifest of."""
+        before = self.asked
+        self.clock.advance(self.rig.settings.dispatch.reconcile_seconds)
+        self.housekeeping.dispatch()
+        return self.asked - before
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+    forget()
+
+
+def ended(rig: Rig, texts: Sequence[str] = ("a", "b"), seconds_ago: float = 61) -> Job:
+    """A job whose last worker died as soon as the ledger had its end."""
+    job = rig.submit(texts)
+    rig.run_next()
+    execute(rig.ledger, "UPDATE jobs SET finished_at = finished_at - :seconds WHERE id = :job", seconds=seconds_ago, job=job.id)
+    assert newest_job_manifest(rig.store, job.id) is None
+    return job
+
+
+def test_another_worker_writes_the_manifest_once(rig: Rig) -> None:
+    job, keeper = ended(rig), Keeper(rig)
+    assert keeper.reconcile() == 1
+    key = newest_job_manifest(rig.store, job.id)
+    assert key is not None
+    assert [entry.example_id for entry in read_manifest(rig.store, key)] == ["item-0", "item-1"]
+    assert keeper.reconcile() == 0
+
+
+def test_who_ended_the_job_is_given_time_to_write_it(rig: Rig) -> None:
+    job, keeper = ended(rig, seconds_ago=0), Keeper(rig)
+    assert keeper.reconcile() == 0
+    put_manifest_if_over(rig.ledger, lambda _: rig.store, job.id)
+    execute(rig.ledger, "UPDATE jobs SET finished_at = finished_at - 61, manifest_finished_at = manifest_finished_at - 61")
+    assert keeper.reconcile() == 0
+
+
+def test_a_store_that_is_away_is_tried_again_and_what_no_wait_mends_is_not(rig: Rig) -> None:
+    job, keeper = ended(rig), Keeper(rig)
+    rig.store.fail_next = [StoreError(ErrorCode.STORE_UNREACHABLE, "away")]
+    assert keeper.reconcile() == 1
+    assert newest_job_manifest(rig.store, job.id) is None
+    assert keeper.reconcile() == 1
+    assert newest_job_manifest(rig.store, job.id) is not None
+    other = ended(rig, ["another"])
+    rig.store.delete(f"jobs/{other.id}/input/000000.jsonl.zst")
+    assert [keeper.reconcile(), keeper.reconcile()] == [1, 0]
+
+
+def test_a_retried_job_gets_a_manifest_of_its_new_end(rig: Rig) -> None:
+    job, keeper = ended(rig, ["a", "[[fail_once:synth.no_eos]] b"]), Keeper(rig)
+    assert keeper.reconcile() == 1
+    rig.ledger.retry(job.id, None)
+    rig.run_next()
+    execute(rig.ledger, "UPDATE jobs SET finished_at = finished_at - 61")
+    assert keeper.reconcile() == 1
+    assert newest_job_manifest(rig.store, job.id) == f"jobs/{job.id}/manifest.2.jsonl"
+
+
+def test_a_job_that_made_nothing_has_none_to_write(rig: Rig) -> None:
+    job = rig.submit(["[[fail:synth.no_eos]] a"])
+    rig.run_next()
+    execute(rig.ledger, "UPDATE jobs SET finished_at = finished_at - 61")
+    keeper = Keeper(rig)
+    assert [keeper.reconcile(), keeper.reconcile()] == [1, 0]
+    assert newest_job_manifest(rig.store, job.id) is None

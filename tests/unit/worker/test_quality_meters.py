@@ -1,0 +1,282 @@
+"""Meters: the built-in ones, those of other packages, and the process they run in."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jobs.meters import BUILT_IN, ENTRY_POINT_GROUP, lacking, missing_libraries
+from pipelines.audio import encode
+from pipelines.errors import ErrorCode, ModelError
+from pipelines.request import Message, Speech, SynthesisRequest
+from worker.quality.asr import AsrMeter
+from worker.quality.metrics import Reading, Sample, open_meter
+from worker.quality.pool import MeterPool, MeterTask
+from worker.quality.process import MeterError, MeterHangError, MeterProcess
+from worker.quality.weights import missing
+
+RATE = 16_000
+
+
+def add_meter(folder: Path, code: str) -> str:
+    """Writes what pip would write of a package with the meter `peak`, whose class is `Meter`; the search path that has it."""
+    info = folder / "peak_meter-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: peak-meter\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\npeak = peak_meter:Meter\n")
+    (folder / "peak_meter.py").write_text(code)
+    return f"{folder}:{Path(__file__).parents[3]}"
+
+
+class TestMeters:
+    def test_a_name_nobody_knows(self) -> None:
+        with pytest.raises(ModelError) as caught:
+            open_meter("no-such-meter", {})
+        assert caught.value.code is ErrorCode.MODEL_UNKNOWN
+        assert "asr" in str(caught.value)
+
+    def test_a_library_that_is_not_there_is_named_with_its_extra(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "faster_whisper", None)
+        with pytest.raises(ModelError) as caught:
+            open_meter("asr", {"model": "/nowhere"})
+        assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
+        assert "nightjar-speech[qa]" in str(caught.value)
+
+    def test_every_built_in_meter_is_known_by_what_it_imports(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, card in BUILT_IN.items():
+            for library in card.libraries:
+                with monkeypatch.context() as patched:
+                    patched.setitem(sys.modules, library, None)
+                    assert library in missing_libraries(name)
+                    lack = lacking([name])
+                if name == "silero":
+                    assert lack is None
+                    continue
+                assert lack is not None
+                assert lack.code is ErrorCode.MODEL_MISSING_EXTRA
+                assert library in lack.message
+                assert card.install in lack.advice
+        assert lacking(["a-meter-of-another-package"]) is None
+
+    def test_weights_are_looked_for_without_being_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert missing({"asr": {"model": str(tmp_path)}, "silero": {}, "a-meter-of-another-package": {}}, fetch=False) is None
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+        gone = missing({"asr": {"model": "owner/model"}}, fetch=False)
+        assert gone is not None
+        assert gone.code is ErrorCode.MODEL_UNREACHABLE
+        monkeypatch.setitem(sys.modules, "faster_whisper.utils", None)
+        broken = missing({"asr": {}}, fetch=False)
+        assert broken is not None
+        assert (broken.code, "faster_whisper" in broken.message) == (ErrorCode.MODEL_MISSING_EXTRA, True)
+
+    def test_weights_that_cannot_be_fetched_now_are_an_outage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import faster_whisper.utils
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        def code_of(answer: Exception | Path) -> ErrorCode:
+            def download(_: str, *, local_files_only: bool) -> str:
+                assert not local_files_only
+                if isinstance(answer, Exception):
+                    raise answer
+                return str(answer)
+
+            monkeypatch.setattr(faster_whisper.utils, "download_model", download)
+            with pytest.raises(ModelError) as caught:
+                open_meter("asr", {"model": "owner/model"})
+            return caught.value.code
+
+        class TransportError(Exception):
+            """What an HTTP library raises."""
+
+        for outage in (LocalEntryNotFoundError("not cached"), ConnectionError(), TransportError(), tmp_path):
+            assert code_of(outage) is ErrorCode.MODEL_UNREACHABLE
+        for fault in (ValueError("Invalid model size"), HFValidationError("Repo id")):
+            assert code_of(fault) is ErrorCode.MODEL_BAD_CHECKPOINT
+        (tmp_path / "model.bin").write_bytes(b"no weights")
+        assert code_of(tmp_path) is ErrorCode.MODEL_BAD_CHECKPOINT
+
+    def test_a_text_of_an_unnamed_language_is_heard_in_the_one_that_is_spoken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: list[str | None] = []
+
+        class Whisper:
+            supported_languages = ("de", "en", "zh")
+
+            def __init__(self, *_: object, **__: object) -> None:
+                """Opens nothing."""
+
+            def transcribe(
+                self, _: NDArray[np.float32], language: str | None, **__: object
+            ) -> tuple[list[SimpleNamespace], SimpleNamespace]:
+                asked.append(language)
+                heard = "今天天汽很好。" if language in (None, "zh") else "Das Wetter ist heute schoen."
+                return [SimpleNamespace(text=heard)], SimpleNamespace(language=language or "zh")
+
+        monkeypatch.setattr("faster_whisper.WhisperModel", Whisper)
+        monkeypatch.setattr("worker.quality.asr._folder_of", str)
+        sample = Sample(np.zeros(RATE, np.float32), RATE, "今天天气很好。")
+        meter, german = AsrMeter(), AsrMeter(language="German")
+        assert meter.measure(sample) == {"cer": Reading(pytest.approx(1 / 6), "今天天汽很好。", True)}
+        assert set(meter.measure(replace(sample, language="zh-CN"))) == {"cer"}
+        assert set(meter.measure(replace(sample, language="auto"))) == {"cer"}
+        assert set(german.measure(replace(sample, text="Das Wetter ist heute schön."))) == {"cer", "wer"}
+        meter.measure(replace(sample, language="Klingon"))
+        assert asked == [None, "zh", None, "de", None]
+
+    def test_options_and_weights_it_cannot_use(self) -> None:
+        for options in ({"modle": "base"}, {"model": "/nowhere/at/all"}):
+            with pytest.raises(ModelError) as caught:
+                open_meter("asr", options)
+            assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
+
+    def test_silero_tells_speech_from_silence_in_a_process_of_its_own(self) -> None:
+        process = MeterProcess(240)
+        silence = np.zeros(2 * RATE, np.float32)
+        readings = process.measure({"silero": {}}, Sample(silence, RATE, ""))
+        assert readings["silence"] == (1.0, "silero", True)
+        with pytest.raises(ModelError) as caught:
+            process.measure({"no-such-meter": {}}, Sample(silence, RATE, ""))
+        assert caught.value.code is ErrorCode.MODEL_UNKNOWN
+        assert process.measure({"silero": {}}, Sample(silence, RATE, ""))["silence"][0] == 1.0
+        process.close()
+        process.close()
+
+    def test_a_process_that_dies_or_hangs_costs_its_draw_and_no_other(self) -> None:
+        process = MeterProcess(240)
+        sample = Sample(np.zeros(RATE, np.float32), RATE, "")
+        process.measure({}, sample)
+        child = process._child  # pyright: ignore[reportPrivateUsage]
+        assert child is not None
+        child.kill()
+        child.wait()
+        assert process.measure({}, sample) == {}
+        process.close()
+
+    def test_a_hang_ends_with_the_process_and_slow_weights_are_an_outage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        code = (
+            "import time\n"
+            "class Meter:\n"
+            "    def __init__(self, slow=False):\n"
+            "        if slow:\n"
+            "            time.sleep(600)\n"
+            "    def measure(self, sample):\n"
+            "        if sample.text == 'hang':\n"
+            "            time.sleep(600)\n"
+            "        return {'peak': (1.0, sample.text)}\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
+        sample = Sample(np.zeros(RATE // 10, np.float32), RATE, "well")
+        process = MeterProcess(draw_seconds=0.1, seconds_per_second=1.0)
+        with pytest.raises(MeterHangError, match="more than 0 s") as caught:
+            process.measure({"peak": {}}, replace(sample, text="hang"))
+        assert caught.value.code is ErrorCode.QA_METER
+        assert process._child is None  # pyright: ignore[reportPrivateUsage]
+        process = MeterProcess(opening_seconds=0.5)
+        with pytest.raises(ModelError, match="not open after") as slow:
+            process.measure({"peak": {"slow": True}}, sample)
+        assert slow.value.code is ErrorCode.MODEL_UNREACHABLE
+
+    def test_a_process_that_does_not_read_holds_nobody_up(self) -> None:
+        process = MeterProcess(240, opening_seconds=0.3)
+        child = process._start()  # pyright: ignore[reportPrivateUsage]
+        child.send_signal(signal.SIGSTOP)
+        with pytest.raises(ModelError) as caught:
+            process.measure({}, Sample(np.zeros(40 * RATE, np.float32), RATE, ""))
+        assert caught.value.code is ErrorCode.MODEL_UNREACHABLE
+        assert child.returncode is not None
+
+    def test_closing_the_pool_cuts_a_measurement_short_and_settles_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        code = (
+            "import pathlib, time\n"
+            "class Meter:\n"
+            "    def measure(self, sample):\n"
+            "        pathlib.Path(sample.text).touch()\n"
+            "        time.sleep(600)\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
+        measuring, ended = tmp_path / "measuring", list[str]()
+        sample = Sample(np.zeros(RATE, np.float32), RATE, str(measuring))
+        task = MeterTask({"peak": {}}, sample, lambda: False, lambda *_: ended.append("done"), lambda: ended.append("dropped"))
+        pool = MeterPool()
+        pool.submit(task)
+        deadline = time.monotonic() + 240
+        while not measuring.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        closer = threading.Thread(target=pool.close, daemon=True)
+        closer.start()
+        closer.join(240)
+        assert not closer.is_alive()
+        pool.submit(task)
+        assert ended == ["dropped", "dropped"]
+
+
+class TestBuiltInMeters:
+    """Meters whose libraries are here; the weights come with them."""
+
+    @pytest.fixture(scope="class")
+    def speech(self) -> Iterator[Speech]:
+        from pipelines.hibari.pipeline import HibariPipeline
+
+        voice = HibariPipeline(threads=1)
+        message = Message("user", "text", "The captain read a long letter beside the window.")
+        yield voice.submit(SynthesisRequest("a", (message,), seed=1)).result()
+        voice.close()
+
+    @pytest.mark.parametrize(
+        ("name", "library", "score", "good", "bad"),
+        [
+            ("distillmos", "distillmos", "distillmos", 4.0, 2.5),
+            ("dnsmos", "speechmos", "dnsmos", 3.0, 2.0),
+            ("speaker", "resemblyzer", "similarity", 0.95, 0.8),
+        ],
+    )
+    def test_good_speech_is_told_from_noise(self, speech: Speech, name: str, library: str, score: str, good: float, bad: float) -> None:
+        if find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+        meter = open_meter(name, {})
+        reference = encode(speech.samples, speech.sample_rate, "wav")
+        noise = np.random.default_rng(0).normal(0, 0.1, len(speech.samples)).astype(np.float32)
+
+        def value(samples: NDArray[np.float32]) -> float:
+            return meter.measure(Sample(samples, speech.sample_rate, speech.text, reference=reference))[score][0]
+
+        heard, noisy = value(speech.samples), value(noise)
+        assert heard > good
+        assert noisy < bad
+        assert value(speech.samples) == heard
+        assert "torchaudio" not in sys.modules
+
+    def test_a_package_adds_a_meter_by_an_entry_point(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        code = (
+            "class Meter:\n"
+            "    def __init__(self, times=1):\n"
+            "        self.times = times\n"
+            "    def measure(self, sample):\n"
+            "        print('meters may print')\n"
+            "        if sample.text == 'fail':\n"
+            "            raise ValueError('no such text')\n"
+            "        if sample.text == 'short':\n"
+            "            return {'peak': (1, 'too short', False)}\n"
+            "        return {'peak': (float(abs(sample.samples).max()) * self.times, sample.text)}\n"
+        )
+        monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
+        process = MeterProcess(240)
+        sample = Sample(np.array([0.25, -0.5], np.float32), RATE, "hello")
+        assert process.measure({"peak": {"times": 3}}, sample) == {"peak": (1.5, "hello", True)}
+        assert process.measure({"peak": {}}, replace(sample, text="short")) == {"peak": (1.0, "too short", False)}
+        with pytest.raises(MeterError) as caught:
+            process.measure({"peak": {}}, replace(sample, text="fail"))
+        assert "no such text" in str(caught.value)
+        process.close()

@@ -1,0 +1,191 @@
+"""The pool of meters: what waits, what is dropped, what a hang, a full disk and an empty file lead to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import IO
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from jobs.quality import Option
+from pipelines.errors import ErrorCode, NightjarError, StoreError
+from worker.quality.metrics import Readings, Sample
+from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask, Place, Spool
+from worker.quality.process import MeterHangError
+
+RATE = 16_000
+
+
+class Blocked:
+    """A host that waits to be let go."""
+
+    def __init__(self, go: threading.Event, fail: NightjarError | None = None) -> None:
+        self._go = go
+        self.fail = fail
+        self.measured = 0
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+        assert self._go.wait(240)
+        self.measured += 1
+        if self.fail is not None:
+            raise self.fail
+        return {"sum": (float(sample.samples.sum()), "")}
+
+    def stop(self) -> None:
+        """Is let go by its test."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class TestPool:
+    def test_submitting_never_waits_and_every_sample_comes_back_whole(self) -> None:
+        go, results, all_done = threading.Event(), {}, threading.Event()
+        host = Blocked(go)
+        pool = MeterPool(in_memory=3, open_host=lambda: host)
+
+        def take(number: int, samples: NDArray[np.float32], readings: Readings | NightjarError) -> None:
+            results[number] = (samples, readings)
+            if len(results) == 20:
+                all_done.set()
+
+        for number in range(20):
+            samples = np.full(100 + number, number, np.float32)
+            done = lambda got, readings, number=number: take(number, got, readings)  # noqa: E731
+            pool.submit(MeterTask({}, Sample(samples, RATE, ""), lambda: False, done, lambda: None))
+        assert (host.measured, pool.waiting >= 19) == (0, True)
+        go.set()
+        assert all_done.wait(240)
+        for number, (samples, readings) in results.items():
+            assert np.array_equal(samples, np.full(100 + number, number, np.float32))
+            assert readings == {"sum": (number * (100.0 + number), "")}
+        pool.close()
+
+    def test_what_nobody_waits_for_is_dropped_and_closing_drops_the_rest(self) -> None:
+        go, dropped = threading.Event(), []
+        host = Blocked(go)
+        pool = MeterPool(open_host=lambda: host)
+        for number in range(4):
+            task = MeterTask(
+                {}, Sample(np.zeros(4, np.float32), RATE, ""), lambda number=number: number == 1, lambda *_: None,
+                lambda number=number: dropped.append(number),
+            )  # fmt: skip
+            pool.submit(task)
+        closer = threading.Thread(target=pool.close)
+        closer.start()
+        go.set()
+        closer.join(240)
+        assert not closer.is_alive()
+        assert 1 in dropped
+        assert host.measured + len(dropped) == 4
+
+    def test_a_file_of_samples_starts_anew_when_it_is_empty(self) -> None:
+        spool = Spool()
+        places = [spool.put(np.arange(count, dtype=np.float32)) for count in (3, 5)]
+        assert [spool.take(place).tolist() for place in reversed(places)] == [[0, 1, 2, 3, 4], [0, 1, 2]]
+        place = spool.put(np.ones(1, np.float32))
+        assert (place.start, place.count) == (0, 1)
+        spool.close()
+
+    def test_a_full_file_of_samples_goes_when_nothing_of_it_is_held(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        files: list[IO[bytes]] = []
+        make = tempfile.TemporaryFile
+
+        def noted(**options: str) -> IO[bytes]:
+            files.append(make(**options))
+            return files[-1]
+
+        monkeypatch.setattr("worker.quality.pool.tempfile.TemporaryFile", noted)
+        spool, waiting = Spool(file_bytes=100), deque[Place]()
+        for number in range(200):
+            waiting.append(spool.put(np.full(10, number, np.float32)))
+            if len(waiting) > 4:
+                assert spool.take(waiting.popleft()).tolist() == [number - 4] * 10
+        open_files = [file for file in files if not file.closed]
+        assert sum(os.fstat(file.fileno()).st_size for file in open_files) <= 3 * 120
+        while waiting:
+            spool.take(waiting.popleft())
+        spool.close()
+        assert all(file.closed for file in files)
+
+
+class TestPoolFaults:
+    def results(self, pool: MeterPool, items: list[str]) -> list[Readings | NightjarError]:
+        """What comes back for one draw of each item, in turn."""
+        found: list[Readings | NightjarError] = []
+        came = threading.Semaphore(0)
+
+        def done(_: NDArray[np.float32], readings: Readings | NightjarError) -> None:
+            found.append(readings)
+            came.release()
+
+        for item in items:
+            pool.submit(MeterTask({"asr": {}}, Sample(np.zeros(4, np.float32), RATE, ""), lambda: False, done, lambda: None, item))
+            assert came.acquire(timeout=240)
+        return found
+
+    def test_meters_that_hang_on_everything_are_an_outage_and_one_item_is_none(self) -> None:
+        go = threading.Event()
+        go.set()
+        host = Blocked(go, MeterHangError("It took long."))
+        pool = MeterPool(open_host=lambda: host)
+        codes = [found.code for found in self.results(pool, ["a"] * 2 * HANGS_IN_A_ROW) if isinstance(found, NightjarError)]
+        assert codes == [ErrorCode.QA_METER] * 2 * HANGS_IN_A_ROW
+        codes = [found.code for found in self.results(pool, ["b", "c", "d", "a"]) if isinstance(found, NightjarError)]
+        assert codes == [ErrorCode.QA_METER, *[ErrorCode.MODEL_UNREACHABLE] * 3]
+        host.fail = None
+        assert self.results(pool, ["e"]) == [{"sum": (0.0, "")}]
+        host.fail = MeterHangError("It took long.")
+        (found,) = self.results(pool, ["f"])
+        assert isinstance(found, MeterHangError)
+        pool.close()
+
+    def test_outages_in_a_row_are_told_so_often_and_anew_after_an_answer(self) -> None:
+        go = threading.Event()
+        go.set()
+        host = Blocked(go, MeterHangError("It took long."))
+        pool = MeterPool(open_host=lambda: host)
+        for _ in range(2):
+            host.fail = MeterHangError("It took long.")
+            items = ["a", "b", "c"] * OUTAGES_IN_A_ROW
+            codes = [found.code for found in self.results(pool, items) if isinstance(found, NightjarError)]
+            outages = [ErrorCode.MODEL_UNREACHABLE] * OUTAGES_IN_A_ROW
+            assert codes[: HANGS_IN_A_ROW - 1 + OUTAGES_IN_A_ROW] == [ErrorCode.QA_METER] * (HANGS_IN_A_ROW - 1) + outages
+            assert set(codes[HANGS_IN_A_ROW - 1 + OUTAGES_IN_A_ROW :]) == {ErrorCode.QA_METER}
+            host.fail = None
+            assert self.results(pool, ["d"]) == [{"sum": (0.0, "")}]
+        pool.close()
+
+    @pytest.mark.parametrize(("number", "code"), [(errno.ENOSPC, ErrorCode.STORE_FULL), (errno.EACCES, ErrorCode.STORE_FORBIDDEN)])
+    def test_a_disk_without_room_for_draws_is_told_and_ends_no_thread(
+        self, number: int, code: ErrorCode, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(**_: object) -> None:
+            raise OSError(number, "no")
+
+        go = threading.Event()
+        go.set()
+        pool = MeterPool(in_memory=0, open_host=lambda: Blocked(go))
+        with monkeypatch.context() as patched:
+            patched.setattr("worker.quality.pool.tempfile.TemporaryFile", refuse)
+            with pytest.raises(StoreError) as caught:
+                self.results(pool, ["a"])
+        assert caught.value.code is code
+        assert self.results(pool, ["a"]) == [{"sum": (0.0, "")}]
+
+        def unreadable(*_: object) -> bytes:
+            raise OSError(number, "no")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("worker.quality.pool.os.pread", unreadable)
+            (found,) = self.results(pool, ["b"])
+        assert isinstance(found, StoreError)
+        assert self.results(pool, ["c"]) == [{"sum": (0.0, "")}]
+        pool.close()

@@ -1,0 +1,469 @@
+"""The shard runner on a real ledger: every item once, whatever engine, store and ledger do."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import soundfile
+
+from jobs.ingest import SubmitOptions
+from jobs.layout import SPEC_SHA_CHARACTERS
+from jobs.ledger import Ledger
+from jobs.ledger.records import CommitResult, ItemState, JobState, Outcome, ShardState, Ticket
+from jobs.manifest import read_manifest
+from jobs.quality import quality_of
+from jobs.store.base import PutResult
+from pipelines.audio import encode
+from pipelines.errors import ErrorCode, ServiceError, StoreError
+from pipelines.registry import register_pipeline
+from pipelines.request import Speech, SynthesisRequest
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
+from tests.support.ledger_kit import wake
+from tests.support.worker_rig import WORKER, Rig
+from worker.shard_runner import ShardEnd
+
+Build = Callable[..., Rig]
+
+
+@pytest.fixture
+def build(tmp_path: Path) -> Iterator[Build]:
+    """Builds rigs that are closed after the test."""
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    rigs: list[Rig] = []
+
+    def build_rig(**options: object) -> Rig:
+        rigs.append(Rig(tmp_path, **options))  # pyright: ignore[reportArgumentType]
+        return rigs[-1]
+
+    yield build_rig
+    for one in rigs:
+        one.close()
+    forget()
+
+
+class Recording:
+    """A ledger that counts commits and fails those it is told to."""
+
+    def __init__(self, ledger: Ledger, failures: int = 0) -> None:
+        self.ledger = ledger
+        self.failures = failures
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.ledger, name)
+
+    def commit(self, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
+        self.sizes.append(len(outcomes))
+        if self.failures:
+            self.failures -= 1
+            raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, "The ledger is away.")
+        return self.ledger.commit(ticket, outcomes)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def test_every_item_is_stored_committed_and_listed_in_the_manifest(build: Build) -> None:
+    rig = build()
+    job = rig.submit([f"text {n}" for n in range(100)], seed=5)
+    assert rig.run_next() is ShardEnd.FINISHED
+    status = rig.status(job)
+    assert (status.job.state, status.items.done, status.items.total) == (JobState.COMPLETED, 100, 100)
+    rows = rig.items(job)
+    assert len(rig.audio()) == 100
+    for row in rows:
+        assert row.artifact is not None
+        data, metadata = rig.store.objects[row.artifact.key]
+        assert data == encode(sine(f"text {row.index}", row.artifact.seed), SAMPLE_RATE, "wav")
+        assert metadata == {"seed": str(row.artifact.seed), "spec_sha": job.spec_sha[:SPEC_SHA_CHARACTERS]}
+        assert (row.artifact.bytes, row.artifact.samples) == (len(data), soundfile.info(io.BytesIO(data)).frames)
+    (key,) = [key for key in rig.store.objects if "/manifest/" in key]
+    entries = list(read_manifest(rig.store, key))
+    assert [(entry.example_id, entry.text) for entry in entries] == [(f"item-{n}", f"text {n}") for n in range(100)]
+
+
+def test_flac_jobs_get_flac(build: Build) -> None:
+    rig = build()
+    rig.submit(["one"], format="flac")
+    rig.run_next()
+    ((key, data),) = rig.audio().items()
+    assert key.endswith(".flac")
+    assert soundfile.info(io.BytesIO(data)).format == "FLAC"
+
+
+def test_what_a_model_writes_is_stored_beside_its_speech(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["[[says:bonjour]] hello"])
+    rig.run_next()
+    assert rig.store.get(f"jobs/{job.id}/text/00000/000000000-item-0.txt") == b"bonjour"
+    (row,) = rig.items(job)
+    assert row.artifact is not None
+    assert row.artifact.kind == "audio"
+    assert rig.status(job).audio_ms == row.artifact.duration_ms
+
+
+def test_the_engines_time_is_shared_out_among_its_items(build: Build) -> None:
+    rig = build(pipeline=FakePipeline(seconds=0.2, slots=4))
+    job = rig.submit([f"text {n}" for n in range(8)])
+    started_at = time.monotonic()
+    rig.run_next()
+    assert 380 <= rig.status(job).engine_ms <= (time.monotonic() - started_at) * 1000 + 8
+
+
+def test_what_failed_items_took_of_the_engine_is_counted_in_every_attempt(build: Build) -> None:
+    clock = FakeClock()
+
+    class Slow(FakePipeline):
+        def _finish(self, request: SynthesisRequest, future: Future[Speech]) -> None:
+            clock.advance(1)
+            super()._finish(request, future)
+
+    rig = build(clock=clock, pipeline=Slow(), lease_seconds=1000)
+    options, basic = SubmitOptions(max_attempts=2), quality_of("basic")
+    plain = [rig.submit([text], options=options) for text in ("fine", "[[fail:synth.oom]]", "[[silent]]")]
+    checked = [rig.submit([text], options=options, quality=basic) for text in ("[[silent]]", "[[nan]]")]
+    while not all(rig.status(job).job.state.final for job in (*plain, *checked)):
+        wake(rig.ledger)
+        rig.run_next()
+    assert [rig.status(job).engine_ms for job in plain] == [1000, 2000, 1000]
+    # The second draw fails as the first did, and is the last.
+    assert [rig.status(job).engine_ms for job in checked] == [2000, 2000]
+
+
+def test_items_that_are_done_are_not_run_again(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["good one", "[[fail_once:synth.oom]] bad one"])
+    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.status(job).shards[ShardState.READY] == 1
+    assert [row.state for row in rig.items(job)] == [ItemState.DONE, ItemState.PENDING]
+    assert rig.run_next() is ShardEnd.FINISHED
+    assert [request.split("/")[1] for request in rig.pipeline.submitted] == ["0", "1", "1"]
+    assert rig.status(job).job.state is JobState.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("marker", "code"),
+    [
+        ("[[nan]]", ErrorCode.SYNTH_NAN),
+        ("[[empty]]", ErrorCode.SYNTH_NO_AUDIO),
+        ("[[silent]]", ErrorCode.SYNTH_SILENT),
+        ("[[fail:synth.no_eos]]", ErrorCode.SYNTH_NO_EOS),
+        ("[[refuse:input.too_long]]", ErrorCode.INPUT_TOO_LONG),
+    ],
+)
+def test_bad_speech_fails_its_item_and_is_never_stored(build: Build, marker: str, code: ErrorCode) -> None:
+    rig = build()
+    job = rig.submit(["before", f"{marker} bad", "after"])
+    assert rig.run_next() is ShardEnd.FINISHED
+    assert [row.state for row in rig.items(job)] == [ItemState.DONE, ItemState.FAILED, ItemState.DONE]
+    assert rig.items(job)[1].error_code is code
+    assert len(rig.audio()) == 2
+    assert rig.status(job).job.state is JobState.COMPLETED_WITH_ERRORS
+
+
+def test_outcomes_are_committed_in_micro_batches(build: Build) -> None:
+    rig = build(commit_items=10, commit_seconds=600.0)
+    rig.submit([f"text {n}" for n in range(35)])
+    ledger = Recording(rig.ledger)
+    rig.runner_on(ledger).run(rig.claim_next())  # pyright: ignore[reportArgumentType]
+    assert ledger.sizes == [10, 10, 10, 5]
+
+
+def test_an_outcome_waits_no_longer_than_the_commit_time(build: Build) -> None:
+    rig = build(pipeline=FakePipeline(slots=2), commit_items=64, commit_seconds=0.2)
+    job = rig.submit(["quick", "[[slow:6000]] late"])
+    thread = threading.Thread(target=rig.run_next)
+    thread.start()
+    wait_for(lambda: rig.status(job).items.done == 1)
+    assert thread.is_alive()
+    rig.leases.drain()
+    thread.join(240)
+    assert not thread.is_alive()
+
+
+def test_a_ledger_that_is_away_for_a_while_costs_no_item(build: Build) -> None:
+    rig = build(clock=FakeClock(), lease_seconds=1000.0)
+    job = rig.submit([f"text {n}" for n in range(20)])
+    ledger = Recording(rig.ledger, failures=6)
+    assert rig.runner_on(ledger).run(rig.claim_next()) is ShardEnd.FINISHED  # pyright: ignore[reportArgumentType]
+    assert rig.status(job).items.done == 20
+    assert rig.metrics.registry.get_sample_value("speech_service_retries_total", {"code": "ledger.unreachable"}) == 6
+
+
+def test_a_ledger_that_stays_away_ends_the_shard_when_the_lease_is_over(build: Build) -> None:
+    rig = build(clock=FakeClock(), lease_seconds=60.0)
+    job = rig.submit(["text"])
+    ledger = Recording(rig.ledger, failures=10**6)
+    assert rig.runner_on(ledger).run(rig.claim_next()) is ShardEnd.LOST  # pyright: ignore[reportArgumentType]
+    assert rig.status(job).items.done == 0
+    assert len(rig.leases) == 0
+
+
+def test_a_store_that_is_away_for_a_while_costs_no_item(build: Build) -> None:
+    rig = build(clock=FakeClock(), lease_seconds=1000.0)
+    job = rig.submit([f"text {n}" for n in range(20)])
+    rig.store.fail_next = [StoreError(ErrorCode.STORE_UNREACHABLE, "The store is away.") for _ in range(12)]
+    assert rig.run_next() is ShardEnd.FINISHED
+    assert not rig.store.fail_next
+    rows = rig.items(job)
+    assert [row.state for row in rows] == [ItemState.DONE] * 20
+    made = {row.artifact.key: sine(f"text {row.index}", row.artifact.seed) for row in rows if row.artifact is not None}
+    assert rig.audio() == {key: encode(samples, SAMPLE_RATE, "wav") for key, samples in made.items()}
+
+
+def test_an_input_that_is_gone_fails_the_shard_cleanly(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["text"])
+    lease = rig.claim_next()
+    rig.store.delete(lease.input_key)
+    assert rig.runner.run(lease) is ShardEnd.FAILED
+    assert rig.items(job)[0].error_code is ErrorCode.STORE_MISSING
+
+
+def test_a_lost_lease_aborts_its_requests_and_writes_nothing(build: Build) -> None:
+    rig = build(pipeline=FakePipeline(slots=2))
+    job = rig.submit(["[[slow:6000]] one", "[[slow:6000]] two", "[[slow:6000]] three"])
+    ends: list[ShardEnd] = []
+    lease = rig.claim_next()
+    thread = threading.Thread(target=lambda: ends.append(rig.runner.run(lease)))
+    thread.start()
+    wait_for(lambda: len(rig.pipeline.submitted) == 3)
+    rig.ledger.cancel(job.id)
+    tickets = rig.leases.tickets()
+    lost = rig.ledger.heartbeat(WORKER.id, tickets, 60)
+    assert rig.leases.renewed(tickets, lost, rig.clock.monotonic()) == 1
+    thread.join(240)
+    assert ends == [ShardEnd.LOST]
+    assert set(rig.pipeline.aborted) == set(rig.pipeline.submitted)
+    assert rig.audio() == {}
+    assert rig.status(job).items.skipped == 3
+
+
+def test_a_stale_worker_changes_nothing(build: Build) -> None:
+    rig = build(pipeline=FakePipeline(seconds=0.3), lease_seconds=0.1)
+    job = rig.submit(["text"])
+    stale = rig.claim_next()
+    wait_for(lambda: rig.ledger.reconcile().expired_leases)
+    rig.leases.lease_seconds = 1000.0
+    assert rig.runner.run(stale) is ShardEnd.LOST
+    assert rig.status(job).items.done == 0
+
+
+@pytest.mark.parametrize("code", [ErrorCode.STORE_FULL, ErrorCode.STORE_FORBIDDEN])
+def test_a_store_that_a_person_has_to_mend_ends_the_lease_and_no_item(build: Build, code: ErrorCode) -> None:
+    rig = build()
+    job = rig.submit([f"text {n}" for n in range(8)])
+    lease = rig.claim_next()
+    put, puts = rig.store.put, itertools.count()
+
+    def refuse(*arguments: Any, **more: Any) -> PutResult:
+        if next(puts) >= 3:
+            raise StoreError(code, "It takes no more.", "Mend it.")
+        return put(*arguments, **more)
+
+    rig.store.put = refuse
+    assert rig.runner.run(lease) is ShardEnd.FAILED
+    assert rig.status(job).items.failed == 0
+    assert {row.attempts for row in rig.items(job) if row.error_code is None and row.artifact is None} == {0}
+    outage = rig.ledger.last_outage(job.id)
+    assert outage is not None
+    assert (outage.code, outage.message) == (code, "It takes no more. Mend it.")
+    rig.store.put = put
+    rig.ledger.wake(job.id)
+    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.status(job).items.done == 8
+    assert rig.ledger.last_outage(job.id) is None
+
+
+def test_the_object_of_an_earlier_holder_is_adopted(build: Build) -> None:
+    rig = build(clock=FakeClock(), lease_seconds=60.0)
+    job = rig.submit(["text"], seed=1)
+    first = rig.claim_next()
+    ledger = Recording(rig.ledger, failures=10**6)
+    assert rig.runner_on(ledger).run(first) is ShardEnd.LOST  # pyright: ignore[reportArgumentType]
+    (before,) = rig.audio().values()
+    assert rig.ledger.release(first.ticket, "test")
+    assert rig.run_next() is ShardEnd.FINISHED
+    assert list(rig.audio().values()) == [before]
+    assert rig.status(job).items.done == 1
+
+
+def test_an_object_of_another_spec_is_not_adopted(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["text"])
+    rig.store.put(f"jobs/{job.id}/audio/00000/000000000-item-0.wav", b"other", metadata={"spec_sha": "other"})
+    rig.run_next()
+    assert rig.items(job)[0].error_code is ErrorCode.STORE_CONFLICT
+
+
+def test_a_slow_item_times_out_and_the_others_are_kept(build: Build) -> None:
+    clock = FakeClock()
+    rig = build(pipeline=FakePipeline(slots=4), clock=clock, item_timeout_seconds=30, lease_seconds=1000)
+    job = rig.submit(["quick", "[[hang]] never", "[[slow:6000]] late"], options=SubmitOptions(max_attempts=1))
+    ends: list[ShardEnd] = []
+    thread = threading.Thread(target=lambda: ends.append(rig.run_next()))
+    thread.start()
+    wait_for(lambda: len(rig.pipeline.submitted) == 3 and len(rig.audio()) == 1 and not fed())
+    clock.advance(31)
+    thread.join(240)
+    assert ends == [ShardEnd.FINISHED]
+    assert [row.error_code for row in rig.items(job)] == [None, ErrorCode.SYNTH_TIMEOUT, ErrorCode.SYNTH_TIMEOUT]
+    assert len(rig.pipeline.aborted) == 2
+    # They kept the engine at work for all their time.
+    assert rig.status(job).engine_ms == 31_000
+
+
+def fed() -> list[threading.Thread]:
+    """The threads that still feed items to an engine."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("feeder-")]
+
+
+def test_an_engine_that_takes_no_more_requests_is_opened_anew(build: Build) -> None:
+    clock, pipeline = FakeClock(), FakePipeline(slots=1, waiting_room=1)
+    rig = build(pipeline=pipeline, clock=clock, item_timeout_seconds=30, lease_seconds=1000)
+    rig.submit([f"[[hang]] {n}" for n in range(4)])
+    ends: list[ShardEnd] = []
+    thread = threading.Thread(target=lambda: ends.append(rig.run_next()))
+    thread.start()
+    wait_for(lambda: len(pipeline.submitted) == 3)
+    clock.advance(31)
+    thread.join(240)
+    assert ends == [ShardEnd.FAILED]
+    assert pipeline.closes == 1
+    assert rig.pipelines.pipelines() == []
+
+
+def test_an_engine_that_fails_everything_is_opened_anew(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["[[fail:synth.engine]] a", "[[fail:synth.engine]] b"])
+    assert rig.run_next() is ShardEnd.FINISHED
+    assert rig.pipeline.closes == 1
+    assert [row.state for row in rig.items(job)] == [ItemState.PENDING, ItemState.PENDING]
+
+
+def test_a_drain_keeps_what_is_done_and_gives_the_rest_back(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.shard_runner.STORING_SECONDS", 240.0)
+    rig = build(pipeline=FakePipeline(slots=8), commit_seconds=600.0)
+    job = rig.submit(["quick", "[[slow:6000]] late"])
+    ends: list[ShardEnd] = []
+    lease = rig.claim_next()
+    thread = threading.Thread(target=lambda: ends.append(rig.runner.run(lease)))
+    thread.start()
+    wait_for(lambda: len(rig.audio()) == 1 and len(rig.pipeline.submitted) == 2)
+    rig.leases.drain()
+    thread.join(240)
+    assert ends == [ShardEnd.RELEASED]
+    status = rig.status(job)
+    assert (status.items.done, status.items.pending) == (1, 1)
+    assert status.shards[ShardState.READY] == 1
+    assert rig.claim_next().open_items.keys() == {1}
+
+
+class Asked(Recording):
+    """Says when a worker has heard twice that its job is paused: it has acted on the first answer by then."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
+        self.heard = 0
+
+    def job_state(self, job_id: str) -> JobState:
+        state = self.ledger.job_state(job_id)
+        self.heard += state is JobState.PAUSED
+        return state
+
+
+def test_a_pause_gives_back_what_was_not_begun(build: Build, tmp_path: Path) -> None:
+    rig = build(pipeline=FakePipeline(slots=1, waiting_room=1), commit_seconds=0.05)
+    gate = tmp_path / "gate"
+    texts = [f"[[until:{gate}]] {n}" for n in range(10)]
+    texts[1] += " [[silent]]"
+    job = rig.submit(texts, quality=quality_of("basic"))
+    ledger, lease = Asked(rig.ledger), rig.claim_next()
+    ends: list[ShardEnd] = []
+    runner = rig.runner_on(ledger)  # pyright: ignore[reportArgumentType]
+    thread = threading.Thread(target=lambda: ends.append(runner.run(lease)))
+    thread.start()
+    # One runs, one waits for it, and one waits to be let in.
+    wait_for(lambda: len(rig.pipeline.submitted) == 3)
+    rig.ledger.pause(job.id)
+    wait_for(lambda: ledger.heard > 1)
+    gate.touch()
+    thread.join(240)
+    assert ends == [ShardEnd.RELEASED]
+    # The silent one is not drawn again now.
+    assert len(rig.pipeline.submitted) == 3
+    status = rig.status(job)
+    assert (status.job.state, status.items.done, status.items.pending) == (JobState.PAUSED, 2, 8)
+    rig.ledger.resume(job.id)
+    again = rig.claim_next()
+    assert again.open_items.keys() == {1, *range(3, 10)}
+    assert {attempts for _, attempts in again.open_items.values()} == {0}
+    assert rig.runner.run(again) is ShardEnd.FINISHED
+    assert rig.status(job).items.done == 9
+
+
+def test_a_job_that_is_paused_while_its_model_opens_is_not_begun(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["text"])
+    lease = rig.claim_next()
+    rig.ledger.pause(job.id)
+    assert rig.runner.run(lease) is ShardEnd.RELEASED
+    assert (rig.pipeline.submitted, rig.status(job).items.pending) == ([], 1)
+
+
+def test_a_spent_error_budget_stops_the_shard_in_hand(build: Build, tmp_path: Path) -> None:
+    rig = build(pipeline=FakePipeline(slots=1, waiting_room=1), commit_seconds=0.05)
+    gate = tmp_path / "gate"
+    job = rig.submit(
+        ["[[refuse:input.too_long]] a", "[[refuse:input.too_long]] b", *[f"[[until:{gate}]] {n}" for n in range(8)]],
+        options=SubmitOptions(error_budget=0.1),
+    )
+    ledger = Asked(rig.ledger)
+    lease = rig.claim_next()
+    thread = threading.Thread(target=rig.runner_on(ledger).run, args=(lease,))  # pyright: ignore[reportArgumentType]
+    thread.start()
+    wait_for(lambda: ledger.heard > 1)
+    gate.touch()
+    thread.join(240)
+    status = rig.status(job)
+    assert (status.job.state, status.items.failed) == (JobState.PAUSED, 2)
+    assert "2 of 2 items failed" in status.job.state_reason
+    assert status.items.pending >= 5
+    assert status.shards == {ShardState.READY: 1}
+
+
+def test_two_shards_share_one_engine(build: Build) -> None:
+    pipeline = FakePipeline(seconds=0.05, slots=4)
+    rig = build(pipeline=pipeline)
+    jobs = [rig.submit([f"{name} {n}" for n in range(10)]) for name in "ab"]
+    threads = [threading.Thread(target=rig.runner.run, args=(rig.claim_next(),)) for _ in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(240)
+    assert [rig.status(job).items.done for job in jobs] == [10, 10]
+    assert rig.opened == ["fake"]
+
+
+def test_retried_items_get_a_new_manifest_beside_the_old_one(build: Build) -> None:
+    rig = build()
+    job = rig.submit(["good", "[[fail_once:synth.no_eos]] bad"])
+    rig.run_next()
+    assert rig.ledger.retry(job.id, None) == 1
+    rig.run_next()
+    keys = sorted(key for key in rig.store.objects if "/manifest/" in key)
+    assert [len(list(read_manifest(rig.store, key))) for key in keys] == [2, 1]
+    assert rig.status(job).job.state is JobState.COMPLETED

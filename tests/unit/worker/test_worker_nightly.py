@@ -1,0 +1,134 @@
+"""Nightly schedules on a real ledger, a folder store and the fake engine."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from datetime import UTC, date, datetime, tzinfo
+from pathlib import Path
+
+import pytest
+from celery.schedules import crontab
+
+from jobs.ledger import Ledger
+from jobs.settings import Schedule, Settings, SweepSettings
+from pipelines.errors import ConfigError
+from pipelines.registry import register_pipeline
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import FakePipeline
+from worker import nightly
+from worker.nightly import NightEnd, input_of, last_night, run_nights
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Iterator[Settings]:
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    schedule = Schedule(input=str(tmp_path / "in-{date}.jsonl"), model="fake", seed=4)
+    settings = Settings(home=tmp_path / "home", schedules={"evening": schedule})
+    ledger = Ledger.open(settings.ledger_url)
+    ledger.migrate()
+    ledger.close()
+    yield settings
+    forget()
+
+
+def write_night(tmp_path: Path, night: str) -> None:
+    line = {"example_id": "one", "messages": [["user", "text", f"good night {night}"]]}
+    (tmp_path / f"in-{night}.jsonl").write_text(json.dumps(line) + "\n")
+
+
+def ends(settings: Settings, night: str | None, catch_up: int = 0) -> list[NightEnd]:
+    return [one.end for one in run_nights(settings, night, catch_up).nights]
+
+
+def test_a_night_is_submitted_once(tmp_path: Path, settings: Settings) -> None:
+    write_night(tmp_path, "2026-11-20")
+    assert ends(settings, "2026-11-20") == [NightEnd.SUBMITTED]
+    assert ends(settings, "2026-11-20") == [NightEnd.RAN]
+    ledger = Ledger.open(settings.ledger_url)
+    (job,) = ledger.jobs()
+    ledger.close()
+    assert (job.name, job.spec.model, job.spec.seed) == ("evening 2026-11-20", "fake", 4)
+    assert job.labels == {"schedule": "evening", "night": "2026-11-20"}
+
+
+def test_equal_files_of_two_nights_are_two_jobs(tmp_path: Path, settings: Settings) -> None:
+    for night in ("2026-11-19", "2026-11-20"):
+        write_night(tmp_path, "x")
+        (tmp_path / "in-x.jsonl").rename(tmp_path / f"in-{night}.jsonl")
+    assert ends(settings, "2026-11-20", 1) == [NightEnd.SUBMITTED, NightEnd.SUBMITTED]
+    ledger = Ledger.open(settings.ledger_url)
+    assert len(ledger.jobs()) == 2
+    ledger.close()
+
+
+def test_a_missing_file_is_reported_and_caught_up_later(tmp_path: Path, settings: Settings) -> None:
+    report = run_nights(settings, "2026-11-20", 0)
+    assert [one.end for one in report.nights] == [NightEnd.MISSING]
+    assert report.failed
+    assert "in-2026-11-20.jsonl" in str(report.nights[0])
+    write_night(tmp_path, "2026-11-20")
+    write_night(tmp_path, "2026-11-22")
+    assert ends(settings, "2026-11-22", 2) == [NightEnd.SUBMITTED, NightEnd.MISSING, NightEnd.SUBMITTED]
+
+
+def test_a_crash_before_the_night_was_recorded_makes_no_second_job(tmp_path: Path, settings: Settings) -> None:
+    write_night(tmp_path, "2026-11-20")
+    ends(settings, "2026-11-20")
+    ledger = Ledger.open(settings.ledger_url)
+    ledger.schedule_forget("evening", "2026-11-20")
+    assert ends(settings, "2026-11-20") == [NightEnd.SUBMITTED]
+    assert len(ledger.jobs()) == 1
+    ledger.close()
+
+
+def test_a_bad_file_fails_the_night(tmp_path: Path, settings: Settings) -> None:
+    (tmp_path / "in-2026-11-20.jsonl").write_text("not json\n")
+    strict = settings.model_copy(update={"schedules": {"evening": settings.schedules["evening"].model_copy(update={"on_error": "abort"})}})
+    assert ends(strict, "2026-11-20") == [NightEnd.FAILED]
+
+
+@pytest.mark.parametrize(("night", "names"), [("20-11-2026", ()), ("2026-11-20", ("morning",))])
+def test_wrong_names_are_refused(settings: Settings, night: str, names: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        run_nights(settings, night, 0, names)
+
+
+def test_inputs_name_their_night() -> None:
+    assert input_of(Schedule(input="s3://b/{date}/in.jsonl"), date(2026, 1, 2)) == "s3://b/2026-01-02/in.jsonl"
+    assert input_of(Schedule(input="/in/%Y/%m/%d.jsonl"), date(2026, 1, 2)) == "/in/2026/01/02.jsonl"
+    assert last_night(datetime(2026, 1, 2, 1, 30)) == date(2026, 1, 2)
+
+
+@pytest.mark.parametrize(("zone", "night"), [("Pacific/Auckland", 21), ("UTC", 20), ("Pacific/Honolulu", 20)])
+def test_the_night_is_the_date_where_the_worker_runs(zone: str, night: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class At(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> datetime:
+            return datetime.fromtimestamp(datetime(2026, 11, 20, 14, 0, tzinfo=UTC).timestamp(), tz)
+
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        monkeypatch.setattr(nightly, "datetime", At)
+        assert last_night() == date(2026, 11, night)
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_beat_sends_every_schedule_at_its_time(settings: Settings) -> None:
+    from worker.celery_app import beat_schedule
+
+    entries = beat_schedule(settings)
+    assert entries["nightly-evening"]["schedule"] == crontab(minute=0, hour=2)
+    assert entries["nightly-evening"]["kwargs"] == {"schedule": "evening"}
+
+
+@pytest.mark.parametrize("daily", [False, True])
+def test_beat_sends_the_sweep_only_if_asked(settings: Settings, daily: bool) -> None:
+    from worker.celery_app import beat_schedule
+
+    assert ("sweep" in beat_schedule(settings.model_copy(update={"sweep": SweepSettings(daily=daily)}))) is daily
+    assert not settings.sweep.delete

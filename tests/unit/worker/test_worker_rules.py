@@ -1,0 +1,132 @@
+"""Rules of leases, isolation and adoption that only show when something has gone wrong before."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jobs.ledger import Ledger, control
+from jobs.ledger.records import ItemState, JobState, Ticket
+from jobs.settings import Settings
+from pipelines.audio import encode
+from pipelines.errors import ErrorCode
+from pipelines.registry import register_pipeline
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
+from tests.support.ledger_kit import failed, lease_next, rows, states, submit
+from tests.support.worker_rig import WORKER, Rig
+from worker.leases import GoneReason
+from worker.maintenance import Housekeeping
+from worker.runtime import Handling, Runtime
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    ledger = Ledger.open(f"sqlite:///{tmp_path}/ledger.sqlite")
+    ledger.migrate()
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    rig = Rig(tmp_path, clock=FakeClock(), lease_seconds=60.0)
+    yield rig
+    rig.close()
+    forget()
+
+
+def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime(Settings(home=tmp_path))
+    told: list[str] = []
+    begun = {0: threading.Event(), 1: threading.Event()}
+
+    def run(lease: Any) -> None:
+        told.append(f"begin {lease.shard_no}")
+        begun[lease.shard_no].set()
+        if lease.shard_no == 0:
+            # Time for the other one to begin, if nothing holds it.
+            begun[1].wait(1.0)
+        told.append(f"end {lease.shard_no}")
+
+    monkeypatch.setattr(runtime.ledger, "on_trial", lambda ticket: ticket.shard_no == 1)
+    monkeypatch.setattr(runtime.ledger, "claim", lambda ticket, *_: SimpleNamespace(shard_no=ticket.shard_no, epoch=1))
+    monkeypatch.setattr(runtime.runner, "run", run)
+    monkeypatch.setattr(runtime, "_end_job", lambda job_id: None)
+    ended: list[Handling] = []
+    threads = [threading.Thread(target=lambda no=no: ended.append(runtime.handle(Ticket("job", no, 0)))) for no in (0, 1)]
+    threads[0].start()
+    assert begun[0].wait(240)
+    threads[1].start()
+    for thread in threads:
+        thread.join(240)
+    assert ended == [Handling.RAN, Handling.RAN]
+    assert told == ["begin 0", "end 0", "begin 1", "end 1"]
+    runtime.stop()
+
+
+def test_an_adopted_object_is_described_as_it_is(rig: Rig) -> None:
+    job = rig.submit(["text"])
+    made = sine("A text that is longer, of an engine that has changed since.", 1)
+    data = encode(made, SAMPLE_RATE, "wav")
+    rig.store.put(f"jobs/{job.id}/audio/00000/000000000-item-0.wav", data, metadata={"spec_sha": job.spec_sha[:16]})
+    rig.run_next()
+    (item,) = rig.items(job)
+    assert item.artifact is not None
+    assert len(made) != len(sine("text", item.artifact.seed))
+    assert (item.artifact.samples, item.artifact.sample_rate, item.artifact.bytes) == (len(made), SAMPLE_RATE, len(data))
+    assert item.artifact.duration_ms == round(len(made) * 1000 / SAMPLE_RATE)
+    assert item.artifact.sha256 == hashlib.sha256(data).hexdigest()
+
+
+def test_retry_and_cancel_come_to_the_last_shard(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SHARDS_AT_ONCE", 2)
+    job = submit(ledger, (1,) * 5)
+    for _ in range(5):
+        lease = lease_next(ledger)
+        ledger.commit(lease.ticket, [failed(index, ErrorCode.SYNTH_NO_EOS) for index in lease.open_items])
+        ledger.finish_shard(lease.ticket)
+    assert ledger.retry(job.id, [ErrorCode.SYNTH_NO_EOS]) == 5
+    assert states(ledger, job.id) == [ItemState.PENDING] * 5
+    ledger.cancel(job.id)
+    assert states(ledger, job.id) == [ItemState.SKIPPED] * 5
+    assert ledger.job(job.id).state is JobState.CANCELLED
+
+
+def test_a_lease_is_as_long_as_it_was_asked_for(ledger: Ledger) -> None:
+    submit(ledger)
+    (ticket,) = ledger.take_ready(1)
+    lease = ledger.claim(ticket, "w1", 60.0)
+    assert lease is not None
+    for seconds in (60.0, 90.0):
+        ((length,),) = rows(ledger, "SELECT lease_until - heartbeat_at FROM shards")
+        assert length == pytest.approx(seconds, abs=0.01)
+        assert ledger.heartbeat("w1", [lease.ticket], 90.0) == set()
+
+
+def test_a_lease_is_renewed_from_the_moment_the_heartbeat_was_sent(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.submit(["text"])
+    held = rig.leases.hold(rig.claim_next())
+    clock = rig.clock
+    assert isinstance(clock, FakeClock)
+    heartbeat = rig.ledger.heartbeat
+
+    def slow(*arguments: Any) -> set[Ticket]:
+        lost = heartbeat(*arguments)
+        clock.advance(50)
+        return lost
+
+    monkeypatch.setattr(rig.ledger, "heartbeat", slow)
+    clock.advance(30)
+    Housekeeping(rig.ledger, rig.settings, WORKER, rig.leases, rig.metrics, clock, SimpleNamespace()).beat()  # type: ignore[arg-type]
+    clock.advance(5)
+    assert held.gone is None
+    clock.advance(10)
+    assert held.gone is GoneReason.EXPIRED

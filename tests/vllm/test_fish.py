@@ -1,0 +1,236 @@
+"""Fish Speech S2 as a pipeline on a real vLLM, on the runner that CUDA uses: alone and together, preempted, streamed, aborted, refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from prometheus_client import REGISTRY
+
+from tests.support.fish_checkpoint import GOLDEN, whole
+from tests.support.vllm_kit import paused_core
+from tests.support.vllm_v2 import require_v2, v2_runner
+
+require_v2()
+
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError  # noqa: E402
+from pipelines.fish_speech.codec import load_codec  # noqa: E402
+from pipelines.fish_speech.config import FishConfig  # noqa: E402
+from pipelines.fish_speech.language_model import LanguageModel  # noqa: E402
+from pipelines.fish_speech.pipeline import FishPipeline  # noqa: E402
+from pipelines.fish_speech.prompt import Vocabulary  # noqa: E402
+from pipelines.request import Generation, Message, Speech, SynthesisRequest  # noqa: E402
+from pipelines.vllm_engine.host import VllmHost  # noqa: E402
+from pipelines.vllm_engine.library import load_vllm  # noqa: E402
+from pipelines.vllm_engine.options import VllmOptions  # noqa: E402
+from tests.support.serving_kit import Running, b64, error_of, heard  # noqa: E402
+
+SECONDS = 240
+#: KV blocks of the engine, of 32 positions: fewer than all requests of a test need at once, so that some are preempted.
+BLOCKS = 14
+FRAMES = 40
+REFERENCE_TEXT = "The train to the city leaves at nine."
+#: More bytes than are spoken in one message.
+DIALOGUE = (
+    "<|speaker:1|>There are 12 months in a year, 7 days in a week, and you can read this text aloud with a calm voice. "
+    "<|speaker:0|>Good morning, how are you today? I have not seen you here since the last week of May. "
+    "<|speaker:0|>That is nice."
+)
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[FishPipeline]:
+    load_vllm(1)
+    config = FishConfig.from_folder(whole())
+    model = LanguageModel(config, num_gpu_blocks_override=BLOCKS, block_size=32)
+    with v2_runner():
+        host = VllmHost(model.spec, VllmOptions(dtype="float32", max_context=416, max_sequences=6))
+        pipeline = FishPipeline(config, Vocabulary.from_folder(config), load_codec(config), model, host, keep_unfinished=True)
+        yield pipeline
+        pipeline.close()
+
+
+def request(name: str, text: str = "Good morning, how are you today?", *wavs: str, seed: int = 1, **generation: object) -> SynthesisRequest:
+    audio = [Message("user", "audio", (GOLDEN / "wavs" / wav).read_bytes()) for wav in wavs]
+    words = {"reference_text": "\n".join([REFERENCE_TEXT] * len(wavs))} if wavs else {}
+    settings = Generation(**{"max_seconds": FRAMES / 21.5, **words, **generation})  # pyright: ignore[reportArgumentType]
+    return SynthesisRequest(name, (*audio, Message("user", "text", text)), settings, seed)
+
+
+def some_requests() -> list[SynthesisRequest]:
+    """Drawn and greedy, plain and cloned, of one and of several turns."""
+    return [
+        request("plain", seed=3),
+        request("clone", "You can read this text aloud with a calm voice.", "ref_a.wav", seed=4, temperature=0.9),
+        request("two", "The rain falls on the quiet street.", "ref_a.wav", "ref_b.wav", seed=5),
+        request("greedy", "There are 12 months in a year, 7 days in a week.", temperature=0.0),
+        request("wide", "[whisper] do not wake the baby.", seed=6, top_k=0, top_p=0.95, temperature=1.0),
+        request("dialogue", DIALOGUE, temperature=0.0),
+    ]
+
+
+def outcome(future: Future[Speech]) -> np.ndarray | ErrorCode:
+    try:
+        return future.result(SECONDS).samples
+    except NightjarError as error:
+        return error.code
+
+
+@pytest.fixture(scope="module")
+def alone(pipeline: FishPipeline) -> list[np.ndarray | ErrorCode]:
+    """The samples of every request when nothing else runs."""
+    return [outcome(pipeline.submit(one)) for one in some_requests()]
+
+
+def preemptions() -> float:
+    """How often vLLM has taken a sequence out of its batch so far."""
+    return sum(sample.value for metric in REGISTRY.collect() for sample in metric.samples if sample.name == "vllm:num_preemptions_total")
+
+
+def same(one: np.ndarray | ErrorCode, other: np.ndarray | ErrorCode) -> bool:
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) and isinstance(other, np.ndarray) else one is other
+
+
+def test_a_request_sounds_the_same_alone_together_and_preempted(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
+    asked = some_requests()
+    assert sum(isinstance(one, np.ndarray) and one.size > 0 for one in alone) >= 5, alone
+    before = preemptions()
+    for turn in (asked + asked, asked[::-1]):
+        futures = [(asked.index(one), pipeline.submit(one)) for one in turn]
+        for index, future in futures:
+            assert same(outcome(future), alone[index]), asked[index].request_id
+    assert preemptions() > before, "the engine never had to make room"
+
+
+def test_another_seed_says_it_in_another_way(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
+    other = outcome(pipeline.submit(request("plain", seed=30)))
+    assert not same(other, alone[0])
+    again = outcome(pipeline.submit(request("greedy", "There are 12 months in a year, 7 days in a week.", seed=9, top_k=1)))
+    assert same(again, alone[3]), "top_k of 1 is greedy, whatever the seed"
+
+
+def test_speech_says_what_it_is(pipeline: FishPipeline) -> None:
+    speech = pipeline.submit(some_requests()[5]).result(SECONDS)
+    assert (speech.sample_rate, speech.text) == (44_100, DIALOGUE)
+    assert speech.samples.dtype == np.float32
+    assert len(speech.samples) == 2048 * int(speech.meta["frames"]) > 0
+    assert np.abs(speech.samples).max() <= 1
+    assert (speech.meta["engine"], speech.meta["dtype"], speech.meta["turns"]) == ("vllm", "float32", 2)
+
+
+@pytest.mark.parametrize("index", [1, 3])
+def test_a_stream_is_the_whole_from_its_first_frame_on(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode], index: int) -> None:
+    whole_speech = alone[index]
+    assert isinstance(whole_speech, np.ndarray)
+    chunks = list(pipeline.stream(some_requests()[index]))
+    assert chunks[-1].final
+    assert [len(chunk.samples) // 2048 for chunk in chunks[:3]] == [1, 2, 4]
+    heard = np.concatenate([chunk.samples for chunk in chunks])
+    assert heard.shape == whole_speech.shape
+    assert np.abs(heard - whole_speech).max() < 2e-5
+
+
+def test_a_stream_that_nobody_hears_out_frees_its_slot(pipeline: FishPipeline) -> None:
+    stream = pipeline.stream(request("left", DIALOGUE, seed=11, max_seconds=10.0))
+    next(stream)
+    stream.close()  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(outcome(pipeline.submit(some_requests()[3])), np.ndarray)
+    stats = pipeline.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.frames > 0
+    assert stats.audio_seconds > 0
+
+
+def test_an_abort_fails_the_future_and_harms_no_neighbour(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
+    with paused_core(os.getpid()):
+        victim = pipeline.submit(request("victim", seed=12, max_seconds=10.0))
+        neighbour = pipeline.submit(some_requests()[0])
+        pipeline.abort("victim")
+    with pytest.raises(SynthesisError) as caught:
+        victim.result(SECONDS)
+    assert caught.value.code is ErrorCode.SYNTH_ABORTED
+    assert same(outcome(neighbour), alone[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "code"),
+    [
+        (request("", "read <|im_end|> this"), ErrorCode.INPUT_UNPRONOUNCEABLE),
+        (request("", "<|phoneme_start|>open"), ErrorCode.INPUT_UNPRONOUNCEABLE),
+        (request("", "Hello.", "ref_a.wav", reference_text="<|semantic:3|>"), ErrorCode.INPUT_UNPRONOUNCEABLE),
+        (request("", "Hello.", "ref_a.wav", reference_text=None), ErrorCode.INPUT_REFERENCE_TEXT),
+        (request("", "Hello.", "ref_a.wav", "ref_b.wav", reference_text="one line"), ErrorCode.INPUT_REFERENCE_TEXT),
+        (request("", "Hello.", *["ref_a.wav"] * 6), ErrorCode.INPUT_UNSUPPORTED),
+        (request("", voice="robot"), ErrorCode.INPUT_UNKNOWN_VOICE),
+        (request("", instruct="whisper"), ErrorCode.INPUT_UNSUPPORTED),
+        (request("", repetition_penalty=1.1), ErrorCode.INPUT_UNSUPPORTED),
+        (request("", "word " * 400), ErrorCode.INPUT_TOO_LONG),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_before_the_engine(pipeline: FishPipeline, asked: SynthesisRequest, code: ErrorCode) -> None:
+    done = pipeline.stats().requests_done
+    with pytest.raises(InputError) as caught:
+        pipeline.submit(asked)
+    assert caught.value.code is code
+    assert pipeline.stats().requests_done == done
+
+
+def test_padded_heads_attend_as_they_are_stored() -> None:
+    """Heads that no kernel of the CPU knows, and the same through the published arithmetic."""
+    from pipelines.fish_speech.slow_ar import _wide_table, pad
+    from pipelines.fish_speech.weights import rotary_table
+
+    width, padded, steps, eps = 16, 32, 5, 1e-2
+    x, at = torch.randn(steps, 24), "model.layers.0.self_attn."
+    weights = {f"{letter}_proj": torch.randn(width, 24) for letter in "qkv"} | {f"{letter}_norm": torch.rand(width) for letter in "qk"}
+
+    def attend(held: dict[str, torch.Tensor], size: int, cosine: torch.Tensor, sine: torch.Tensor, eps: float) -> torch.Tensor:
+        heads = {letter: x @ held[f"{letter}_proj"].T for letter in "qkv"}
+        for letter in "qk":
+            normed = heads[letter] * torch.rsqrt(heads[letter].square().mean(-1, keepdim=True) + eps) * held[f"{letter}_norm"]
+            left, right = normed.chunk(2, dim=-1)
+            heads[letter] = torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
+        return (heads["q"] @ heads["k"].T / size**0.5).softmax(-1) @ heads["v"]
+
+    table = _wide_table(torch.zeros(steps, padded), width, 1e6).chunk(2, dim=1)
+    wide = {name: pad(f"{at}{name}.weight", tensor, width, padded) for name, tensor in weights.items()}
+    stored = attend(weights, width, *rotary_table(steps, width, 1e6), eps)
+    made = attend(wide, padded, *table, eps * width / padded)
+    assert torch.allclose(made[:, :width], stored, atol=1e-5)
+    assert not made[:, width:].any()
+    same_width = _wide_table(torch.zeros(steps, width), width, 1e6)
+    assert torch.equal(same_width, torch.cat(rotary_table(steps, width, 1e6), dim=1))
+
+
+def test_a_server_speaks_with_it(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
+    """The last test that needs the engine: a server that ends closes its pipeline."""
+
+    def as_alone(index: int, data: bytes) -> bool:
+        """To the rounding of 16 bits."""
+        (samples, rate), wanted = heard(data), alone[index]
+        assert isinstance(wanted, np.ndarray)
+        return rate == 44_100 and samples.shape == wanted.shape and bool(np.abs(samples - wanted).max() < 1e-4)
+
+    limit, greedy = {"max_seconds": FRAMES / 21.5}, {"temperature": 0.0, "voice": "default"}
+    voices = [b64((GOLDEN / "wavs" / wav).read_bytes()) for wav in ("ref_a.wav", "ref_b.wav")]
+    words = f"{REFERENCE_TEXT}\n{REFERENCE_TEXT}"
+    with Running(pipeline) as server:
+        plain = "There are 12 months in a year, 7 days in a week."
+        assert as_alone(3, server.speak(plain, seed=1, **greedy, **limit).content)
+        streamed = server.speak(plain, seed=1, stream=True, response_format="pcm", **greedy, **limit)
+        assert (streamed.headers["x-sample-rate"], len(streamed.content)) == ("44100", 2 * len(alone[3]))  # pyright: ignore[reportArgumentType]
+        both = {"reference_audio": voices, "reference_text": words, "seed": 5}
+        assert as_alone(2, server.speak("The rain falls on the quiet street.", **both, **limit).content)
+        for refused, code, param in (
+            (server.speak("Say <|im_end|> now."), "input.unpronounceable", "input"),
+            (server.speak("Hello.", voice="alloy"), "input.unknown_voice", "voice"),
+            (server.speak("Hello.", reference_audio=voices), "input.reference_text", "reference_text"),
+            (server.speak("Hello.", repetition_penalty=1.1), "input.unsupported", "repetition_penalty"),
+        ):
+            error = error_of(refused)
+            assert (refused.status_code, error["code"], error["param"]) == (400, code, param)
+        server.until_idle()

@@ -1,0 +1,263 @@
+"""The host of vLLM on a real engine core: threads, streams, aborts, pairs, and what happens when the core dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.vllm_kit import PATIENCE_SECONDS, Waiter, checkpoint, held_start, kill_core, require_vllm, sequence, wait_for_core
+
+require_vllm()
+
+from pipelines.errors import ConfigError, ErrorCode, SynthesisError  # noqa: E402
+from pipelines.spark_tts.config import SparkConfig  # noqa: E402
+from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
+from pipelines.vllm_engine.host import VllmHost  # noqa: E402
+from pipelines.vllm_engine.library import load_vllm  # noqa: E402
+from pipelines.vllm_engine.options import ModelSpec, TokenRequest, VllmOptions  # noqa: E402
+
+ROOM = 40
+CODES = 3
+#: Tokens of a sequence that is not over before a test ends it.
+ENDLESS = 30_000
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[VllmHost]:
+    """One engine core for the module. It hands on three codes a step: the sampled token and the two likeliest."""
+    load_vllm()
+    spec = model_spec(SparkConfig.from_folder(checkpoint()))
+    spec = ModelSpec(spec.folder, spec.overrides, codes_per_step=CODES)
+    host = VllmHost(spec, VllmOptions(max_context=32_768, max_sequences=16, waiting_room=ROOM - 16))
+    yield host
+    host.close()
+    host.close()
+
+
+def prompt(number: int) -> list[int]:
+    dice = random.Random(number)
+    return [dice.randrange(10, 390) for _ in range(dice.randrange(5, 120))]
+
+
+def ask(host: VllmHost, request: TokenRequest, streamed: bool = False) -> Waiter:
+    waiter = Waiter(streamed)
+    host.submit(request, waiter)
+    return waiter
+
+
+def settled(host: VllmHost) -> bool:
+    stats = host.stats()
+    return (stats.running, stats.waiting) == (0, 0)
+
+
+def test_alone_equals_a_hundred_random_mixes(host: VllmHost) -> None:
+    asked = [sequence(f"s{n}", prompt(n), 4 + 3 * (n % 6), seed=n if n % 4 else None) for n in range(24)]
+    alone = [ask(host, one).future.result(PATIENCE_SECONDS).ids for one in asked]
+    dice = random.Random(7)
+    for _ in range(100):
+        picked = dice.sample(range(len(asked)), dice.randrange(2, 9))
+        mixed = [(n, ask(host, asked[n])) for n in picked]
+        for n, waiter in mixed:
+            assert waiter.future.result(PATIENCE_SECONDS).ids == alone[n], f"sequence {n} in {picked}"
+
+
+def test_more_prompts_than_a_step_has_room_for(host: VllmHost) -> None:
+    """Cutting a prompt that has a seed would end the CPU's engine core."""
+    asked = [sequence(f"long{n}", prompt(n) * 500, 3, seed=n + 1) for n in range(16)]
+    asked = [replace(one, prompt_ids=list(one.prompt_ids)[:2100]) for one in asked]
+    assert sum(len(one.prompt_ids) for one in asked) > host._arguments["max_num_batched_tokens"]
+    together = [ask(host, one) for one in asked]
+    ids = [waiter.future.result(PATIENCE_SECONDS).ids for waiter in together]
+    assert ids[-1] == ask(host, asked[-1]).future.result(PATIENCE_SECONDS).ids
+
+
+def test_codes_of_a_step_come_with_its_token(host: VllmHost) -> None:
+    greedy = ask(host, sequence("codes", prompt(1), 12)).future.result(PATIENCE_SECONDS)
+    assert greedy.codes is not None
+    assert greedy.codes.shape == (12, CODES)
+    assert greedy.codes[:, 0].tolist() == greedy.ids
+    assert greedy.codes[:, 1].tolist() == greedy.ids
+
+
+def test_equal_codes_survive_the_merging_of_outputs() -> None:
+    """vLLM merges what a slow reader of a stream has not read yet, step by step as dictionaries by id."""
+    from vllm.logprobs import FlatLogprobs
+
+    from pipelines.vllm_engine.adapter import codes_of
+    from pipelines.vllm_engine.frames import FrameSampler
+
+    steps = torch.tensor([[150_000, 7, 7, 0], [5, 5, 5, 5]])
+    state: Any = SimpleNamespace(
+        model=SimpleNamespace(width=3, drawn_from=None),
+        device=steps.device,
+        step=lambda batch: SimpleNamespace(whole=torch.ones(2, dtype=torch.bool)),
+        draw=lambda logits, hidden, step: (steps[:, 0], steps[:, 1:]),
+        write=lambda step, codes: None,
+    )
+    drawn: Any = FrameSampler(None, state)(torch.zeros(2, 1), None)
+    read, unread = FlatLogprobs(), FlatLogprobs()
+    for one, ids in zip((read, unread), drawn.logprobs_tensors.logprob_token_ids.tolist()):
+        one.append_fast(ids, [0.0] * 4, chain(range(4)), [None] * 4)
+    read.extend(unread)
+    merged = codes_of(read, 2, 4)
+    assert merged is not None
+    assert merged.tolist() == steps.tolist()
+
+
+@pytest.mark.parametrize(("cpu", "options"), [(True, VllmOptions(step_tokens=1000)), (False, VllmOptions(step_tokens=100))])
+def test_a_step_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch, cpu: bool, options: VllmOptions) -> None:
+    from pipelines.vllm_engine import adapter
+
+    monkeypatch.setattr(adapter, "on_cpu", lambda: cpu)
+    with pytest.raises(ConfigError) as caught:
+        adapter.engine_arguments(ModelSpec(checkpoint()), options)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+def test_a_stream_grows_and_equals_the_whole(host: VllmHost) -> None:
+    request = sequence("whole", prompt(2), 40, seed=3)
+    whole = ask(host, request).future.result(PATIENCE_SECONDS).ids
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    parts = 0
+    while parts <= 5:
+        # Tokens that came while nobody could look are one part.
+        assert time.monotonic() < deadline, parts
+        streamed = ask(host, request, streamed=True)
+        assert streamed.future.result(PATIENCE_SECONDS).ids == whole
+        assert [token for part in streamed.parts for token in part] == whole
+        parts = len(streamed.parts)
+
+
+def test_thirty_two_clients_at_once(host: VllmHost) -> None:
+    def client(number: int) -> None:
+        for turn in range(4):
+            request = sequence(f"c{number}-{turn}", prompt(100 + number), 6 + turn, seed=number)
+            assert len(ask(host, request).future.result(PATIENCE_SECONDS).ids) == 6 + turn
+
+    done = host.stats().requests_done
+    with ThreadPoolExecutor(32) as clients:
+        list(clients.map(client, range(32)))
+    assert host.stats().requests_done == done + 128
+    assert settled(host)
+
+
+def test_submit_waits_while_the_room_is_full(host: VllmHost) -> None:
+    long = [ask(host, sequence(f"long{n}", prompt(n), ENDLESS)) for n in range(ROOM)]
+    one_more = threading.Thread(target=lambda: long.append(ask(host, sequence("one more", prompt(0), 2))))
+    one_more.start()
+    one_more.join(0.5)
+    assert one_more.is_alive(), "the waiting room took one more than it has"
+    for n in range(ROOM):
+        host.abort(f"long{n}")
+    one_more.join(PATIENCE_SECONDS)
+    assert len(long[-1].future.result(PATIENCE_SECONDS).ids) == 2
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05])
+def test_an_abort_frees_the_slot_and_spares_the_others(host: VllmHost, delay: float) -> None:
+    other = ask(host, sequence("other", prompt(5), 60, seed=5))
+    victims = [ask(host, sequence("victim", prompt(n), ENDLESS)) for n in range(3)]
+    time.sleep(delay)
+    host.abort("victim")
+    host.abort("nobody")
+    for victim in victims:
+        with pytest.raises(SynthesisError) as caught:
+            victim.future.result(PATIENCE_SECONDS)
+        assert caught.value.code is ErrorCode.SYNTH_ABORTED
+    assert len(other.future.result(PATIENCE_SECONDS).ids) == 60
+    assert settled(host)
+
+
+def test_one_of_two_with_the_same_id_can_be_cancelled(host: VllmHost) -> None:
+    first, second = sequence("twin", prompt(8), ENDLESS), sequence("twin", prompt(8), 20)
+    one, two = ask(host, first), ask(host, second)
+    host.cancel(first)
+    with pytest.raises(SynthesisError):
+        one.future.result(PATIENCE_SECONDS)
+    assert len(two.future.result(PATIENCE_SECONDS).ids) == 20
+
+
+def test_a_shadow_ends_with_its_partner(host: VllmHost) -> None:
+    plain = sequence("main", prompt(3), 10, seed=1)
+    pair = TokenRequest("main", plain.prompt_ids, plain.sampling, shadow=sequence("null", [11, 12], ENDLESS))
+    assert ask(host, pair).future.result(PATIENCE_SECONDS).ids == ask(host, plain).future.result(PATIENCE_SECONDS).ids
+    aborted = ask(host, TokenRequest("pair", prompt(4), sequence("", [1], ENDLESS).sampling, shadow=sequence("null", [11], ENDLESS)))
+    time.sleep(0.05)
+    host.abort("pair")
+    with pytest.raises(SynthesisError):
+        aborted.future.result(PATIENCE_SECONDS)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while host._llm.output_processor.get_num_unfinished_requests():
+        assert time.monotonic() < deadline, "a shadow runs on without its partner"
+        time.sleep(0.05)
+
+
+def test_a_pair_whose_shadow_is_refused_fails(host: VllmHost) -> None:
+    too_long = sequence("null", [11] * 32_800, 10)
+    pair = ask(host, TokenRequest("pair", prompt(4), sequence("", [1], ENDLESS).sampling, shadow=too_long))
+    with pytest.raises(SynthesisError) as caught:
+        pair.future.result(PATIENCE_SECONDS)
+    assert caught.value.code is ErrorCode.SYNTH_ENGINE
+    assert settled(host)
+
+
+def test_a_dead_core_fails_its_sequences_and_a_new_one_serves(host: VllmHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that vLLM holds for ever: it waits for an answer of the core, as it does between a core's start and its first words."""
+    asked = threading.Event()
+
+    async def never(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    request = sequence("before", prompt(9), 30, seed=9)
+    before = ask(host, request).future.result(PATIENCE_SECONDS).ids
+    flying = [ask(host, sequence(f"flying{n}", prompt(n), ENDLESS)) for n in range(12)]
+    monkeypatch.setattr(host._llm.engine_core, "add_request_async", never)
+    flying.append(ask(host, sequence("waiting", prompt(5), 5)))
+    assert asked.wait(PATIENCE_SECONDS)
+    dead = kill_core(os.getpid())
+    for waiter in flying:
+        with pytest.raises(SynthesisError) as caught:
+            waiter.future.result(PATIENCE_SECONDS)
+        assert caught.value.code is ErrorCode.SYNTH_ENGINE
+        assert caught.value.code.retryable
+    assert ask(host, request).future.result(PATIENCE_SECONDS).ids == before
+    assert wait_for_core(os.getpid(), other_than=dead)
+    assert settled(host)
+
+
+def test_a_core_that_died_in_its_sleep_fails_nobody(host: VllmHost) -> None:
+    with held_start():
+        dead = kill_core(os.getpid())
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while host.stats().state == "ready":
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert host.stats().state == "starting"
+    assert wait_for_core(os.getpid(), other_than=dead), "nobody has to ask for a new one"
+    assert len(ask(host, sequence("next", prompt(9), 5)).future.result(PATIENCE_SECONDS).ids) == 5
+    assert host.stats().state == "ready"
+
+
+def test_closing_ends_what_is_under_way(host: VllmHost) -> None:
+    flying = [ask(host, sequence(f"last{n}", prompt(n), ENDLESS)) for n in range(4)]
+    host.close()
+    for waiter in flying:
+        with pytest.raises(SynthesisError) as caught:
+            waiter.future.result(PATIENCE_SECONDS)
+        assert caught.value.code is ErrorCode.SYNTH_ABORTED
+    with pytest.raises(SynthesisError):
+        ask(host, sequence("late", [5], 1))
+    host.abort("late")

@@ -1,0 +1,126 @@
+"""Jobs over a SparkTTS folder on a real vLLM: an engine core that is killed in the middle, and two workers on Redis."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.vllm_kit import GOLDEN, PATIENCE_SECONDS, checkpoint, core_pids, is_running, paused_core, require_vllm, wait_for_core
+
+require_vllm()
+
+from jobs.ingest import SubmitOptions, submit  # noqa: E402
+from jobs.ledger.records import Job, JobSpec, JobState  # noqa: E402
+from tests.support.worker_process import REPOSITORY, Site  # noqa: E402
+
+ITEMS = 100
+#: Of another job, for two workers.
+FEWER = 40
+WAVS = ("ref_a.wav", "ref_quiet.wav")
+#: Settings of a worker whose engine takes half a minute to start.
+PATIENT = {"SPEECH_WORKER__LEASE_SECONDS": "20", "SPEECH_SHARD__MAX_ITEMS": "20", "SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS": "120"}
+
+
+@pytest.fixture
+def site(tmp_path: Path, valkey_url: str) -> Iterator[Site]:
+    with Site(tmp_path, valkey_url, **PATIENT) as site:
+        yield site
+
+
+def submit_items(site: Site, count: int = ITEMS) -> Job:
+    """A new job of so many lines: created voices, clones, and clones that go on after the reference's text."""
+    for wav in WAVS:
+        shutil.copy(GOLDEN / "wavs" / wav, site.folder)
+    path = site.folder / "input.jsonl"
+    with path.open("w") as file:
+        for n in range(count):
+            messages = [["user", "text", f"This is line {n}, and it goes on for a while."]]
+            generation = {"voice": ("male/low/high", "female/moderate/very_low")[n % 2], "temperature": 0.0} if n % 3 else {}
+            if n % 3 == 0:
+                messages.insert(0, ["user", "audio", WAVS[n % 2]])
+                generation = {"reference_text": "You can read this text aloud."} if n % 2 else {}
+            file.write(json.dumps({"example_id": f"line-{n}", "messages": messages, "generation": generation}) + "\n")
+    spec = JobSpec(model=str(checkpoint()), seed=7)
+    return submit(site.settings, site.ledger, site.store, str(path), spec, options=SubmitOptions(idempotency_key=uuid.uuid4().hex)).job
+
+
+def start_worker(site: Site) -> subprocess.Popen[bytes]:
+    with site.log.open("ab") as log:
+        command = [sys.executable, "-m", "worker", "run"]
+        worker = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | site.environment, stdout=log, stderr=log)
+    site.processes.append(worker)
+    return worker
+
+
+def kill_in_the_middle(site: Site, worker: int) -> tuple[Job, int]:
+    """A job whose engine core was killed when some of its items were made and some not, and the core."""
+    while True:
+        job = submit_items(site)
+        site.wait_for(lambda job=job: site.status(job).items.done >= 5, PATIENCE_SECONDS)
+        with paused_core(worker) as dead:
+            # Nothing is made any more; where that was too late, the next job is as good.
+            if site.status(job).items.done < ITEMS / 2:
+                os.kill(dead, signal.SIGKILL)
+                return job, dead
+        site.wait_until_final(job, PATIENCE_SECONDS)
+
+
+def audio(site: Site, job: Job) -> dict[str, bytes]:
+    """The audio of every item, each of which has exactly one."""
+    rows = list(site.ledger.items(job.id))
+    keys = [row.artifact.key for row in rows if row.artifact is not None]
+    assert len(set(keys)) == len(rows)
+    assert {info.key for info in site.store.list(f"jobs/{job.id}/audio/")} == set(keys)
+    return {row.example_id: site.store.get(row.artifact.key) for row in rows if row.artifact is not None}
+
+
+def test_a_killed_engine_core_costs_no_item_and_two_workers_make_the_same_speech(site: Site) -> None:
+    worker = start_worker(site)
+    job, dead = kill_in_the_middle(site, worker.pid)
+    state = site.wait_until_final(job, PATIENCE_SECONDS).job.state
+    assert (state, site.ledger.error_counts(job.id)) == (JobState.COMPLETED, {})
+    assert wait_for_core(worker.pid, other_than=dead), "the worker itself must go on with a new core"
+    killed = audio(site, job)
+    assert len(killed) == ITEMS
+
+    again = submit_items(site, FEWER)
+    second = start_worker(site)
+    assert site.wait_until_final(again, PATIENCE_SECONDS).job.state is JobState.COMPLETED
+    made = audio(site, again)
+    assert len(made) == FEWER
+    assert made == {name: killed[name] for name in made}
+
+    orphans = core_pids(worker.pid) + core_pids(second.pid)
+    assert orphans
+    for process in (worker, second):
+        process.kill()
+        process.wait()
+    site.wait_for(lambda: not any(is_running(pid) for pid in orphans), PATIENCE_SECONDS)
+
+
+def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:
+    def jobs(*arguments: str) -> subprocess.CompletedProcess[str]:
+        places = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"SPEECH_HOME": str(tmp_path / "out"), "PYTHONPATH": places}
+        command = [sys.executable, "-m", "jobs", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+
+    model = str(checkpoint())
+    messages = [["user", "text", "Good morning, how are you today?"]]
+    line = {"example_id": "a", "messages": messages, "generation": {"voice": "female/high/low", "temperature": 0.0}}
+    (tmp_path / "input.jsonl").write_text(json.dumps(line) + "\n")
+    done = jobs("run", "input.jsonl", "--model", model, "--seed", "3", "--json")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert json.loads(done.stdout.splitlines()[-1])["items"]["done"] == 1
+    bad = jobs("submit", "input.jsonl", "--model", model, "--voice", "robot")
+    assert bad.returncode != 0
+    assert "female/high/moderate" in bad.stderr

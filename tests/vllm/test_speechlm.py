@@ -1,0 +1,218 @@
+"""SpeechLM as a pipeline on vLLM's V2 runner, and a job over a checkpoint folder: modes together, streams, refusals, ESPnet out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.vllm_kit import Waiter, paused_core
+from tests.support.vllm_v2 import environment, require_v2, v2_runner
+
+require_v2()
+
+from pipelines.errors import ConfigError, ErrorCode, InputError, NoAudioError, SynthesisError  # noqa: E402
+from pipelines.registry import open_pipeline  # noqa: E402
+from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest  # noqa: E402
+from pipelines.vllm_engine.options import TokenRequest, TokenSampling  # noqa: E402
+from tests.support.serving_kit import Running, error_of  # noqa: E402
+from tests.support.speechlm_checkpoint import GOLDEN, named  # noqa: E402
+from tests.support.speechlm_clients import check_every_mode  # noqa: E402
+
+REPOSITORY = Path(__file__).parents[2]
+CHECKPOINT = str(GOLDEN / "checkpoint")
+SECONDS = 300
+CASES = {case["id"]: case for case in json.loads((GOLDEN / "cases.json").read_text())["cases"]}
+DIALOGUES = {line["example_id"]: line["messages"] for line in map(json.loads, (GOLDEN / "dialogues.jsonl").read_text().splitlines())}
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> Iterator[Pipeline]:
+    """Of the checkpoint under the name that published ones have; the tests below open it under the other one."""
+    with v2_runner():
+        pipeline = open_pipeline(str(named("bagpiper")), max_context=256, slots=24, keep_unfinished=True, share_prefixes=True)
+        yield pipeline
+        pipeline.close()
+
+
+def golden(name: str, **changes: object) -> SynthesisRequest:
+    """A golden case in the words of a dialogue."""
+    case = CASES[name]
+    messages = [Message(*message) for message in DIALOGUES[case["example_id"]]]
+    heard = [
+        Message("user", "audio", (GOLDEN / str(one.content)).read_bytes()) if (one.role, one.modality) == ("user", "audio") else one
+        for one in messages
+    ]
+    settings = {"mode": case["mode"], "cfg": case["cfg"], "max_tokens": case["max_tokens"], "temperature": 0.0} | changes
+    return SynthesisRequest(name, tuple(heard), Generation(**settings))  # pyright: ignore[reportArgumentType]
+
+
+def check(name: str, speech: Speech) -> None:
+    expected = CASES[name]["expected"]
+    assert speech.text_out == expected["text"]
+    assert len(speech.samples) == expected["n_samples"]
+    assert speech.meta["tokens"] == expected["completion_tokens"]
+    assert speech.meta["finish"] == expected["finish_reason"]
+    assert speech.meta["prompt_positions"] == expected["prompt_tokens"]
+    arrays = np.load(GOLDEN / "arrays.npz")
+    if f"{name}/waveform" in arrays.files:
+        assert np.abs(speech.samples - arrays[f"{name}/waveform"]).max() < 1e-4
+
+
+def test_all_modes_together_and_again_with_shared_prefixes(pipeline: Pipeline) -> None:
+    names = ["a0", "t_eot", "a0_cfg30", "u_a", "u_b", "max_rows8", "ua_cfg15", "a2", "a1", "t_multi", "a0_cfg10", "eot_audio_cfg"]
+    for turn in (names, names[::-1]):
+        futures = [(name, pipeline.submit(golden(name))) for name in turn]
+        for name, future in futures:
+            check(name, future.result(SECONDS))
+    stats = pipeline.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+
+
+def test_text_comes_while_it_is_written_and_the_audio_behind_it(pipeline: Pipeline) -> None:
+    deadline = time.monotonic() + SECONDS
+    for name in ("t_eot", "a0", "a0_cfg30"):
+        chunks = list(pipeline.stream(golden(name)))
+        while sum(1 for chunk in chunks if chunk.text) < 2:
+            # What is written while nobody could look comes in one piece.
+            assert time.monotonic() < deadline, chunks
+            chunks = list(pipeline.stream(golden(name)))
+        assert "".join(chunk.text for chunk in chunks) == CASES[name]["expected"]["text"]
+        assert sum(len(chunk.samples) for chunk in chunks) == CASES[name]["expected"]["n_samples"]
+        assert chunks[-1].final
+        assert chunks[-1].speech is not None
+        check(name, chunks[-1].speech)
+
+
+@pytest.mark.parametrize("name", ["eos_text", "max_rows5", "a1_cfg15", "max_in_text", "max_at_assistant"])
+def test_text_without_audio_is_an_error_that_keeps_the_text(pipeline: Pipeline, name: str) -> None:
+    with pytest.raises(NoAudioError) as caught:
+        pipeline.submit(golden(name)).result(SECONDS)
+    assert caught.value.code is ErrorCode.SYNTH_NO_AUDIO
+    expected, meta = CASES[name]["expected"], caught.value.meta
+    assert caught.value.text_out == expected["text"]
+    said = (meta["finish"], meta["tokens"], meta["prompt_positions"])
+    assert said == tuple(expected[key] for key in ("finish_reason", "completion_tokens", "prompt_tokens"))
+
+
+def test_max_seconds_is_a_limit_of_the_audio(pipeline: Pipeline) -> None:
+    for name in ("a0", "a2_cfg15"):
+        speech = pipeline.submit(golden(name, max_seconds=0.1)).result(SECONDS)
+        assert (len(speech.samples), speech.meta["finish"]) == (5 * 320, "length")
+
+
+def test_refusals(pipeline: Pipeline) -> None:
+    long = b"RIFF" + b"\0" * 40
+    user = Message("user", "text", "Hello.")
+    for messages, settings, code in (
+        ((user,), {"cfg": -1.0}, ErrorCode.INPUT_BAD_GENERATION),
+        ((user,), {"repetition_penalty": 1.2}, ErrorCode.INPUT_UNSUPPORTED),
+        ((user,), {"voice": "anna"}, ErrorCode.INPUT_UNKNOWN_VOICE),
+        ((Message("user", "text", "word " * 400),), {}, ErrorCode.INPUT_TOO_LONG),
+        ((Message("user", "audio", long), user), {"mode": "text_only"}, ErrorCode.INPUT_AUDIO_UNREADABLE),
+        ((user, Message("assistant", "audio", "x.wav")), {"mode": "text_only"}, ErrorCode.INPUT_AUDIO_MISSING),
+    ):
+        with pytest.raises(InputError) as caught:
+            pipeline.submit(SynthesisRequest("bad", messages, Generation(**settings)))  # pyright: ignore[reportArgumentType]
+        assert caught.value.code is code, settings
+
+
+def test_extreme_settings_harm_nobody(pipeline: Pipeline) -> None:
+    settings = (
+        {"temperature": 1e300, "cfg": 1e300},
+        {"temperature": 1e-300},
+        {"top_k": 1 << 63, "audio_top_k": 10**30, "temperature": 1.0},
+    )
+    extreme = [pipeline.submit(golden("a0_cfg30", max_tokens=40, **each)) for each in settings]
+    neighbour = pipeline.submit(golden("eot_audio_cfg"))
+    for future in extreme:
+        assert not isinstance(error := future.exception(SECONDS), SynthesisError) or error.code is ErrorCode.SYNTH_NO_AUDIO
+    check("eot_audio_cfg", neighbour.result(SECONDS))
+    assert pipeline.stats().state == "ready"
+
+
+def test_a_sequence_without_settings_harms_nobody(pipeline: Pipeline) -> None:
+    """On a GPU vLLM warms its kernels up with sequences of its own, which say nothing of phases."""
+    plain = Waiter()
+    pipeline.host.submit(TokenRequest("plain", [5, 6, 7], TokenSampling(4, ignore_end=True)), plain)  # pyright: ignore[reportAttributeAccessIssue]
+    assert len(plain.future.result(SECONDS).ids) == 4
+    check("a0", pipeline.submit(golden("a0")).result(SECONDS))
+
+
+def test_an_abort_ends_text_and_pair(pipeline: Pipeline) -> None:
+    stream = pipeline.stream(golden("a3_cfg15"))
+    assert next(stream).text
+    with paused_core(os.getpid()):
+        futures = [pipeline.submit(golden(name)) for name in ("a2_cfg30", "a2_cfg30", "a3")]
+        stream.close()  # pyright: ignore[reportAttributeAccessIssue]
+        pipeline.abort("a2_cfg30")
+        pipeline.abort("a3")
+    for future in futures:
+        with pytest.raises(SynthesisError) as caught:
+            future.result(SECONDS)
+        assert caught.value.code is ErrorCode.SYNTH_ABORTED
+    check("eot_audio_cfg", pipeline.submit(golden("eot_audio_cfg")).result(SECONDS))
+
+
+def test_the_old_runner_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ConfigError, match="V2 model runner"):
+        open_pipeline(CHECKPOINT, max_context=128)
+
+
+def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> None:
+    places = os.pathsep.join([str(REPOSITORY), environment()["PYTHONPATH"]])
+    settings = os.environ | environment() | {"SPEECH_HOME": str(tmp_path / "home"), "PYTHONPATH": places}
+
+    def jobs(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "jobs", *arguments]
+        return subprocess.run(command, cwd=GOLDEN, env=settings, capture_output=True, text=True, timeout=400, check=False)
+
+    wanted = {
+        "a0": {},
+        "a0_cfg30": {"cfg": 3.0},
+        "eos_text": {},
+        "t_eot": {"mode": "text_only", "max_tokens": 60},
+        "u_a": {"mode": "text_only"},
+    }
+    lines = []
+    for name, generation in wanted.items():
+        limits = {"max_tokens": CASES[name]["max_tokens"]}
+        lines.append({"example_id": name, "messages": DIALOGUES[CASES[name]["example_id"]], "generation": {**limits, **generation}})
+    source = tmp_path / "input.jsonl"
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for wav in (GOLDEN / "wavs").glob("*.wav"):
+        (tmp_path / "wavs").mkdir(exist_ok=True)
+        (tmp_path / "wavs" / wav.name).write_bytes(wav.read_bytes())
+    done = jobs("run", str(source), "--model", CHECKPOINT, "--temperature", "0", "--json")
+    final = json.loads(done.stdout.splitlines()[-1])
+    assert (final["items"]["done"], final["items"]["failed"]) == (4, 1), done.stdout[-3000:] + done.stderr[-3000:]
+    out = tmp_path / "espnet.jsonl"
+    exported = jobs("export", final["job"], "--format", "espnet", "--to", str(out))
+    assert exported.returncode == 0, exported.stderr
+    found = {line["example_id"]: line["messages"] for line in map(json.loads, out.read_text().splitlines())}
+    assert sorted(found) == ["a0", "a0_cfg30", "t_eot", "u_a"]
+    for name, messages in found.items():
+        answer = messages[-2:]
+        assert ["assistant", "text", CASES[name]["expected"]["text"]] in answer
+        assert any(message[1] == "audio" for message in answer) is (CASES[name]["mode"] == "text_audio")
+
+
+def test_a_server_gives_the_golden_answers_to_both_clients(pipeline: Pipeline) -> None:
+    with Running(pipeline, slots=24, waiting_room=8) as server:
+        check_every_mode(server)
+        bell = {"role": "user", "content": "A bell."}
+        for fields, param in (
+            ({"vllm_xargs": {"mode": "text_audio", "cfg": -1}}, "vllm_xargs.cfg"),
+            ({"repetition_penalty": 1.2}, "repetition_penalty"),
+            ({"audio": {"voice": "alloy"}}, "audio.voice"),
+        ):
+            answer = server.chat(bell, **fields)
+            assert (answer.status_code, error_of(answer)["param"]) == (400, param)

@@ -1,0 +1,152 @@
+"""The sweep: objects that a job left in the store and that nothing names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import structlog
+
+from jobs.layout import index_of, job_prefix
+from jobs.ledger.records import QUARANTINE, Job, JobState
+from jobs.shard_file import read_references
+from jobs.store.base import ObjectInfo, ObjectStore
+from pipelines.errors import ErrorCode, NightjarError, StoreError
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+    from jobs.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+GRACE_SECONDS = 24 * 3600.0
+FINAL_STATES = tuple(state for state in JobState if state.final)
+_MOST_JOBS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What a sweep found."""
+
+    orphans: int = 0
+    bytes: int = 0
+    #: Jobs whose store or ledger did not answer as it should; nothing more of them was touched.
+    failed_jobs: int = 0
+
+    def __add__(self, other: SweepReport) -> SweepReport:
+        return SweepReport(self.orphans + other.orphans, self.bytes + other.bytes, self.failed_jobs + other.failed_jobs)
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """An object that nothing named when it was found."""
+
+    job_id: str
+    info: ObjectInfo
+    #: The inputs none of whose lines names it, where it is reference audio.
+    read: frozenset[tuple[str, str]] = frozenset()
+
+
+def sweep(ledger: Ledger, store_for: Callable[[str], ObjectStore], grace_seconds: float = GRACE_SECONDS, *, delete: bool) -> SweepReport:
+    """Looks through the objects of every job that ended more than `grace_seconds` ago; deletes orphans if told to.
+
+    Orphans come from items that were stored and never committed: of a cancelled job, or of a worker that was killed. Left
+    alone are jobs that may still run, what `nightjar retry` needs, objects younger than the grace by their own time, and
+    keys that this ledger would not write. Before it deletes an object it locks the job and asks the ledger for that very
+    key again. Raises `ServiceError` where the ledger cannot be reached.
+    """
+    report = SweepReport()
+    before = ledger.now() - grace_seconds
+    for job in ledger.jobs(_MOST_JOBS, FINAL_STATES):
+        if job.finished_at is not None and job.finished_at <= before:
+            report += _sweep_job(ledger, store_for, job, before, delete=delete)
+    return report
+
+
+def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> SweepReport:
+    """A sweep of this installation."""
+    from jobs.ledger import Ledger
+    from jobs.store import open_store
+
+    ledger = Ledger.of(settings)
+    try:
+        ledger.check_schema()
+        return sweep(ledger, lambda url: open_store(url, settings.s3), grace_seconds, delete=delete)
+    finally:
+        ledger.close()
+
+
+def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iterator[Orphan]:
+    """Objects of a job, older than `before`, that nothing names: audio, texts and quarantine of no item, inputs of no shard,
+    references of no line. Streams.
+
+    Raises `StoreError` with `store.conflict` where the store does not list in the order of keys.
+    """
+    for orphan in _unnamed(ledger, store, job):
+        modified_at = orphan.info.modified_at
+        if modified_at is not None and modified_at <= before and ledger.is_orphan(job.id, orphan.info.key, before, orphan.read):
+            yield orphan
+
+
+def _sweep_job(ledger: Ledger, store_for: Callable[[str], ObjectStore], job: Job, before: float, *, delete: bool) -> SweepReport:
+    found = SweepReport()
+    try:
+        store = store_for(job.store_url)
+        for orphan in orphans(ledger, store, job, before):
+            if not delete or _delete(ledger, store, orphan, before):
+                found += SweepReport(1, orphan.info.bytes)
+    except NightjarError as error:
+        if error.code is ErrorCode.LEDGER_UNREACHABLE:
+            raise
+        log.warning("job not swept", job=job.id, code=error.code.value, error=str(error))
+        found += SweepReport(failed_jobs=1)
+    if found.orphans:
+        log.info("orphans", job=job.id, orphans=found.orphans, bytes=found.bytes, deleted=delete)
+    return found
+
+
+def _delete(ledger: Ledger, store: ObjectStore, orphan: Orphan, before: float) -> bool:
+    return ledger.delete_orphan(orphan.job_id, orphan.info.key, before, lambda: store.delete(orphan.info.key), orphan.read)
+
+
+def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
+    prefix = job_prefix(job.id)
+    for kind in ("audio", "text", QUARANTINE):
+        listed = _in_order(store.list(f"{prefix}{kind}/"), store)
+        yield from (Orphan(job.id, info) for info in _without(listed, ledger.artifact_keys(job.id, kind)))
+    inputs = frozenset(ledger.shard_inputs(job.id).values())
+    keys = {key for key, _ in inputs}
+    yield from (Orphan(job.id, info) for info in _in_order(store.list(f"{prefix}input/"), store) if info.key not in keys)
+    references = list(_in_order(store.list(f"{prefix}references/"), store))
+    if references:
+        named = {key for where in inputs for key in read_references(store, *where)}
+        yield from (Orphan(job.id, info, inputs) for info in references if info.key not in named)
+
+
+def _in_order(objects: Iterable[ObjectInfo], store: ObjectStore) -> Iterator[ObjectInfo]:
+    """The objects as they come. Raises `store.conflict` where they do not come in the order of their keys."""
+    last = ""
+    for info in objects:
+        if info.key <= last:
+            raise StoreError(
+                ErrorCode.STORE_CONFLICT,
+                f"The store {store.url} does not list its objects in the order of their keys.",
+                "Use a store that lists as S3 does; nothing more was deleted.",
+            )
+        last = info.key
+        yield info
+
+
+def _without(objects: Iterable[ObjectInfo], artifacts: Iterable[tuple[int, str]]) -> Iterator[ObjectInfo]:
+    """Objects whose key is no artifact's; keys and artifacts, (index, key), both come in the order of the index."""
+    rows = iter(artifacts)
+    row = next(rows, None)
+    for info in objects:
+        index = index_of(info.key)
+        if index is None:
+            continue
+        while row is not None and row[0] < index:
+            row = next(rows, None)
+        if row != (index, info.key):
+            yield info

@@ -1,0 +1,200 @@
+"""What every worker process does beside its shards, so that workers, ledger and broker heal with no other process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import structlog
+
+from jobs.dispatch import Dispatcher, Publisher
+from jobs.ledger.records import WorkerInfo
+from jobs.store.base import ObjectStore
+from pipelines.errors import ErrorCode, NightjarError, NotFoundError
+from worker.leases import Clock, LeaseBook
+from worker.metrics import Metrics
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
+    from jobs.settings import Settings
+
+
+log = structlog.get_logger(__name__)
+
+UP, DRAINING = "up", "draining"
+
+#: Between a nudge and the run it asks for, so that one run serves several nudges.
+NUDGE_SECONDS = 0.02
+
+
+class Chore:
+    """One kind of upkeep in a thread of its own: every `seconds`, and soon after a nudge. Errors are logged, once while they last."""
+
+    def __init__(self, name: str, seconds: float, work: Callable[[], None]) -> None:
+        self._name = name
+        self._seconds = seconds
+        self._work = work
+        self._nudged = threading.Event()
+        self._stopping = False
+        self._failing: ErrorCode | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def nudge(self) -> None:
+        self._nudged.set()
+
+    def stop(self, timeout_seconds: float = 5.0) -> None:
+        self._stopping = True
+        self._nudged.set()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_seconds)
+
+    def run_once(self) -> None:
+        try:
+            self._work()
+        except NightjarError as error:
+            if error.code is not self._failing:
+                log.warning("upkeep fails", chore=self._name, code=error.code.value, error=str(error))
+            self._failing = error.code
+        except Exception:
+            log.exception("upkeep failed unexpectedly", chore=self._name)
+        else:
+            if self._failing is not None:
+                log.info("upkeep works again", chore=self._name)
+            self._failing = None
+
+    def _run(self) -> None:
+        while not self._stopping:
+            if self._nudged.wait(self._seconds) and not self._stopping:
+                time.sleep(NUDGE_SECONDS)
+            self._nudged.clear()
+            if not self._stopping:
+                self.run_once()
+
+
+class Housekeeping:
+    """Registers the worker, extends its leases, hands out shards and reconciles.
+
+    Heartbeats have a thread of their own: a broker that hangs must not cost a lease.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        settings: Settings,
+        worker: WorkerInfo,
+        leases: LeaseBook,
+        metrics: Metrics,
+        clock: Clock,
+        publisher: Publisher,
+        on_job_ended: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`on_job_ended` is told of jobs that the reconciler ended, and of those that have no manifest yet."""
+        self._ledger = ledger
+        self._settings = settings
+        self._worker = worker
+        self._leases = leases
+        self._metrics = metrics
+        self._clock = clock
+        self._publisher = publisher
+        self._on_job_ended = on_job_ended
+        self._dispatcher = Dispatcher(ledger, settings, publisher)
+        self._state = UP
+        self._registered = False
+        self._reconciled_at = float("-inf")
+        self._depth_at = float("-inf")
+        self._heartbeats = Chore("heartbeats", settings.worker.heartbeat_seconds, self.beat)
+        self._dispatch = Chore("dispatch", settings.dispatch.interval_seconds, self.dispatch)
+
+    def start(self) -> None:
+        """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this worker."""
+        self._ledger.register_worker(self._worker)
+        self._registered = True
+        self._heartbeats.start()
+        self._dispatch.start()
+        self._dispatch.nudge()
+
+    def nudge(self) -> None:
+        """A shard ended: there may be room for another one."""
+        self._dispatch.nudge()
+
+    def drain(self) -> None:
+        """The worker takes no more shards: others are told, and it dispatches no more."""
+        self._state = DRAINING
+        self._heartbeats.nudge()
+
+    def stop(self) -> None:
+        """Ends the threads and strikes the worker off. The ledger may be unreachable."""
+        self._dispatch.stop()
+        self._heartbeats.stop()
+        if not self._registered:
+            return
+        try:
+            self._ledger.retire_worker(self._worker.id)
+        except NightjarError as error:
+            log.warning("worker not retired; it goes stale by itself", error=str(error))
+
+    def beat(self) -> None:
+        """One heartbeat of the worker and of all its leases."""
+        sent_at = self._clock.monotonic()
+        tickets = self._leases.tickets()
+        if tickets:
+            lost = self._ledger.heartbeat(self._worker.id, tickets, self._settings.worker.lease_seconds)
+            self._leases.renewed(tickets, lost, sent_at)
+        try:
+            self._ledger.worker_heartbeat(self._worker.id, self._state)
+        except NotFoundError:
+            self._ledger.register_worker(self._worker)
+
+    def dispatch(self) -> None:
+        """One pass of the reconciler, if it is time, and of the dispatcher."""
+        if self._state != UP:
+            return
+        now = self._clock.monotonic()
+        if now - self._reconciled_at >= self._settings.dispatch.reconcile_seconds:
+            self._reconciled_at = now
+            self._reconcile()
+        dispatched = self._dispatcher.run_once()
+        self._metrics.dispatched.inc(dispatched)
+        if now - self._depth_at >= self._settings.dispatch.interval_seconds:
+            self._depth_at = now
+            self._metrics.queue_depth.set(self._publisher.queue_depth())
+
+    def _reconcile(self) -> None:
+        report = self._ledger.reconcile(self._settings.dispatch.queued_timeout_seconds)
+        if report.changed:
+            log.info("reconciled", **report.counts)
+            for name, count in report.counts.items():
+                self._metrics.reconciled.labels(what=name).inc(count)
+        for job_id in {*report.ended_jobs, *report.without_manifest}:
+            self._on_job_ended(job_id)
+
+
+def put_manifest_if_over(ledger: Ledger, store_for: Callable[[str], ObjectStore], job_id: str) -> None:
+    """Writes the manifest of a job that has ended and has audio; any number of workers may do so.
+
+    A failure is logged. Where it may pass, the reconciler tries again later; else never: the ledger has all that a manifest says,
+    and an export writes it anew.
+    """
+    from jobs.export.manifest import put_manifest
+
+    try:
+        job = ledger.job(job_id)
+        if not job.state.final:
+            return
+        if not ledger.status(job_id).items.done:
+            ledger.note_manifest(job)
+            return
+        try:
+            info = put_manifest(ledger, store_for(job.store_url), job_id)
+        except NightjarError as error:
+            if not error.code.retryable:
+                ledger.note_manifest(job)
+            raise
+        log.info("job ended", job=job_id, state=job.state.value, manifest=info.key)
+    except NightjarError as error:
+        log.warning("manifest of the job not written", job=job_id, code=error.code.value, error=str(error))

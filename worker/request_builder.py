@@ -1,0 +1,74 @@
+"""From a line of a shard to a request for a pipeline."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+import msgspec
+
+from jobs.references import load_reference
+from jobs.shard_file import ShardLine
+from jobs.spec import item_seed
+from jobs.store.base import ObjectStore
+from pipelines.request import Message, SynthesisRequest
+from worker.leases import HeldLease, WaitNote
+
+
+class ReferenceCache:
+    """The reference audio used last, up to `max_bytes`: neighbours in a file often clone the same voice."""
+
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._audio: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, store: ObjectStore, job_id: str, key: str) -> bytes:
+        """The object of a job's reference. Raises as `load_reference` does."""
+        name = (store.url, key)
+        with self._lock:
+            if name in self._audio:
+                self._audio.move_to_end(name)
+                return self._audio[name]
+        data = load_reference(store, job_id, key)
+        with self._lock:
+            if name not in self._audio:
+                self._audio[name] = data
+                self._bytes += len(data)
+            while self._bytes > self._max_bytes:
+                self._bytes -= len(self._audio.popitem(last=False)[1])
+        return data
+
+
+class RequestBuilder:
+    """Builds the requests of one lease."""
+
+    def __init__(self, held: HeldLease, store: ObjectStore, references: ReferenceCache, on_retry: WaitNote) -> None:
+        self._held = held
+        self._store = store
+        self._references = references
+        self._on_retry = on_retry
+
+    def build(self, line: ShardLine, draw: int = 0) -> SynthesisRequest:
+        """The request of a line, with its reference audio and the seed of its draw; the first draw is 0.
+
+        Raises `InputError` when a reference is gone, and `StoreError` for what waiting does not mend.
+        """
+        lease = self._held.lease
+        spec = lease.job.spec
+        return SynthesisRequest(
+            request_id=f"{lease.job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else ""),
+            messages=tuple([self._loaded(message) if message.modality == "audio" else message for message in line.messages]),
+            generation=line.generation_over(spec.generation),
+            seed=item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.seed),
+        )
+
+    def _loaded(self, message: Message) -> Message:
+        """A user's audio message with the encoded file in the place of its key; other roles' audio is never heard."""
+        key = message.content
+        if message.role != "user" or not isinstance(key, str):
+            return message
+        job_id = self._held.lease.job.id
+        audio = self._held.retrying(lambda: self._references.get(self._store, job_id, key), self._on_retry)
+        return msgspec.structs.replace(message, content=audio)
