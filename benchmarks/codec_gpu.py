@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 from triton import TritonError
 
-from benchmarks.codec_random import PUBLISHED, RandomWeights
 from benchmarks.codec_shapes import FRAME_MACS, Problem, problems, tiles
 from kernels import codec_launch
 from kernels.codec_launch import Tile
 from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.codec_blocks import Past
+from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder
 
 #: What the whole decoder should take, in microseconds a frame at 32 x 100 frames: floor, aim, must, torch.compile with cudnn.benchmark.
 AIMS = {"floor": 6.3, "aim": 10.0, "must": 16.0, "compiled": 24.9}
@@ -165,12 +165,12 @@ def tiles_part(rows: int, frames: int, processes: int) -> list[dict[str, Any]]:
 
 
 def decoder(dtype: torch.dtype, fused: bool) -> CodecDecoder:
-    return CodecDecoder(PUBLISHED, RandomWeights("cuda"), "cuda", dtype, fused)
+    return dummy_decoder(PUBLISHED_CODEC, torch.device("cuda"), dtype, fused)
 
 
 def random_codes(rows: int, frames: int) -> Tensor:
     generator = torch.Generator("cuda").manual_seed(7)
-    return torch.randint(PUBLISHED.codebook_size, (rows, frames, PUBLISHED.num_quantizers), generator=generator, device="cuda")
+    return torch.randint(PUBLISHED_CODEC.codebook_size, (rows, frames, PUBLISHED_CODEC.num_quantizers), generator=generator, device="cuda")
 
 
 def quality() -> dict[str, float]:
@@ -193,7 +193,7 @@ def decode_part(rows: int, frames: int) -> list[dict[str, Any]]:
         row["launched_us"] = event_us(lambda codes=codes: fused._run(codes, None)) / (r * f)
         row["tflops"] = 2 * FRAME_MACS / row["graph_us"] / 1e6
         if not found:
-            front = torch.randn(r, f * 4, PUBLISHED.latent_dim, device="cuda").bfloat16()
+            front = torch.randn(r, f * 4, PUBLISHED_CODEC.latent_dim, device="cuda").bfloat16()
             row["stack_us"] = graph_us(lambda front=front: fused._stack(front, None)) / (r * f)
             row["plain_us"] = event_us(lambda codes=codes: plain._run(codes, None), 3) / (r * f)
             row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30

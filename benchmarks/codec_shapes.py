@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from benchmarks.codec_random import PUBLISHED, RandomWeights
 from kernels import codec_launch, codec_ops
 from kernels.codec_launch import Shape, Tile
+from pipelines.nn.dummy import DummyWeights
 from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
+from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, codec_values
 
 #: Multiply-adds of one frame of the published decoder, from its weight shapes.
 FRAME_MACS = 2.48e9
@@ -40,7 +41,7 @@ class Problem:
     def bind(self, rows: int, steps: int, device: str = "cuda") -> tuple[Callable[[Tile], None], Callable[[], None], list[Tensor]]:
         """Random tensors for it: a launch with a tile, the twin in float32 on the same values, and [kernel's, twin's] outputs."""
         shape = self.shape
-        rand = RandomWeights(device).take
+        rand = DummyWeights(device, codec_values).take
         a, x = rand("x.a", (rows, steps, shape.channels)).bfloat16(), rand("x.x", (rows, steps, shape.columns)).bfloat16()
         deep = shape.taps * shape.channels
         weight = (rand("x.w", (deep, shape.columns)) / math.sqrt(deep)).bfloat16()
@@ -67,7 +68,7 @@ class Problem:
         )
 
 
-def problems(config: CodecDecoderConfig = PUBLISHED) -> list[Problem]:
+def problems(config: CodecDecoderConfig = PUBLISHED_CODEC) -> list[Problem]:
     """The kernels of the decoder's convolution stack in order of first use; a unit's three dilations are one problem.
 
     Where a unit can be one kernel it is also listed as two, to compare.

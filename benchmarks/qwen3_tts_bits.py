@@ -20,9 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.codec_random import PUBLISHED
-from benchmarks.qwen3_tts_gpu import TINY_CODEC, clean, open_decoder
-from benchmarks.qwen3_tts_shapes import random_model
+from benchmarks.qwen3_tts_gpu import clean
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.graph import PrefillGraphs
@@ -31,6 +29,7 @@ from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError
 from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
+from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.execution import open_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
@@ -161,8 +160,8 @@ def main() -> int:
         return EngineOptions(slots, pages, PAGE_SIZE, context, frames_per_turn=frames_per_turn)
 
     with torch.inference_mode():
-        model = random_model("tiny" if options.tiny else options.size, device, dtype, context)
-        decoder = open_decoder(TINY_CODEC if options.tiny else PUBLISHED, device, dtype, reproducible=True)
+        model = dummy_model("tiny" if options.tiny else options.size, device, dtype, context)
+        decoder = dummy_decoder(TINY_CODEC if options.tiny else PUBLISHED_CODEC, device, dtype, reproducible=True)
         found = check(model, decoder, lambda: open_executor(model, sizes(1), reproducible=not on_cpu), sizes, size)
     name = "cpu" if on_cpu else torch.cuda.get_device_name(device)
     found = {"commit": os.environ.get("NIGHTJAR_COMMIT", ""), "device": name or platform.machine(), "torch": torch.__version__, **found}

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.qwen3_tts_shapes import random_model
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.nn.options import open_device
+from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 
@@ -108,7 +108,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     print(f"{'size':6}{'batch':>6}{'context':>9}{'ms/frame':>10}{'frames/s':>10}{'x real':>9}{'GiB':>7}")
     for size in options.sizes:
-        model = random_model(size, device, getattr(torch, options.dtype))
+        model = dummy_model(size, device, getattr(torch, options.dtype))
         for batch in options.batches:
             row = {"size": size, **measure(model, batch, options.frames, options.warm_up, options.text_tokens)}
             rows.append(row)

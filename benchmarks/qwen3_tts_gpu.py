@@ -29,15 +29,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.codec_random import PUBLISHED, RandomWeights
 from benchmarks.qwen3_tts_load import FRAMES_PER_SECOND, MOST_TOKENS, ClosedLoop, Load, Pool, Tally, memory, requests
-from benchmarks.qwen3_tts_shapes import random_model
 from benchmarks.roofline import device_named, floor_ms, mean_context
 from benchmarks.watched import Watched, profile
 from pipelines.errors import NightjarError
 from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
+from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 
@@ -45,15 +43,6 @@ PAGE_SIZE = 64
 MAX_CONTEXT = 4096
 #: Seconds at most until a loop has settled, compilation of kernels included.
 SETTLE_SECONDS = 60.0
-#: The published decoder with next to no width, to try this on a CPU.
-TINY_CODEC = replace(PUBLISHED, latent_dim=32, codebook_dim=16, hidden_size=32, intermediate_size=32, head_dim=16, num_attention_heads=2,
-                     num_key_value_heads=2, num_hidden_layers=1, decoder_dim=48)  # fmt: skip
-
-
-def open_decoder(shape: CodecDecoderConfig, device: torch.device, dtype: torch.dtype, reproducible: bool = False) -> CodecDecoder:
-    """A decoder with random weights."""
-    with torch.inference_mode():
-        return CodecDecoder(shape, RandomWeights(str(device)), device, dtype, reproducible=reproducible)
 
 
 def codec_alone(decoder: CodecDecoder, pool: Pool, seconds: float, at_once: int = 512) -> dict[str, Any]:
@@ -99,7 +88,7 @@ class Bench:
         self.overrides: dict[str, int] = {}
         self.limits = device_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        self.model: Qwen3TTSModel = random_model(size, device, dtype, MAX_CONTEXT, ends=True)
+        self.model: Qwen3TTSModel = dummy_model(size, device, dtype, MAX_CONTEXT, ends=True)
 
     def rows(
         self, slots: int, parts: Sequence[str], windows: int, sampled: bool = False, reproducible: bool = False
@@ -115,7 +104,7 @@ class Bench:
         most = min(MOST_TOKENS, options.pages * PAGE_SIZE - 64)
         pool = requests(self.model, self.load, max(4 * slots, 64), most)
         context = mean_context((len(request.prompt), frames) for request, frames in pool)
-        decoder = open_decoder(self.decoder.config, self.device, self.decoder.dtype, True) if reproducible else self.decoder
+        decoder = dummy_decoder(self.decoder.config, self.device, self.decoder.dtype, reproducible=True) if reproducible else self.decoder
         found: list[dict[str, Any]] = []
         for part in parts:
             loop = ClosedLoop(executor, options, pool, decoder if part == "all" else None)
@@ -217,7 +206,7 @@ def main() -> None:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)
-    decoder = open_decoder(TINY_CODEC if options.tiny else PUBLISHED, device, dtype)
+    decoder = dummy_decoder(TINY_CODEC if options.tiny else PUBLISHED_CODEC, device, dtype)
     result: dict[str, Any] = {
         "commit": os.environ.get("NIGHTJAR_COMMIT", ""),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.qwen3_tts_shapes import published_config
+from pipelines.qwen3_tts.dummy import published_config
 
 SITE = "NIGHTJAR_REFERENCE_SITE"
 FRAMES_PER_SECOND = 12.5

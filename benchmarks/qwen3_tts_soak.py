@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.codec_random import PUBLISHED
-from benchmarks.qwen3_tts_gpu import MAX_CONTEXT, PAGE_SIZE, TINY_CODEC, clean, open_decoder
+from benchmarks.qwen3_tts_gpu import MAX_CONTEXT, PAGE_SIZE, clean
 from benchmarks.qwen3_tts_load import ClosedLoop, Load, requests
-from benchmarks.qwen3_tts_shapes import random_model
 from benchmarks.watched import Watched
 from pipelines.nn.options import open_device
+from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.execution import engine_options, open_executor
 
 MIB = 2**20
@@ -98,8 +97,8 @@ def soak(size: str, slots: int, count: int, device: torch.device, reproducible: 
     tiny = size == "tiny"
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     load = Load(0.3, 0.6, 0) if tiny else Load(0.4, 2.0, 0)
-    decoder = open_decoder(TINY_CODEC if tiny else PUBLISHED, device, dtype, reproducible)
-    model = random_model(size, device, dtype, MAX_CONTEXT, ends=True)
+    decoder = dummy_decoder(TINY_CODEC if tiny else PUBLISHED_CODEC, device, dtype, reproducible=reproducible)
+    model = dummy_model(size, device, dtype, MAX_CONTEXT, ends=True)
     options = engine_options(model, slots, slots * -(-load.positions // PAGE_SIZE), PAGE_SIZE, MAX_CONTEXT)
     executor = Watched(open_executor(model, options, reproducible=reproducible and device.type != "cpu"))
     pool = requests(model, load, 4 * slots, min(256, options.pages * PAGE_SIZE - 64))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.qwen3_tts_shapes import published_config
+from pipelines.qwen3_tts.dummy import published_config
 
 BYTES = 2  # of a bfloat16 value
 #: Multiply-adds of the published codec decoder for one frame.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import fish_random
-from benchmarks.fish_gpu import random_fast, random_rows
+from pipelines.fish_speech.dummy import dummy_codec, dummy_fast_ar, dummy_rows, write_checkpoint
 from pipelines.fish_speech.frame import FrameGraphs, FrameMaker, Rows
 from tests.conformance.__main__ import main
 from tests.support.fish_checkpoint import GOLDEN
@@ -27,12 +25,11 @@ def test_conformance() -> None:
 def test_graphs_draw_what_plain_calls_draw(tmp_path: Path, compiled: bool) -> None:
     """In float32, at batches between buckets, whose other rows must not matter."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    config, device = fish_random.write_checkpoint(tmp_path, tiny=True), torch.device("cuda")
-    bench = SimpleNamespace(config=config, device=device, dtype=torch.float32)
-    fast = random_fast(bench)  # pyright: ignore[reportArgumentType]
+    config, device = write_checkpoint(tmp_path, tiny=True), torch.device("cuda")
+    fast = dummy_fast_ar(config, device, torch.float32)
     plain = FrameMaker(config, fast, device)
     with torch.inference_mode():
-        rows = [random_rows(bench, count) for count in (1, 3, 7, 12, 5)]  # pyright: ignore[reportArgumentType]
+        rows = [dummy_rows(config, count, device, torch.float32) for count in (1, 3, 7, 12, 5)]
         want = [plain(one) for one in rows]
         graphs = FrameGraphs(FrameMaker(config, fast, device, compiled=compiled), 12)
         for one, (tokens, codes) in zip(rows, want):
@@ -43,12 +40,12 @@ def test_graphs_draw_what_plain_calls_draw(tmp_path: Path, compiled: bool) -> No
 
 def test_the_fused_codec_is_the_plain_one(tmp_path: Path) -> None:
     """Both in bfloat16 against float32: the fused ops round no worse."""
-    config, device = fish_random.write_checkpoint(tmp_path), torch.device("cuda")
+    config, device = write_checkpoint(tmp_path), torch.device("cuda")
     codes = [torch.randint(1024, (frames, 10), generator=torch.Generator().manual_seed(frames)) for frames in (40, 25)]
-    exact = fish_random.codec(config, device, torch.float32, fused=False).decoder.decode(codes)
+    exact = dummy_codec(config, device, torch.float32, fused=False).decoder.decode(codes)
     errors = []
     for fused in (False, True):
-        decoder = fish_random.codec(config, device, torch.bfloat16, fused).decoder
+        decoder = dummy_codec(config, device, torch.bfloat16, fused).decoder
         waves = decoder.decode(codes)
         errors.append(sum(float((one - other).square().mean()) for one, other in zip(waves, exact)) ** 0.5)
         state = decoder.new_state()

@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks.qwen3_tts_shapes import random_model
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
+from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.qwen3_tts.fused import graph_executor
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from tests.support.drawn import ALL_SETTINGS, Heard, Places, drawn, independent, lagged, uniform
@@ -42,7 +42,7 @@ def places(request: pytest.FixtureRequest) -> Places:
     dtype, slots = request.param
     torch.backends.cuda.matmul.allow_tf32 = False
     device = torch.device("cuda")
-    model = random_model("0b6", device, dtype, MAX_CONTEXT)
+    model = dummy_model("0b6", device, dtype, MAX_CONTEXT)
     prompt = build_prompt(model.config, PromptParts(ROLE, [11, 12, 13, 14], language="english", speaker="ryan"))
     options = EngineOptions(slots=slots, pages=slots, page_size=PAGE_SIZE, max_context=MAX_CONTEXT, reserve_frames=FRAMES + 1)
     with tapped(model.config, slots, device) as taps:
@@ -71,7 +71,7 @@ def test_draws_know_nothing_of_each_other(places: Places) -> None:
 
 def test_the_end_is_banned_for_so_many_draws_and_no_more() -> None:
     """A model that ends wherever it may says exactly as many frames as draws were banned."""
-    model = random_model("0b6", torch.device("cuda"), torch.bfloat16, MAX_CONTEXT, ends=True)
+    model = dummy_model("0b6", torch.device("cuda"), torch.bfloat16, MAX_CONTEXT, ends=True)
     prompt = build_prompt(model.config, PromptParts(ROLE, [11, 12, 13, 14], language="english", speaker="ryan"))
     heard = Heard()
     options = EngineOptions(slots=8, pages=16, page_size=PAGE_SIZE, max_context=MAX_CONTEXT, reserve_frames=16)

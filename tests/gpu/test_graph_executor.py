@@ -12,11 +12,11 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks.qwen3_tts_shapes import random_model
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import EagerExecutor, FrameExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
+from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.qwen3_tts.fused import graph_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
@@ -69,12 +69,12 @@ def spoken(executor: FrameExecutor, batch: list[GenerationRequest], together: in
 @pytest.fixture(scope="module")
 def wide() -> Qwen3TTSModel:
     torch.backends.cuda.matmul.allow_tf32 = False
-    return random_model("0b6", torch.device("cuda"), torch.float32, 1024)
+    return dummy_model("0b6", torch.device("cuda"), torch.float32, 1024)
 
 
 @pytest.fixture(scope="module")
 def narrow() -> Qwen3TTSModel:
-    return random_model("0b6", torch.device("cuda"), torch.bfloat16, 1024)
+    return dummy_model("0b6", torch.device("cuda"), torch.bfloat16, 1024)
 
 
 def graph(model: Qwen3TTSModel, slots: int, reproducible: bool = False) -> FrameExecutor:
@@ -186,7 +186,7 @@ def test_full_size_frames(size: str, rows: int) -> None:
     """
     frames, device = 5, torch.device("cuda")
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = random_model(size, device, torch.bfloat16, 1024)
+    model = dummy_model(size, device, torch.bfloat16, 1024)
     sampling = SamplingParams(min_new_tokens=frames + 1)
     bodies = np.random.default_rng(rows).integers(0, 150_000, (rows, 40)).tolist()
     parts = [PromptParts([151644, 77091, 198], body, language="english", speaker="ryan") for body in bodies]
@@ -199,7 +199,7 @@ def test_full_size_frames(size: str, rows: int) -> None:
     assert drawn.min() >= 0
     assert drawn.max() < 2048
     assert len(np.unique(drawn)) > drawn.size // 4, "draws repeat themselves"
-    exact = random_model(size, device, torch.float32, 1024)
+    exact = dummy_model(size, device, torch.float32, 1024)
     for name in {batch[0].request_id, batch[-1].request_id}:
         forced = [forced_frames(each, batch[int(name)].prompt, codes[name])[:frames] for each in (exact, model)]
         first, residual = ([torch.cat([out.first_logits for out in outs]) for outs in forced],

@@ -11,9 +11,10 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from benchmarks import lm_checks
-from benchmarks.lm_shapes import SMALL, TINY, Maker, Shape, clone_state
+from kernels.dummy import SMALL, TINY, Maker, Shape
 from kernels.lm_frame import FusedFrame, Plan, plan_for
+from tests.support import lm_checks
+from tests.support.lm_checks import clone_state
 
 pytestmark = pytest.mark.gpu
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from benchmarks.qwen3_tts_shapes import random_model
 from kernels.layers import qk_norm_rope_append, rope_table
 from kernels.lm_frame import StackTensors
 from kernels.prefill_triton import norm_rope_append, prefill_padded
 from pipelines.engine.graph import PrefillGraphs, Sharing
 from pipelines.engine.kv import SCRATCH_PAGE, PagedKV
 from pipelines.engine.model import PrefillRun
+from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.qwen3_tts.fused import frame_tensors
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 
@@ -97,12 +97,12 @@ def written(model: Qwen3TTSModel, counts: list[int], start: int, fused: bool) ->
 @pytest.mark.parametrize("start", [0, 2 * PAGE])
 def test_fused_prefill_is_the_twins(start: int) -> None:
     counts = [PAGE, 3, PAGE + 5]
-    exact = random_model(SIZE, torch.device(DEVICE), torch.float32, 1024)
+    exact = dummy_model(SIZE, torch.device(DEVICE), torch.float32, 1024)
     wide = written(exact, counts, start, fused=False)
     # Rounding grows from layer to layer of random weights: the whole is compared, not every value.
     assert float((written(exact, counts, start, fused=True) - wide).norm()) <= 1e-3 * float(wide.norm())
     del exact
-    narrow = random_model(SIZE, torch.device(DEVICE), torch.bfloat16, 1024)
+    narrow = dummy_model(SIZE, torch.device(DEVICE), torch.bfloat16, 1024)
     plain, mine = (float((written(narrow, counts, start, fused) - wide).norm()) for fused in (False, True))
     assert mine <= (4.5 if INTERPRETED else 1.5) * plain
 
@@ -110,7 +110,7 @@ def test_fused_prefill_is_the_twins(start: int) -> None:
 @on_gpu
 @pytest.mark.parametrize("sharing", ["free", "fixed", "alone"])
 def test_graphs_equal_the_packed_prefill(sharing: Sharing) -> None:
-    model = random_model("tiny", torch.device("cuda"), torch.float32, 2048)
+    model = dummy_model("tiny", torch.device("cuda"), torch.float32, 2048)
     stack = talker_of(model)
     counts = [5, 64, 9, 65, 200, 300, 1000, 1100] + [20] * 40
     packed, replayed = (model.make_kv(130, 64) for _ in range(2))

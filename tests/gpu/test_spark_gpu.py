@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import spark_random
 from pipelines.engine.codec_stage import CodecStage
 from pipelines.spark_tts.bicodec import BiCodec
+from pipelines.spark_tts.dummy import dummy_codecs, published_config
 from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice
 from pipelines.spark_tts.wave_generator import FusedWave
 from tests.conformance.__main__ import main
@@ -34,7 +34,7 @@ def exact_products() -> Iterator[None]:
 
 
 def codec(dtype: torch.dtype, fused: bool | None = None) -> BiCodec:
-    return spark_random.codecs(spark_random.config(Path()), torch.device("cuda"), dtype, fused)[1]
+    return dummy_codecs(published_config(Path()), torch.device("cuda"), dtype, fused)[1]
 
 
 def tokens(lengths: tuple[int, ...]) -> tuple[list[Tensor], list[Tensor]]:

@@ -18,12 +18,12 @@ pytestmark = pytest.mark.gpu
 
 OPEN = """
 import logging, torch
-from benchmarks.qwen3_tts_shapes import random_model
+from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.engine.core import EngineOptions
 from pipelines.nn.codec_fused import codec_kernels
 from pipelines.qwen3_tts.execution import open_executor
 logging.basicConfig(format="%(levelname)s %(message)s")
-model = random_model("0b6", torch.device("cuda"), torch.bfloat16)
+model = dummy_model("0b6", torch.device("cuda"), torch.bfloat16)
 print(open_executor(model, EngineOptions(2, 16, 64, 256)).name, codec_kernels())
 """
 

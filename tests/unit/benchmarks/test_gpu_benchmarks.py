@@ -14,10 +14,11 @@ import torch
 from benchmarks import gpu_session, plots, qwen3_tts_reference, qwen3_tts_soak, roofline
 from benchmarks.gpu_session import Outcome, Step
 from benchmarks.qwen3_tts_bits import differing
-from benchmarks.qwen3_tts_gpu import TINY_CODEC, codec_alone, headlines, open_decoder, share, table
+from benchmarks.qwen3_tts_gpu import codec_alone, headlines, share, table
 from benchmarks.qwen3_tts_load import Load, Mark, Tally, rates, thread_seconds
 from benchmarks.watched import profile
 from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder
 
 H200 = roofline.DEVICES[0]
 
@@ -268,7 +269,7 @@ def test_summary_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_codec_alone_is_measured_through_its_stage() -> None:
-    decoder = open_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
+    decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
     pool = [(None, frames) for frames in (3, 5, 2)]
     found = codec_alone(decoder, pool, 0.05, at_once=2)  # type: ignore[arg-type]
     assert found["wrong_lengths"] == 0

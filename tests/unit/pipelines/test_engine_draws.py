@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.qwen3_tts_shapes import random_model
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.model import FrameOutput
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.config import SamplingDefaults
+from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.qwen3_tts.pipeline import sampling_params
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from pipelines.request import Generation
@@ -135,4 +135,4 @@ def test_a_request_of_the_pipeline_may_not_end_in_its_first_two_draws() -> None:
 @cache
 def ending_model() -> Any:
     torch.set_num_threads(1)
-    return random_model("tiny", torch.device("cpu"), torch.float32, MAX_CONTEXT, ends=True)
+    return dummy_model("tiny", torch.device("cpu"), torch.float32, MAX_CONTEXT, ends=True)

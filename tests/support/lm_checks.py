@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.lm_shapes import SMALL, TINY, Maker, Shape, clone_state
 from kernels import lm_cuda
 from kernels.attention import paged_decode_attention
+from kernels.dummy import SMALL, Maker, Shape
 from kernels.layers import qk_norm_rope_append, rms_norm, rope
-from kernels.lm_frame import FrameTensors, FusedFrame, Plan, StackTensors
+from kernels.lm_frame import FrameTensors, FusedFrame, Plan, StackTensors, StateTensors
 from kernels.lm_gemm import RESIDUAL, SWIGLU, Tiles, product
 from kernels.lm_triton import SplitScratch, decode_attention, predictor_attention
 from kernels.philox import frame_noise
@@ -32,6 +30,13 @@ def demand(name: str, value: float, bound: float) -> dict[str, float | str]:
     if not value <= bound:
         raise AssertionError(f"{name}: {value:.3g} is not within {bound:.3g}")
     return {"check": name, "error": value, "bound": bound}
+
+
+def clone_state(state: StateTensors) -> StateTensors:
+    """A copy that a second implementation may advance."""
+    names = [name for name in StateTensors.__slots__ if isinstance(getattr(state, name), Tensor)]
+    copies = {name: getattr(state, name).clone() for name in names}
+    return StateTensors(**copies, first=state.first, residual=state.residual, dead=state.dead)
 
 
 def layer_product(x: Tensor, weight: Tensor, norm: Tensor | None, extra: Tensor | None, epilogue: int, dtype: torch.dtype) -> Tensor:
@@ -258,41 +263,4 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
             summed = weights.codec_table[codes + weights.starts].float().sum(1).to(torch.bfloat16)
             text = before.trailing[rows, before.frames[rows].clamp(max=before.trailing.shape[1] - 1)]
             report.append(demand("next inputs", error(state.inputs[rows], summed + weights.text[text]), 1e-3))
-    return report
-
-
-def check_all(keep_going: bool = False) -> list[dict[str, float | str]]:
-    """All checks. The first failure is raised, or with `keep_going` printed."""
-    torch.backends.cuda.matmul.allow_tf32 = False
-    maker = Maker("cuda", torch.bfloat16, seed=1)
-    wide = Maker("cuda", torch.float32, seed=2)
-    few = dataclasses.replace(SMALL, layers=4)
-    large = dataclasses.replace(SMALL, layers=3, hidden=2048, inter=6144)
-    groups: dict[str, Callable[[], list[dict[str, float | str]]]] = {
-        "skinny": lambda: check_skinny(maker),
-        "draw": lambda: check_draw(maker),
-        "attention": lambda: check_attention(maker),
-        "products": lambda: check_products(maker),
-        "float32 tiny": lambda: check_frame(wide, TINY, 5, Plan(), "float32 tiny", exact=True),
-        "float32 splits": lambda: check_frame(wide, TINY, 5, Plan(splits=((99, 3),)), "float32 tiny, splits", exact=True),
-        "0.6b, 6 rows": lambda: check_frame(maker, few, 6, Plan(skinny_rows=64), "0.6b skinny"),
-        "0.6b, norms apart": lambda: check_frame(maker, few, 29, Plan(skinny_rows=64, norm_apart_rows=1), "0.6b norms apart"),
-        "0.6b, 29 rows": lambda: check_frame(maker, few, 29, Plan(skinny_rows=64), "0.6b skinny"),
-        "0.6b wide": lambda: check_frame(maker, few, 29, Plan(skinny_rows=0), "0.6b wide"),
-        "1.7b": lambda: check_frame(maker, large, 6, Plan(skinny_rows=64), "1.7b skinny"),
-    }
-    report: list[dict[str, float | str]] = []
-    with torch.inference_mode():
-        for name, group in groups.items():
-            began = time.monotonic()
-            try:
-                lines = group()
-            except Exception as failure:
-                if not keep_going:
-                    raise
-                print(f"CHECK {name} FAILED: {type(failure).__name__}: {str(failure)[-600:]}", flush=True)
-                continue
-            worst = max(float(line["error"]) / max(float(line["bound"]), 1e-30) for line in lines)
-            print(f"check {name}: {len(lines)} passed, worst at {worst:.2f} of its bound, {time.monotonic() - began:.0f} s", flush=True)
-            report += lines
     return report

@@ -1,16 +1,20 @@
-"""Full-size Qwen3-TTS models with random weights, made in place: the shapes of the published checkpoints, and no speech."""
+"""Qwen3-TTS at its published sizes with dummy weights: the shapes of the checkpoints, and no speech."""
 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipelines.nn.dummy import DummyWeights
+from pipelines.qwen3_tts.codec import CodecDecoder
+from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.weights import ModelWeights, take_weights
@@ -74,29 +78,58 @@ def published_config(size: str) -> dict[str, Any]:
     }
 
 
-class RandomTensors:
-    """Weights drawn on the device: norms around 1, matrices scaled to keep the variance."""
-
-    def __init__(self, device: torch.device, seed: int = 0) -> None:
-        self._generator = torch.Generator(device).manual_seed(seed)
-
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
-        noise = torch.randn(tuple(shape), generator=self._generator, device=self._generator.device)
-        made = 1 + 0.1 * noise if "norm" in name else noise * shape[-1] ** -0.5
-        # Rounded to bfloat16 as published, so that models of both types hold the same values.
-        return made.to(torch.bfloat16).to(device=device, dtype=dtype)
+#: The published 12 Hz decoder.
+PUBLISHED_CODEC = CodecDecoderConfig(
+    codebook_size=2048, codebook_dim=512, num_quantizers=16, num_semantic_quantizers=1, latent_dim=1024, hidden_size=512,
+    intermediate_size=1024, head_dim=64, num_attention_heads=16, num_key_value_heads=16, num_hidden_layers=8, sliding_window=72,
+    attention_bias=False, rope_theta=10_000.0, rms_norm_eps=1e-5, decoder_dim=1536, upsample_rates=(8, 5, 4, 3), upsampling_ratios=(2, 2),
+)  # fmt: skip
+#: The same with next to no width, to try things on a CPU.
+TINY_CODEC = replace(PUBLISHED_CODEC, latent_dim=32, codebook_dim=16, hidden_size=32, intermediate_size=32, head_dim=16,
+                     num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, decoder_dim=48)  # fmt: skip
 
 
 @torch.inference_mode()
-def random_model(size: str, device: torch.device, dtype: torch.dtype, max_context: int = 4096, ends: bool = False) -> Qwen3TTSModel:
+def dummy_model(size: str, device: torch.device, dtype: torch.dtype, max_context: int = 4096, ends: bool = False) -> Qwen3TTSModel:
     """A model of this size on the device; with `ends`, one that draws the end wherever `min_new_tokens` lets it."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(published_config(size)), encoding="utf-8")
         config = Qwen3TTSConfig.from_folder(folder)
-    weights = take_weights(RandomTensors(device), config, dtype, device)
+    weights = take_weights(DummyWeights(device, _as_published), config, dtype, device)
     if ends:
         _end_when_allowed(weights, config.ids.eos)
     return Qwen3TTSModel(config, weights, max_context)
+
+
+@torch.inference_mode()
+def dummy_decoder(
+    shape: CodecDecoderConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None, *, reproducible: bool = False
+) -> CodecDecoder:
+    """A codec decoder of this shape."""
+    return CodecDecoder(shape, DummyWeights(device, codec_values), device, dtype, fused, reproducible=reproducible)
+
+
+def _as_published(name: str, noise: Tensor) -> Tensor:
+    """Norms around 1, matrices scaled to keep the variance; rounded to bfloat16, so that models of both types hold the same values."""
+    return (1 + 0.1 * noise if "norm" in name else noise * noise.shape[-1] ** -0.5).to(torch.bfloat16)
+
+
+def codec_values(name: str, noise: Tensor) -> Tensor:
+    """A spread that keeps the decoder's activations near one."""
+    last = name.rsplit(".", 1)[1]
+    if last == "cluster_usage":
+        return noise.abs() + 0.5
+    if last in ("alpha", "beta"):
+        return 0.3 * noise
+    if last in ("gamma", "scale"):
+        return 0.5 * noise
+    if last == "bias":
+        return 0.02 * noise
+    if noise.dim() == 1:
+        return 1.0 + 0.1 * noise
+    transposed = ".block.1.conv." in name or name.startswith(("decoder.upsample.0.0", "decoder.upsample.1.0"))
+    fan = 2 * noise.shape[0] if transposed else math.prod(noise.shape[1:])
+    return noise if last == "embedding_sum" else 0.8 / math.sqrt(fan) * noise
 
 
 def _end_when_allowed(weights: ModelWeights, end: int) -> None:

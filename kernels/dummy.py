@@ -1,4 +1,4 @@
-"""Random Qwen3-TTS weights and slot states of any size, made on the device, for tests and timings of the frame's kernels."""
+"""Dummy weights and slot states of any size, made on the device, for tests and timings of the frame's kernels."""
 
 from __future__ import annotations
 
@@ -135,10 +135,3 @@ class Maker:
             residual=self.draw(slots + 1, greedy, top_p),
             dead=slots,
         )
-
-
-def clone_state(state: StateTensors) -> StateTensors:
-    """A copy that a second implementation may advance."""
-    names = [name for name in StateTensors.__slots__ if isinstance(getattr(state, name), Tensor)]
-    copies = {name: getattr(state, name).clone() for name in names}
-    return StateTensors(**copies, first=state.first, residual=state.residual, dead=state.dead)
