@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import structlog
 
-from jobs.cli.output import counted
 from jobs.dialogue import clean
+from jobs.formatting import counted
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState
 from jobs.quality import quality_of
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError

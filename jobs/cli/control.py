@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jobs.cli.context import PRIORITY, common_options, found_job, job_argument
-from jobs.cli.output import Output, counted, printable
+from jobs.cli.output import Output, printable
 from jobs.cli.show import code_choice
+from jobs.formatting import counted
 from jobs.ledger.records import Job, JobState
 from jobs.settings import Settings
 from pipelines.errors import ErrorCode, NightjarError

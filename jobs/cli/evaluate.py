@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jobs.cli.context import NamedPath
-from jobs.cli.output import FAILED, Output, counted, seconds_text
+from jobs.cli.output import FAILED, Output
 from jobs.cli.serve import read_keys
 from jobs.cli.spec import check_source
+from jobs.formatting import counted, seconds_text
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from jobs.cli.context import NamedPath, common_options, found_job, job_argument, price_option
-from jobs.cli.output import Output, bytes_text, counted
+from jobs.cli.output import Output
+from jobs.formatting import bytes_text, counted
 from jobs.settings import Settings
 
 

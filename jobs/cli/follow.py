@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from jobs.cli.context import FiniteRange, common_options, found_job, job_argument
-from jobs.cli.output import CANCELLED, FAILED, TIMEOUT, Output, seconds_text
+from jobs.cli.output import CANCELLED, FAILED, TIMEOUT, Output
 from jobs.cli.show import NO_WORKER, status_lines
+from jobs.formatting import seconds_text
 from jobs.ledger.records import JobState, JobStatus
 from jobs.status import items_per_second, lacks_workers, real_time_factor, status_view
 

@@ -10,7 +10,8 @@ import click
 import msgspec
 
 from jobs.cli.context import NamedPath
-from jobs.cli.output import Output, counted
+from jobs.cli.output import Output
+from jobs.formatting import counted
 from pipelines.registry import ModelCard, describe, list_models
 
 

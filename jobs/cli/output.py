@@ -150,34 +150,3 @@ class Output:
 
 def _columns(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip()
-
-
-def counted(count: int, noun: str) -> str:
-    """`1 line`, `2 lines`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def seconds_text(seconds: float | None) -> str:
-    """A time for a person: `0.4 s`, `41 s`, `12 min 5 s`, `3 h 20 min`, `4 d 2 h`; `unknown` for None."""
-    if seconds is None:
-        return "unknown"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
-
-
-def bytes_text(count: int) -> str:
-    """A size for a person, in decimal units."""
-    size, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"

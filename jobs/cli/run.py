@@ -14,11 +14,12 @@ import click
 
 from jobs.cli.context import common_options
 from jobs.cli.follow import POLL_SECONDS, Progress, exit_code_of
-from jobs.cli.output import Interrupted, Output, check_interrupts, counted, undisturbed
+from jobs.cli.output import Interrupted, Output, check_interrupts, undisturbed
 from jobs.cli.show import status_lines
 from jobs.cli.spec import check_source, lacking_meters, resolve_spec, spec_options, take_spec
 from jobs.cli.submit import job_options, no_items, submit_options
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome, embedded_overrides
+from jobs.formatting import counted
 from jobs.layout import job_prefix
 from jobs.ledger.records import Job, JobState, JobStatus, ShardState
 from jobs.ledger.states import LASTING_OUTAGES

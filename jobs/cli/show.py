@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from jobs.cli.context import common_options, found_job, job_argument, label_option, labels_of, price_option, reading_ledger
-from jobs.cli.output import Output, bytes_text, counted, printable, seconds_text
+from jobs.cli.output import Output, printable
+from jobs.formatting import bytes_text, counted, seconds_text
 from jobs.ledger.busy import GAP_SECONDS
 from jobs.ledger.glance import glance
 from jobs.ledger.records import ItemState, Job, JobState, JobStatus

@@ -10,8 +10,9 @@ import msgspec
 
 from jobs.cli.context import PRIORITY, FiniteRange, common_options, label_option, labels_of
 from jobs.cli.follow import Progress
-from jobs.cli.output import FAILED, Output, bytes_text, counted, printable, seconds_text
+from jobs.cli.output import FAILED, Output, printable
 from jobs.cli.spec import check_source, lacking_meters, owner, resolve_spec, spec_options, take_spec
+from jobs.formatting import bytes_text, counted, seconds_text
 from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.openai_batch import InputFormat
 from jobs.settings import Settings, load_settings

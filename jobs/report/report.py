@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from jobs.cli.output import bytes_text, seconds_text
 from jobs.dialogue import clean
 from jobs.export.destination import output
+from jobs.formatting import bytes_text, seconds_text
 from jobs.ledger.busy import GAP_SECONDS
 from jobs.ledger.records import ItemState, Job, JobStatus, RejectedLine
 from jobs.redact import redact
