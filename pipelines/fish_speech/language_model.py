@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.fish_speech.config import FishConfig
+from pipelines.vllm_engine.library import head_width
 from pipelines.vllm_engine.options import ModelSpec
-from pipelines.vllm_engine.padding import head_width
 
 ARCHITECTURE = "NightjarFishForCausalLM"
 #: Key of a request's extras: the codes at the semantic positions of its prompt, int16 [positions, codebooks] as bytes.

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.fish_speech.prompt import Conversation, Prompt
 from pipelines.request import EngineStats
-from pipelines.vllm_engine.host import VllmHost
+from pipelines.vllm_engine.host import Receiver, VllmHost
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
-from pipelines.vllm_engine.receivers import Receiver
 
 #: Apart by this much, the seeds of an item's turns meet those of no other turn of it (2**64 / golden ratio).
 _SEED_STEP = 0x9E3779B97F4A7C15

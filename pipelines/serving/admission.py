@@ -7,20 +7,20 @@ import math
 import time
 from collections import deque
 
-from pipelines.serving.errors import Refusal, unavailable
+from pipelines.serving.errors import ApiError, unavailable
 
-_MOST_RETRY_SECONDS = 60
+_MAX_RETRY_SECONDS = 60
 #: Weight of the last request in the mean time of a slot.
 _LATEST = 0.1
 
 
-class Gate:
+class AdmissionQueue:
     """Hands out tickets in the order of arrival. Used on the event loop only."""
 
     def __init__(self, slots: int, waiting_room: int) -> None:
         self._slots = slots
         self._room = waiting_room
-        self._queue: deque[asyncio.Future[Ticket]] = deque()
+        self._queue: deque[asyncio.Future[Permit]] = deque()
         self._mean_seconds = 1.0
         self.running = 0
         self.closed = False
@@ -29,50 +29,50 @@ class Gate:
     def waiting(self) -> int:
         return len(self._queue)
 
-    def ask(self) -> asyncio.Future[Ticket]:
-        """A ticket, at once or after those who came before; whoever no longer wants it must `withdraw`.
+    def ask(self) -> asyncio.Future[Permit]:
+        """A ticket, at once or after those who came before; whoever no longer wants it must `cancel`.
 
-        Raises `Refusal`: 429 when the queue is full, 503 once closed.
+        Raises `ApiError`: 429 when the queue is full, 503 once closed.
         """
         if self.closed:
             raise unavailable("The server is shutting down.", "shutting_down")
-        turn: asyncio.Future[Ticket] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
         if self.running < self._slots:
             self.running += 1
-            turn.set_result(Ticket(self))
+            waiter.set_result(Permit(self))
         elif len(self._queue) < self._room:
-            self._queue.append(turn)
+            self._queue.append(waiter)
         else:
             seconds = str(self._retry_seconds())
             message = f"All {self._slots} slots are taken and {len(self._queue)} requests wait. Try again after {seconds} s."
-            raise Refusal(429, message, "rate_limit_exceeded", headers={"retry-after": seconds})
-        return turn
+            raise ApiError(429, message, "rate_limit_exceeded", headers={"retry-after": seconds})
+        return waiter
 
-    def withdraw(self, turn: asyncio.Future[Ticket]) -> None:
+    def cancel(self, waiter: asyncio.Future[Permit]) -> None:
         """Leaves the queue, or gives back the ticket that has come meanwhile."""
-        if turn in self._queue:
-            self._queue.remove(turn)
-            turn.cancel()
-        elif not turn.cancelled():
-            turn.result().release()
+        if waiter in self._queue:
+            self._queue.remove(waiter)
+            waiter.cancel()
+        elif not waiter.cancelled():
+            waiter.result().release()
 
     def leave(self, seconds: float) -> None:
         """Gives a slot back that was held for so long."""
         self._mean_seconds += _LATEST * (seconds - self._mean_seconds)
         if self._queue:
-            self._queue.popleft().set_result(Ticket(self))
+            self._queue.popleft().set_result(Permit(self))
         else:
             self.running -= 1
 
     def _retry_seconds(self) -> int:
         seconds = self._mean_seconds * (len(self._queue) + 1) / self._slots
-        return min(max(math.ceil(seconds), 1), _MOST_RETRY_SECONDS)
+        return min(max(math.ceil(seconds), 1), _MAX_RETRY_SECONDS)
 
 
-class Ticket:
+class Permit:
     """One slot, held by the connection and by what it started in the pipeline; the last one to let go gives it back."""
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: AdmissionQueue) -> None:
         self._gate = gate
         self._holders = 1
         self._begin = time.monotonic()

@@ -15,27 +15,27 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from pipelines.serving import errors
-from pipelines.serving.admission import Gate
+from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.chat import ChatRoute
 from pipelines.serving.chat_body import ChatBody
-from pipelines.serving.errors import Refusal
+from pipelines.serving.errors import ApiError
 from pipelines.serving.metrics import ServerMetrics
-from pipelines.serving.middleware import HEALTH, REQUEST_ID, TICKET, Guard
+from pipelines.serving.middleware import HEALTH, PERMIT, REQUEST_ID, RequestMiddleware
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.speech import SpeechBody, SpeechRoute
 from pipelines.serving.streaming import Reply
 
 
-def create_app(model: ServedModel, options: ServeOptions, gate: Gate, failed: Callable[[], None] = lambda: None) -> ASGIApp:
+def create_app(model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None] = lambda: None) -> ASGIApp:
     """The ASGI app of one model. Its lifespan opens the model; `failed` is called when that cannot be done."""
     metrics = ServerMetrics(model, gate)
     # A redirect would lead wherever the request's Host header says.
     app = FastAPI(title="Nightjar", lifespan=_lifespan(model, failed), docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
-    _look(app, model, options, gate, metrics)
-    _work(app, model, options, metrics)
-    return Guard(app, options, gate, metrics)
+    _add_info_routes(app, model, options, gate, metrics)
+    _add_synthesis_routes(app, model, options, metrics)
+    return RequestMiddleware(app, options, gate, metrics)
 
 
 def _lifespan(model: ServedModel, failed: Callable[[], None]) -> Any:
@@ -49,7 +49,7 @@ def _lifespan(model: ServedModel, failed: Callable[[], None]) -> Any:
     return lifespan
 
 
-def _look(app: FastAPI, model: ServedModel, options: ServeOptions, gate: Gate, metrics: ServerMetrics) -> None:
+def _add_info_routes(app: FastAPI, model: ServedModel, options: ServeOptions, gate: AdmissionQueue, metrics: ServerMetrics) -> None:
     """Routes that cost nothing."""
     started_at = int(time.time())
 
@@ -77,22 +77,22 @@ def _look(app: FastAPI, model: ServedModel, options: ServeOptions, gate: Gate, m
         return next(card for card in cards() if card["id"] == name)
 
 
-def _work(app: FastAPI, model: ServedModel, options: ServeOptions, metrics: ServerMetrics) -> None:
+def _add_synthesis_routes(app: FastAPI, model: ServedModel, options: ServeOptions, metrics: ServerMetrics) -> None:
     """Routes that the engine answers."""
     speaking, chatting = SpeechRoute(model, options, metrics), ChatRoute(model, options, metrics)
 
     @app.post("/v1/audio/speech")
     async def speech(body: SpeechBody, request: Request) -> Response:
         _check_model(body.model, options)
-        return Reply(speaking.answer(body, request.scope[TICKET], request.scope[REQUEST_ID]), options.request_seconds)
+        return Reply(speaking.answer(body, request.scope[PERMIT], request.scope[REQUEST_ID]), options.request_seconds)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         _check_model(body.model, options)
-        return Reply(chatting.answer(body, request.scope[TICKET], request.scope[REQUEST_ID]), options.request_seconds)
+        return Reply(chatting.answer(body, request.scope[PERMIT], request.scope[REQUEST_ID]), options.request_seconds)
 
 
 def _check_model(name: str, options: ServeOptions) -> None:
     if name not in options.names:
         message = f"The model {name[:100]!r} is not served here. Served is: {', '.join(options.names)}."
-        raise Refusal(404, message, "model_not_found", "model")
+        raise ApiError(404, message, "model_not_found", "model")

@@ -7,7 +7,7 @@ from collections import deque
 
 from starlette.types import Message, Receive
 
-from pipelines.serving.errors import Refusal
+from pipelines.serving.errors import ApiError
 
 #: Of a body that nobody wants: reading on for a while lets the client read why, instead of a reset connection.
 _DISCARD_BYTES = 512 << 20
@@ -15,7 +15,7 @@ _DISCARD_SECONDS = 10.0
 _CLOSE = {"connection": "close"}
 
 
-class Inlet:
+class LimitedBody:
     """An ASGI `receive`."""
 
     def __init__(self, receive: Receive, max_bytes: int, seconds: float) -> None:
@@ -28,7 +28,7 @@ class Inlet:
         self._over = False
 
     async def __call__(self) -> Message:
-        """The next message. Raises `Refusal`: 400 for a body over its bound, 408 for one that does not come."""
+        """The next message. Raises `ApiError`: 400 for a body over its bound, 408 for one that does not come."""
         if self._early:
             return self._early.popleft()
         if self._over:
@@ -37,11 +37,11 @@ class Inlet:
         try:
             async with asyncio.timeout_at(self._deadline):
                 return await self._next()
-        except Refusal:
+        except ApiError:
             await self.discard()
             raise
         except TimeoutError:
-            raise Refusal(408, f"The request did not come within {self._seconds:g} s.", "request_timeout", headers=_CLOSE) from None
+            raise ApiError(408, f"The request did not come within {self._seconds:g} s.", "request_timeout", headers=_CLOSE) from None
 
     async def left(self) -> None:
         """Returns when the client leaves; to notice that, the first part of a body is read and kept."""
@@ -61,7 +61,7 @@ class Inlet:
             async with asyncio.timeout(_DISCARD_SECONDS):
                 while not self._over:
                     await self._next()
-        except (TimeoutError, Refusal):
+        except (TimeoutError, ApiError):
             return
 
     async def _next(self) -> Message:
@@ -76,6 +76,6 @@ class Inlet:
         return message
 
 
-def too_large(max_bytes: int) -> Refusal:
+def too_large(max_bytes: int) -> ApiError:
     """A refusal that names the bound."""
-    return Refusal(400, f"The body is larger than {max_bytes:,} bytes. Send less audio, or FLAC.", "body_too_large", headers=_CLOSE)
+    return ApiError(400, f"The body is larger than {max_bytes:,} bytes. Send less audio, or FLAC.", "body_too_large", headers=_CLOSE)

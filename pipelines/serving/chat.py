@@ -15,11 +15,11 @@ import numpy as np
 
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError
 from pipelines.request import AudioChunk, Generation, Message, Mode, Role, Speech, SynthesisRequest
-from pipelines.serving.admission import Ticket
+from pipelines.serving.admission import Permit
 from pipelines.serving.audio_input import read_audio
 from pipelines.serving.chat_body import AudioUrlPart, ChatBody, ChatMessage, TextPart, Xargs
 from pipelines.serving.encoding import SpeechFormat, whole_file
-from pipelines.serving.errors import bad, named_field, refusal_of
+from pipelines.serving.errors import as_api_error, bad_request, named_field
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
@@ -66,19 +66,19 @@ class ChatRoute:
         self._options = options
         self._metrics = metrics
 
-    async def answer(self, body: ChatBody, ticket: Ticket, request_id: str) -> Parts:
-        """The parts of the answer. Raises `Refusal` and `NightjarError` before the first one."""
+    async def answer(self, body: ChatBody, permit: Permit, request_id: str) -> Parts:
+        """The parts of the answer. Raises `ApiError` and `NightjarError` before the first one."""
         begin = time.monotonic()
         if not self._model.card.capabilities.text_out:
-            raise bad("This model speaks texts. Use /v1/audio/speech.", ErrorCode.INPUT_UNSUPPORTED.value, "model")
+            raise bad_request("This model speaks texts. Use /v1/audio/speech.", ErrorCode.INPUT_UNSUPPORTED.value, "model")
         try:
             asked = await asyncio.to_thread(self._asked, body, request_id)
-            parts = self._streamed(asked, ticket, begin) if body.stream else self._whole(asked, ticket)
+            parts = self._streamed(asked, permit, begin) if body.stream else self._whole(asked, permit)
             async with aclosing(parts):
                 async for part in parts:
                     yield part
         except NightjarError as error:
-            raise refusal_of(error, _param(error)) from error
+            raise as_api_error(error, _param(error)) from error
 
     def _asked(self, body: ChatBody, request_id: str) -> Asked:
         mode = self._mode(body)
@@ -104,24 +104,25 @@ class ChatRoute:
         return Asked(request, self._options.names[0], mode, audio_format, body.stream_options.include_usage, int(time.time()))
 
     def _mode(self, body: ChatBody) -> Mode | None:
-        """What is written; text alone where the request says nothing. Raises `Refusal` for what contradicts itself."""
+        """What is written; text alone where the request says nothing. Raises `ApiError` for what contradicts itself."""
         modes = self._model.card.capabilities.modes
         said = body.vllm_xargs.mode
         if body.modalities is not None:
             asked: Mode = "text_audio" if "audio" in body.modalities else "text_only"
             if said not in (None, asked):
-                raise bad(f"`modalities` asks for {asked}, `vllm_xargs.mode` for {said}. Keep one of them.", "invalid_value", "modalities")
+                message = f"`modalities` asks for {asked}, `vllm_xargs.mode` for {said}. Keep one of them."
+                raise bad_request(message, "invalid_value", "modalities")
             said = asked
         mode = said or ("text_only" if "text_only" in modes else None)
         if mode == "text_only":
             for name in _XARG_ONLY_WITH_AUDIO:
                 if (value := getattr(body.vllm_xargs, name)) is not None and not (name == "cfg" and 0 <= value <= 1):
                     message = f"`{name}` is about audio, which the mode text_only does not make. Remove it, or set mode to text_audio."
-                    raise bad(message, ErrorCode.INPUT_BAD_GENERATION.value, f"vllm_xargs.{name}")
+                    raise bad_request(message, ErrorCode.INPUT_BAD_GENERATION.value, f"vllm_xargs.{name}")
         stops = set(body.stop_token_ids)
         if stops and (mode == "text_audio" or stops != {_END_OF_TURN}):
             message = f"Answers end by themselves: `stop_token_ids` may be [{_END_OF_TURN}] for text, and nothing else. Remove it."
-            raise bad(message, ErrorCode.INPUT_UNSUPPORTED.value, "stop_token_ids")
+            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED.value, "stop_token_ids")
         return mode
 
     def _messages(self, turn: ChatMessage) -> list[Message]:
@@ -135,16 +136,16 @@ class ChatRoute:
                 found.append(Message(role, "text", part.text))
                 continue
             if role != "user":
-                raise bad(f"Audio of the role {turn.role} cannot be heard. Only users bring audio.", "invalid_value", "messages")
+                raise bad_request(f"Audio of the role {turn.role} cannot be heard. Only users bring audio.", "invalid_value", "messages")
             is_url = isinstance(part, AudioUrlPart)
             text, declared = (part.audio_url.url, None) if is_url else (part.input_audio.data, part.input_audio.format)
             if is_url and ":" not in text[:64]:
-                raise bad("`audio_url` is a data URL: data:audio/wav;base64,...", ErrorCode.INPUT_AUDIO_FORBIDDEN.value, "messages")
+                raise bad_request("`audio_url` is a data URL: data:audio/wav;base64,...", ErrorCode.INPUT_AUDIO_FORBIDDEN.value, "messages")
             found.append(Message(role, "audio", read_audio(text, self._options.max_audio_seconds, declared)))
         return found
 
-    async def _whole(self, asked: Asked, ticket: Ticket) -> Parts:
-        speech = await self._speech(asked, ticket)
+    async def _whole(self, asked: Asked, permit: Permit) -> Parts:
+        speech = await self._speech(asked, permit)
         message: dict[str, Any] = {"role": "assistant", "content": speech.text_out or "", "audio": await self._audio(asked, speech)}
         choice = {"index": 0, "message": message, "finish_reason": _finish(speech), "logprobs": None}
         view = {**asked.head, "object": "chat.completion", "choices": [choice], "usage": _usage(speech)}
@@ -153,17 +154,17 @@ class ChatRoute:
         async for part in whole(body[6:-2], "application/json", {"x-seed": str(asked.request.seed)}):
             yield part
 
-    async def _speech(self, asked: Asked, ticket: Ticket) -> Speech:
+    async def _speech(self, asked: Asked, permit: Permit) -> Speech:
         """The result; text without the audio that was asked for is a result too."""
         try:
-            return await self._model.speech(asked.request, ticket)
+            return await self._model.speech(asked.request, permit)
         except NoAudioError as error:
             return _text_alone(error, self._model.card.sample_rate)
 
-    async def _streamed(self, asked: Asked, ticket: Ticket, begin: float) -> Parts:
+    async def _streamed(self, asked: Asked, permit: Permit, begin: float) -> Parts:
         started = False
         try:
-            async with aclosing(self._deltas(asked, ticket)) as deltas:
+            async with aclosing(self._deltas(asked, permit)) as deltas:
                 async for delta in deltas:
                     if not started:
                         started = True
@@ -175,14 +176,14 @@ class ChatRoute:
         except NightjarError as error:
             if not started:
                 raise
-            yield event(refusal_of(error, _param(error)).view())
+            yield event(as_api_error(error, _param(error)).view())
 
-    async def _deltas(self, asked: Asked, ticket: Ticket) -> AsyncGenerator[bytes, None]:
+    async def _deltas(self, asked: Asked, permit: Permit) -> AsyncGenerator[bytes, None]:
         """The events after the first: pieces of text, the audio, the reason of the end, and the usage if it was asked for."""
         heard: list[AudioChunk] = []
         speech: Speech | None = None
         try:
-            async with aclosing(self._chunks(asked, ticket)) as chunks:
+            async with aclosing(self._chunks(asked, permit)) as chunks:
                 async for chunk in chunks:
                     if chunk.text:
                         yield self._event(asked, {"content": chunk.text})
@@ -200,13 +201,13 @@ class ChatRoute:
         if asked.with_usage:
             yield event({**asked.head, "object": "chat.completion.chunk", "choices": [], "usage": _usage(speech)})
 
-    async def _chunks(self, asked: Asked, ticket: Ticket) -> AsyncGenerator[AudioChunk, None]:
+    async def _chunks(self, asked: Asked, permit: Permit) -> AsyncGenerator[AudioChunk, None]:
         if self._model.card.capabilities.streaming:
-            async with aclosing(self._model.chunks(asked.request, ticket)) as chunks:
+            async with aclosing(self._model.chunks(asked.request, permit)) as chunks:
                 async for chunk in chunks:
                     yield chunk
             return
-        speech = await self._model.speech(asked.request, ticket)
+        speech = await self._model.speech(asked.request, permit)
         yield AudioChunk(np.zeros(0, np.float32), speech.sample_rate, final=True, text=speech.text_out or "", speech=speech)
 
     def _event(self, asked: Asked, delta: dict[str, Any], finish: str | None = None) -> bytes:
@@ -245,7 +246,7 @@ def _usage(speech: Speech) -> dict[str, int] | None:
 
 def _either(max_tokens: int | None, max_completion_tokens: int | None) -> int | None:
     if max_tokens is not None and max_completion_tokens not in (None, max_tokens):
-        raise bad("`max_tokens` and `max_completion_tokens` differ. Keep one of them.", "invalid_value", "max_tokens")
+        raise bad_request("`max_tokens` and `max_completion_tokens` differ. Keep one of them.", "invalid_value", "max_tokens")
     return max_completion_tokens if max_tokens is None else max_tokens
 
 

@@ -108,7 +108,7 @@ class HttpProtocol(H11Protocol):
         if self._all.enter(self):
             self._expect_headers()
         else:
-            transport.write(_no_place())
+            transport.write(_no_room())
             transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -156,7 +156,7 @@ class HttpProtocol(H11Protocol):
             self.transport.abort()
 
 
-def places(maximum: int) -> int:
+def connection_limit(maximum: int) -> int:
     """How many connections there may be: `maximum`, or what the limit of descriptors has room for once it was raised for them."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = maximum + _RESERVED_DESCRIPTORS
@@ -170,7 +170,7 @@ def places(maximum: int) -> int:
     return room
 
 
-def _no_place() -> bytes:
+def _no_room() -> bytes:
     body = json.dumps(error_view(503, "All connections of the server are taken. Try again.", "too_many_connections")).encode()
     head = f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
     return f"{head}retry-after: 5\r\nconnection: close\r\n\r\n".encode() + body

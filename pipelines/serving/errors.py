@@ -28,7 +28,7 @@ _QUOTED = re.compile(r"`(\w+)`")
 _TYPES = {401: KEY, 403: KEY, 429: RATE}
 
 
-class Refusal(HTTPException):
+class ApiError(HTTPException):
     """An answer in OpenAI's form that is no result."""
 
     def __init__(
@@ -43,33 +43,33 @@ class Refusal(HTTPException):
         return error_view(self.status_code, str(self.detail), self.code, self.param)
 
 
-def bad(message: str, code: str, param: str | None = None) -> Refusal:
+def bad_request(message: str, code: str, param: str | None = None) -> ApiError:
     """A 400 with its reason."""
-    return Refusal(400, message, code, param)
+    return ApiError(400, message, code, param)
 
 
-def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _RETRY_SECONDS) -> Refusal:
+def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _RETRY_SECONDS) -> ApiError:
     """A 503 that says when to come back."""
-    return Refusal(503, message, code, headers={"retry-after": str(seconds)})
+    return ApiError(503, message, code, headers={"retry-after": str(seconds)})
 
 
-def refusal_of(error: NightjarError, param: str | None = None) -> Refusal:
+def as_api_error(error: NightjarError, param: str | None = None) -> ApiError:
     """What a client is told of an error of the pipeline. `param` names the field of the request that is at fault."""
     code = error.code
     if code.value.startswith("input."):
-        return Refusal(400, str(error), code.value, param)
+        return ApiError(400, str(error), code.value, param)
     if code is ErrorCode.MODEL_UNKNOWN:
-        return Refusal(404, str(error), code.value, "model")
+        return ApiError(404, str(error), code.value, "model")
     if code in _FINAL:
-        return Refusal(422, str(error), code.value)
+        return ApiError(422, str(error), code.value)
     if code is ErrorCode.SYNTH_TIMEOUT:
-        return Refusal(504, str(error), code.value)
+        return ApiError(504, str(error), code.value)
     if code is ErrorCode.SYNTH_ABORTED:
         return unavailable("The request was ended because the engine closed.", code.value)
     log.error("the engine failed: %s", error, exc_info=error.__cause__)
     if code.retryable:
         return unavailable(_ENGINE_SENTENCE, code.value)
-    return Refusal(500, _ENGINE_SENTENCE, code.value)
+    return ApiError(500, _ENGINE_SENTENCE, code.value)
 
 
 def named_field(error: NightjarError, fields: Mapping[str, str]) -> str | None:
@@ -93,7 +93,7 @@ def install(app: FastAPI) -> None:
 
 async def _http(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if isinstance(error, Refusal):
+    if isinstance(error, ApiError):
         return JSONResponse(error.view(), error.status_code, error.headers)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
     return JSONResponse(error_view(error.status_code, f"{error.detail}.", code), error.status_code, error.headers)
@@ -101,8 +101,8 @@ async def _http(_request: Request, error: Exception) -> Response:
 
 async def _nightjar(_request: Request, error: Exception) -> Response:
     assert isinstance(error, NightjarError)
-    refusal = refusal_of(error)
-    return JSONResponse(refusal.view(), refusal.status_code, refusal.headers)
+    api_error = as_api_error(error)
+    return JSONResponse(api_error.view(), api_error.status_code, api_error.headers)
 
 
 async def _validation(_request: Request, error: Exception) -> Response:

@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from pipelines.request import EngineStats
-from pipelines.serving.admission import Gate
+from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.model import ServedModel
 from pipelines.vllm_engine.library import VllmMetrics
 
@@ -20,7 +20,7 @@ _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 
 class ServerMetrics:
     """The metrics of this process, in a registry of their own."""
 
-    def __init__(self, model: ServedModel, gate: Gate) -> None:
+    def __init__(self, model: ServedModel, gate: AdmissionQueue) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(VllmMetrics())
         self._registry.register(_Now(model, gate))
@@ -57,7 +57,7 @@ class ServerMetrics:
 class _Now(Collector):
     """What is read at the moment of a scrape: the gate, and the engine's own stats."""
 
-    def __init__(self, model: ServedModel, gate: Gate) -> None:
+    def __init__(self, model: ServedModel, gate: AdmissionQueue) -> None:
         self._model = model
         self._gate = gate
 

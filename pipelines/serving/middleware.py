@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pipelines.serving.admission import Gate, Ticket
-from pipelines.serving.body_limit import Inlet, too_large
-from pipelines.serving.errors import Refusal, unavailable
+from pipelines.serving.admission import AdmissionQueue, Permit
+from pipelines.serving.body_limit import LimitedBody, too_large
+from pipelines.serving.errors import ApiError, unavailable
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.options import ServeOptions
 
@@ -27,13 +27,13 @@ HEALTH = "/health"
 WORK = frozenset({"/v1/audio/speech", "/v1/chat/completions"})
 #: Status of a request whose client left before its answer, as nginx has it.
 CLIENT_LEFT = 499
-TICKET, REQUEST_ID = "nightjar.ticket", "nightjar.request_id"
+PERMIT, REQUEST_ID = "nightjar.ticket", "nightjar.request_id"
 
 
-class Guard:
+class RequestMiddleware:
     """The ASGI app around the routes."""
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, gate: Gate, metrics: ServerMetrics) -> None:
+    def __init__(self, app: ASGIApp, options: ServeOptions, gate: AdmissionQueue, metrics: ServerMetrics) -> None:
         self._app = app
         self._options = options
         self._keys = [_digest(key.encode()) for key in options.keys]
@@ -56,14 +56,14 @@ class Guard:
             await send(message)
 
         try:
-            await self._answer(scope, Inlet(receive, self._options.max_body_bytes, self._options.body_seconds), tell)
+            await self._answer(scope, LimitedBody(receive, self._options.max_body_bytes, self._options.body_seconds), tell)
         except asyncio.CancelledError:
             if not self._gate.closed:
                 raise
             # The drain is over. Where the status is out, the answer breaks off.
             if status == CLIENT_LEFT:
-                refusal = unavailable("The server is shutting down.", "shutting_down")
-                await JSONResponse(refusal.view(), refusal.status_code, refusal.headers)(scope, receive, tell)
+                api_error = unavailable("The server is shutting down.", "shutting_down")
+                await JSONResponse(api_error.view(), api_error.status_code, api_error.headers)(scope, receive, tell)
         finally:
             seconds = time.monotonic() - begin
             path = self._metrics.answered(scope["path"], status, seconds)
@@ -77,33 +77,33 @@ class Guard:
                 request_id,
             )
 
-    async def _answer(self, scope: Scope, inlet: Inlet, send: Send) -> None:
-        ticket: Ticket | None = None
+    async def _answer(self, scope: Scope, body: LimitedBody, send: Send) -> None:
+        permit: Permit | None = None
         try:
             self._check(scope["path"], scope["headers"])
             if scope["path"] in WORK and scope["method"] == "POST":
-                ticket = await self._admit(inlet)
-                if ticket is None:
+                permit = await self._admit(body)
+                if permit is None:
                     return
-                scope[TICKET] = ticket
-            await self._app(scope, inlet, send)
-        except Refusal as refusal:
-            await inlet.discard()
-            headers = {**(refusal.headers or {}), "connection": "close"}
-            await JSONResponse(refusal.view(), refusal.status_code, headers)(scope, inlet, send)
+                scope[PERMIT] = permit
+            await self._app(scope, body, send)
+        except ApiError as api_error:
+            await body.discard()
+            headers = {**(api_error.headers or {}), "connection": "close"}
+            await JSONResponse(api_error.view(), api_error.status_code, headers)(scope, body, send)
         finally:
-            if ticket is not None:
-                ticket.release()
+            if permit is not None:
+                permit.release()
 
     def _check(self, path: str, raw_headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Raises `Refusal`: 401 without a key that fits, 404 for a path with control characters, 400 for a body that is too large."""
+        """Raises `ApiError`: 401 without a key that fits, 404 for a path with control characters, 400 for a body that is too large."""
         headers = dict(raw_headers)
         if self._keys and path != HEALTH and not self._fits(headers.get(b"authorization", b"")):
             message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
-            raise Refusal(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
+            raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         if not path.isprintable():
             # A route matches a path with a newline at its end, too, and what stands here would take it for another path.
-            raise Refusal(404, "Not Found.", "not_found")
+            raise ApiError(404, "Not Found.", "not_found")
         if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
             raise too_large(self._options.max_body_bytes)
 
@@ -114,20 +114,20 @@ class Guard:
         fitting = [hmac.compare_digest(digest, known) for known in self._keys]
         return scheme.lower() == b"bearer" and any(fitting)
 
-    async def _admit(self, inlet: Inlet) -> Ticket | None:
-        """A slot; None when the client left while it waited. Raises `Refusal` where the gate does."""
-        turn = self._gate.ask()
-        if turn.done():
-            return turn.result()
-        leaving = asyncio.create_task(inlet.left())
+    async def _admit(self, body: LimitedBody) -> Permit | None:
+        """A slot; None when the client left while it waited. Raises `ApiError` where the gate does."""
+        waiter = self._gate.ask()
+        if waiter.done():
+            return waiter.result()
+        leaving = asyncio.create_task(body.left())
         admitted = False
         try:
-            await asyncio.wait((turn, leaving), return_when=asyncio.FIRST_COMPLETED)
-            admitted = turn.done()
-            return turn.result() if admitted else None
+            await asyncio.wait((waiter, leaving), return_when=asyncio.FIRST_COMPLETED)
+            admitted = waiter.done()
+            return waiter.result() if admitted else None
         finally:
             if not admitted:
-                self._gate.withdraw(turn)
+                self._gate.cancel(waiter)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
 

@@ -12,7 +12,7 @@ from typing import Literal
 from pipelines.errors import NightjarError
 from pipelines.registry import ModelCard
 from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, SynthesisRequest
-from pipelines.serving.admission import Ticket
+from pipelines.serving.admission import Permit
 from pipelines.serving.async_bridge import DaemonThreads, SpeechCall, StreamCall
 from pipelines.serving.errors import unavailable
 
@@ -59,7 +59,7 @@ DEFAULT_VOICE = "default"
 #: Threads that prepare requests: prompts, phonemes, reference audio. More would only share the cores.
 _SUBMIT_THREADS = 16
 _LOOK_SECONDS = 0.5
-_MOST_PAUSE_SECONDS = 60.0
+_MAX_PAUSE_SECONDS = 60.0
 #: Of a pipeline that is closed: what it takes an engine core to end, and more.
 _CLOSE_SECONDS = 60.0
 
@@ -93,9 +93,9 @@ class ServedModel:
     def stats(self) -> EngineStats:
         return EngineStats(state="starting") if self._pipeline is None else self._pipeline.stats()
 
-    async def speech(self, request: SynthesisRequest, ticket: Ticket) -> Speech:
-        """The whole speech; being cancelled aborts it. Raises `NightjarError`, and `Refusal` (503) while the engine is away."""
-        over = self._began(ticket)
+    async def speech(self, request: SynthesisRequest, permit: Permit) -> Speech:
+        """The whole speech; being cancelled aborts it. Raises `NightjarError`, and `ApiError` (503) while the engine is away."""
+        over = self._began(permit)
         try:
             call = SpeechCall(self._living(), request, over)
         except BaseException:
@@ -103,22 +103,22 @@ class ServedModel:
             raise
         return await call.result(self._submitters)
 
-    async def chunks(self, request: SynthesisRequest, ticket: Ticket) -> AsyncGenerator[AudioChunk, None]:
+    async def chunks(self, request: SynthesisRequest, permit: Permit) -> AsyncGenerator[AudioChunk, None]:
         """The speech as it is made; closing the generator aborts it. Raises as `speech`."""
         pipeline = self._living()
-        async with contextlib.aclosing(StreamCall(pipeline, request, self._began(ticket)).chunks(self._pullers)) as chunks:
+        async with contextlib.aclosing(StreamCall(pipeline, request, self._began(permit)).chunks(self._pullers)) as chunks:
             async for chunk in chunks:
                 self._progress.moved()
                 yield chunk
 
-    def _began(self, ticket: Ticket) -> Callable[[], None]:
+    def _began(self, permit: Permit) -> Callable[[], None]:
         """Holds the ticket for a call of the pipeline; what is to be called once that is over."""
-        ticket.hold()
+        permit.hold()
         self._progress.began()
 
         def over() -> None:
             self._progress.ended()
-            ticket.release()
+            permit.release()
 
         return over
 
@@ -167,7 +167,7 @@ class ServedModel:
             except NightjarError as error:
                 log.error("the model cannot be opened: %s", error)
                 await asyncio.sleep(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, _MOST_PAUSE_SECONDS)
+                pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
 
     def _open_now(self) -> None:
         # In the thread, so that a model that is still loading when the server ends is there to be closed.

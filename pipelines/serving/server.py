@@ -16,9 +16,9 @@ import uvicorn
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import ModelCard
 from pipelines.request import Pipeline
-from pipelines.serving.admission import Gate
+from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.app import create_app
-from pipelines.serving.connections import Connections, HttpProtocol, places
+from pipelines.serving.connections import Connections, HttpProtocol, connection_limit
 from pipelines.serving.model import Progress, ServedModel
 from pipelines.serving.options import ServeOptions
 
@@ -34,9 +34,9 @@ class Server:
     def __init__(self, card: ModelCard, open_model: Callable[[], Pipeline], options: ServeOptions, address: str, port: int) -> None:
         """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) where it cannot."""
         self._socket = _bound(address, port)
-        self._gate = Gate(options.slots, options.waiting_room)
+        self._gate = AdmissionQueue(options.slots, options.waiting_room)
         self._model = ServedModel(card, open_model, options.slots, Progress(options.stuck_seconds))
-        connections = Connections(places(options.connections), options.header_seconds)
+        connections = Connections(connection_limit(options.connections), options.header_seconds)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         config = uvicorn.Config(
             create_app(self._model, options, self._gate, self.stop),
@@ -80,7 +80,7 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config, gate: Gate, connections: Connections) -> None:
+    def __init__(self, config: uvicorn.Config, gate: AdmissionQueue, connections: Connections) -> None:
         super().__init__(config)
         self._gate = gate
         self._connections = connections

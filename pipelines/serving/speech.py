@@ -14,10 +14,10 @@ from pydantic import BeforeValidator, Field
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import MAX_REFERENCE_SECONDS, AudioChunk, Generation, Message, SynthesisRequest
-from pipelines.serving.admission import Ticket
+from pipelines.serving.admission import Permit
 from pipelines.serving.audio_input import read_audio
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
-from pipelines.serving.errors import Body, bad, named_field, refusal_of
+from pipelines.serving.errors import Body, as_api_error, bad_request, named_field
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
@@ -79,37 +79,37 @@ class SpeechRoute:
         self._options = options
         self._metrics = metrics
 
-    async def answer(self, body: SpeechBody, ticket: Ticket, request_id: str) -> Parts:
-        """The parts of the answer. Raises `Refusal` and `NightjarError` before the first one."""
+    async def answer(self, body: SpeechBody, permit: Permit, request_id: str) -> Parts:
+        """The parts of the answer. Raises `ApiError` and `NightjarError` before the first one."""
         begin = time.monotonic()
         streams = self._streams(body)
         try:
             request = await asyncio.to_thread(self._request, body, request_id)
             if body.stream_format == "sse":
-                source = self._model.chunks(request, ticket) if streams else self._at_once(request, ticket)
+                source = self._model.chunks(request, permit) if streams else self._at_once(request, permit)
                 parts = self._events(source, body.response_format, request.seed, begin)
             elif streams:
-                parts = self._audio(self._model.chunks(request, ticket), body.response_format, request.seed, begin)
+                parts = self._audio(self._model.chunks(request, permit), body.response_format, request.seed, begin)
             else:
-                parts = self._file(request, body.response_format, ticket)
+                parts = self._file(request, body.response_format, permit)
             async with aclosing(parts):
                 async for part in parts:
                     yield part
         except NightjarError as error:
-            raise refusal_of(error, named_field(error, _FIELDS) or _PARAMS.get(error.code)) from error
+            raise as_api_error(error, named_field(error, _FIELDS) or _PARAMS.get(error.code)) from error
 
     def _streams(self, body: SpeechBody) -> bool:
-        """Whether the audio is sent as it is made. Raises `Refusal` for what this model cannot do."""
+        """Whether the audio is sent as it is made. Raises `ApiError` for what this model cannot do."""
         able = self._model.card.capabilities
         if able.multi_turn:
-            raise bad("This model answers dialogues. Use /v1/chat/completions.", ErrorCode.INPUT_UNSUPPORTED.value, "model")
+            raise bad_request("This model answers dialogues. Use /v1/chat/completions.", ErrorCode.INPUT_UNSUPPORTED.value, "model")
         if body.speed is not None and body.speed != 1.0:
-            raise bad("This model has one speed. Remove `speed`.", ErrorCode.INPUT_UNSUPPORTED.value, "speed")
+            raise bad_request("This model has one speed. Remove `speed`.", ErrorCode.INPUT_UNSUPPORTED.value, "speed")
         if body.instructions and not able.instruct:
             message = "This model takes no instructions. Remove `instructions`, or use a model that follows them."
-            raise bad(message, ErrorCode.INPUT_UNSUPPORTED.value, "instructions")
+            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED.value, "instructions")
         if body.stream and not able.streaming:
-            raise bad("This model makes the whole speech at once. Remove `stream`.", ErrorCode.INPUT_UNSUPPORTED.value, "stream")
+            raise bad_request("This model makes the whole speech at once. Remove `stream`.", ErrorCode.INPUT_UNSUPPORTED.value, "stream")
         wanted = body.stream if body.stream is not None else body.response_format == "pcm" or body.stream_format is not None
         return wanted and able.streaming
 
@@ -132,8 +132,8 @@ class SpeechRoute:
         seed = secrets.randbits(63) if body.seed is None else body.seed
         return SynthesisRequest(request_id, tuple(messages), generation, seed)
 
-    async def _file(self, request: SynthesisRequest, kind: SpeechFormat, ticket: Ticket) -> Parts:
-        speech = await self._model.speech(request, ticket)
+    async def _file(self, request: SynthesisRequest, kind: SpeechFormat, permit: Permit) -> Parts:
+        speech = await self._model.speech(request, permit)
         data = await asyncio.to_thread(whole_file, speech.samples, speech.sample_rate, kind)
         self._metrics.spoke(len(speech.samples) / speech.sample_rate)
         yield Head(MEDIA_TYPES[kind], {**_facts(speech.sample_rate, request.seed), "content-length": str(len(data))})
@@ -162,7 +162,7 @@ class SpeechRoute:
         except NightjarError as error:
             if not started:
                 raise
-            yield event(refusal_of(error).view())
+            yield event(as_api_error(error).view())
 
     async def _encoded(self, chunks: Chunks, kind: SpeechFormat, begin: float) -> AsyncGenerator[bytes, None]:
         """The bytes of the chunks, none of them empty. Raises `synth.no_audio` where there are none."""
@@ -183,9 +183,9 @@ class SpeechRoute:
         if piece := encoder.end():
             yield piece
 
-    async def _at_once(self, request: SynthesisRequest, ticket: Ticket) -> Chunks:
+    async def _at_once(self, request: SynthesisRequest, permit: Permit) -> Chunks:
         """The whole speech as one chunk, for pipelines that do not stream."""
-        speech = await self._model.speech(request, ticket)
+        speech = await self._model.speech(request, permit)
         yield AudioChunk(speech.samples, speech.sample_rate, final=True)
 
 

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pipelines.errors import NightjarError
-from pipelines.serving.errors import Refusal
+from pipelines.serving.errors import ApiError
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class Reply(Response):
                 await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
-        except (TimeoutError, NightjarError, Refusal) as error:
+        except (TimeoutError, NightjarError, ApiError) as error:
             if isinstance(error, TimeoutError):
-                error = Refusal(504, f"The request took longer than {self._seconds:g} s and was ended.", "synth.timeout")
+                error = ApiError(504, f"The request took longer than {self._seconds:g} s and was ended.", "synth.timeout")
             if not self._started:
                 raise error from None
             # The status is out: an answer that breaks off is all that can still be said.

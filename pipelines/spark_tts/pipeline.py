@@ -23,9 +23,8 @@ from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
 from pipelines.spark_tts.streaming_decoder import BATCH_TOKENS, BiCodecDecoder, Voice
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import load_vllm
+from pipelines.vllm_engine.library import load_vllm, qwen2_overrides
 from pipelines.vllm_engine.options import ModelSpec, TokenRequest, Tokens, VllmOptions
-from pipelines.vllm_engine.padding import qwen2_overrides
 from pipelines.vllm_engine.tokens import TokenOrder, TokenStreamer, TokenUtteranceFuture, token_sampling
 
 

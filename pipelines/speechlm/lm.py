@@ -11,9 +11,8 @@ from torch import Tensor
 
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.output import Phase
-from pipelines.vllm_engine.library import on_cpu
+from pipelines.vllm_engine.library import head_overrides, on_cpu
 from pipelines.vllm_engine.options import ModelSpec, TokenRequest, TokenSampling
-from pipelines.vllm_engine.padding import head_overrides
 from pipelines.vllm_engine.pairs import pair_extra
 
 _SCHEDULERS = "pipelines.vllm_engine.pair_scheduler"

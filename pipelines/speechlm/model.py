@@ -15,8 +15,8 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from pipelines.speechlm.state import SpeechLmState
 from pipelines.speechlm.weights import EMBEDDING, HEAD, STREAMS, backbone_names
 from pipelines.vllm_engine.frames import FrameModel
+from pipelines.vllm_engine.library import STORED_WIDTH
 from pipelines.vllm_engine.padded_heads import pad_normed
-from pipelines.vllm_engine.padding import STORED_WIDTH
 
 
 class SpeechLmForCausalLM(FrameModel, Qwen3ForCausalLM):

@@ -18,8 +18,8 @@ from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script
 from pipelines.speechlm.output import Answer, deinterleave, read_answer
 from pipelines.speechlm.prompt import TextCoder
+from pipelines.vllm_engine.host import Receiver
 from pipelines.vllm_engine.options import TokenRequest, Tokens
-from pipelines.vllm_engine.receivers import Receiver
 
 #: Characters of the text that an error without audio quotes.
 _QUOTED = 2000

@@ -24,11 +24,11 @@ _LIMITS = ("max_num_running_reqs", "max_num_active_reqs")
 
 
 @contextmanager
-def running_limit(scheduler: Any, most: int) -> Generator[None]:
-    """Inside, no more than `most` requests run."""
+def running_limit(scheduler: Any, maximum: int) -> Generator[None]:
+    """Inside, no more than `maximum` requests run."""
     saved = {name: value for name in _LIMITS if (value := getattr(scheduler, name, None)) is not None}
     for name in saved:
-        setattr(scheduler, name, most)
+        setattr(scheduler, name, maximum)
     try:
         yield
     finally:

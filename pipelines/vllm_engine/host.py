@@ -7,28 +7,41 @@ import itertools
 import logging
 import signal
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import EngineState, EngineStats
+from pipelines.request import EngineStats
+from pipelines.vllm_engine.core_supervisor import CoreSupervisor
 from pipelines.vllm_engine.library import check_plugin, load_vllm
 from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, Tokens, VllmOptions
-from pipelines.vllm_engine.receivers import Receiver, closed, died, failure, tell
 
 log = logging.getLogger(__name__)
 
-#: Engine cores that may die one after the other, with no sequence finished in between, before the host gives up.
-MOST_DEATHS = 3
 _STOP_SECONDS = 30.0
-#: Between looks at the engine core.
-_LOOK_SECONDS = 0.25
 #: For the sequences of a dead engine core to fail by themselves. Not all do: vLLM also asks the core things that it never answers then.
 _GRACE_SECONDS = 2.0
+
+
+class Receiver(Protocol):
+    """Who waits for one sequence. Called on the host's loop, so it must be quick."""
+
+    #: Whether `tokens` is wanted while the sequence grows.
+    streamed: bool
+
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        """New ids in order, with their codes [steps, codes] for models with more than one a step."""
+        ...
+
+    def finished(self, tokens: Tokens) -> None:
+        """The whole sequence."""
+        ...
+
+    def failed(self, error: NightjarError) -> None: ...
 
 
 class VllmHost:
@@ -65,13 +78,8 @@ class VllmHost:
         self._tasks: dict[int, tuple[TokenRequest, asyncio.Task[Tokens]]] = {}
         self._taken = 0
         self._done = 0
-        self._deaths = 0
-        self._broken: NightjarError | None = None
         self._closing = self._stopped = False
-        self._llm: Any = None
-        self._watch: asyncio.Task[None] | None = None
-        self._renewal: asyncio.Task[None] | None = None
-        self._renewed = asyncio.Event()
+        self._core = CoreSupervisor(partial(adapter.start_engine, self._arguments, self._moment), self._changed, self._outlive_users)
         #: Sequences on the engine core whose receivers have not heard of their end.
         self._users: set[int] = set()
         #: Those of them that the host itself ended because their core is dead.
@@ -102,9 +110,9 @@ class VllmHost:
         with self._changed:
             self._changed.wait_for(self._may_enter)
             if self._closing:
-                raise closed()
-            if self._broken is not None:
-                raise self._broken
+                raise _closed()
+            if self._core.failure is not None:
+                raise self._core.failure
             self._taken += 1
             self._loop.call_soon_threadsafe(self._enter, next(self._numbers), request, receiver)
 
@@ -120,12 +128,13 @@ class VllmHost:
         with self._changed:
             under_way, done = self._taken, self._done
         running = min(self._moment.running, under_way)
-        return EngineStats(running, under_way - running, done, self._moment.tokens, audio_seconds, self._moment.kv_use, self._state())
+        return EngineStats(running, under_way - running, done, self._moment.tokens, audio_seconds, self._moment.kv_use, self._core.state)
 
     def close(self) -> None:
         """Ends the engine core and the loop; sequences under way fail with `synth.aborted`. May be called more than once."""
         with self._changed:
             first, self._closing = not self._closing, True
+            self._core.close()
             self._changed.notify_all()
         if threading.current_thread() is self._thread:
             raise RuntimeError("the host cannot be closed on its own loop")
@@ -136,12 +145,6 @@ class VllmHost:
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_STOP_SECONDS)
 
-    def _state(self) -> EngineState:
-        with self._changed:
-            if self._broken is not None:
-                return "broken"
-            return "starting" if self._llm is None or self._llm.errored else "ready"
-
     def _run_loop(self) -> None:
         # Ctrl-C goes to every process of a terminal's group; the engine core inherits this mask and lives until we have drained.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -150,39 +153,23 @@ class VllmHost:
         self._loop.close()
 
     def _may_enter(self) -> bool:
-        if self._closing or self._broken is not None:
+        if self._closing or self._core.failure is not None:
             return True
         if threading.current_thread() is self._thread:
             return True
-        return self._llm is not None and self._taken < self._room
+        return self._core.llm is not None and self._taken < self._room
 
     def _wait(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _start(self) -> None:
         try:
-            self._wait(self._start_engine())
+            self._wait(self._core.start())
         except NightjarError:
             raise
         except Exception as error:
             message = f"vLLM did not start: {type(error).__name__}: {error}."
             raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log above; the model may need fewer max_sequences.") from error
-
-    async def _start_engine(self) -> None:
-        begin = time.monotonic()
-        llm = self._adapter.start_engine(self._arguments, self._moment)
-        log.info("vLLM's engine core started in %.1f s", time.monotonic() - begin)
-        with self._changed:
-            self._llm = llm
-            self._changed.notify_all()
-        self._watch = self._loop.create_task(self._watch_over(llm))
-        self._renewed.set()
-
-    async def _watch_over(self, llm: Any) -> None:
-        """Has the engine core replaced when it dies, before a request finds it dead."""
-        while not llm.errored:
-            await asyncio.sleep(_LOOK_SECONDS)
-        self._mark_dead(llm)
 
     def _enter(self, number: int, request: TokenRequest, receiver: Receiver) -> None:
         task = self._loop.create_task(self._sequence(number, request, receiver))
@@ -204,11 +191,11 @@ class VllmHost:
         """Frees the room of a sequence and tells its receiver, however it ended."""
         outcome: Tokens | NightjarError
         if number in self._lost:
-            outcome = died()
+            outcome = _died()
         elif task.cancelled():
-            outcome = closed() if self._closing else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
+            outcome = _closed() if self._closing else SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
         elif (error := task.exception()) is not None:
-            outcome = failure(error)
+            outcome = _failure(error)
         else:
             outcome = task.result()
         del self._tasks[number]
@@ -218,12 +205,12 @@ class VllmHost:
             self._taken -= 1
             self._done += 1
             if isinstance(outcome, Tokens):
-                self._deaths = 0
+                self._core.proved()
             self._changed.notify_all()
-        tell(receiver, outcome)
+        _tell(receiver, outcome)
 
     async def _sequence(self, number: int, request: TokenRequest, receiver: Receiver) -> Tokens:
-        llm = await self._living()
+        llm = await self._core.living()
         self._users.add(number)
         try:
             main = self._collect(llm, f"{request.request_id}#{number}", request, receiver)
@@ -233,17 +220,8 @@ class VllmHost:
         except Exception:
             if not llm.errored:
                 raise
-            self._mark_dead(llm)
-            raise died() from None
-
-    async def _living(self) -> Any:
-        """The engine core, or the next one where it is dead."""
-        while self._llm is None or self._llm.errored:
-            if self._broken is not None:
-                raise self._broken
-            self._mark_dead(self._llm)
-            await self._renewed.wait()
-        return self._llm
+            self._core.mark_dead(llm)
+            raise _died() from None
 
     async def _paired(self, main: Coroutine[Any, Any, Tokens], shadow: Coroutine[Any, Any, None]) -> Tokens:
         """The tokens of `main`; both sequences end when either fails or is cancelled, or when `main` is over."""
@@ -292,39 +270,6 @@ class VllmHost:
             prompt["cache_salt"] = request.cache_salt
         return llm.generate(prompt, parameters, name)
 
-    def _mark_dead(self, llm: Any) -> None:
-        """Takes a dead engine core out of use and has a new one started, once."""
-        with self._changed:
-            if llm is None or self._llm is not llm or self._closing:
-                return
-            self._llm = None
-            self._deaths += 1
-            log.error("vLLM's engine core died (%d in a row)", self._deaths)
-        self._renewed.clear()
-        self._renewal = self._loop.create_task(self._renew(llm))
-
-    async def _renew(self, dead: Any) -> None:
-        """A new engine core, once every sequence of the old one has failed and its processes are gone."""
-        try:
-            await self._outlive_users()
-        finally:
-            try:
-                dead.shutdown()
-            except Exception:
-                log.exception("a dead engine core left something behind")
-        reason = f"{self._deaths} engine cores died one after the other"
-        if self._deaths < MOST_DEATHS and not self._closing:
-            try:
-                await self._start_engine()
-                return
-            except Exception as error:
-                log.exception("vLLM did not start again")
-                reason = f"it did not start again: {type(error).__name__}: {error}"
-        with self._changed:
-            self._broken = SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM is given up: {reason}.", "See the log; open the model again.")
-            self._changed.notify_all()
-        self._renewed.set()
-
     async def _outlive_users(self) -> None:
         """Until every sequence of a dead engine core has failed; those that wait for an answer of it are ended, again if need be."""
         until = self._loop.time() + _GRACE_SECONDS
@@ -339,10 +284,39 @@ class VllmHost:
         for _, task in list(self._tasks.values()):
             task.cancel()
         await asyncio.gather(*(task for _, task in list(self._tasks.values())), return_exceptions=True)
-        if self._llm is not None:
-            llm, self._llm = self._llm, None
-            llm.shutdown()
+        self._core.shut_down()
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
+
+
+def _closed() -> SynthesisError:
+    """What the sequences of a closed host hear."""
+    return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
+
+
+def _died() -> SynthesisError:
+    """What the sequences of a dead engine core hear."""
+    return SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM's engine core died.", "The request may be tried again.")
+
+
+def _failure(error: BaseException) -> NightjarError:
+    """Any error of a sequence in our words."""
+    if isinstance(error, NightjarError):
+        return error
+    if isinstance(error, ValueError):
+        return SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM refused the request: {error}.", "Shorten it, or open the model with more.")
+    log.error("a sequence failed", exc_info=error)
+    return SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM failed: {type(error).__name__}: {error}.", "See the log.")
+
+
+def _tell(receiver: Receiver, outcome: Tokens | NightjarError) -> None:
+    """A receiver that raises must not end the loop's work."""
+    try:
+        if isinstance(outcome, Tokens):
+            receiver.finished(outcome)
+        else:
+            receiver.failed(outcome)
+    except Exception:
+        log.exception("a receiver of the engine failed")

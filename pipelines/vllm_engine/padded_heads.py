@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from pipelines.vllm_engine.padding import STORED_WIDTH
+from pipelines.vllm_engine.library import STORED_WIDTH
 
 
 class PaddedQwen2ForCausalLM(LlamaForCausalLM):

@@ -51,7 +51,7 @@ class TokenOrder(Order, Generic[S]):
 
 
 class TokenUtteranceFuture(UtteranceFuture[S]):
-    """A `pipelines.vllm_engine.receivers.Receiver` of whole utterances."""
+    """A `pipelines.vllm_engine.host.Receiver` of whole utterances."""
 
     streamed = False
 
@@ -72,7 +72,7 @@ class TokenUtteranceFuture(UtteranceFuture[S]):
 
 
 class TokenStreamer(Streamer[S]):
-    """A `pipelines.vllm_engine.receivers.Receiver` of streams."""
+    """A `pipelines.vllm_engine.host.Receiver` of streams."""
 
     streamed = True
     #: Whether the codec looks ahead, so that empty codes must tell it of the end.
@@ -114,8 +114,8 @@ class Drawing(Protocol):
     def repetition_penalty(self) -> float: ...
 
 
-def token_sampling(defaults: Drawing, generation: Generation, most: int, seed: int, stops: tuple[int, ...]) -> TokenSampling:
-    """How a request is drawn: its own settings over the model's; at most `most` tokens.
+def token_sampling(defaults: Drawing, generation: Generation, max_tokens: int, seed: int, stops: tuple[int, ...]) -> TokenSampling:
+    """How a request is drawn: its own settings over the model's; at most `max_tokens` tokens.
 
     Raises `InputError` (`input.bad_generation`) for a seed out of range, and for a temperature that vLLM would refuse.
     """
@@ -125,7 +125,7 @@ def token_sampling(defaults: Drawing, generation: Generation, most: int, seed: i
         message = f"`temperature` is {temperature!r}; this model takes 0 to {MOST_TEMPERATURE:g}."
         raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
     return TokenSampling(
-        max_tokens=most,
+        max_tokens=max_tokens,
         temperature=bounded(temperature),
         top_k=bounded_top_k(either(generation.top_k, defaults.top_k)),
         top_p=either(generation.top_p, defaults.top_p),

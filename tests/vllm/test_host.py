@@ -199,7 +199,7 @@ def test_a_shadow_ends_with_its_partner(host: VllmHost) -> None:
     with pytest.raises(SynthesisError):
         aborted.future.result(PATIENCE_SECONDS)
     deadline = time.monotonic() + PATIENCE_SECONDS
-    while host._llm.output_processor.get_num_unfinished_requests():
+    while host._core.llm.output_processor.get_num_unfinished_requests():
         assert time.monotonic() < deadline, "a shadow runs on without its partner"
         time.sleep(0.05)
 
@@ -224,7 +224,7 @@ def test_a_dead_core_fails_its_sequences_and_a_new_one_serves(host: VllmHost, mo
     request = sequence("before", prompt(9), 30, seed=9)
     before = ask(host, request).future.result(PATIENCE_SECONDS).ids
     flying = [ask(host, sequence(f"flying{n}", prompt(n), ENDLESS)) for n in range(12)]
-    monkeypatch.setattr(host._llm.engine_core, "add_request_async", never)
+    monkeypatch.setattr(host._core.llm.engine_core, "add_request_async", never)
     flying.append(ask(host, sequence("waiting", prompt(5), 5)))
     assert asked.wait(PATIENCE_SECONDS)
     dead = kill_core(os.getpid())

@@ -15,13 +15,13 @@ import soundfile
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import EngineStats
-from pipelines.serving.admission import Gate
+from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.async_bridge import DaemonThreads
 from pipelines.serving.audio_input import read_audio
-from pipelines.serving.body_limit import Inlet
+from pipelines.serving.body_limit import LimitedBody
 from pipelines.serving.connections import Connections
 from pipelines.serving.encoding import SpeechFormat, stream_encoder, whole_file
-from pipelines.serving.errors import Refusal, refusal_of
+from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.model import Progress
 from pipelines.serving.options import ServeOptions
 from tests.support.fakes import FakeClock
@@ -34,21 +34,21 @@ def tone(samples: int) -> np.ndarray:
 
 def test_a_gate_serves_in_order_and_says_when_to_come_back() -> None:
     async def play() -> None:
-        gate = Gate(slots=2, waiting_room=2)
+        gate = AdmissionQueue(slots=2, waiting_room=2)
         first, second, third, fourth = (gate.ask() for _ in range(4))
         assert [turn.done() for turn in (first, second, third, fourth)] == [True, True, False, False]
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             gate.ask()
         assert caught.value.status_code == 429
         assert int((caught.value.headers or {})["retry-after"]) >= 1
         first.result().release()
         assert (third.done(), fourth.done(), gate.running, gate.waiting) == (True, False, 2, 1)
-        gate.withdraw(fourth)
-        gate.withdraw(third)
+        gate.cancel(fourth)
+        gate.cancel(third)
         second.result().release()
         assert (gate.running, gate.waiting) == (0, 0)
         gate.closed = True
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             gate.ask()
         assert caught.value.status_code == 503
 
@@ -57,13 +57,13 @@ def test_a_gate_serves_in_order_and_says_when_to_come_back() -> None:
 
 def test_a_slot_is_free_when_the_last_one_lets_go() -> None:
     async def play() -> None:
-        gate = Gate(slots=1, waiting_room=1)
-        ticket = gate.ask().result()
-        ticket.hold()
-        ticket.release()
+        gate = AdmissionQueue(slots=1, waiting_room=1)
+        permit = gate.ask().result()
+        permit.hold()
+        permit.release()
         assert gate.running == 1
         waiting = gate.ask()
-        ticket.release()
+        permit.release()
         assert waiting.done()
         waiting.result().release()
         assert gate.running == 0
@@ -72,20 +72,20 @@ def test_a_slot_is_free_when_the_last_one_lets_go() -> None:
 
 
 def test_random_comings_and_goings_leave_no_slot_taken() -> None:
-    async def visit(gate: Gate, dice: np.random.Generator) -> None:
+    async def visit(gate: AdmissionQueue, dice: np.random.Generator) -> None:
         try:
             turn = gate.ask()
-        except Refusal:
+        except ApiError:
             return
         await asyncio.wait((turn,), timeout=float(dice.uniform(0, 0.004)))
         if not turn.done() or dice.random() < 0.3:
-            gate.withdraw(turn)
+            gate.cancel(turn)
             return
         await asyncio.sleep(float(dice.uniform(0, 0.002)))
         turn.result().release()
 
     async def play() -> None:
-        gate, dice = Gate(slots=3, waiting_room=20), np.random.default_rng(7)
+        gate, dice = AdmissionQueue(slots=3, waiting_room=20), np.random.default_rng(7)
         for _ in range(20):
             await asyncio.gather(*(visit(gate, dice) for _ in range(30)))
         assert (gate.running, gate.waiting) == (0, 0)
@@ -174,10 +174,10 @@ def test_a_file_says_its_length_and_what_is_no_number_is_refused() -> None:
 
 
 def test_errors_have_a_status_and_keep_the_engines_words() -> None:
-    assert refusal_of(InputError(ErrorCode.INPUT_EMPTY_TEXT, "Nothing.")).status_code == 400
-    assert refusal_of(SynthesisError(ErrorCode.SYNTH_NO_EOS, "No end.")).status_code == 422
-    assert refusal_of(SynthesisError(ErrorCode.SYNTH_TIMEOUT, "Late.")).status_code == 504
-    dead = refusal_of(SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM failed at /secret/place."))
+    assert as_api_error(InputError(ErrorCode.INPUT_EMPTY_TEXT, "Nothing.")).status_code == 400
+    assert as_api_error(SynthesisError(ErrorCode.SYNTH_NO_EOS, "No end.")).status_code == 422
+    assert as_api_error(SynthesisError(ErrorCode.SYNTH_TIMEOUT, "Late.")).status_code == 504
+    dead = as_api_error(SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM failed at /secret/place."))
     assert (dead.status_code, "secret" in str(dead.detail)) == (503, False)
     assert (dead.headers or {})["retry-after"]
 
@@ -191,26 +191,26 @@ def messages(*parts: bytes, more: bool = False) -> list[dict[str, object]]:
     return [{"type": "http.request", "body": part, "more_body": more or place < last} for place, part in enumerate(parts)]
 
 
-def inlet(script: list[dict[str, object]], max_bytes: int = 100, seconds: float = 5.0) -> Inlet:
+def inlet(script: list[dict[str, object]], max_bytes: int = 100, seconds: float = 5.0) -> LimitedBody:
     async def receive() -> dict[str, object]:
         if script:
             return script.pop(0)
         await asyncio.Event().wait()
         raise AssertionError
 
-    return Inlet(receive, max_bytes, seconds)
+    return LimitedBody(receive, max_bytes, seconds)
 
 
 def test_a_body_is_bounded_in_bytes_and_time() -> None:
     async def play() -> None:
         source = inlet(messages(b"a" * 60, b"b" * 60, b"c" * 1000))
         await source()
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             await source()
         assert (caught.value.status_code, caught.value.code) == (400, "body_too_large")
         source = inlet(messages(b"a", more=True), seconds=0.05)
         await source()
-        with pytest.raises(Refusal) as caught:
+        with pytest.raises(ApiError) as caught:
             await source()
         assert caught.value.status_code == 408
 
