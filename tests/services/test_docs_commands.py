@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
-from tests.support.docs_kit import PAGES, ROOT, Command, check_call, commands_of, inline_commands, nightjar_parts, other_lines
+from tests.support.docs_kit import PAGES, ROOT, Command, check_call, commands_of, inline_commands, name_of, nightjar_parts, other_lines
 from tests.support.services import MotoS3
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
@@ -170,7 +170,7 @@ def test_every_reason_belongs_to_a_command_of_a_page() -> None:
         assert all((ROOT / name).exists() for name in named), reason
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_call_on_a_page_is_one_that_the_command_takes(page: Path) -> None:
     calls = [*inline_commands(page), *(part for command in commands_of(page) for part in nightjar_parts(command.text))]
     refused = []
@@ -188,7 +188,7 @@ def test_a_call_that_the_command_does_not_take_is_seen(call: str) -> None:
         check_call(call)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_indented_line_is_a_command_or_data(page: Path) -> None:
     """A command that the harness does not know as one would not be run."""
     assert [line for line in other_lines(page) if DATA.match(line) is None] == []

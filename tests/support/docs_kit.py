@@ -14,7 +14,8 @@ import click
 from jobs.cli import cli
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/README.md"]
+_OF_THE_ROOT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "examples/README.md")
+PAGES = [*[ROOT / name for name in _OF_THE_ROOT], *sorted((ROOT / "docs").rglob("*.md"))]
 #: Words of a shell that are no programs, and programs that a machine of tests may lack.
 _SHELL = {"export", "eval", "cd", "source", "docker", "curl", "make", "pip", "nightjar", ".venv/bin/nightjar"}
 _CRON = re.compile(r"^(?:[\d*/,-]+ +){5}")
@@ -30,10 +31,14 @@ class Command:
     text: str
 
 
+def name_of(page: Path) -> str:
+    """`README.md`, `operate.md`, `adr/README.md`: the path below docs/, or below the root."""
+    return str(page.relative_to(ROOT / "docs" if page.is_relative_to(ROOT / "docs") else ROOT))
+
+
 def commands_of(page: Path) -> list[Command]:
     """The command lines of a page, each with the lines that it goes on in."""
-    name = page.name if page.parent != ROOT / "examples" else "examples/README.md"
-    return [Command(name, block, text) for block, text in _indented_lines(page) if is_command(text)]
+    return [Command(name_of(page), block, text) for block, text in _indented_lines(page) if is_command(text)]
 
 
 def other_lines(page: Path) -> list[str]:
@@ -42,9 +47,9 @@ def other_lines(page: Path) -> list[str]:
 
 
 def _indented_lines(page: Path) -> Iterator[tuple[int, str]]:
-    """(block, line) of every indented line; one that ends in a backslash goes on in the next."""
+    """(block, line) of every indented line; one that ends in a backslash goes on in the next. A fenced block of text is a drawing."""
     block, begun, inside = 0, "", False
-    for line in page.read_text().splitlines():
+    for line in re.sub(r"(?ms)^```text$.*?^```$", "", page.read_text()).splitlines():
         indented = line.startswith("    ")
         block += indented and not inside
         inside = indented or (inside and not line.strip())

@@ -1,10 +1,11 @@
-"""The documentation says what the code does: settings, error codes, commands, links."""
+"""The documentation says what the code does: settings, error codes, commands, links, files and make targets."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -14,9 +15,7 @@ from jobs.cli import COMMANDS, cli
 from jobs.cli.admin import markdown_rows
 from jobs.settings import ServeSettings
 from pipelines.errors import ErrorCode
-
-ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+from tests.support.docs_kit import PAGES, ROOT, name_of
 
 
 def rows(page: str) -> list[list[str]]:
@@ -57,7 +56,7 @@ def test_the_limits_of_the_security_page_are_the_codes() -> None:
         assert float(limit.split()[0].replace(",", "")) == value, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere_and_commands_exist(page: Path) -> None:
     text = page.read_text()
     for link in re.findall(r"\]\(([^)#]+)\)", text):
@@ -65,6 +64,20 @@ def test_links_lead_somewhere_and_commands_exist(page: Path) -> None:
     code = [*re.findall(r"`([^`]*)`", text), *re.findall(r"(?m)^    (.*)$", text)]
     for command in re.findall(r"(?:^|[(/]|\$\(|&& )nightjar ([a-z]+)\b", "\n".join(code), re.MULTILINE):
         assert command in COMMANDS, command
+
+
+#: A path of the repository in code, but not a key of the store (`jobs/<job>/...`, `jobs/ID/`) or a pattern.
+_FILE = re.compile(r"`((?:jobs|worker|pipelines|kernels|migrations|tests|benchmarks|examples|docs|\.ci|\.github)/(?!ID/)[\w./-]+)`")
+_TARGETS = set(re.findall(r"(?m)^([a-z][a-z-]*):", (ROOT / "Makefile").read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_modules_and_make_targets_of_a_page_exist(page: Path) -> None:
+    text = page.read_text()
+    assert [path for path in _FILE.findall(text) if not (ROOT / path).exists()] == []
+    assert [name for name in re.findall(r"python -m ([\w.]+)", text) if find_spec(name) is None] == []
+    called = {name for line in re.findall(r"`make ([^`\n]*)`|(?m:^    make (.*)$)", text) for name in "".join(line).split("#")[0].split()}
+    assert {name for name in called if "=" not in name} <= _TARGETS
 
 
 #: The old name in front of one of our commands, in code: a shell would run its builtin.
