@@ -195,7 +195,7 @@ def _audio(_settings: Settings) -> Finding:
 
 
 def _meters(_settings: Settings) -> Finding:
-    from jobs.meters import added_meters, known_meters, lacking, missing_libraries
+    from jobs.checks import added_meters, known_meters, lacking, missing_libraries
     from jobs.quality import PRESETS
 
     strict, others = PRESETS["strict"], sorted(added_meters())

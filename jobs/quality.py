@@ -1,7 +1,7 @@
-"""The `quality` part of a job's spec: which checks its speech has to pass, what they allow, and what a failure leads to.
+"""The `quality` part of a job's spec: the checks that its speech has to pass, their bounds, and what follows from a failure.
 
-Everything that decides is frozen in the spec at submit, so an item's verdict does not depend on its shard, on the order of
-the others or on a retry: bounds that were learned come from a calibration, never from the run itself.
+All of it is frozen in the spec at submit. So the verdict on an item does not depend on its shard, on the order of the items or on a
+retry. Learned bounds come from a calibration, never from the run itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 
-from jobs.meters import BUILT_IN, added_meters, known_meters
+from jobs.checks import CHECKS, METERS, Bound, Option, added_meters, known_meters, scores_with, strict_meters
 from pipelines.duration import Pace
 from pipelines.errors import ConfigError, ErrorCode
 
@@ -23,89 +23,34 @@ MAX_DRAWS = 20
 #: Parts of the longest key, as in `bounds.wer.high`.
 _KEY_PARTS = 3
 
-#: What is scored without a meter.
-CHEAP_SCORES = ("ended", "duration", "clipped", "silence", "pause", "loudness")
-
-#: What a failed score ends an item with; scores of other packages' meters have `qa.score`.
-SCORE_CODES: dict[str, ErrorCode] = {
-    "ended": ErrorCode.SYNTH_NO_EOS,
-    "duration": ErrorCode.QA_DURATION,
-    "clipped": ErrorCode.QA_CLIPPED,
-    "silence": ErrorCode.QA_SILENCE,
-    "pause": ErrorCode.QA_SILENCE,
-    "loudness": ErrorCode.QA_LOUDNESS,
-    "wer": ErrorCode.QA_WER,
-    "cer": ErrorCode.QA_WER,
-    "distillmos": ErrorCode.QA_MOS,
-    "dnsmos": ErrorCode.QA_MOS,
-    "similarity": ErrorCode.QA_SPEAKER,
-}
-
-Option = str | int | float | bool
-
-
-class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a score may be; None: anything on that side."""
-
-    low: float | None = None
-    high: float | None = None
-
-    def allows(self, value: float) -> bool:
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
-    def excess(self, value: float) -> float:
-        """How far a value is outside, as a share of the limit it breaks; 0 inside."""
-        if self.low is not None and value < self.low:
-            return (self.low - value) / max(abs(self.low), 1e-3)
-        if self.high is not None and value > self.high:
-            return (value - self.high) / max(abs(self.high), 1e-3)
-        return 0.0
-
 
 class Quality(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Checks of a job's speech; part of its frozen spec."""
 
-    #: Most draws of an item, the first one included.
+    #: The maximum number of draws of an item, the first included.
     draws: int = 3
-    #: What becomes of an item none of whose draws passed: its best draw goes to quarantine and it fails, or is kept.
+    #: For an item without a draw that passed: put its best draw into quarantine and fail the item, or keep the best draw.
     on_fail: Literal["quarantine", "keep"] = "quarantine"
-    #: Cuts silence off both ends, down to `trim_keep_ms`, before anything is measured.
+    #: Whether silence at both ends is cut, down to `trim_keep_ms`, before anything is measured.
     trim: bool = False
     trim_keep_ms: int = 100
-    #: Who tells speech from silence; `silero` is the energy VAD where its library is missing, and the score says so.
+    #: What tells speech from silence. Where Silero's library is missing the energy detector does, and the score says so.
     vad: Literal["energy", "silero"] = "energy"
-    #: What scores may be, by name; a score without a bound is only noted. `duration` (length over the expected one) has the
-    #: bounds of its pace too.
+    #: Bounds by the name of the score; a score without a bound is only recorded. `duration` has the bounds of its pace too.
     bounds: dict[str, Bound] = {}
-    #: Learned lengths; the first that fits an item's voice and language counts. Without one, length is not looked at.
+    #: Learned lengths; the first that fits an item's voice and language counts. Without one, length is not checked.
     paces: tuple[Pace, ...] = ()
     #: Meters to run, by name, with their options.
     meters: dict[str, dict[str, Option]] = {}
 
 
-_CHEAP = {
-    "ended": Bound(low=1.0),
-    "duration": Bound(),
-    "clipped": Bound(high=0.001),
-    "silence": Bound(high=0.75),
-    "pause": Bound(high=3.0),
-    "loudness": Bound(low=-55.0, high=-5.0),
-}
 PRESETS: dict[str, Quality | None] = {
     "off": None,
-    "basic": Quality(bounds=_CHEAP),
+    "basic": Quality(bounds={name: check.basic for name, check in CHECKS.items() if check.basic is not None}),
     "strict": Quality(
         vad="silero",
-        bounds={
-            **_CHEAP,
-            "silence": Bound(high=0.6),
-            "pause": Bound(high=2.0),
-            "loudness": Bound(low=-40.0, high=-10.0),
-            "wer": Bound(high=0.5),
-            "cer": Bound(high=0.3),
-            "distillmos": Bound(low=2.5),
-        },
-        meters={"asr": {}, "distillmos": {}},
+        bounds={name: check.strict for name, check in CHECKS.items() if check.strict is not None},
+        meters=strict_meters(),
     ),
 }
 DEFAULT = "basic"
@@ -114,8 +59,7 @@ DEFAULT = "basic"
 def quality_of(preset: str, config: Path | None = None, overrides: Sequence[str] = ()) -> Quality | None:
     """The checks of a preset, changed by a TOML file and then by `KEY=VALUE` with dotted keys (`bounds.wer.high=0.2`).
 
-    A whole bound or meter is taken out with `false` in its place; the preset's bounds of a meter go with it. Raises `ConfigError`
-    (`config.invalid`).
+    `false` removes a whole bound or meter; the preset's bounds of that meter go with it. Raises `ConfigError` (`config.invalid`).
     """
     base = PRESETS[preset]
     if base is None:
@@ -157,20 +101,19 @@ def checked(quality: Quality) -> Quality:
 
 
 def _check_names(quality: Quality) -> None:
-    """A name that nothing answers to would check nothing, and nobody would see it."""
-    own = quality.meters.keys() - BUILT_IN.keys()
+    """Refuses names that no score or meter has: they would check nothing, and nobody would notice."""
+    own = quality.meters.keys() - METERS.keys()
     if unknown := sorted(own - added_meters() if own else ()):
         raise _invalid(f"There is no meter {unknown[0][:80]!r}.", f"There are: {', '.join(known_meters())}.")
     if own:
-        # What another package's meter scores is known when it has measured.
+        # The scores of another package's meter are known only after it has measured.
         return
-    scores = {*CHEAP_SCORES, *(score for name in quality.meters for score in BUILT_IN[name].scores)}
+    scores = scores_with(quality.meters)
     for name in quality.bounds:
         if name not in scores:
-            meters = [meter for meter, card in BUILT_IN.items() if name in card.scores]
             message = f"There is a bound of `{name[:80]}`, which nothing measures."
-            if meters:
-                raise _invalid(message, f"Add the meter with `[meters.{meters[0]}]`, or `--qa-set meters.{meters[0]}={{}}`.")
+            if name in CHECKS and (meter := CHECKS[name].meter) is not None:
+                raise _invalid(message, f"Add the meter with `[meters.{meter.name}]`, or `--qa-set meters.{meter.name}={{}}`.")
             raise _invalid(message, f"The scores of these checks are: {', '.join(sorted(scores))}.")
 
 
@@ -181,11 +124,6 @@ def _has_infinite(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_infinite, cast("Sequence[Any]", value)))
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def code_of(score: str) -> ErrorCode:
-    """What an item ends with whose score of this name no draw passed."""
-    return SCORE_CODES.get(score, ErrorCode.QA_SCORE)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -229,8 +167,7 @@ def _leave_out_bounds(tree: dict[str, Any], changes: Sequence[Mapping[str, Any]]
     if not isinstance(meters, dict) or not isinstance(bounds, dict):
         return
     named = {name for change in changes if isinstance(chosen := change.get("bounds"), Mapping) for name in chosen}
-    scores = {*CHEAP_SCORES, *(score for name in meters if name in BUILT_IN for score in BUILT_IN[name].scores)}
-    for name in set(bounds) - named - scores:
+    for name in set(bounds) - named - scores_with(meters):
         del bounds[name]
 
 

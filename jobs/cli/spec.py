@@ -128,7 +128,7 @@ def lacking_meters(spec: JobSpec, say: Callable[[str], None] | None = None) -> N
 
     With `say`, for a job that runs here, weights that are not here are fetched, and `say` is told so.
     """
-    from jobs.meters import lacking, lacking_weights
+    from jobs.checks import lacking, lacking_weights
 
     if spec.quality is None:
         return None

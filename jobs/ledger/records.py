@@ -236,9 +236,7 @@ class Draw(msgspec.Struct, frozen=True):
     kept: bool
     #: 0 where the engine made no audio.
     duration_ms: int
-    #: By name: `duration` (length over the expected one), `clipped` and `silence` (shares), `pause` (seconds), `loudness`
-    #: (LUFS, or dBFS where the detail says rms), `ended` (1 or 0), `wer`, `cer`, `distillmos`, `dnsmos`, `similarity`, and
-    #: those of other packages' meters.
+    #: By name: those of `jobs.checks.CHECKS`, and those of other packages' meters.
     scores: Mapping[str, Score]
 
 

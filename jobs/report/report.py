@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
+from jobs.checks import CHECKS
 from jobs.dialogue import clean
 from jobs.export.destination import output
 from jobs.formatting import bytes_text, seconds_text
@@ -56,8 +57,6 @@ MOST_SHOWN_ITEMS = 500
 MOST_VOICES = 5
 _TEXT_CHARACTERS = 240
 _MESSAGE_CHARACTERS = 300
-#: Units of the scores; others have none.
-_UNITS = {"pause": "s", "loudness": "LUFS", PACE: ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +241,7 @@ def _histograms(sample: Sample) -> list[Histogram]:
         if _constant(values):
             continue
         title = "Pace: letters a second" if name == PACE else f"Score: {clean(name, 60)}"
-        found.append(histogram(f"score-{place}", title, _UNITS.get(name, ""), values))
+        found.append(histogram(f"score-{place}", title, CHECKS[name].unit if name in CHECKS else "", values))
     return [chart for chart in found if chart is not None]
 
 

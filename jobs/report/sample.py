@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from jobs.checks import CHECKS
 from jobs.dialogue import Dialogue, spoken_text
 from jobs.export.items import settings_of, spoken_place
 from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
@@ -28,9 +29,6 @@ BLOCKS = 20
 _FAILED_SHARE, _TYPICAL_SHARE = 0.5, 0.25
 #: An item this many times further from the median than half of the items is odd.
 ODD = 3.5
-#: Scores of which only low, or only high values are bad; of any other both are.
-LOW_IS_BAD = frozenset({"ended", "distillmos", "dnsmos", "similarity"})
-HIGH_IS_BAD = frozenset({"wer", "cer", "clipped", "silence", "pause"})
 #: How fast an item is spoken; the report's own score, in `pipelines.duration.text_units` a second.
 PACE = "pace"
 _INDEXES_AT_ONCE = 500
@@ -181,7 +179,8 @@ def _judge(made: Sequence[SampleItem], failed: Sequence[SampleItem]) -> None:
             if name not in item.values:
                 continue
             away = (item.values[name] - median) / spread
-            odd = -away if name in LOW_IS_BAD else away if name in HIGH_IS_BAD else abs(away)
+            bad = CHECKS[name].bad if name in CHECKS else "both"
+            odd = -away if bad == "low" else away if bad == "high" else abs(away)
             if odd > max(item.badness, ODD):
                 item.badness, item.why = odd, f"{name} {item.values[name]:.3g}, where {median:.3g} is common"
     for item in made:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from jobs.quality import Option
+from jobs.checks import Option
 from pipelines.hibari.pipeline import HibariPipeline
 from pipelines.hibari.provider import describe as describe_hibari
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard

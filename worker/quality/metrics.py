@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
-from jobs.meters import BUILT_IN, ENTRY_POINT_GROUP, known_meters
-from jobs.quality import Option
+from jobs.checks import ENTRY_POINT_GROUP, METERS, Option, known_meters
 from pipelines.errors import ErrorCode, ModelError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
     Raises `ModelError`: `model.unknown` for a name nobody knows, `model.missing_extra` where its libraries are not installed,
     `model.bad_checkpoint` for weights or options it cannot use, `model.unreachable` for weights that cannot be fetched now.
     """
-    built_in = BUILT_IN.get(name)
+    built_in = METERS.get(name)
     try:
         if built_in is not None:
             factory = cast(MeterFactory, importlib.import_module(f"worker.quality.{name}").open_meter)
@@ -89,6 +88,6 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
 
 def missing_library(name: str, error: ImportError) -> ModelError:
     """The error of a meter whose library does not import (`model.missing_extra`)."""
-    built_in = BUILT_IN.get(name)
+    built_in = METERS.get(name)
     advice = built_in.advice if built_in is not None else "Install what the package of this meter needs."
     return ModelError(ErrorCode.MODEL_MISSING_EXTRA, f"The meter {name} needs the library {error.name or error}.", advice)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import structlog
 
-from jobs.quality import Option
+from jobs.checks import Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError
 from worker.quality.metrics import Readings, Sample
 from worker.quality.process import MeterError, MeterHangError, MeterProcess

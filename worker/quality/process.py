@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
-from jobs.quality import Option
+from jobs.checks import METERS, Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from worker.quality.metrics import Meter, Reading, Readings, Sample, open_meter
 
@@ -90,8 +90,8 @@ def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
     try:
         return open_meter(name, options)
     except ModelError as error:
-        # The energy detector has measured already, and its scores say so.
-        if name == "silero" and error.code is ErrorCode.MODEL_MISSING_EXTRA:
+        # The worker has measured these scores already, and their details say so.
+        if name in METERS and METERS[name].optional and error.code is ErrorCode.MODEL_MISSING_EXTRA:
             return None
         raise
 

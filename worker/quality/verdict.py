@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from jobs.checks import Bound, Option, code_of
 from jobs.ledger.records import Draw, Score
-from jobs.quality import Bound, Option, Quality, code_of
+from jobs.quality import Quality
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Generation, Speech
 from pipelines.vad import trim_silence
@@ -130,7 +131,6 @@ def _excess(name: str, score: Score, bound: Bound) -> float:
 
 
 def _explained(name: str, score: Score, bound: Bound) -> str:
-    limits = [f"{side} {limit:g}" for side, limit in (("at least", bound.low), ("at most", bound.high)) if limit is not None]
-    wanted = f", should be {' and '.join(limits)}" if limits else ""
+    wanted = f", allowed: {limits}" if (limits := str(bound)) else ""
     heard = f" ({score.detail[:200]})" if score.detail else ""
     return f"`{name}` is {score.value}{wanted}{heard}."

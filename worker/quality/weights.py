@@ -13,8 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from jobs.meters import BUILT_IN
-from jobs.quality import Option
+from jobs.checks import METERS, Option
 from pipelines.errors import ModelError
 from worker.quality.metrics import missing_library
 
@@ -29,7 +28,7 @@ class Question(msgspec.Struct):
 def missing(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) -> ModelError | None:
     """Why the first of these meters could not be opened here for its weights, or None."""
     for name, options in meters.items():
-        if name not in BUILT_IN or not BUILT_IN[name].weights:
+        if name not in METERS or not METERS[name].weights:
             continue
         try:
             importlib.import_module(f"worker.quality.{name}").prepare(fetch=fetch, **options)

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import pytest
 
+from jobs.checks import ENTRY_POINT_GROUP, Option
 from jobs.export.items import MadeItems
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import QUARANTINE, Draw, ItemState, Job, JobState
-from jobs.meters import ENTRY_POINT_GROUP
-from jobs.quality import Option, Quality, quality_of
+from jobs.quality import Quality, quality_of
 from jobs.spec import item_seed
 from pipelines.audio import decode, encode
 from pipelines.errors import ErrorCode, InputError, ModelError

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,9 +16,10 @@ import pytest
 from numpy.typing import NDArray
 
 from jobs.calibrate import LEAST_ITEMS, as_toml, fit, learned_paces
+from jobs.checks import CHECKS, METERS, Bound, Check, MeterCard, scores_with, strict_meters
 from jobs.export.items import MadeItem
 from jobs.ledger.records import Artifact, JobSpec, Score
-from jobs.quality import PRESETS, Bound, Quality, quality_of
+from jobs.quality import PRESETS, Quality, quality_of
 from jobs.spec import frozen_spec, spec_sha
 from pipelines.duration import Pace, is_prose, pace_of, text_units
 from pipelines.errors import ConfigError, ErrorCode, NotFoundError, SynthesisError
@@ -26,7 +28,7 @@ from pipelines.request import Generation, Speech
 from pipelines.vad import active_frames, activity, frame_powers, trim_silence
 from tests.support.fakes import sine
 from worker.quality.checks import cheap_scores, clipped_share, longest_pause
-from worker.quality.metrics import Reading
+from worker.quality.metrics import Reading, Sample, open_meter
 from worker.quality.verdict import History, check_draw, failed_draw, meters_of, with_readings
 from worker.quality.wer import error_rates
 
@@ -46,6 +48,10 @@ def speechlike(seconds: float = 3.6, seed: int = 0) -> NDArray[np.float32]:
 
 def scores_of(samples: NDArray[np.float32], quality: Quality = BASIC, text: str = TEXT, **meta: str) -> dict[str, Score]:
     return cheap_scores(Speech(samples, RATE, text, meta=dict(meta)), quality, text, Generation())
+
+
+def limits(name: str, bound: Bound | None) -> str:
+    return "from the speaking rate" if name == "duration" else str(bound or "")
 
 
 def failed(scores: Mapping[str, Score]) -> set[str]:
@@ -281,6 +287,38 @@ class TestConfig:
         for line in re.findall(r"`--qa (\w+) ((?:--qa-set \S+ ?)+)`", page):
             assert quality_of(line[0], None, re.findall(r"--qa-set (\S+)", line[1])) is not None
         assert "--qa strict --qa-set bounds.wer.high=0.2" in page
+
+    def test_the_table_of_the_page_is_the_registry(self) -> None:
+        page = (Path(__file__).parents[3] / "docs" / "quality.md").read_text("utf-8")
+        assert [line for line in page.splitlines() if re.match(r"\| `\w+` \|.*`(qa|synth)\.", line)] == [
+            f"| `{name}` | {check.meaning} | {limits(name, check.basic)} | {limits(name, check.strict)} | `{check.code.value}` |"
+            for name, check in CHECKS.items()
+        ]
+
+    def test_a_row_and_a_file_are_a_new_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        meter = MeterCard("peak", ("numpy",), "pip install numpy", ("numpy",))
+        monkeypatch.setitem(
+            CHECKS, "peak", Check("peak", ErrorCode.QA_CLIPPED, "highest sample", "high", strict=Bound(high=0.5), meter=meter)
+        )
+        monkeypatch.setitem(METERS, "peak", meter)
+        file = ModuleType("worker.quality.peak")
+        file.open_meter = lambda: SimpleNamespace(measure=lambda sample: {"peak": (float(sample.samples.max()), "")})  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, file.__name__, file)
+        with pytest.raises(ConfigError, match=r"which nothing measures.*meters\.peak"):
+            quality_of("basic", None, ["bounds.peak.high=0.5"])
+        quality = quality_of("basic", None, ["bounds.peak.high=0.5", "meters.peak={}"])
+        assert quality is not None
+        assert strict_meters().keys() == {"asr", "distillmos", "peak"}
+        speech = Speech(speechlike(), RATE, TEXT)
+        draw = check_draw(0, 1, speech, quality, TEXT, Generation())
+        readings = open_meter("peak", {}).measure(Sample(np.full(9, 0.75, np.float32), RATE, TEXT))
+        judged = with_readings(draw, readings, quality)
+        assert (judged.record.code, judged.message) == (ErrorCode.QA_CLIPPED, "`peak` is 0.75, allowed: maximum 0.5.")
+
+    def test_what_the_worker_measures_itself_is_what_the_registry_says(self) -> None:
+        assert BASIC is not None
+        paced = msgspec.structs.replace(BASIC, paces=(PACE,))
+        assert scores_of(speechlike(), paced).keys() == scores_with(())
 
     def test_a_model_of_one_language_is_heard_in_it(self) -> None:
         card = describe_hibari()

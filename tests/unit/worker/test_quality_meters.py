@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jobs.meters import BUILT_IN, ENTRY_POINT_GROUP, lacking, missing_libraries
+from jobs.checks import ENTRY_POINT_GROUP, METERS, lacking, missing_libraries
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.request import Message, Speech, SynthesisRequest
@@ -54,7 +54,7 @@ class TestMeters:
         assert "nightjar-speech[qa]" in str(caught.value)
 
     def test_every_built_in_meter_is_known_by_what_it_imports(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for name, card in BUILT_IN.items():
+        for name, card in METERS.items():
             for library in card.libraries:
                 with monkeypatch.context() as patched:
                     patched.setitem(sys.modules, library, None)

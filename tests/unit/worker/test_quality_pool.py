@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jobs.quality import Option
+from jobs.checks import Option
 from pipelines.errors import ErrorCode, NightjarError, StoreError
 from worker.quality.metrics import Readings, Sample
 from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask, Place, Spool
