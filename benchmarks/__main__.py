@@ -1,8 +1,7 @@
-"""`python -m benchmarks [--lines N]`: the figures that need no GPU, as a table and as `benchmarks/results/cpu.json`."""
+"""`python -m benchmarks [--postgres URL]`: the figures that need no GPU, as a table and as `benchmarks/results/cpu.json`."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 
@@ -10,26 +9,28 @@ import click
 
 from benchmarks import jobs
 from benchmarks.figures import show, write
-from tests.support.services import Postgres
 
 
 @click.command()
 @click.option("--lines", default=1_000_000, show_default=True, help="Lines of the ingest figures.")
 @click.option("--items", default=30_000, show_default=True, help="Items of the whole path.")
 @click.option("--sentences", default=4000, show_default=True, help="Sentences of the embedded voice.")
-def main(lines: int, items: int, sentences: int) -> None:
+@click.option(
+    "--postgres",
+    envvar="BENCH_POSTGRES",
+    metavar="URL",
+    help="A PostgreSQL server, as in postgresql://user@host/postgres; databases `ingest`, `bare` and `ledger` are made there."
+    " Without it its figures are left out. `make bench` starts one.",
+)
+def main(lines: int, items: int, sentences: int, postgres: str | None) -> None:
     """Measures the job system on this machine."""
-    folder = Path(tempfile.mkdtemp(prefix="nightjar-bench-"))
-    folder.chmod(0o755)
-    postgres = Postgres(folder / "postgres")
-    postgres.start()
-    try:
+    with tempfile.TemporaryDirectory(prefix="nightjar-bench-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         figures = jobs.ingest(folder, lines, postgres)
-    finally:
-        postgres.stop()
-    figures += jobs.whole_path(folder, items)
-    figures += jobs.voice_share(folder, sentences)
-    shutil.rmtree(folder, ignore_errors=True)
+        figures += jobs.ledger_alone(f"sqlite:///{folder}/alone.sqlite", "SQLite", lines)
+        if postgres is not None:
+            figures += jobs.ledger_alone(jobs.new_database(postgres, "ledger"), "PostgreSQL", lines)
+        figures += [jobs.whole_path(folder, items), jobs.voice_share(folder, sentences)]
     show("Nightjar on this machine", figures)
     write("cpu", figures)
 

@@ -6,7 +6,6 @@ one file, with the same `fsync` at its end; it is measured anew beside each form
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,59 +17,30 @@ from contextlib import closing
 from pathlib import Path
 
 import click
-import numpy as np
 
+from benchmarks import instant
 from benchmarks.figures import Figure, show, write
-from benchmarks.jobs import write_lines
+from benchmarks.jobs import REPOSITORY, peak_mb, run_job, write_lines
 from jobs.export import export, parse_splits
 from jobs.export.export import FOLDER_FORMATS, LINE_FORMATS
-from jobs.ingest import submit
-from jobs.layout import audio_key
 from jobs.ledger import Ledger
-from jobs.ledger.records import Artifact, Done, JobSpec, Outcome, WorkerInfo
-from jobs.settings import Settings
 from jobs.store import open_store
-from pipelines.audio import encode
-from tests.support.fakes import sine
 
-REPOSITORY = Path(__file__).parents[1]
-SAMPLE_RATE = 24_000
 SPLITS = "train=0.98,dev=0.01,test=0.01"
 
 
 def make_job(folder: Path, items: int, seconds: float) -> tuple[str, int]:
-    """A finished job whose items all have other audio of this length; its id and the bytes of its audio."""
-    source = folder / "input.jsonl"
-    write_lines(source, items)
-    store = open_store(folder / "store")
-    wave = encode(np.resize(sine("x" * 100, 1), round(seconds * SAMPLE_RATE)), SAMPLE_RATE, "wav")
-    samples = (len(wave) - 44) // 2
-    with closing(Ledger.open(f"sqlite:///{folder}/ledger.sqlite")) as ledger:
-        ledger.migrate()
-        job_id = submit(Settings(), ledger, store, str(source), JobSpec("hibari")).job.id
-        ledger.register_worker(WorkerInfo("w", "host", 1, "", "", "0", 64))
-        while tickets := ledger.take_ready(64):
-            for ticket in tickets:
-                lease = ledger.claim(ticket, "w", 600)
-                if lease is None:
-                    raise RuntimeError("The shard was taken by another.")
-                outcomes: list[Outcome] = []
-                for index, (example_id, _) in lease.open_items.items():
-                    data = wave[:-8] + index.to_bytes(8, "little")
-                    key = audio_key(job_id, index, example_id, "wav")
-                    store.put(key, data)
-                    sha256 = hashlib.sha256(data).hexdigest()
-                    duration_ms = round(1000 * samples / SAMPLE_RATE)
-                    made = Artifact(index, "audio", key, sha256, len(data), duration_ms, SAMPLE_RATE, samples, index)
-                    outcomes.append(Done(index, (made,)))
-                ledger.commit(lease.ticket, outcomes)
-                ledger.finish_shard(lease.ticket)
-    return job_id, items * len(wave)
+    """A finished job whose items all have audio of this length, ledger and store in `folder`; its id and bytes of audio."""
+    voice = {**instant.install(folder / "voice"), instant.SECONDS: str(seconds)}
+    write_lines(folder / "input.jsonl", items)
+    status, job = run_job(folder / "input.jsonl", folder, "--model", instant.NAME, "--qa", "off", environment=voice)
+    assert status["items"]["done"] == items
+    return job.id, sum(path.stat().st_size for path in (folder / "jobs").rglob("*.wav"))
 
 
 def bare_copy(folder: Path) -> float:
     """Seconds to copy all audio of the store into one file."""
-    paths = sorted((folder / "store").rglob("*.wav"))
+    paths = sorted((folder / "jobs").rglob("*.wav"))
     start = time.perf_counter()
     with (folder / "copy").open("wb") as out:
         for path in paths:
@@ -96,16 +66,10 @@ def child(folder: Path, job_id: str, format: str) -> None:
     """One export; prints its seconds and its peak memory."""
     start = time.perf_counter()
     splits = parse_splits(SPLITS) if format in FOLDER_FORMATS else None
-    with closing(Ledger.open(f"sqlite:///{folder}/ledger.sqlite")) as ledger:
-        export(ledger, open_store(folder / "store"), job_id, format, str(folder / "to"), splits=splits)
+    with closing(Ledger.open(f"sqlite:///{folder}/.nightjar/ledger.sqlite")) as ledger:
+        export(ledger, open_store(folder), job_id, format, str(folder / "to"), splits=splits)
     seconds = time.perf_counter() - start
     print(json.dumps({"seconds": seconds, "rss_mb": peak_mb()}))
-
-
-def peak_mb() -> float:
-    """Most memory this process ever held. Unlike `ru_maxrss` it does not begin with the memory of the parent."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1000
 
 
 def measure(folder: Path, items: int, seconds: float) -> list[Figure]:

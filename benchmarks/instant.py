@@ -1,0 +1,69 @@
+"""A voice that costs nothing: the same short sound for every request, to measure the path around an engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.errors import ErrorCode, InputError
+from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
+from pipelines.request import AudioChunk, Capabilities, EngineStats, Speech, SynthesisRequest
+
+NAME, SAMPLE_RATE = "instant", 16_000
+#: Seconds of the sound, where the environment says so.
+SECONDS = "INSTANT_SECONDS"
+
+
+def samples() -> NDArray[np.float32]:
+    """The sound, float32 [samples]."""
+    count = round(float(os.environ.get(SECONDS, "0.12")) * SAMPLE_RATE)
+    return (0.3 * np.sin(2 * np.pi * 207 / SAMPLE_RATE * np.arange(count))).astype(np.float32)
+
+
+class InstantPipeline:
+    """Answers inside `submit`."""
+
+    name, sample_rate, capabilities = NAME, SAMPLE_RATE, Capabilities()
+
+    def __init__(self) -> None:
+        self._speech = Speech(samples(), SAMPLE_RATE, "instant")
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        future: Future[Speech] = Future()
+        future.set_result(self._speech)
+        return future
+
+    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
+        raise InputError(ErrorCode.INPUT_UNSUPPORTED, "The voice that costs nothing does not stream.", "Use `submit`.")
+
+    def abort(self, request_id: str) -> None:
+        """Nothing is ever in flight."""
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def describe() -> ModelCard:
+    return ModelCard(NAME, NAME, "cpu", SAMPLE_RATE, InstantPipeline.capabilities, "1", 0.01, 0.01)
+
+
+def load(**_: Any) -> InstantPipeline:
+    return InstantPipeline()
+
+
+def install(folder: Path) -> dict[str, str]:
+    """Writes what pip would write of a package with this voice; the variables under which a process has it installed."""
+    info = folder / "instant_voice-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: instant-voice\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{NAME} = {__name__}\n")
+    return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[1]}"}
