@@ -67,7 +67,7 @@ chaos: install-dev
 	$(BIN)/python -m tests.faults.soak --items $(ITEMS) --faults $(FAULTS) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT))
 
 bench: install-dev
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m tests.support.services BENCH_POSTGRES $(BIN)/python -m benchmarks
 
 # One lock for every extra and for vLLM on CPUs; versions that it has stay unless something forbids them.
 lock:

@@ -344,7 +344,7 @@ class Ledger:
             yield from page
             after = page[-1][0]
 
-    def outcomes(self, job_id: str) -> Iterator[DrawRow]:
+    def draws(self, job_id: str) -> Iterator[DrawRow]:
         """What the quality checks said of every draw, in order of index and draw; a page in memory at a time."""
         page, after = [], -1
         while page := self._database.read(outcomes.draws_page, job_id, after, queries.PAGE_ROWS):

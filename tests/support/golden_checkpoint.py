@@ -2,6 +2,7 @@
 
 `left_out.json` of a checkpoint names the tensors: {file: {tensor: {"shape": [...], "rows": [...]}}}. A tensor with `rows` is
 stored with these rows alone, one without is not stored at all; seeded noise takes their place. A `.gz` file is a packed one.
+`python -m tests.support.golden_checkpoint CHECKPOINT FOLDER` writes a whole one for who wants to run it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import atexit
 import gzip
 import json
 import shutil
+import sys
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -68,3 +70,7 @@ def _noise(name: str, shape: list[int], dice: torch.Generator) -> Tensor:
         return 0.5 + torch.rand(shape, generator=dice)
     fan = torch.Size(shape[1:]).numel() if len(shape) > 1 else 16
     return torch.randn(shape, generator=dice) * (2 / fan) ** 0.5
+
+
+if __name__ == "__main__":
+    shutil.copytree(whole(Path(sys.argv[1])), sys.argv[2], copy_function=shutil.copyfile)

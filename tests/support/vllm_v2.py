@@ -1,9 +1,13 @@
-"""vLLM's V2 model runner, which CUDA uses, on a CPU: its Triton kernels run in Triton's interpreter. Slow, but the real one."""
+"""vLLM's V2 model runner, which CUDA uses, on a CPU: its Triton kernels run in Triton's interpreter. Slow, but the real one.
+
+`python -m tests.support.vllm_v2 COMMAND...` runs a command whose engine cores take it.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -50,3 +54,7 @@ def v2_runner() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+if __name__ == "__main__":
+    os.execvpe(sys.argv[1], sys.argv[1:], {**os.environ, **environment()})
