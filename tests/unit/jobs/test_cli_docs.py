@@ -71,7 +71,7 @@ _FILE = re.compile(r"`((?:jobs|worker|pipelines|kernels|migrations|tests|benchma
 _TARGETS = set(re.findall(r"(?m)^([a-z][a-z-]*):", (ROOT / "Makefile").read_text()))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *sorted((ROOT / "tests").rglob("README.md"))], ids=name_of)
 def test_files_modules_and_make_targets_of_a_page_exist(page: Path) -> None:
     text = page.read_text()
     assert [path for path in _FILE.findall(text) if not (ROOT / path).exists()] == []
