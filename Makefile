@@ -1,4 +1,4 @@
-# make install | demo | test | mutants | chaos | bench | install-vllm | lock. Needs python3 (3.11 to 3.13) with venv, and make; no root, Docker, GPU or model hub.
+# make install | demo | check | test | mutants | soak | bench | install-vllm | lock. Needs python3 (3.11 to 3.13) with venv, and make; no root, Docker, GPU or model hub.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Each may hold an engine and its own services: 4 GB a process.
 TEST_PROCESSES ?= 2
 
-.PHONY: install install-dev install-vllm demo test lint unit integration mutants chaos bench lock clean
+.PHONY: install install-dev install-vllm demo check test lint unit integration mutants soak chaos bench lock clean
 
 install: .venv/.installed
 
@@ -40,7 +40,12 @@ install-vllm: .venv/.installed-vllm
 demo: install
 	$(BIN)/nightjar run examples/hello.jsonl --out out
 
-test: install-dev lint unit integration
+# Lint, types and tests of one module or a few, side by side: what a change needs first, in two minutes on two cores.
+check: install-dev
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit
+
+# All of it, as CI runs it.
+test: check integration
 
 lint: install-dev
 	$(BIN)/ruff check .
@@ -51,20 +56,25 @@ lint: install-dev
 unit: install-dev
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/unit
 
-# A file stays in one process: its tests share an engine.
+# A file stays in one process: its tests share an engine. Files begin in the order of tests/conftest.py, the longest first.
 integration: install-dev
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile tests --ignore=tests/unit
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests --ignore=tests/unit
 
 # Planted faults, each of which a test has to see; `make mutants OPTIONS="--of-the-day 10"` tries some.
 mutants: install-dev
 	$(BIN)/python -m tests.mutants --processes $(TEST_PROCESSES) $(OPTIONS)
 
-# A soak: `make chaos ITEMS=10000 FAULTS=100 SEED=7 LAYOUT=s3` (embedded, folder or s3; without one: each).
+# Kills at moments drawn from many seeds, then one job of each layout under every kind of fault:
+# `make soak ITEMS=10000 FAULTS=100 SEED=7 LAYOUT=s3` (embedded, folder or s3; without one: each).
+CHAOS_SEEDS ?= 11 29 47 132 190 315 338 349 372 373
 ITEMS ?= 2000
 FAULTS ?= 20
 SEED ?= 1
-chaos: install-dev
+soak: install-dev
+	NIGHTJAR_CHAOS_SEEDS="$(CHAOS_SEEDS)" $(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/faults/test_chaos.py
 	$(BIN)/python -m tests.faults.soak --items $(ITEMS) --faults $(FAULTS) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT))
+
+chaos: soak
 
 bench: install-dev
 	$(BIN)/python -m tests.support.services BENCH_POSTGRES $(BIN)/python -m benchmarks

@@ -1,4 +1,4 @@
-"""Fixtures: real services on free ports, and an environment without the settings of whoever runs the tests."""
+"""Fixtures: real services on free ports, and an environment without the settings of whoever runs the tests. A test's folder is its tier."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ if not os.environ.get("NIGHTJAR_RANDOM_EXAMPLES"):
     settings.load_profile("same")
 
 pytest_sessionfinish = skips.pytest_sessionfinish
+
+#: The folders here, each a tier and its marker. Those whose files take longest begin first, so that no process is left with one of them.
+TIERS = ("vllm", "parity", "faults", "services", "gpu", "unit")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    tiers = {item: item.path.relative_to(here).parts[0] for item in items if item.path.is_relative_to(here)}
+    for item, tier in tiers.items():
+        item.add_marker(tier)
+    items.sort(key=lambda item: TIERS.index(tiers[item]) if item in tiers else len(TIERS))
 
 
 @pytest.fixture(scope="session")

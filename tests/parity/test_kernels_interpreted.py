@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 
 def test_the_kernels_equal_their_twins_in_the_interpreter() -> None:
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     files = ["tests/gpu/test_prefill_kernels.py", "tests/gpu/test_codec_kernels.py"]
     chosen = [*files, "-k", "float32 or dtype0 or twins or centred", "-p", "no:cacheprovider"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
