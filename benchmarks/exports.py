@@ -21,8 +21,7 @@ import click
 from benchmarks import instant
 from benchmarks.figures import Figure, show, write
 from benchmarks.jobs import REPOSITORY, peak_mb, run_job, write_lines
-from jobs.export import export, parse_splits
-from jobs.export.export import FOLDER_FORMATS, LINE_FORMATS
+from jobs.export import export, find_format, format_names, parse_splits
 from jobs.ledger import Ledger
 from jobs.store import open_store
 
@@ -65,7 +64,7 @@ def once(folder: Path, job_id: str, format: str) -> tuple[float, float]:
 def child(folder: Path, job_id: str, format: str) -> None:
     """One export; prints its seconds and its peak memory."""
     start = time.perf_counter()
-    splits = parse_splits(SPLITS) if format in FOLDER_FORMATS else None
+    splits = None if find_format(format).one_file(None) else parse_splits(SPLITS)
     with closing(Ledger.open(f"sqlite:///{folder}/.nightjar/ledger.sqlite")) as ledger:
         export(ledger, open_store(folder), job_id, format, str(folder / "to"), splits=splits)
     seconds = time.perf_counter() - start
@@ -81,11 +80,14 @@ def measure(folder: Path, items: int, seconds: float) -> list[Figure]:
     bare_copy(folder / "large")
     figures: list[Figure] = []
     loads: list[float] = []
-    for name in (*LINE_FORMATS, *FOLDER_FORMATS):
+    for name in format_names():
+        if not find_format(name).splittable:
+            # It holds what failed, and nothing failed.
+            continue
         loads.append(os.getloadavg()[0])
         _, small_mb = once(folder / "small", small, name)
         took, large_mb = once(folder / "large", large, name)
-        if name in FOLDER_FORMATS and FOLDER_FORMATS[name].audio == "inside":
+        if find_format(name).embeds_audio:
             limit = audio_bytes / 1e6 / bare_copy(folder / "large")
             figures.append(Figure(f"{name}, {items:,} items", audio_bytes / 1e6 / took, "MB/s", "", limit, "bare copy of the audio"))
         figures.append(Figure(f"{name}, {items:,} items", items / took, "items/s"))

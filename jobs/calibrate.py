@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from jobs.export.items import MadeItems, facts
+from jobs.export.items import AudioItems, item_metadata
 from jobs.ledger.records import Job
 from jobs.store.base import ObjectStore
 from pipelines.duration import Pace, text_units
@@ -43,8 +43,8 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
     """
     lengths: dict[tuple[str, str], list[_Length]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)
-    for item in MadeItems(ledger, store, job.id):
-        known = facts(job, item)
+    for item in AudioItems(ledger, store, job.id):
+        known = item_metadata(job, item)
         if not (units := text_units(known.text)):
             continue
         length = (hashlib.blake2b(item.example_id.encode(), digest_size=8).digest(), units, item.seconds)

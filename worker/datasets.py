@@ -43,13 +43,21 @@ class Dataset:
 
 def place_of(settings: Settings, name: str, schedule: Schedule, format: str, night: date) -> str:
     """Where a night's export of a format goes. A format that is one file gets its extension, unless the place has an end of its own."""
-    from jobs.export.export import is_one_file
-
-    extension = ".html" if format == REPORT else ".jsonl" if is_one_file(format, schedule.splits) else ""
+    extension = ".html" if format == REPORT else ".jsonl" if _is_one_file(format, schedule.splits) else ""
     if (to := schedule.export_to) is not None:
         end = extension if _OPEN_END.search(to) else ""
         return night.strftime(to.replace("{format}", format).replace("{date}", "%Y-%m-%d")) + end
     return str(settings.home.absolute() / "datasets" / slug(name) / night.isoformat() / f"{format}{extension}")
+
+
+def _is_one_file(format: str, splits: str | None) -> bool:
+    """Whether an export is one file. A format that is unknown here may be of a schedule that this process does not run."""
+    from jobs.export import find_format
+
+    try:
+        return find_format(format).one_file(splits)
+    except ConfigError:
+        return False
 
 
 def check_exports(settings: Settings, names: Collection[str]) -> None:
@@ -78,9 +86,9 @@ def _meet(place: str, other: str) -> bool:
 
 
 def _check_formats(name: str, schedule: Schedule) -> None:
-    from jobs.export import FORMATS, parse_splits
+    from jobs.export import format_names, parse_splits
 
-    known = (*FORMATS, REPORT)
+    known = (*format_names(), REPORT)
     for wanted in schedule.exports:
         if wanted not in known:
             reason = f"The schedule {name!r} exports {wanted[:40]!r}, which is no format."
@@ -103,8 +111,7 @@ def _check_formats(name: str, schedule: Schedule) -> None:
 
 def _check_places(settings: Settings, name: str, schedule: Schedule) -> None:
     """Raises `config.invalid` for formats that are never written to their places."""
-    from jobs.export import parse_splits
-    from jobs.export.export import ERRORS, check_place
+    from jobs.export import find_format, parse_splits
 
     splits = parse_splits(schedule.splits) if schedule.splits is not None else None
     store_url = schedule.store_url or settings.effective_store_url
@@ -112,7 +119,8 @@ def _check_places(settings: Settings, name: str, schedule: Schedule) -> None:
         to = place_of(settings, name, schedule, wanted, _COMPARED_NIGHTS[0])
         try:
             if wanted != REPORT:
-                check_place(wanted, to, store_url, None if wanted == ERRORS else splits)
+                chosen = find_format(wanted)
+                chosen.check(to, store_url, splits if chosen.splittable else None)
             elif to.startswith("s3://"):
                 raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
         except ConfigError as error:
@@ -145,7 +153,7 @@ def _written(settings: Settings, ledger: Ledger, schedule: Schedule, jobs: Seque
 
 
 def _write(settings: Settings, ledger: Ledger, schedule: Schedule, jobs: Sequence[Job], format: str, to: str) -> int:
-    from jobs.export import export, own_output, parse_splits
+    from jobs.export import export, find_format, own_output, parse_splits
     from jobs.store import open_store
 
     job = jobs[-1]
@@ -156,5 +164,5 @@ def _write(settings: Settings, ledger: Ledger, schedule: Schedule, jobs: Sequenc
 
         options = ReportOptions(price_per_gpu_hour=settings.price_per_gpu_hour)
         return write_report(ledger, store, job.id, Path(to), options, lambda place: own_output(place, job.id, own)).measured
-    splits = parse_splits(schedule.splits) if schedule.splits and not format.endswith("-errors") else None
+    splits = parse_splits(schedule.splits) if schedule.splits and find_format(format).splittable else None
     return export(ledger, store, job.id, format, to, splits=splits, s3=settings.s3, replaces=own).items

@@ -12,6 +12,16 @@ from jobs.formatting import bytes_text, counted
 from jobs.settings import Settings
 
 
+class FormatOption(click.Option):
+    """An option whose help lists the formats that are installed."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        from jobs.export.formats import describe_formats
+
+        self.help = describe_formats()
+        return super().get_help_record(ctx)
+
+
 @click.command()
 @job_argument
 @click.option(
@@ -20,8 +30,7 @@ from jobs.settings import Settings
     default="espnet",
     show_default=True,
     metavar="FORMAT",
-    help="One file: espnet (dialogue JSONL), manifest (our own), nemo, openai-batch, openai-batch-errors. "
-    "A folder: espnet-dataset, kaldi, lhotse, shar, webdataset, parquet.",
+    cls=FormatOption,
 )
 @click.option(
     "--to",
@@ -36,7 +45,7 @@ from jobs.settings import Settings
     "--audio-root", type=NamedPath(path_type=Path), help="Name audio by its path below this folder, and fetch what is missing there."
 )
 @click.option("--absolute", is_flag=True, help="Name audio by absolute paths, for readers that start from their working directory.")
-@click.option("--part-mb", type=click.IntRange(min=1), help="Most audio in one file of shar, webdataset and parquet.  [default: 500]")
+@click.option("--part-mb", type=click.IntRange(min=1), help="Maximum audio in one file of shar, webdataset and parquet.  [default: 500]")
 @common_options
 def export(
     job: str,

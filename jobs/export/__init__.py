@@ -1,7 +1,24 @@
-"""Datasets made of finished jobs: one function, one module for each format."""
+"""Datasets made of finished jobs: one function, one module for each format, and what a format of another package needs."""
 
-from jobs.export.destination import own_output
-from jobs.export.export import FORMATS, PART_BYTES, ExportReport, export
-from jobs.export.plan import Splits, parse_splits
+from jobs.export.export import PART_BYTES, ExportReport, export
+from jobs.export.files import PartFiles, own_output
+from jobs.export.formats import ExportFormat, find_format, format_names
+from jobs.export.items import AudioItem, ItemMetadata, item_metadata
+from jobs.export.plan import Part, Splits, parse_splits
 
-__all__ = ["FORMATS", "PART_BYTES", "ExportReport", "Splits", "export", "own_output", "parse_splits"]
+__all__ = [
+    "PART_BYTES",
+    "AudioItem",
+    "ExportFormat",
+    "ExportReport",
+    "ItemMetadata",
+    "Part",
+    "PartFiles",
+    "Splits",
+    "export",
+    "find_format",
+    "format_names",
+    "item_metadata",
+    "own_output",
+    "parse_splits",
+]

@@ -1,7 +1,7 @@
 """The format `espnet`: ESPnet SpeechLM dialogue JSONL with the generated speech in it.
 
 The audio of a spoken turn stands right behind its text, in its role; that of a dialogue's only text, a user's, is the
-assistant's. Where a model answered the whole dialogue, its speech and text take the place of the assistant's.
+assistant's. Where a model answered the whole dialogue, its speech and text replace the assistant's.
 
 Source: espnet2/speechlm/dataloader/multimodal_loader/dialogue_loader.py, which reads `example_id` and `messages`, a list of
 `[role, modality, content]` whose audio content is a path.
@@ -10,15 +10,17 @@ Source: espnet2/speechlm/dataloader/multimodal_loader/dialogue_loader.py, which 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import IO, Any
 
 import msgspec
 
 from jobs.dialogue import speech_position
 from jobs.export.files import PartFiles
-from jobs.export.items import MadeItem, facts, spoken_place
+from jobs.export.formats import ExportFormat
+from jobs.export.items import AudioItem, item_metadata, spoken_index
 from jobs.export.lhotse import write_lhotse
-from jobs.export.plan import Part, SortedLines
+from jobs.export.plan import Part
 from jobs.ledger.records import Job
 from jobs.turns import with_audio
 
@@ -26,33 +28,22 @@ _decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_messages = msgspec.json.Decoder(list[list[Any]]).decode
 
 
-def together(items: Iterable[tuple[MadeItem, str]]) -> Iterator[list[tuple[MadeItem, str]]]:
-    """The items of each dialogue, of items in index order."""
-    found: list[tuple[MadeItem, str]] = []
-    for item, where in items:
-        if found and found[0][0].example_id != item.example_id:
-            yield found
-            found = []
-        found.append((item, where))
-    if found:
-        yield found
-
-
-def espnet_line(job: Job, items: Sequence[tuple[MadeItem, str]]) -> bytes:
+def espnet_line(job: Job, items: Sequence[tuple[AudioItem, str]]) -> bytes:
     """The line of a dialogue as it was submitted, with the audio of its items, each given with where it is.
 
-    An answer stands in the first assistant audio message, or in a new one at the end; text that the model wrote stands before
-    it, in the place of assistant texts that stood just there.
+    The answer to a whole dialogue replaces the first assistant audio message, or is added at the end. Text that the model wrote
+    comes before it and replaces assistant texts just before it.
     """
     first, where = items[0]
     line = _decode(first.dialogue)
     messages = _decode_messages(line["messages"])
     triples = [(*message,) for message in messages]
-    places = [spoken_place(job, item, triples) for item, _ in items]
-    if places[0] is None:
+    spoken = [spoken_index(job, item, triples) for item, _ in items]
+    if spoken[0] is None:
         messages = _answered(messages, first.text_out, where)
     else:
-        messages = list(with_audio(messages, {place: where for place, (_, where) in zip(places, items, strict=True) if place is not None}))
+        audio = {index: where for index, (_, where) in zip(spoken, items, strict=True) if index is not None}
+        messages = list(with_audio(messages, audio))
     line["messages"] = msgspec.Raw(msgspec.json.encode(messages))
     return msgspec.json.encode(line) + b"\n"
 
@@ -78,24 +69,25 @@ def espnet_text_line(dialogue: msgspec.Raw, text: str) -> bytes:
 _encode = msgspec.json.Encoder().encode
 
 
-def write_espnet_dataset(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, str]]) -> None:
+def write_espnet_dataset(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
     """The dataset of one split, in one pass over its items."""
-    turns, examples = SortedLines(files.scratch("sort")), SortedLines(files.scratch("sort-dialogues"))
+    turns, examples = files.sorted_lines("turns"), files.sorted_lines("dialogues")
     texts, dialogues = files.open(f"{part.split}/text.jsonl"), files.open(f"{part.split}/dialogue.jsonl")
 
-    def noted() -> Generator[tuple[MadeItem, str], None, None]:
-        for dialogue in together(items):
-            dialogues.write(espnet_line(job, [(item, files.named(f"{part.split}/dialogue.jsonl", where)) for item, where in dialogue]))
+    def noted() -> Generator[tuple[AudioItem, str], None, None]:
+        for _, group in groupby(items, key=lambda pair: pair[0].example_id):
+            dialogue = list(group)
+            dialogues.write(espnet_line(job, [(item, files.audio_name(f"{part.split}/dialogue.jsonl", where)) for item, where in dialogue]))
             examples.add(_sample(dialogue[0][0].example_id))
             for item, where in dialogue:
-                texts.write(_encode({"id": item.id, "text": facts(job, item).text}) + b"\n")
+                texts.write(_encode({"id": item.id, "text": item_metadata(job, item).text}) + b"\n")
                 turns.add(_sample(item.id))
                 yield item, where
 
     write_lhotse(msgspec.structs.replace(part, split=f"{part.split}/audio"), files, job, noted())
-    audio = {"name": "audio1", "path": files.named_file(f"{part.split}/audio"), "reader": "lhotse_audio"}
-    text = {"name": "text1", "path": files.named_file(f"{part.split}/text.jsonl"), "reader": "text"}
-    dialogue = {"name": "dialogue1", "path": files.named_file(f"{part.split}/dialogue.jsonl"), "reader": "dialogue"}
+    audio = {"name": "audio1", "path": files.sibling_name(f"{part.split}/audio"), "reader": "lhotse_audio"}
+    text = {"name": "text1", "path": files.sibling_name(f"{part.split}/text.jsonl"), "reader": "text"}
+    dialogue = {"name": "dialogue1", "path": files.sibling_name(f"{part.split}/dialogue.jsonl"), "reader": "dialogue"}
     _write_dataset(files.open(f"{part.split}/audio_text.json"), [audio, text], turns)
     _write_dataset(files.open(f"{part.split}/dialogue.json"), [dialogue], examples)
 
@@ -107,6 +99,19 @@ def _sample(id: str) -> bytes:
 
 def _write_dataset(file: IO[bytes], entries: list[dict[str, str]], samples: Iterable[bytes]) -> None:
     file.write(b'{"data_entry":%b,"samples":[' % _encode(entries))
-    for place, sample in enumerate(samples):
-        file.write(b'%b\n%b"' % (b"," if place else b"", sample[:-1]))
+    for number, sample in enumerate(samples):
+        file.write(b'%b\n%b"' % (b"," if number else b"", sample[:-1]))
     file.write(b"\n]}\n")
+
+
+ESPNET = ExportFormat(
+    name="espnet", summary="dialogues as JSONL", dialogue_line=espnet_line, text_line=espnet_text_line, whole_dialogues=True
+)
+ESPNET_DATASET = ExportFormat(
+    name="espnet-dataset",
+    summary="a dataset of ESPnet SpeechLM",
+    write_part=write_espnet_dataset,
+    local_audio=True,
+    local_folder=True,
+    whole_dialogues=True,
+)

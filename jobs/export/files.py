@@ -1,27 +1,134 @@
-"""The files of one part: written aside with their hashes, then published together."""
+"""Files that an export writes: one file by itself, the files of one part of a dataset, and lines sorted on disk."""
 
 from __future__ import annotations
 
+import errno
 import gzip
 import hashlib
-import io
+import heapq
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 import msgspec
 
-from jobs.export.destination import Place
 from jobs.export.items import AudioNames
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, StoreError
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from jobs.export.destination import Destination
 
 _BUFFER_BYTES = 1 << 20
 #: Text of manifests shrinks little more at higher levels, and these take most of an export's time.
 _GZIP_LEVEL = 3
+_SORT_BYTES = 32 << 20
+
+
+@contextmanager
+def output(to: str, wanted: Callable[[Path, Path], bool] = lambda new, path: True) -> Generator[IO[bytes], None, None]:
+    """Opens the file `to` for writing; `-` is standard output. The file appears, complete, once the block ends without an error.
+
+    `wanted` is called with the finished file and its target path. The target stays as it is where it returns False or raises.
+    Raises `config.invalid` for a path that cannot be written, `store.full` where the disk is full.
+    """
+    if to == "-":
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    path = Path(to).absolute()
+    temporary: Path | None = None
+    try:
+        path = _resolved(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
+        temporary = Path(name)
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(descriptor)
+        if wanted(temporary, path):
+            temporary.chmod(0o644)
+            temporary.replace(path)
+    except OSError as error:
+        raise output_error(path, error) from error
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+
+
+def _resolved(path: Path) -> Path:
+    """The path that is written: a symbolic link stays, and its target is written. Raises `OSError` for anything that exists and is
+    no regular file."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "Not a regular file")
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def output_error(path: Path, error: OSError) -> NightjarError:
+    """The error for a file of an export that cannot be written."""
+    reason = error.strerror or type(error).__name__
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return StoreError(ErrorCode.STORE_FULL, f"{reason}: {str(path)!r}.", "Free space there, then export again.")
+    return ConfigError(ErrorCode.CONFIG_INVALID, f"{reason}: {str(path)!r} cannot be written.", "Export to another path.")
+
+
+class _Stamp(msgspec.Struct, frozen=True):
+    """`.NAME.export.json`, which stands beside the file NAME of a job."""
+
+    job: str
+    sha256: str
+    #: Of the file that this one replaces. That file is still there where a process was killed before the replacement.
+    before: str | None = None
+    schema: str = "nightjar.file/1"
+
+
+@contextmanager
+def own_output(to: str, job_id: str, replaces: Collection[str]) -> Generator[IO[bytes], None, None]:
+    """As `output`, for a file of a job. It replaces a file of a job in `replaces`; a file with the same content stays as it is.
+
+    Raises `config.invalid` also for any other file at `to`, and for a file that was changed after it was exported.
+    """
+    with output(to, lambda new, path: _may_replace(new, path, job_id, replaces)) as file:
+        yield file
+
+
+def _may_replace(new: Path, path: Path, job_id: str, replaces: Collection[str]) -> bool:
+    """Whether `path` has to be replaced by `new`. Writes the stamp before the file."""
+    beside = path.with_name(f".{path.name}.export.json")
+    try:
+        stamp = msgspec.json.decode(beside.read_bytes(), type=_Stamp)
+    except (OSError, ValueError):
+        stamp = None
+    after, before = sha256_of(new), sha256_of(path) if os.path.lexists(path) else None
+    own = stamp is not None and stamp.job in replaces and before in (stamp.sha256, stamp.before)
+    if before not in (None, after) and not own:
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            f"{str(path)!r} is another file, or was changed after it was exported.",
+            "Move it away; the next export writes it again.",
+        )
+    if before != after or stamp is None or (stamp.job, stamp.sha256) != (job_id, after):
+        with output(str(beside)) as file:
+            file.write(msgspec.json.encode(_Stamp(job_id, after, before)) + b"\n")
+    return before != after
+
+
+def sha256_of(path: Path) -> str:
+    """Hex SHA-256 of a local file. Raises `OSError`."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class WrittenFile(msgspec.Struct, frozen=True):
@@ -32,107 +139,98 @@ class WrittenFile(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class HashedFile(io.RawIOBase):
-    """A file that is written from its beginning to its end and knows its hash."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path.open("wb", buffering=0)
-        self._digest = hashlib.sha256()
-        self._bytes = 0
-        # Hash and file let other threads run: with a call for each piece they would wait for their turn each time.
-        self._pending = bytearray()
-
-    def write(self, data: Buffer, /) -> int:
-        before = len(self._pending)
-        self._pending += data
-        size = len(self._pending) - before
-        self._bytes += size
-        if len(self._pending) >= _BUFFER_BYTES:
-            self.flush()
-        return size
-
-    def tell(self) -> int:
-        return self._bytes
-
-    def writable(self) -> bool:
-        return True
-
-    def flush(self) -> None:
-        if self._pending:
-            pending, self._pending = self._pending, bytearray()
-            self._digest.update(pending)
-            view = memoryview(pending)
-            while view:
-                view = view[self._file.write(view) :]
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._file.close()
-
-    def abandon(self) -> None:
-        """Closes the file as it is; does nothing to one that is finished."""
-        self._pending.clear()
-        self.close()
-
-    def finish(self, name: str) -> WrittenFile:
-        """Brings the file to the disk and closes it."""
-        if not self.closed:
-            self.flush()
-            os.fsync(self._file.fileno())
-            self.close()
-        return WrittenFile(name, self._bytes, self._digest.hexdigest())
-
-
 class PartFiles:
-    """Opens the files of one part; `publish` moves them to their place once all are complete."""
+    """The files of one part of a dataset: written in the scratch folder, then moved to the destination together.
 
-    def __init__(self, place: Place, label: str = "", names: AudioNames | None = None) -> None:
-        """`label` keeps the unfinished files of two that are open at once apart; `names`: how they name audio."""
-        self.place = place
+    A context manager. Files that were not published are left to the scratch folder, which is removed with the export.
+    `OSError` becomes `store.full` or `config.invalid`.
+    """
+
+    def __init__(self, destination: Destination, names: AudioNames | None = None) -> None:
+        self.destination = destination
         self._names = names
-        self._label = label
-        self._open: dict[str, HashedFile] = {}
+        self._open: dict[str, tuple[Path, BufferedWriter[FileIO]]] = {}
 
-    def named(self, file: str, where: str) -> str:
-        """What the file with this name calls the audio at `where`."""
+    def __enter__(self) -> PartFiles:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        for _, file in self._open.values():
+            # Closed below its buffer: what is not published need not be written, and a full disk would raise again.
+            file.raw.close()
+        if isinstance(error, OSError):
+            raise output_error(Path(error.filename or self.destination.scratch), error) from error
+
+    def audio_name(self, file: str, where: str) -> str:
+        """What the file with the name `file` calls the audio at `where`."""
         return where if self._names is None else self._names.of(file, where)
 
-    def named_file(self, name: str) -> str:
-        """What a file of the export in the same folder calls the one with this name."""
+    def sibling_name(self, name: str) -> str:
+        """What another file in the same folder of the dataset calls the file or folder `name`."""
         relative = self._names is not None and self._names.base is not None
-        return name.rpartition("/")[2] if relative else f"{self.place.address}/{name}"
+        return name.rpartition("/")[2] if relative else f"{self.destination.address}/{name}"
 
     def open(self, name: str) -> IO[bytes]:
-        """A new file under a relative name. Raises `OSError`, as the file does."""
-        file = self._open[name] = HashedFile(self.place.scratch / f"{self._label}{len(self._open):06d}")
-        return cast(IO[bytes], file)
+        """A new file with a name relative to the destination. Raises `OSError`, as the file does."""
+        path = self.destination.scratch / f"{len(self._open):06d}"
+        file = BufferedWriter(FileIO(path, "w"), _BUFFER_BYTES)
+        self._open[name] = path, file
+        return file
 
     @contextmanager
     def gzip(self, name: str) -> Generator[IO[bytes], None, None]:
-        """A new file that is compressed; equal content gives equal bytes."""
+        """A new gzip file; equal content gives equal bytes."""
         with gzip.GzipFile(filename="", mode="wb", compresslevel=_GZIP_LEVEL, fileobj=self.open(name), mtime=0) as file:
-            yield cast(IO[bytes], file)
+            yield cast("IO[bytes]", file)
 
-    def scratch(self, name: str) -> Path:
-        """A folder for working files."""
-        path = self.place.scratch / f"work-{name}"
+    def sorted_lines(self, name: str) -> SortedLines:
+        """An empty `SortedLines` with a folder of its own, called `name`."""
+        path = self.destination.scratch / f"sort-{name}"
         path.mkdir(exist_ok=True)
-        return path
+        return SortedLines(path)
 
     def finish(self) -> list[WrittenFile]:
-        """Brings every file to the disk; none has its name yet. Raises `OSError` where the last bytes cannot be written."""
-        return [file.finish(name) for name, file in self._open.items()]
+        """Writes every file to the disk, with its hash, and closes it. None has its name yet. Raises `OSError`."""
+        written: list[WrittenFile] = []
+        for name, (path, file) in self._open.items():
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+            written.append(WrittenFile(name, path.stat().st_size, sha256_of(path)))
+        return written
 
-    def publish(self) -> list[WrittenFile]:
-        """Moves every file to its name. Raises as `Place`, and as `finish`."""
-        finished = self.finish()
-        for file, written in zip(self._open.values(), finished, strict=True):
-            self.place.publish(written.name, file.path, written.sha256)
-        return finished
+    def publish(self, written: list[WrittenFile]) -> None:
+        """Moves the finished files to their names. Raises as `Destination.publish`."""
+        for file in written:
+            self.destination.publish(file.name, self._open[file.name][0], file.sha256)
 
-    def discard(self) -> None:
-        """Closes what is open; the scratch folder goes with the export."""
-        for file in self._open.values():
-            file.abandon()
+
+class SortedLines:
+    """Takes lines in any order and iterates over them in the order of their bytes (the C locale's); sorted runs lie in `folder`."""
+
+    def __init__(self, folder: Path, run_bytes: int = _SORT_BYTES) -> None:
+        self._folder = folder
+        self._run_bytes = run_bytes
+        self._lines: list[bytes] = []
+        self._bytes = 0
+        self._runs: list[Path] = []
+
+    def add(self, line: bytes) -> None:
+        """`line` ends with its only newline."""
+        self._lines.append(line)
+        self._bytes += len(line)
+        if self._bytes >= self._run_bytes:
+            self._spill()
+
+    def __iter__(self) -> Iterator[bytes]:
+        self._lines.sort()
+        with ExitStack() as stack:
+            yield from heapq.merge(self._lines, *(stack.enter_context(path.open("rb")) for path in self._runs))
+
+    def _spill(self) -> None:
+        self._lines.sort()
+        path = self._folder / f"run-{len(self._runs):06d}"
+        with path.open("wb") as file:
+            file.writelines(self._lines)
+        self._runs.append(path)
+        self._lines, self._bytes = [], 0

@@ -22,8 +22,9 @@ from typing import IO
 import msgspec
 
 from jobs.export.files import PartFiles
-from jobs.export.items import MadeItem, facts
-from jobs.export.plan import Part, SortedLines
+from jobs.export.formats import ExportFormat
+from jobs.export.items import AudioItem, item_metadata
+from jobs.export.plan import Part
 from jobs.ledger.records import Job
 from pipelines.errors import ConfigError, ErrorCode
 
@@ -32,14 +33,14 @@ _ESCAPED_IN_SPEAKERS = re.compile(rb"[^A-Za-z0-9._]")
 _ESCAPED = re.compile(rb"[^A-Za-z0-9._-]")
 
 
-def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, str]]) -> None:
+def write_kaldi(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
     """One data directory. Raises `config.invalid` for audio whose path Kaldi cannot read."""
-    lines = SortedLines(files.scratch("sort"))
+    lines = files.sorted_lines("utterances")
     for item, where in items:
-        known = facts(job, item)
+        known = item_metadata(job, item)
         speaker = _escaped(_ESCAPED_IN_SPEAKERS, known.speaker)
         utterance = f"{speaker}-{_escaped(_ESCAPED, item.id)}"
-        audio = _readable(files.named(f"{part.split}/wav.scp", where), item.extension)
+        audio = _readable(files.audio_name(f"{part.split}/wav.scp", where), item.extension)
         rest = (speaker, audio, _one_line(known.text), f"{item.seconds:.6f}")
         lines.add(utterance.encode() + b"\t" + msgspec.json.encode(rest) + b"\n")
     directory = _Directory(files, part.split)
@@ -89,3 +90,6 @@ def _readable(where: str, extension: str) -> str:
     if "\n" in where or "\r" in where or where != where.strip():
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"Kaldi cannot read the path {where[:200]!r}.", "Name another --audio-root.")
     return f"flac -c -d -s {shlex.quote(where)} |" if extension == "flac" else where
+
+
+KALDI = ExportFormat(name="kaldi", summary="a Kaldi data directory", write_part=write_kaldi, local_audio=True)

@@ -15,15 +15,16 @@ from typing import Any
 import msgspec
 
 from jobs.export.files import PartFiles
-from jobs.export.items import ItemFacts, MadeItem, facts
+from jobs.export.formats import ExportFormat
+from jobs.export.items import AudioItem, ItemMetadata, item_metadata
 from jobs.export.plan import Part
-from jobs.export.webdataset import write_end, write_member
+from jobs.export.webdataset import tar_file
 from jobs.ledger.records import Job
 
 _encode = msgspec.json.Encoder().encode
 
 
-def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, str]]) -> None:
+def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, str]]) -> None:
     """Manifests whose ids are those of the items."""
     folder = part.split
     with (
@@ -32,8 +33,8 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[M
         files.gzip(f"{folder}/cuts.jsonl.gz") as cuts,
     ):
         for item, where in items:
-            known = facts(job, item)
-            named = files.named(f"{folder}/cuts.jsonl.gz", where)
+            known = item_metadata(job, item)
+            named = files.audio_name(f"{folder}/cuts.jsonl.gz", where)
             source = {"type": "url" if "://" in where else "file", "channels": [0], "source": named}
             recording = _recording(item.id, item, source)
             supervision = _supervision(item.id, job, item, known)
@@ -42,21 +43,22 @@ def write_lhotse(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[M
             cuts.write(_encode(_cut(item.id, item, recording, supervision)) + b"\n")
 
 
-def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, bytes]]) -> None:
+def write_shar(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
     """One shard of an archive. Ids are the names of the audio in the store, since they name members of a tar file."""
     number = f"{part.number:06d}"
-    recordings = files.open(f"{part.split}/recording.{number}.tar")
-    with files.gzip(f"{part.split}/cuts.{number}.jsonl.gz") as cuts:
+    with (
+        tar_file(files.open(f"{part.split}/recording.{number}.tar")) as add,
+        files.gzip(f"{part.split}/cuts.{number}.jsonl.gz") as cuts,
+    ):
         for item, audio in items:
             recording = _recording(item.name, item, {"type": "shar", "channels": [0], "source": ""})
-            write_member(recordings, f"{item.name}.{item.extension}", audio)
-            write_member(recordings, f"{item.name}.json", _encode(recording) + b"\n")
-            supervision = _supervision(item.name, job, item, facts(job, item))
+            add(f"{item.name}.{item.extension}", audio)
+            add(f"{item.name}.json", _encode(recording) + b"\n")
+            supervision = _supervision(item.name, job, item, item_metadata(job, item))
             cuts.write(_encode(_cut(item.name, item, recording, supervision)) + b"\n")
-    write_end(recordings)
 
 
-def _recording(id: str, item: MadeItem, source: dict[str, Any]) -> dict[str, Any]:
+def _recording(id: str, item: AudioItem, source: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": id,
         "sources": [source],
@@ -67,10 +69,10 @@ def _recording(id: str, item: MadeItem, source: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _supervision(id: str, job: Job, item: MadeItem, known: ItemFacts) -> dict[str, Any]:
+def _supervision(id: str, job: Job, item: AudioItem, known: ItemMetadata) -> dict[str, Any]:
     turn = {"role": known.role, "message_index": known.message_index}
-    made = {"seed": item.artifact.seed, "sha256": item.artifact.sha256, "spec_sha": job.spec_sha}
-    custom = {"example_id": item.example_id, **turn, **made}
+    source = {"seed": item.artifact.seed, "sha256": item.artifact.sha256, "spec_sha": job.spec_sha}
+    custom = {"example_id": item.example_id, **turn, **source}
     language = {} if known.language is None else {"language": known.language}
     return {
         "id": id,
@@ -85,7 +87,7 @@ def _supervision(id: str, job: Job, item: MadeItem, known: ItemFacts) -> dict[st
     }
 
 
-def _cut(id: str, item: MadeItem, recording: dict[str, Any], supervision: dict[str, Any]) -> dict[str, Any]:
+def _cut(id: str, item: AudioItem, recording: dict[str, Any], supervision: dict[str, Any]) -> dict[str, Any]:
     return {
         "id": id,
         "start": 0.0,
@@ -95,3 +97,7 @@ def _cut(id: str, item: MadeItem, recording: dict[str, Any], supervision: dict[s
         "recording": recording,
         "type": "MonoCut",
     }
+
+
+LHOTSE = ExportFormat(name="lhotse", summary="Lhotse's recordings, supervisions and cuts", write_part=write_lhotse)
+SHAR = ExportFormat(name="shar", summary="Lhotse's archives", write_part=write_shar, embeds_audio=True)

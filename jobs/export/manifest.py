@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jobs.export.items import MadeItem, MadeItems, facts
+from jobs.export.formats import ExportFormat
+from jobs.export.items import AudioItem, AudioItems, item_metadata
 from jobs.ledger.records import Job
 from jobs.manifest import ManifestEntry, Spoken, entry, put_job_manifest
 from jobs.store.base import ObjectInfo, ObjectStore
@@ -15,24 +16,27 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 
-def manifest_entry(job: Job, item: MadeItem) -> ManifestEntry:
+def manifest_entry(job: Job, item: AudioItem) -> ManifestEntry:
     """The manifest's line of an item."""
-    known = facts(job, item)
+    known = item_metadata(job, item)
     if job.spec.speak is msgspec.UNSET:
         # Its workers' manifests say no more, and one item has one line.
         return entry(item.example_id, item.artifact, job.spec_sha, Spoken(known.text))
     return entry(item.example_id, item.artifact, job.spec_sha, Spoken(known.text, known.role, known.message_index))
 
 
-def manifest_line(job: Job, item: MadeItem, where: str) -> bytes:
-    """One line of JSON, as in the store's manifests; `where` does not matter, since `key` names the audio in the store."""
+def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
+    """One line of JSON, as in the store's manifests; `key` names the audio in the store, so `where` is not used."""
     return msgspec.json.encode(manifest_entry(job, item)) + b"\n"
+
+
+MANIFEST = ExportFormat(name="manifest", summary="our own manifest", item_line=manifest_line)
 
 
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     """Writes the manifest of a job into its store, see `jobs.manifest.put_job_manifest`; the ledger notes it if the job has ended."""
     job = ledger.job(job_id)
-    info = put_job_manifest(store, job, (manifest_entry(job, item) for item in MadeItems(ledger, store, job_id)))
+    info = put_job_manifest(store, job, (manifest_entry(job, item) for item in AudioItems(ledger, store, job_id)))
     if job.state.final:
         ledger.note_manifest(job)
     return info

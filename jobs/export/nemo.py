@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import msgspec
 
-from jobs.export.items import MadeItem, facts
+from jobs.export.formats import ExportFormat
+from jobs.export.items import AudioItem, item_metadata
 from jobs.ledger.records import Job
 
 
-def nemo_line(job: Job, item: MadeItem, where: str) -> bytes:
+def nemo_line(job: Job, item: AudioItem, where: str) -> bytes:
     """A line of the manifest; `lang` only where the item has a language."""
-    known = facts(job, item)
+    known = item_metadata(job, item)
     line: dict[str, str | float] = {"audio_filepath": where, "duration": round(item.seconds, 6), "text": known.text}
     if known.language is not None:
         line["lang"] = known.language
     spoken = {"role": known.role, "message_index": known.message_index}
     return msgspec.json.encode({**line, "speaker": known.speaker, "example_id": item.example_id, **spoken}) + b"\n"
+
+
+NEMO = ExportFormat(name="nemo", summary="NeMo's manifest", item_line=nemo_line)

@@ -10,12 +10,13 @@ import hashlib
 
 import msgspec
 
-from jobs.export.items import MadeItem
+from jobs.export.formats import ExportFormat
+from jobs.export.items import AudioItem
 from jobs.ledger.records import ItemRow, Job, RejectedLine
 
 
-def openai_batch_line(job: Job, item: MadeItem, where: str) -> bytes:
-    """A request that succeeded."""
+def openai_batch_line(job: Job, item: AudioItem, where: str) -> bytes:
+    """The line of a request that succeeded."""
     artifact = item.artifact
     audio = {
         "url": where,
@@ -32,12 +33,12 @@ def openai_batch_line(job: Job, item: MadeItem, where: str) -> bytes:
 
 
 def openai_error_line(job: Job, failed: ItemRow | RejectedLine) -> bytes:
-    """An item that failed, or a line that became none."""
+    """The line of an item that failed, or of a line of the input that was refused."""
     if isinstance(failed, ItemRow):
         code, message, custom_id = failed.error_code, failed.error_message, failed.id
     else:
         code, message, custom_id = failed.code, failed.message, failed.example_id or f"line-{failed.line}"
-    error = {"code": code.value if code else "not_done", "message": message or "The item was not made."}
+    error = {"code": code.value if code else "not_done", "message": message or "The item has no audio."}
     return _line(_request_id(job, custom_id), custom_id, None, error)
 
 
@@ -48,3 +49,7 @@ def _line(request: str, custom_id: str, response: object, error: object) -> byte
 def _request_id(job: Job, custom_id: str) -> str:
     """The same each time, so that an export has the same bytes."""
     return "batch_req_" + hashlib.blake2b(f"{job.id} {custom_id}".encode(), digest_size=12).hexdigest()
+
+
+OPENAI_BATCH = ExportFormat(name="openai-batch", summary="the output file of an OpenAI batch", item_line=openai_batch_line)
+OPENAI_BATCH_ERRORS = ExportFormat(name="openai-batch-errors", summary="the error file of an OpenAI batch", failure_line=openai_error_line)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jobs.export.files import PartFiles
-from jobs.export.items import MadeItem, facts
+from jobs.export.formats import ExportFormat
+from jobs.export.items import AudioItem, item_metadata
 from jobs.export.plan import Part, Plan
 from jobs.ledger.records import Job
 from pipelines.errors import ConfigError, ErrorCode
@@ -31,7 +32,7 @@ _GROUP_BYTES = 32 << 20
 _TEXTS = ("text", "example_id", "role", "speaker", "language", "spec_sha", "sha256")
 
 
-def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, bytes]]) -> None:
+def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
     """One Parquet file; a part has at least one item. Raises `model.missing_extra` without pyarrow."""
     _, parquet = _pyarrow()
     rows: list[dict[str, Any]] = []
@@ -59,8 +60,8 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
         writer.write_table(_table(rows, writer.schema))
 
 
-def _row(job: Job, item: MadeItem, audio: bytes) -> dict[str, Any]:
-    known = facts(job, item)
+def _row(job: Job, item: AudioItem, audio: bytes) -> dict[str, Any]:
+    known = item_metadata(job, item)
     return {
         "audio": {"bytes": audio, "path": f"{item.name}.{item.extension}"},
         "text": known.text,
@@ -172,3 +173,8 @@ def _text(value: str) -> str:
 
 def _line(value: str) -> str:
     return " ".join(value.replace("`", "'").split())
+
+
+PARQUET = ExportFormat(
+    name="parquet", summary="Parquet of Hugging Face datasets", write_part=write_parquet, embeds_audio=True, card=dataset_card
+)

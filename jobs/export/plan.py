@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 import math
 import re
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 import msgspec
 
@@ -34,11 +31,11 @@ class Splits:
         if len(self.names) == 1:
             return self.names[0]
         digest = hashlib.blake2b(example_id.encode(), digest_size=8, person=b"nightjar.split").digest()
-        place = int.from_bytes(digest, "big")
-        return next(name for name, bound in zip(self.names, self.bounds, strict=True) if place < bound)
+        number = int.from_bytes(digest, "big")
+        return next(name for name, bound in zip(self.names, self.bounds, strict=True) if number < bound)
 
 
-#: Everything in one split, for exports that name none.
+#: Everything in one split, for exports without splits.
 WHOLE = Splits(("train",), (_HASHES,))
 
 
@@ -61,7 +58,7 @@ def parse_splits(text: str) -> Splits:
 
 def _share(name: str, share: str) -> Fraction:
     if not _NAME.fullmatch(name):
-        raise _bad(f"{name[:80]!r} is no name of a split.")
+        raise _bad(f"{name[:80]!r} is not a valid name of a split.")
     try:
         value = Fraction(share)
     except (ValueError, ZeroDivisionError):
@@ -80,7 +77,7 @@ def _bad(message: str) -> ConfigError:
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A run of made items of one split: the unit in which an export is written and goes on after a stop."""
+    """A run of items of one split: the unit in which an export is written and goes on after a stop."""
 
     split: str
     #: From 0 within its split.
@@ -99,9 +96,9 @@ class Plan(msgspec.Struct, frozen=True):
     """The parts of an export, by split and number."""
 
     parts: tuple[Part, ...]
-    #: Items of the job that have no audio (failed, skipped or still pending), or are left out with one that has none.
+    #: Items of the job without audio (failed, skipped or still pending), and items left out with one of them.
     left_out: int
-    #: SHA-256 over indexes, ids and audio hashes of all made items: the same result of a job has the same one.
+    #: SHA-256 over indexes, ids and audio hashes of all exported items: the same result of a job has the same one.
     digest: str
 
     @property
@@ -109,37 +106,12 @@ class Plan(msgspec.Struct, frozen=True):
         return sum(part.items for part in self.parts)
 
 
-@dataclass(slots=True)
-class _Growing:
-    """The part of a split that takes items now."""
-
-    number: int = 0
-    first: int = -1
-    last: int = -1
-    items: int = 0
-    audio_bytes: int = 0
-    closed: list[Part] = field(default_factory=list[Part])
-
-    def add(self, split: str, index: int, audio_bytes: int, limit: int | None) -> None:
-        if limit is not None and self.items and self.audio_bytes + audio_bytes > limit:
-            self.close(split)
-        if not self.items:
-            self.first = index
-        self.last = index
-        self.items += 1
-        self.audio_bytes += audio_bytes
-
-    def close(self, split: str) -> None:
-        if self.items:
-            self.closed.append(Part(split, self.number, self.first, self.last, self.items, self.audio_bytes))
-            self.number, self.items, self.audio_bytes = self.number + 1, 0, 0
-
-
 def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, whole: bool = False) -> Plan:
     """The plan for the items of a job, in index order. A part ends before its audio passes `part_bytes`; None: one part a split.
-    `whole`: dialogues of which a spoken turn has no audio are left out.
+
+    `whole`: a dialogue is left out unless all its spoken turns have audio.
     """
-    growing = {name: _Growing() for name in splits.names}
+    parts: dict[str, list[Part]] = {name: [] for name in splits.names}
     digest = hashlib.sha256()
     left_out = 0
     for row, artifact in exported(rows, whole=whole):
@@ -148,50 +120,11 @@ def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *
             continue
         digest.update(msgspec.json.encode((row.index, row.example_id, artifact.sha256)))
         split = splits.of(row.example_id)
-        growing[split].add(split, row.index, artifact.bytes, part_bytes)
-    parts: list[Part] = []
-    for name, grown in growing.items():
-        grown.close(name)
-        parts += [msgspec.structs.replace(part, of=len(grown.closed)) for part in grown.closed]
-    return Plan(tuple(parts), left_out, digest.hexdigest())
-
-
-_RUN_BYTES = 32 << 20
-
-
-class SortedLines:
-    """Takes lines in any order and gives them back in the order of their bytes (the C locale's); sorted runs lie in `folder`."""
-
-    def __init__(self, folder: Path, run_bytes: int = _RUN_BYTES) -> None:
-        self._folder = folder
-        self._run_bytes = run_bytes
-        self._lines: list[bytes] = []
-        self._bytes = 0
-        self._runs: list[Path] = []
-
-    def add(self, line: bytes) -> None:
-        """`line` ends with its only newline."""
-        self._lines.append(line)
-        self._bytes += len(line)
-        if self._bytes >= self._run_bytes:
-            self._spill()
-
-    def __iter__(self) -> Iterator[bytes]:
-        if not self._runs:
-            self._lines.sort()
-            return iter(self._lines)
-        if self._lines:
-            self._spill()
-        return self._merged()
-
-    def _spill(self) -> None:
-        self._lines.sort()
-        path = self._folder / f"run-{len(self._runs):06d}"
-        with path.open("wb") as file:
-            file.writelines(self._lines)
-        self._runs.append(path)
-        self._lines, self._bytes = [], 0
-
-    def _merged(self) -> Generator[bytes, None, None]:
-        with ExitStack() as stack:
-            yield from heapq.merge(*(stack.enter_context(path.open("rb")) for path in self._runs))
+        own = parts[split]
+        if not own or (part_bytes is not None and own[-1].audio_bytes + artifact.bytes > part_bytes):
+            own.append(Part(split, len(own), row.index, row.index, 1, artifact.bytes))
+        else:
+            part = own[-1]
+            own[-1] = msgspec.structs.replace(part, last=row.index, items=part.items + 1, audio_bytes=part.audio_bytes + artifact.bytes)
+    counted = [msgspec.structs.replace(part, of=len(own)) for own in parts.values() for part in own]
+    return Plan(tuple(counted), left_out, digest.hexdigest())

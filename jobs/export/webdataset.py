@@ -8,68 +8,59 @@ Source: https://github.com/webdataset/webdataset: what comes before the first do
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from io import BytesIO
 from typing import IO
 
 import msgspec
 
 from jobs.export.files import PartFiles
-from jobs.export.items import MadeItem, facts
+from jobs.export.formats import ExportFormat
+from jobs.export.items import AudioItem, item_metadata
 from jobs.export.plan import Part
 from jobs.ledger.records import Job
 
-_EMPTY = tarfile.TarInfo("").tobuf(tarfile.GNU_FORMAT)
-# Source: POSIX ustar header; the checksum counts its own field as spaces.
-_BEFORE_SIZE, _BEFORE_CHECKSUM, _REST = _EMPTY[100:124], _EMPTY[136:148], _EMPTY[156:]
-_REST_SUM = sum(_REST)
+
+@contextmanager
+def tar_file(file: IO[bytes]) -> Generator[Callable[[str, bytes], None], None, None]:
+    """A tar archive in `file`; yields the function that adds a member. Equal members give equal bytes: user 0, dated 1970."""
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
+
+        def add(name: str, data: bytes) -> None:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, BytesIO(data))
+            # The archive would keep every member in memory.
+            archive.members = []  # type: ignore[attr-defined]
+
+        yield add
 
 
-def write_member(file: IO[bytes], name: str, data: bytes) -> None:
-    """Appends a member of user 0, dated 1970. `name` is ASCII."""
-    file.write(_header(name, len(data)))
-    file.write(data)
-    file.write(bytes(-len(data) % tarfile.BLOCKSIZE))
-
-
-def write_end(file: IO[bytes]) -> None:
-    """Ends an archive: two empty blocks, filled up to a whole record."""
-    end = 2 * tarfile.BLOCKSIZE
-    file.write(bytes(end + -(file.tell() + end) % tarfile.RECORDSIZE))
-
-
-def _header(name: str, size: int) -> bytes:
-    """What `tarfile` makes, in a fraction of its time."""
-    if len(name) > 100 or size >= 8**11:
-        info = tarfile.TarInfo(name)
-        info.size = size
-        return info.tobuf(tarfile.GNU_FORMAT)
-    start = name.encode("ascii").ljust(100, b"\0") + _BEFORE_SIZE + b"%011o\0" % size + _BEFORE_CHECKSUM
-    checksum = sum(start) + 8 * ord(" ") + _REST_SUM
-    return b"%b%06o\0 %b" % (start, checksum, _REST)
-
-
-def write_webdataset(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[MadeItem, bytes]]) -> None:
+def write_webdataset(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
     """One tar file."""
-    file = files.open(f"{part.split}/shard-{part.number:06d}.tar")
-    for item, audio in items:
-        known = facts(job, item)
-        artifact = item.artifact
-        about = {
-            "example_id": item.example_id,
-            "index": artifact.index,
-            "text": known.text,
-            "role": known.role,
-            "message_index": known.message_index,
-            "speaker": known.speaker,
-            "language": known.language,
-            "sample_rate": artifact.sample_rate,
-            "samples": artifact.samples,
-            "duration": round(item.seconds, 6),
-            "seed": artifact.seed,
-            "sha256": artifact.sha256,
-            "spec_sha": job.spec_sha,
-        }
-        write_member(file, f"{item.name}.{item.extension}", audio)
-        write_member(file, f"{item.name}.json", msgspec.json.encode(about))
-        write_member(file, f"{item.name}.txt", known.text.encode())
-    write_end(file)
+    with tar_file(files.open(f"{part.split}/shard-{part.number:06d}.tar")) as add:
+        for item, audio in items:
+            known = item_metadata(job, item)
+            artifact = item.artifact
+            about = {
+                "example_id": item.example_id,
+                "index": artifact.index,
+                "text": known.text,
+                "role": known.role,
+                "message_index": known.message_index,
+                "speaker": known.speaker,
+                "language": known.language,
+                "sample_rate": artifact.sample_rate,
+                "samples": artifact.samples,
+                "duration": round(item.seconds, 6),
+                "seed": artifact.seed,
+                "sha256": artifact.sha256,
+                "spec_sha": job.spec_sha,
+            }
+            add(f"{item.name}.{item.extension}", audio)
+            add(f"{item.name}.json", msgspec.json.encode(about))
+            add(f"{item.name}.txt", known.text.encode())
+
+
+WEBDATASET = ExportFormat(name="webdataset", summary="tar files of audio, JSON and text", write_part=write_webdataset, embeds_audio=True)

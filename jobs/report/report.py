@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING
 
 from jobs.checks import CHECKS
 from jobs.dialogue import clean
-from jobs.export.destination import output
+from jobs.export.files import output
 from jobs.formatting import bytes_text, seconds_text
 from jobs.ledger.busy import GAP_SECONDS
 from jobs.ledger.records import ItemState, Job, JobStatus, RejectedLine

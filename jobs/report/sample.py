@@ -12,7 +12,7 @@ import msgspec
 
 from jobs.checks import CHECKS
 from jobs.dialogue import Dialogue, spoken_text
-from jobs.export.items import settings_of, spoken_place
+from jobs.export.items import generation_of, spoken_index
 from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
 from jobs.shard_file import read_raw_shard
 from jobs.store.base import ObjectStore
@@ -132,14 +132,14 @@ def _add_texts(ledger: Ledger, store: ObjectStore, job: Job, items: Sequence[Sam
     by_input: dict[tuple[str, str], dict[int, list[SampleItem]]] = {}
     for item in items:
         by_input.setdefault(inputs[item.row.shard_no], {}).setdefault(item.row.index, []).append(item)
-    for place, wanted in by_input.items():
-        for line in read_raw_shard(store, *place):
+    for shard_input, wanted in by_input.items():
+        for line in read_raw_shard(store, *shard_input):
             for item in wanted.get(line.index, ()):
                 dialogue = _decode(line.dialogue)
-                place = spoken_place(job, line, dialogue.messages)
-                item.text = spoken_text(dialogue.typed_messages()) if place is None else dialogue.messages[place][2].strip()
-                item.role = "assistant" if place is None else dialogue.messages[place][0]
-                item.voice = settings_of(job, dialogue, place).voice or ""
+                spoken = spoken_index(job, line, dialogue.messages)
+                item.text = spoken_text(dialogue.typed_messages()) if spoken is None else dialogue.messages[spoken][2].strip()
+                item.role = "assistant" if spoken is None else dialogue.messages[spoken][0]
+                item.voice = generation_of(job, dialogue, spoken).voice or ""
 
 
 def _add_scores(ledger: Ledger, job: Job, items: Sequence[SampleItem]) -> None:

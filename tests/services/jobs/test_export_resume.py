@@ -147,14 +147,36 @@ def test_a_record_cannot_name_files_outside(finished: Finished, outside: str) ->
     assert mine.read_text() == "mine"
 
 
-def test_a_stopped_export_that_lacks_a_file_does_not_end_well(finished: Finished) -> None:
-    to = finished.folder / "to"
+def test_a_stopped_export_that_lacks_a_file_writes_it_again(finished: Finished) -> None:
+    whole, to = finished.folder / "whole", finished.folder / "to"
+    run(finished, "webdataset", whole)
     with pytest.raises(StoppedError):
-        run(finished, "webdataset", to, on_part=stop_at(1))
-    (lost,) = to.rglob("*.tar")
+        run(finished, "webdataset", to, on_part=stop_at(2))
+    lost, changed = sorted(to.rglob("*.tar"))
     lost.unlink()
-    with pytest.raises(ConfigError, match=f"{lost.name}.*missing"):
+    data = changed.read_bytes()
+    changed.write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=f"{changed.name}.*changed after it was exported"):
         run(finished, "webdataset", to)
+    assert changed.read_bytes() == b"mine"
+    assert not (to / "export.json").exists()
+    changed.write_bytes(data)
+    redone: list[Part] = []
+    assert run(finished, "webdataset", to, on_part=redone.append) == 20
+    assert contents(to) == contents(whole)
+    # One was whole, and the refused run had written the lost one.
+    assert len(redone) == len(list(whole.rglob("*.tar"))) - 2
+
+
+def test_an_export_does_not_end_well_while_a_file_is_gone(finished: Finished) -> None:
+    to = finished.folder / "to"
+
+    def lose(part: Part) -> None:
+        for path in to.rglob("*.tar"):
+            path.unlink()
+
+    with pytest.raises(ConfigError, match="removed or changed during the export"):
+        run(finished, "webdataset", to, on_part=lose)
     assert not (to / "export.json").exists()
 
 
@@ -178,7 +200,7 @@ def test_files_that_are_no_exports_are_never_written_over(finished: Finished, fo
     to = finished.folder / "to"
     to.mkdir()
     (to / "README.md").write_text("mine")
-    with pytest.raises(ConfigError, match="no export's"):
+    with pytest.raises(ConfigError, match="no export wrote"):
         run(finished, format, to)
     assert contents(to) == {"README.md": b"mine"}
 
@@ -188,7 +210,7 @@ def test_a_persons_scratch_folder_is_left_as_it_is(finished: Finished) -> None:
     scratch = to / "_export" / "scratch"
     scratch.mkdir(parents=True)
     (scratch / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="no export's"):
+    with pytest.raises(ConfigError, match="no export wrote"):
         run(finished, "kaldi", to)
     assert contents(to) == {"_export/scratch/notes.txt": b"mine"}
 
@@ -197,7 +219,7 @@ def test_an_export_killed_before_it_had_a_plan_goes_on(finished: Finished) -> No
     to = finished.folder / "to"
     scratch = to / "_export" / "scratch"
     scratch.mkdir(parents=True)
-    (scratch / "record-000000").write_text("{")
+    (scratch / "record").write_text("{")
     assert run(finished, "kaldi", to) == 20
     assert not (to / "_export").exists()
 
@@ -248,7 +270,7 @@ def test_records_that_are_no_exports_are_said(finished: Finished, name: str, con
     (to / "_export" / name).write_bytes(content)
     before = contents(to)
     other = {"part_bytes": PART + 1, "replaces": [finished.job_id]} if name == "mine.files.json" else {}
-    with pytest.raises(ConfigError, match=f"{name}.*no export's"):
+    with pytest.raises(ConfigError, match=f"{name}.*no export wrote"):
         run(finished, "webdataset", to, **other)
     assert contents(to) == before
     (to / "_export" / name).unlink()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import jobs.export
-from jobs.export.destination import FolderPlace
+from jobs.export.destination import FolderDestination
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobState, JobStatus
 from pipelines.audio import encode
@@ -188,14 +188,14 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """Ends the process, as it were, after so many files were published or removed."""
     left = iter(range(calls))
     for name in ("remove", "publish"):
-        whole = getattr(FolderPlace, name)
+        whole = getattr(FolderDestination, name)
 
         def some(*arguments: Any, whole: Any = whole) -> None:
             if next(left, None) is None:
                 raise StoppedError
             whole(*arguments)
 
-        monkeypatch.setattr(FolderPlace, name, some)
+        monkeypatch.setattr(FolderDestination, name, some)
 
 
 @pytest.mark.parametrize("begun", [None, 4])

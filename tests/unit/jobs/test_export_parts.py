@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.export import parse_splits
-from jobs.export.destination import BucketPlace
+from jobs.export.destination import BucketDestination
+from jobs.export.files import SortedLines
 from jobs.export.kaldi import _ESCAPED, _ESCAPED_IN_SPEAKERS, _escaped
-from jobs.export.plan import WHOLE, SortedLines, make_plan
-from jobs.export.webdataset import write_end, write_member
+from jobs.export.plan import WHOLE, make_plan
+from jobs.export.webdataset import tar_file
 from jobs.ledger.records import Artifact, ItemRow, ItemState
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, StoreError
@@ -128,24 +129,23 @@ def test_utterances_in_order_have_their_speakers_in_order(pairs: list[tuple[str,
 @pytest.mark.parametrize("stem", ["", "n" * 94, "n" * 95, "n" * 96, "n" * 200])
 def test_tar_files_are_what_tarfile_writes(sizes: list[int], stem: str) -> None:
     ours, theirs = io.BytesIO(), io.BytesIO()
-    with tarfile.open(fileobj=theirs, mode="w", format=tarfile.GNU_FORMAT) as archive:
+    with tarfile.open(fileobj=theirs, mode="w", format=tarfile.GNU_FORMAT) as archive, tar_file(ours) as add:
         for number, size in enumerate(sizes):
             info = tarfile.TarInfo(f"{stem}{number}.wav")
             info.size = size
             archive.addfile(info, io.BytesIO(bytes(size)))
-            write_member(ours, info.name, bytes(size))
-    write_end(ours)
+            add(info.name, bytes(size))
     assert ours.getvalue() == theirs.getvalue()
 
 
 def test_a_bucket_takes_nothing_foreign_for_an_exports_file(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "bucket")
-    place = BucketPlace(store, tmp_path)
+    destination = BucketDestination(store, tmp_path)
 
     def publish(content: bytes) -> None:
         path = tmp_path / "file"
         path.write_bytes(content)
-        place.publish("train/a.jsonl", path, hashlib.sha256(content).hexdigest())
+        destination.publish("train/a.jsonl", path, hashlib.sha256(content).hexdigest())
 
     publish(b"ours")
     publish(b"ours")

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from jobs.calibrate import LEAST_ITEMS, as_toml, fit, learned_paces
 from jobs.checks import CHECKS, METERS, Bound, Check, MeterCard, scores_with, strict_meters
-from jobs.export.items import MadeItem
+from jobs.export.items import AudioItem
 from jobs.ledger.records import Artifact, JobSpec, Score
 from jobs.quality import PRESETS, Quality, quality_of
 from jobs.spec import frozen_spec, spec_sha
@@ -421,8 +421,8 @@ class TestCalibration:
     def test_items_without_a_text_teach_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def paces(texts: list[str]) -> tuple[Pace, ...]:
             lines = [msgspec.json.encode({"example_id": str(n), "messages": [["user", "text", text]]}) for n, text in enumerate(texts)]
-            made = [MadeItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0) for n, line in enumerate(lines)]
-            monkeypatch.setattr("jobs.calibrate.MadeItems", lambda *_: made)
+            made = [AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0) for n, line in enumerate(lines)]
+            monkeypatch.setattr("jobs.calibrate.AudioItems", lambda *_: made)
             job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
             unused: Any = None
             return learned_paces(unused, unused, job)

@@ -1,0 +1,163 @@
+"""The export formats: what each one declares, and where it is found.
+
+A format is one `ExportFormat` object in a module of its own, with one line in `BUILT_IN`. Another package adds a format through the
+entry point group `nightjar.exports`:
+
+    [project.entry-points."nightjar.exports"]
+    my-format = "my_package.my_format:FORMAT"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pipelines.errors import ConfigError, ErrorCode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jobs.export.files import PartFiles
+    from jobs.export.items import AudioItem
+    from jobs.export.plan import Part, Plan, Splits
+    from jobs.ledger.records import ItemRow, Job, RejectedLine
+
+ENTRY_POINT_GROUP = "nightjar.exports"
+#: Name of a format -> the object that declares it, written as the value of an entry point.
+BUILT_IN: dict[str, str] = {
+    "espnet": "jobs.export.espnet:ESPNET",
+    "manifest": "jobs.export.manifest:MANIFEST",
+    "nemo": "jobs.export.nemo:NEMO",
+    "openai-batch": "jobs.export.openai_batch:OPENAI_BATCH",
+    "openai-batch-errors": "jobs.export.openai_batch:OPENAI_BATCH_ERRORS",
+    "espnet-dataset": "jobs.export.espnet:ESPNET_DATASET",
+    "kaldi": "jobs.export.kaldi:KALDI",
+    "lhotse": "jobs.export.lhotse:LHOTSE",
+    "shar": "jobs.export.lhotse:SHAR",
+    "webdataset": "jobs.export.webdataset:WEBDATASET",
+    "parquet": "jobs.export.parquet:PARQUET",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFormat:
+    """A format. Exactly one of `item_line`, `dialogue_line`, `failure_line` and `write_part` is set.
+
+    Formats of lines are one file; with splits they are a folder with one file a split (`train.jsonl`). Lines end with a newline.
+    """
+
+    name: str
+    #: What it is, in a few words, for help texts.
+    summary: str
+    #: The line of an item, given where its audio is: a path or an address.
+    item_line: Callable[[Job, AudioItem, str], bytes] | None = None
+    #: The line of a dialogue with all its items.
+    dialogue_line: Callable[[Job, Sequence[tuple[AudioItem, str]]], bytes] | None = None
+    #: Beside `dialogue_line`: the line of a dialogue whose answer is text without audio.
+    text_line: Callable[[msgspec.Raw, str], bytes] | None = None
+    #: The line of a failed item or of a refused line of the input. Such a format is always one file.
+    failure_line: Callable[[Job, ItemRow | RejectedLine], bytes] | None = None
+    #: Writes the files of one part. Each item comes with the bytes of its audio if `embeds_audio`, else with where its audio is.
+    write_part: Callable[[Part, PartFiles, Job, Iterator[tuple[AudioItem, Any]]], None] | None = None
+    #: The files hold the audio. A part then ends before its audio passes the size of a part.
+    embeds_audio: bool = False
+    #: Readers of the format open audio by local paths only.
+    local_audio: bool = False
+    #: The files name each other by local paths.
+    local_folder: bool = False
+    #: A dialogue is left out unless all its spoken turns have audio.
+    whole_dialogues: bool = False
+    #: The README.md of the dataset.
+    card: Callable[[Job, Plan], bytes] | None = None
+
+    @property
+    def splittable(self) -> bool:
+        """Whether it can be exported with splits."""
+        return self.failure_line is None
+
+    def one_file(self, splits: Splits | str | None) -> bool:
+        """Whether an export is one file rather than a folder, with these splits or None."""
+        return not self.splittable or (self.write_part is None and splits is None)
+
+    def check(self, to: str, store_url: str, splits: Splits | None = None, audio_root: Path | None = None) -> None:
+        """Raises `config.invalid` for a destination or a store that this format never supports, whatever the job."""
+        if self.one_file(splits):
+            if splits is not None or to.startswith("s3://"):
+                raise _invalid(f"The format {self.name} is one file.", "Name a local file, and no splits.")
+            return
+        if to in ("", "-"):
+            raise _invalid(f"The format {self.name} is a folder.", "Name a folder with --to.")
+        if self.local_folder and to.startswith("s3://"):
+            raise _invalid(f"The files of {self.name} name each other by local paths.", "Export to a local folder.")
+        if self.embeds_audio and audio_root is not None:
+            raise _invalid(f"The files of {self.name} hold the audio.", "Leave --audio-root out.")
+        if self.local_audio and audio_root is None and store_url.startswith("s3://"):
+            raise _invalid(f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root.")
+
+    def lines(self, job: Job, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
+        """The lines of a format of lines, each with the number of its items."""
+        if self.dialogue_line is not None:
+            for _, dialogue in groupby(items, key=lambda pair: pair[0].example_id):
+                pairs = list(dialogue)
+                yield len(pairs), self.dialogue_line(job, pairs)
+        elif self.item_line is not None:
+            for item, where in items:
+                yield 1, self.item_line(job, item, where)
+
+    def write(self, part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, Any]]) -> None:
+        """Writes the files of one part of a folder."""
+        if self.write_part is not None:
+            self.write_part(part, files, job, items)
+            return
+        name = f"{part.split}.jsonl"
+        file = files.open(name)
+        for _, line in self.lines(job, ((item, files.audio_name(name, where)) for item, where in items)):
+            file.write(line)
+
+
+def format_names() -> list[str]:
+    """The names of all formats: the built-in ones, then those of other packages."""
+    added = {entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)}
+    return [*BUILT_IN, *sorted(added - BUILT_IN.keys())]
+
+
+def find_format(name: str) -> ExportFormat:
+    """The format of this name. Raises `config.invalid` for an unknown one, `model.missing_extra` for one that does not load."""
+    built_in = [EntryPoint(name, BUILT_IN[name], ENTRY_POINT_GROUP)] if name in BUILT_IN else []
+    for entry in built_in or entry_points(group=ENTRY_POINT_GROUP, name=name):
+        try:
+            found = entry.load()
+        except (ImportError, AttributeError) as error:
+            raise _broken(entry, f"does not load: {error}") from error
+        if not isinstance(found, ExportFormat) or found.name != name:
+            raise _broken(entry, f"is no ExportFormat with the name {name!r}")
+        return found
+    raise _invalid(f"The format {name[:40]!r} is unknown.", f"Use one of: {', '.join(format_names())}.")
+
+
+def describe_formats() -> str:
+    """What each format is, for help texts: those that are one file, then those that are a folder."""
+    files: list[str] = []
+    folders: list[str] = []
+    for name in format_names():
+        try:
+            found = find_format(name)
+        except ConfigError as error:
+            folders.append(f"{name} ({error.message})")
+            continue
+        (files if found.one_file(None) else folders).append(f"{name} ({found.summary})")
+    return f"One file: {', '.join(files)}. A folder: {', '.join(folders)}."
+
+
+def _broken(entry: EntryPoint, reason: str) -> ConfigError:
+    message = f"The export format {entry.name!r} is registered as {entry.value!r}, which {reason}."
+    return ConfigError(ErrorCode.MODEL_MISSING_EXTRA, message, "Install what it needs, or uninstall the package that registers it.")
+
+
+def _invalid(message: str, advice: str) -> ConfigError:
+    return ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
