@@ -1,4 +1,4 @@
-"""Does a job come out the same again? A sample of its items made anew with their seeds, beside the audio in the store."""
+"""Does a job give the same audio again? A sample of its items is synthesized with their seeds and compared with the store."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class Match(StrEnum):
     #: As long, and no further off than `CLOSE_DB`.
     CLOSE = "close"
     DIFFERENT = "different"
-    #: It could not be made again.
+    #: It could not be synthesized again.
     FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
-class Redrawn:
+class ReproducedItem:
     """One item of the sample."""
 
     index: int
     example_id: str
-    likeness: Match
+    match: Match
     #: Signal-to-noise ratio of the new samples against the stored ones; infinite for equal ones, None for another length.
     snr_db: float | None = None
     #: Why it failed.
@@ -61,14 +61,14 @@ class Redrawn:
 
 
 def sample_items(ledger: Ledger, job_id: str, count: int) -> list[ItemRow]:
-    """Up to `count` made items, the same ones each time, in index order."""
+    """Up to `count` items with audio, the same ones each time, in index order."""
     rows = (row for row in ledger.items(job_id, state=ItemState.DONE) if row.artifact is not None)
     chosen = heapq.nsmallest(count, rows, key=lambda row: hashlib.blake2b(row.example_id.encode(), digest_size=8).digest())
     return sorted(chosen, key=lambda row: row.index)
 
 
-def redraw(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, count: int) -> Iterator[Redrawn]:
-    """Makes `count` items of a job again and compares them; one whose line or audio cannot be read has failed."""
+def reproduce(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, count: int) -> Iterator[ReproducedItem]:
+    """Synthesizes `count` items of a job again and compares them. An item whose line or audio cannot be read has failed."""
     inputs = ledger.shard_inputs(job.id)
     rows = sample_items(ledger, job.id, count)
     lines: dict[int, ShardLine] = {}
@@ -87,10 +87,10 @@ def redraw(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, cou
                 raise unread[row.shard_no]
             speech = made_again(pipeline.submit(request_of(store, job, lines[row.index], artifact.seed)), job)
             data = encode(speech.samples, speech.sample_rate, cast("AudioFormat", job.spec.format))
-            redrawn = _compared(row, artifact, store, data, speech)
+            reproduced = _compared(row, artifact, store, data, speech)
         except NightjarError as error:
-            redrawn = Redrawn(row.index, row.example_id, Match.FAILED, reason=str(error))
-        yield redrawn
+            reproduced = ReproducedItem(row.index, row.example_id, Match.FAILED, reason=str(error))
+        yield reproduced
 
 
 def request_of(store: ObjectStore, job: Job, line: ShardLine, seed: int, purpose: str = "verify") -> SynthesisRequest:
@@ -119,15 +119,15 @@ def made_again(future: Future[Speech], job: Job) -> Speech:
     return dataclasses.replace(speech, samples=trim_silence(speech.samples, speech.sample_rate, quality.trim_keep_ms))
 
 
-def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes, speech: Speech) -> Redrawn:
+def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes, speech: Speech) -> ReproducedItem:
     if hashlib.sha256(data).hexdigest() == artifact.sha256:
-        return Redrawn(row.index, row.example_id, Match.SAME, math.inf)
+        return ReproducedItem(row.index, row.example_id, Match.SAME, math.inf)
     before, rate = decode(store.get(artifact.key))
     after, _ = decode(data)
     if rate != speech.sample_rate or len(before) != len(after):
-        return Redrawn(row.index, row.example_id, Match.DIFFERENT)
+        return ReproducedItem(row.index, row.example_id, Match.DIFFERENT)
     ratio = snr_db(before, after)
-    return Redrawn(row.index, row.example_id, Match.CLOSE if ratio >= CLOSE_DB else Match.DIFFERENT, ratio)
+    return ReproducedItem(row.index, row.example_id, Match.CLOSE if ratio >= CLOSE_DB else Match.DIFFERENT, ratio)
 
 
 def snr_db(signal: NDArray[np.float32], other: NDArray[np.float32]) -> float:

@@ -65,8 +65,8 @@ def expected_objects(ledger: Ledger, job_id: str, kinds: Collection[str] = KINDS
                 yield Expected(key, sha256, kind, index, None, size)
 
 
-def glance_at(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[tuple[Expected, Fault]]:
-    """What is missing, or has another size, going by listings: quick, and blind to damage that keeps the size.
+def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[tuple[Expected, Fault]]:
+    """What is missing or has another size, from listings of the store: quick, but damage that keeps the size is not found.
 
     Raises `StoreError` when the store cannot be asked.
     """

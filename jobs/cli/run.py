@@ -231,10 +231,10 @@ def _restore(settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, s
 def _mend(ledger: Ledger, store: ObjectStore, job_id: str, where: str, progress: Progress) -> None:
     """Looks whether what earlier runs made is there, and makes again what is not. Raises `store.missing` for what cannot be."""
     from jobs.repair import mend
-    from jobs.verify import expected_objects, glance_at
+    from jobs.verify import expected_objects, listed_faults
     from pipelines.registry import open_pipeline
 
-    lost = [expected for expected, _ in glance_at(store, expected_objects(ledger, job_id))]
+    lost = [expected for expected, _ in listed_faults(store, expected_objects(ledger, job_id))]
     if not lost:
         return
     progress.say(f"{counted(len(lost), 'object')} of this job {'is' if len(lost) == 1 else 'are'} missing or damaged; making again.")

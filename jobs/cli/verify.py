@@ -48,14 +48,14 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, as
                 output.data({**view, "fault": fault.value})
             else:
                 output.line(f"{fault.value}\t{expected.key}\t{printable(expected.example_id or '')}")
-        mended, likeness = Counter[str](), Counter[str]()
+        mended, matches = Counter[str](), Counter[str]()
         if sample or (repair and lost):
             with _opened(found, output) as pipeline:
                 mended = _mend(ledger, store, found, pipeline, lost, output) if repair else mended
-                likeness = _redraw(ledger, store, found, pipeline, sample, output)
-        _summarize(found, check.objects, len(lost), mended, likeness, output, out_words(found.id, ledger.database.path))
+                matches = _reproduce(ledger, store, found, pipeline, sample, output)
+        _summarize(found, check.objects, len(lost), mended, matches, output, out_words(found.id, ledger.database.path))
     left = len(lost) - mended["same"] - mended["other"]
-    return FAILED if left or likeness["different"] or likeness["failed"] else 0
+    return FAILED if left or matches["different"] or matches["failed"] else 0
 
 
 @contextmanager
@@ -86,27 +86,27 @@ def _mend(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, lost
     return mend(ledger, store, job, pipeline, lost, say)
 
 
-def _redraw(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, sample: int, output: Output) -> Counter[str]:
-    from jobs.reproduce import redraw
+def _reproduce(ledger: Ledger, store: ObjectStore, job: Job, pipeline: Pipeline, sample: int, output: Output) -> Counter[str]:
+    from jobs.reproduce import reproduce
 
     counts: Counter[str] = Counter()
-    for redrawn in redraw(ledger, store, job, pipeline, sample):
-        counts[redrawn.likeness.value] += 1
-        finite = redrawn.snr_db is not None and math.isfinite(redrawn.snr_db)
+    for item in reproduce(ledger, store, job, pipeline, sample):
+        counts[item.match.value] += 1
+        finite = item.snr_db is not None and math.isfinite(item.snr_db)
         if output.as_json:
-            view = {"schema": "nightjar.redrawn/1", "job": job.id, "index": redrawn.index, "example_id": redrawn.example_id}
-            snr = redrawn.snr_db if finite else None
-            output.data({**view, "likeness": redrawn.likeness.value, "snr_db": snr, "reason": redrawn.reason or None})
+            view = {"schema": "nightjar.redrawn/1", "job": job.id, "index": item.index, "example_id": item.example_id}
+            snr = item.snr_db if finite else None
+            output.data({**view, "likeness": item.match.value, "snr_db": snr, "reason": item.reason or None})
         else:
-            about = f"{redrawn.snr_db:.1f} dB" if finite else printable(redrawn.reason)
-            output.line(f"{redrawn.likeness.value}\titem {redrawn.index}\t{printable(redrawn.example_id)}\t{about}".rstrip())
+            about = f"{item.snr_db:.1f} dB" if finite else printable(item.reason)
+            output.line(f"{item.match.value}\titem {item.index}\t{printable(item.example_id)}\t{about}".rstrip())
     return counts
 
 
-def _summarize(job: Job, objects: int, faults: int, mended: Counter[str], likeness: Counter[str], output: Output, where: str) -> None:
+def _summarize(job: Job, objects: int, faults: int, mended: Counter[str], matches: Counter[str], output: Output, where: str) -> None:
     """`where`: what advice about the job adds to its id."""
     if output.as_json:
-        counts = {name: likeness[name] for name in ("same", "close", "different", "failed")}
+        counts = {name: matches[name] for name in ("same", "close", "different", "failed")}
         repaired = {name: mended[name] for name in ("same", "other", "failed")}
         view = {"schema": "nightjar.verify/1", "job": job.id, "objects": objects, "faults": faults}
         output.data({**view, "repaired": repaired, "redrawn": counts})
@@ -117,5 +117,5 @@ def _summarize(job: Job, objects: int, faults: int, mended: Counter[str], likene
         output.note(f"{mended['same']} made again as they were, {mended['other']} with other bytes, {mended['failed']} not made again.")
     elif faults:
         output.note(f"To make them again: nightjar verify {job.id} --repair{where}")
-    if likeness:
-        output.note(f"{likeness.total()} items made again: " + ", ".join(f"{count} {name}" for name, count in likeness.items()) + ".")
+    if matches:
+        output.note(f"{matches.total()} items made again: " + ", ".join(f"{count} {name}" for name, count in matches.items()) + ".")

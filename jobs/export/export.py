@@ -18,7 +18,7 @@ from jobs.ledger.records import ItemState, Job
 from jobs.recent_jobs import out_words
 from jobs.store.base import ObjectStore
 from jobs.store.s3 import S3Settings
-from jobs.verify import Fault, expected_objects, glance_at
+from jobs.verify import Fault, expected_objects, listed_faults
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def export(
 
 def _refuse_lost(ledger: Ledger, store: ObjectStore, job: Job) -> None:
     """Raises `store.missing` with the names of objects that are gone or have another size; `store.conflict` where none is gone."""
-    lost = [*glance_at(store, expected_objects(ledger, job.id, ("audio", "text")))]
+    lost = [*listed_faults(store, expected_objects(ledger, job.id, ("audio", "text")))]
     if not lost:
         return
     shown = [f"{fault.value} {expected.key}" for expected, fault in lost[:SHOWN_LOST]]

@@ -211,7 +211,7 @@ def test_answers_in_text_alone_are_in_the_file_and_splits_refuse_them(finished: 
     assert (report.items, report.left_out) == (4, 0)
     assert json.loads(to.read_text().splitlines()[-1])["messages"] == [["user", "text", "three"], ["assistant", "text", "drei"]]
     splits = parse_splits("train=0.5,dev=0.5")
-    with pytest.raises(ConfigError, match="text alone"):
+    with pytest.raises(ConfigError, match="text without audio"):
         export(finished.ledger, finished.store, finished.job_id, "espnet", str(finished.folder / "sets"), splits=splits)
     assert not (finished.folder / "sets").exists()
     assert export(finished.ledger, finished.store, finished.job_id, "nemo", str(finished.folder / "sets"), splits=splits).items == 3

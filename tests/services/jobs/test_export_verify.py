@@ -14,7 +14,7 @@ from jobs.cli import main
 from jobs.export import export
 from jobs.ledger.records import QUARANTINE, JobSpec
 from jobs.provenance import ProvenanceBook, model_provenance, provenance_key, put_provenance, records
-from jobs.reproduce import Match, redraw, sample_items, snr_db
+from jobs.reproduce import Match, reproduce, sample_items, snr_db
 from jobs.store import FolderStore, open_store
 from jobs.verify import Fault, ObjectCheck
 from pipelines.audio import encode
@@ -145,9 +145,9 @@ def test_audio_that_comes_out_otherwise(finished: Finished) -> None:
     """The kit's audio is noise, so a voice makes something else."""
     job = finished.ledger.job(finished.job_id)
     pipeline = open_pipeline("hibari")
-    redrawn = list(redraw(finished.ledger, finished.store, job, pipeline, 3))
+    redrawn = list(reproduce(finished.ledger, finished.store, job, pipeline, 3))
     pipeline.close()
-    assert [one.likeness for one in redrawn] == [Match.DIFFERENT] * 3
+    assert [one.match for one in redrawn] == [Match.DIFFERENT] * 3
     assert [one.index for one in redrawn] == [row.index for row in sample_items(finished.ledger, finished.job_id, 3)]
 
 
@@ -160,8 +160,8 @@ def test_an_item_that_cannot_be_made_again(tmp_path: Path) -> None:
         [{"example_id": "bad", "messages": [["user", "text", "[[fail:synth.oom]]"]]}],
         JobSpec("redrawn"),
     )
-    (redrawn,) = redraw(finished.ledger, finished.store, finished.ledger.job(finished.job_id), engine, 3)
-    assert redrawn.likeness is Match.FAILED
+    (redrawn,) = reproduce(finished.ledger, finished.store, finished.ledger.job(finished.job_id), engine, 3)
+    assert redrawn.match is Match.FAILED
     assert redrawn.reason
     forget()
     finished.ledger.close()

@@ -21,7 +21,7 @@ from jobs.line_check import LineChecker
 from jobs.manifest import read_manifest
 from jobs.repair import mend, restore_inputs
 from jobs.report import write_report
-from jobs.reproduce import Match, redraw
+from jobs.reproduce import Match, reproduce
 from jobs.settings import ShardSettings
 from jobs.shard_file import read_shard
 from jobs.source import LineBatch
@@ -122,7 +122,7 @@ def test_every_turn_is_an_item_in_the_voice_of_its_role(rig: Rig) -> None:
     rows = rig.items(job)
     assert [row.id for row in rows] == IDS
     assert [row.turn for row in rows] == [0, 1, 2, 3, 0, 0, 1]
-    assert [redrawn.likeness for redrawn in redraw(rig.ledger, rig.store, job, rig.pipeline, 7)] == [Match.SAME] * 7
+    assert [redrawn.match for redrawn in reproduce(rig.ledger, rig.store, job, rig.pipeline, 7)] == [Match.SAME] * 7
     entries = [
         entry
         for shard in rig.ledger.shard_inputs(job.id)

@@ -14,9 +14,9 @@ from jobs.export import export
 from jobs.ledger.records import Job
 from jobs.manifest import newest_job_manifest, read_manifest
 from jobs.repair import Mended, Repair, Repaired, lost_inputs, mend, restore_inputs
-from jobs.reproduce import Match, redraw
+from jobs.reproduce import Match, reproduce
 from jobs.store import FolderStore
-from jobs.verify import Fault, ObjectCheck, expected_objects, glance_at
+from jobs.verify import Fault, ObjectCheck, expected_objects, listed_faults
 from pipelines.errors import ErrorCode, InputError, StoreError
 from pipelines.registry import register_pipeline
 from pipelines.request import Speech, SynthesisRequest
@@ -76,12 +76,12 @@ def check_counters(rig: Rig, job: Job) -> None:
 
 
 def test_a_glance_sees_what_is_gone_or_of_another_size(rig: Rig, job: Job) -> None:
-    seen = {expected.key: fault for expected, fault in glance_at(rig.store, expected_objects(rig.ledger, job.id))}
+    seen = {expected.key: fault for expected, fault in listed_faults(rig.store, expected_objects(rig.ledger, job.id))}
     assert seen == check(rig, job)
     assert sorted(seen.values()) == [Fault.CHANGED] * 2 + [Fault.MISSING] * 2
     (shard,) = rig.ledger.shard_inputs(job.id).values()
     rig.store.objects[shard[0]] = (b"", {})
-    assert (shard[0], Fault.CHANGED) in {(e.key, fault) for e, fault in glance_at(rig.store, expected_objects(rig.ledger, job.id))}
+    assert (shard[0], Fault.CHANGED) in {(e.key, fault) for e, fault in listed_faults(rig.store, expected_objects(rig.ledger, job.id))}
 
 
 def test_the_same_engine_makes_the_same_bytes(rig: Rig, job: Job) -> None:
@@ -195,8 +195,8 @@ def test_a_line_that_is_refused_by_now_is_written_again(rig: Rig) -> None:
 def test_a_sample_without_its_input_has_failed_items(rig: Rig, job: Job) -> None:
     ((key, _),) = rig.ledger.shard_inputs(job.id).values()
     rig.store.delete(key)
-    redrawn = list(redraw(rig.ledger, rig.store, job, rig.pipeline, 3))
-    assert [one.likeness for one in redrawn] == [Match.FAILED] * 3
+    redrawn = list(reproduce(rig.ledger, rig.store, job, rig.pipeline, 3))
+    assert [one.match for one in redrawn] == [Match.FAILED] * 3
     assert all(key in one.reason for one in redrawn)
 
 
