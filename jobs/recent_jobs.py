@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from jobs.ledger.database import STATE_FOLDER, home_of
+from jobs.ledger.location import STATE_FOLDER, home_of
 from jobs.settings import Settings, load_settings, sqlite_path
 
 #: Most pointers that are kept; the oldest go first.

@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, ValidationInfo, field_validator
 
-from jobs.ledger.database import STATE_FOLDER
+from jobs.ledger.location import STATE_FOLDER
 from pipelines.errors import ConfigError, ErrorCode
 
 PREFIX = "SPEECH_"

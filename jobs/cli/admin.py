@@ -29,7 +29,7 @@ def db() -> None:
 def upgrade(home: str | None, as_json: bool) -> None:
     """Make the ledger's tables, or bring them to this version."""
     from jobs.ledger import Ledger
-    from jobs.ledger.schema import SCHEMA_REVISION
+    from jobs.ledger.records import SCHEMA_REVISION
 
     settings = load_settings(home=home)
     with closing(Ledger.of(settings)) as ledger:
@@ -46,7 +46,7 @@ def upgrade(home: str | None, as_json: bool) -> None:
 def current(home: str | None, as_json: bool) -> None:
     """Check that the ledger's tables are of this version."""
     from jobs.ledger import Ledger
-    from jobs.ledger.schema import SCHEMA_REVISION
+    from jobs.ledger.records import SCHEMA_REVISION
 
     settings = load_settings(home=home)
     with closing(Ledger.of(settings)) as ledger:

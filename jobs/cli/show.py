@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from jobs.cli.context import common_options, found_job, job_argument, label_option, labels_of, price_option, reading_ledger
 from jobs.cli.output import Output, printable
 from jobs.formatting import bytes_text, counted, seconds_text
-from jobs.ledger.busy import GAP_SECONDS
-from jobs.ledger.glance import glance
 from jobs.ledger.records import ItemState, Job, JobState, JobStatus
+from jobs.ledger.status import GAP_SECONDS, Reader, newest_statuses, read_with_driver, status_and_errors
 from jobs.recent_jobs import keep_remembered, out_words, settings_for_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from jobs.status import (
@@ -38,6 +37,8 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.shard_file import ItemLines
 
+T = TypeVar("T")
+
 #: What `status`, `watch` and `wait` say of a job that waits for a worker.
 NO_WORKER = "no live worker takes this job; start one with `nightjar worker`, or give its `nightjar run` again"
 
@@ -53,7 +54,7 @@ def status(job: str, price: float | None, home: str | None, as_json: bool, quiet
     output = Output(as_json=as_json, quiet=quiet)
     settings = settings_for_job(job, home)
     price = settings.price_per_gpu_hour if price is None else price
-    state, errors = _status_and_errors(settings, job)
+    state, errors = _read(settings, lambda reader: status_and_errors(reader, job))
     keep_remembered(state.job.id, settings)
     if as_json:
         output.data(status_view(state, price, errors))
@@ -66,12 +67,12 @@ def status(job: str, price: float | None, home: str | None, as_json: bool, quiet
         output.note(f"See them with: nightjar errors {state.job.id}{out_words(state.job.id, sqlite_path(settings.ledger_url))}")
 
 
-def _status_and_errors(settings: Settings, prefix: str) -> tuple[JobStatus, dict[ErrorCode, int]]:
-    if (seen := glance(settings.ledger_url, prefix)) is not None:
-        return seen
+def _read(settings: Settings, work: Callable[[Reader], T]) -> T:
+    """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is wrong."""
+    if (found := read_with_driver(settings.ledger_url, work)) is not None:
+        return found
     with reading_ledger(settings) as ledger:
-        found = ledger.find_job(prefix)
-        return ledger.status(found.id), ledger.error_counts(found.id)
+        return ledger.read(work)
 
 
 def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None) -> list[str]:
@@ -124,8 +125,7 @@ def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: st
     output = Output(as_json=as_json, quiet=quiet)
     settings, wanted = load_settings(home=home), labels_of(labels)
     try:
-        with reading_ledger(settings) as ledger:
-            found = ledger.statuses(limit, [JobState(state) for state in states] or None, wanted)
+        found = _read(settings, lambda reader: newest_statuses(reader, limit, [JobState(state) for state in states] or None, wanted))
     except NotFoundError as error:
         output.note(f"No jobs: {error}")
         return

@@ -8,10 +8,11 @@ import sqlalchemy as sa
 
 from jobs.ledger import schema
 from jobs.ledger.lifecycle import UNHELD, end_attempt, hold, update_shard
-from jobs.ledger.mapping import insert, items_of, lock_job, no_such_job
+from jobs.ledger.mapping import insert, items_of, lock_job
 from jobs.ledger.records import ItemState, JobState, ShardState
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, db_now, item_is, state_is
 from jobs.ledger.states import BROKEN_ITEMS, DISPATCHED, OPEN_SHARDS, RETRYABLE_JOBS, AttemptOutcome
+from jobs.ledger.status import no_such_job
 from pipelines.errors import ErrorCode, ServiceError
 
 #: Shards that one transaction of a cancel or a retry changes.

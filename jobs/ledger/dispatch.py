@@ -86,7 +86,7 @@ class _Fleet:
         return rooms
 
 
-def free_window(connection: sa.Connection, window_factor: int) -> int:
+def free_window(connection: sa.Connection, window_factor: int = 2) -> int:
     """How many more shards to queue: `window_factor` a slot of live workers, less those queued or leased.
 
     What waits for a model that nobody serves takes no room.
@@ -97,8 +97,12 @@ def free_window(connection: sa.Connection, window_factor: int) -> int:
     return max(0, fleet.window - taken)
 
 
-def take_ready(connection: sa.Connection, limit: int, window_factor: int) -> list[Ticket]:
-    """Moves up to `limit` shards that a live worker can serve from ready to queued and returns the tickets to publish, best first."""
+def take_ready(connection: sa.Connection, limit: int, window_factor: int = 2) -> list[Ticket]:
+    """Moves up to `limit` shards from ready to queued and returns the tickets to publish.
+
+    Order: priority, then the least share of in-flight shards by weight, then the older job. Where every live worker is
+    pinned to a model, only jobs of these models get some, and each model no more than its own workers' window.
+    """
     if limit <= 0:
         return []
     if connection.dialect.name == "postgresql":

@@ -10,10 +10,12 @@ import sqlalchemy as sa
 from sqlalchemy import exc
 
 from jobs.ledger import schema
-from jobs.ledger.database import place, recorded
-from jobs.ledger.mapping import clean, insert, job_from, lock_job, new_job_id, no_such_job, number_of, read_job
-from jobs.ledger.records import Job, JobState, NewJob, NewShard, RejectedLine
+from jobs.ledger.database import place
+from jobs.ledger.location import recorded
+from jobs.ledger.mapping import insert, job_of, lock_job, new_job_id, number_of, read_job
+from jobs.ledger.records import Job, JobState, NewJob, NewShard, RejectedLine, clean
 from jobs.ledger.schema import db_now
+from jobs.ledger.status import no_such_job
 from pipelines.errors import ErrorCode, InputError, ServiceError
 
 _UNIQUE_VIOLATION = "23505"
@@ -114,7 +116,7 @@ def begin_job(connection: sa.Connection, new: NewJob) -> Job:
     )
     connection.execute(statement.on_conflict_do_nothing(index_elements=["idempotency_key"]))
     by_key = sa.select(schema.jobs).where(schema.jobs.c.idempotency_key == clean(new.idempotency_key))
-    return job_from(connection, connection.execute(by_key).mappings().one())
+    return job_of(connection, connection.execute(by_key).mappings().one())
 
 
 def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:

@@ -136,7 +136,7 @@ def heartbeat(connection: sa.Connection, worker_id: str, tickets: Sequence[Ticke
     return set(tickets) - kept
 
 
-def finish_shard(connection: sa.Connection, ticket: Ticket, manifest_key: str | None, manifest_sha256: str | None) -> bool:
+def finish_shard(connection: sa.Connection, ticket: Ticket, manifest_key: str | None = None, manifest_sha256: str | None = None) -> bool:
     """Ends a lease: the shard is done, or its open items wait for another attempt. False: the lease was lost."""
     held = _lock_held(connection, ticket)
     if held is None:

@@ -13,8 +13,8 @@ import sqlalchemy as sa
 
 from jobs.ledger import schema
 from jobs.ledger.database import base_backoff_seconds
-from jobs.ledger.mapping import clean, insert, items_of, lock_job, open_items
-from jobs.ledger.records import ItemState, JobState, ShardState
+from jobs.ledger.mapping import insert, items_of, lock_job, open_items
+from jobs.ledger.records import ItemState, JobState, ShardState, clean
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, db_now, item_is, state_is
 from jobs.ledger.states import (
     DISPATCHED,

@@ -6,18 +6,16 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import sqlalchemy as sa
 
 from jobs.ledger import schema
-from jobs.ledger.database import located, place
-from jobs.ledger.records import Artifact, ItemRow, Job, JobSpec, JobState
-from pipelines.errors import ErrorCode, NotFoundError
+from jobs.ledger.database import place
+from jobs.ledger.records import Artifact, ItemRow, Job
+from jobs.ledger.status import job_from, no_such_job
+from pipelines.errors import ErrorCode
 
 if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql, sqlite
-
-MAX_MESSAGE_CHARACTERS = 2000
 
 _JOB = sa.select(schema.jobs).where(schema.jobs.c.id == sa.bindparam("job_id"))
 _LOCKED_JOB = _JOB.with_for_update()
@@ -29,11 +27,6 @@ def new_job_id() -> str:
     """A ULID in lower case: 26 characters that sort by the time they were made."""
     number = (int(time.time() * 1000) << 80) | int.from_bytes(os.urandom(10))
     return "".join(_CROCKFORD[(number >> shift) & 31] for shift in range(125, -1, -5))
-
-
-def clean(text: str) -> str:
-    """Text that every database takes: no NUL, no lone surrogates, at most 2,000 characters."""
-    return text[:MAX_MESSAGE_CHARACTERS].replace("\x00", "\ufffd").encode("utf-8", "replace").decode()
 
 
 def insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
@@ -48,12 +41,9 @@ def insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postgr
     return insert_into_postgresql(table)
 
 
-def job_from(connection: sa.Connection, row: sa.RowMapping) -> Job:
-    fields: dict[str, Any] = {name: row[name] for name in Job.__dataclass_fields__}
-    fields["store_url"] = located(row["store_url"], place(connection), row["id"])
-    fields["state"] = JobState(row["state"])
-    fields["spec"] = msgspec.convert(row["spec"], JobSpec)
-    return Job(**fields)
+def job_of(connection: sa.Connection, row: sa.RowMapping) -> Job:
+    """The job of a row of `jobs`."""
+    return job_from({name: row[name] for name in Job.__dataclass_fields__}, place(connection))
 
 
 def read_row(connection: sa.Connection, job_id: str) -> sa.RowMapping | None:
@@ -66,7 +56,7 @@ def read_job(connection: sa.Connection, job_id: str) -> Job:
     row = read_row(connection, job_id)
     if row is None:
         raise no_such_job(job_id)
-    return job_from(connection, row)
+    return job_of(connection, row)
 
 
 def lock_job(connection: sa.Connection, job_id: str) -> sa.RowMapping | None:
@@ -77,12 +67,6 @@ def lock_job(connection: sa.Connection, job_id: str) -> sa.RowMapping | None:
 def number_of(job_id: str) -> sa.ScalarSelect[int]:
     """The number of a job, as a part of a statement."""
     return sa.select(schema.jobs.c.no).where(schema.jobs.c.id == job_id).scalar_subquery()
-
-
-def no_such_job(job_id: str) -> NotFoundError:
-    return NotFoundError(
-        ErrorCode.LEDGER_NOT_FOUND, f"There is no job {clean(job_id)!r}.", "`nightjar list` shows the jobs of this ledger."
-    )
 
 
 def open_items(row: sa.RowMapping) -> int:

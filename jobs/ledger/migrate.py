@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from jobs.ledger.database import NO_LIMITS, Database, set_limits
-from jobs.ledger.schema import SCHEMA_REVISION, metadata
+from jobs.ledger.records import SCHEMA_REVISION
+from jobs.ledger.schema import metadata
 from pipelines.errors import ErrorCode, ServiceError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 from jobs.ledger import schema
 from jobs.ledger.ingest import add_missing
 from jobs.ledger.lifecycle import lock_shard, record_errors, update_shard
-from jobs.ledger.mapping import clean, number_of
+from jobs.ledger.mapping import number_of
 from jobs.ledger.records import (
     QUARANTINE,
     Artifact,
@@ -25,6 +25,7 @@ from jobs.ledger.records import (
     Score,
     ShardState,
     Ticket,
+    clean,
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, db_now, item_is, state_is
 from jobs.ledger.states import WORKING, after_failure

@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import sqlalchemy as sa
 
 from jobs.ledger import schema
-from jobs.ledger.busy import LIVE_WORKERS, busy_spans
-from jobs.ledger.mapping import item_from, job_from, no_such_job, number_of, read_job
+from jobs.ledger.mapping import item_from, job_of, number_of
 from jobs.ledger.outcomes import draw_from
 from jobs.ledger.records import (
     Artifact,
     DrawRow,
-    ItemCounts,
     ItemRow,
     ItemState,
     Job,
     JobState,
-    JobStatus,
     MadeAudio,
-    Outage,
     RejectedLine,
-    ShardSpread,
-    ShardState,
 )
 from jobs.ledger.schema import db_now, item_is
-from jobs.ledger.states import BROKEN_ITEMS, OUTAGES
-from pipelines.errors import ErrorCode, NotFoundError
+from jobs.ledger.status import no_such_job
+from pipelines.errors import ErrorCode
 
 PAGE_ROWS = 1000
-_SUMS = ("n_items", "n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out")
-
-#: Engine time of one item of a shard, see `records.ShardSpread`.
-_ITEM_MS = sa.case(
-    (
-        schema.shards.c.n_done > 0,
-        sa.cast(schema.shards.c.engine_ms, sa.Double) / (schema.shards.c.n_done + schema.shards.c.n_failed),
-    )
-)
-
 _SHARD_AUDIO = (
     sa.select(
         schema.items.c.idx,
@@ -86,23 +69,10 @@ def job_state(connection: sa.Connection, job_id: str) -> JobState:
     return JobState(state)
 
 
-def find_job(connection: sa.Connection, prefix: str) -> Job:
-    """The job with this id, or the only one whose id begins so. Raises `NotFoundError`."""
-    jobs = schema.jobs.c
-    wanted = prefix.strip().lower().replace("\x00", "")
-    query = sa.select(schema.jobs).where(jobs.id.startswith(wanted, autoescape=True)).order_by(jobs.id).limit(2)
-    rows = connection.execute(query).mappings().all() if wanted else []
-    if len(rows) == 1:
-        return job_from(connection, rows[0])
-    if rows:
-        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, f"Several jobs begin with {wanted!r}.", "Give more of the id.")
-    return read_job(connection, wanted)
-
-
 def job_of_key(connection: sa.Connection, idempotency_key: str) -> Job | None:
     """The job that was submitted under a key."""
     row = connection.execute(sa.select(schema.jobs).where(schema.jobs.c.idempotency_key == idempotency_key)).mappings().one_or_none()
-    return None if row is None else job_from(connection, row)
+    return None if row is None else job_of(connection, row)
 
 
 def keys_of_input(connection: sa.Connection, input_sha256: str, spec_sha: str) -> list[tuple[Job, str, str]]:
@@ -110,112 +80,7 @@ def keys_of_input(connection: sa.Connection, input_sha256: str, spec_sha: str) -
     columns = schema.jobs.c
     query = sa.select(schema.jobs).where(columns.input_sha256 == input_sha256, columns.spec_sha == spec_sha).order_by(columns.no)
     rows = connection.execute(query).mappings()
-    return [(job_from(connection, row), row["idempotency_key"], row["store_url"]) for row in rows]
-
-
-def jobs(connection: sa.Connection, limit: int, states: Collection[JobState] | None, labels: Mapping[str, str] | None = None) -> list[Job]:
-    """The newest jobs first, of those with all of these labels."""
-    columns = schema.jobs.c
-    query = sa.select(schema.jobs).order_by(columns.created_at.desc(), columns.id.desc())
-    if states is not None:
-        query = query.where(columns.state.in_([state.value for state in states]))
-    if not labels:
-        return [job_from(connection, row) for row in connection.execute(query.limit(limit)).mappings()]
-    # Compared here: a label's key may be any text, and the databases write paths into JSON in different ways.
-    rows = (row for row in connection.execute(query).mappings() if labels.items() <= row["labels"].items())
-    return [job_from(connection, row) for row in islice(rows, limit)]
-
-
-def status(connection: sa.Connection, job_id: str) -> JobStatus:
-    found = _statuses(connection, [read_job(connection, job_id)])[0]
-    if found.job.state.final:
-        return found
-    workers = connection.scalar(sa.text(LIVE_WORKERS[connection.dialect.name]), {"model": found.job.spec.model})
-    return replace(found, outage=last_outage(connection, job_id), workers=workers)
-
-
-_LAST_OUTAGE = (
-    sa.select(schema.attempts.c.error_code, schema.attempts.c.error_message, schema.attempts.c.ended_at)
-    .join(
-        schema.shards,
-        sa.and_(schema.shards.c.job_id == schema.attempts.c.job_id, schema.shards.c.no == schema.attempts.c.shard_no),
-    )
-    .where(
-        schema.shards.c.job_id == sa.bindparam("job_id"),
-        schema.shards.c.outages > 0,
-        schema.attempts.c.ended_at.is_not(None),
-    )
-    .order_by(schema.attempts.c.ended_at.desc())
-    .limit(1)
-)
-
-
-def last_outage(connection: sa.Connection, job_id: str) -> Outage | None:
-    """What the shards that wait for a service met last; None where none waits for one."""
-    row = connection.execute(_LAST_OUTAGE, {"job_id": job_id}).one_or_none()
-    if row is None or row.error_code is None or ErrorCode(row.error_code) not in OUTAGES:
-        return None
-    return Outage(ErrorCode(row.error_code), row.error_message or "", row.ended_at)
-
-
-def statuses(
-    connection: sa.Connection, limit: int, states: Collection[JobState] | None, labels: Mapping[str, str] | None
-) -> list[JobStatus]:
-    """Status of the newest jobs first, of those in these states with all of these labels."""
-    return _statuses(connection, jobs(connection, limit, states, labels))
-
-
-def _statuses(connection: sa.Connection, found: Sequence[Job]) -> list[JobStatus]:
-    columns = schema.shards.c
-    query = (
-        sa.select(
-            columns.job_id,
-            columns.state,
-            sa.func.count().label("shards"),
-            sa.func.count(sa.func.nullif(columns.n_done, 0)).label("made"),
-            sa.func.sum(_ITEM_MS).label("item_ms"),
-            sa.func.sum(_ITEM_MS * _ITEM_MS).label("item_ms_squared"),
-            *(sa.func.sum(columns[name]).label(name) for name in _SUMS),
-        )
-        .where(columns.job_id.in_([job.id for job in found]))
-        .group_by(columns.job_id, columns.state)
-    )
-    at = now(connection)
-    busy = dict.fromkeys((job.id for job in found), 0.0)
-    for job_id, spans in worked_on(connection, list(busy)).items():
-        busy[job_id] = sum(end - start for start, end in spans)
-    shards: dict[str, dict[ShardState, int]] = {job.id: {} for job in found}
-    spreads: dict[str, ShardSpread] = {}
-    sums: dict[str, dict[str, int]] = {job.id: dict.fromkeys(_SUMS, 0) for job in found}
-    for row in connection.execute(query).mappings():
-        shards[row["job_id"]][ShardState(row["state"])] = row["shards"]
-        if row["state"] == ShardState.DONE:
-            spreads[row["job_id"]] = ShardSpread(row["made"], float(row["item_ms"] or 0), float(row["item_ms_squared"] or 0))
-        for name in _SUMS:
-            sums[row["job_id"]][name] += int(row[name])
-    return [
-        JobStatus(
-            job=job,
-            items=ItemCounts(*(sums[job.id][name] for name in ("n_items", "n_done", "n_failed", "n_skipped"))),
-            shards=shards[job.id],
-            audio_ms=sums[job.id]["audio_ms"],
-            engine_ms=sums[job.id]["engine_ms"],
-            bytes_out=sums[job.id]["bytes_out"],
-            now=at,
-            spread=spreads.get(job.id, ShardSpread()),
-            busy_seconds=busy[job.id],
-        )
-        for job in found
-    ]
-
-
-def worked_on(connection: sa.Connection, job_ids: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
-    """(start, end) of every time in which shards of these jobs were leased, in order; only jobs that have some."""
-    statement = sa.text(busy_spans(connection.dialect.name, "IN :jobs")).bindparams(sa.bindparam("jobs", expanding=True))
-    found: dict[str, list[tuple[float, float]]] = {}
-    for job_id, start, end in connection.execute(statement, {"jobs": list(job_ids)}):
-        found.setdefault(job_id, []).append((start, end))
-    return found
+    return [(job_of(connection, row), row["idempotency_key"], row["store_url"]) for row in rows]
 
 
 def items_page(
@@ -237,7 +102,7 @@ def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[M
     return [MadeAudio(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
 
 
-def artifacts_page(connection: sa.Connection, job_id: str, kind: str, after: int, limit: int) -> list[tuple[int, str, str, int]]:
+def artifacts_page(connection: sa.Connection, job_id: str, after: int, limit: int, kind: str) -> list[tuple[int, str, str, int]]:
     """(index, key, SHA-256, bytes) of up to `limit` artifacts of a kind with an index above `after`, in index order."""
     artifacts = schema.artifacts.c
     query = sa.select(artifacts.idx, artifacts.key, artifacts.sha256, artifacts.bytes).where(
@@ -263,23 +128,6 @@ def _with_audio() -> sa.Select[tuple[object, ...]]:
     more = sa.exists().where(following.c.job_no == items.job_no, following.c.idx == items.idx + 1, following.c.turn > 0)
     several = sa.or_(items.turn > 0, more).label("several")
     return sa.select(schema.items, *wanted, several).select_from(schema.items.outerjoin(schema.artifacts, audio))
-
-
-def error_counts(connection: sa.Connection, job_id: str) -> dict[ErrorCode, int]:
-    """Failed and dead items and rejected lines by code, the most frequent first."""
-    rejected = schema.rejected_lines.c
-    counts = failed_counts(connection, job_id)
-    query = sa.select(rejected.code, sa.func.count()).where(rejected.job_id == job_id).group_by(rejected.code)
-    for code, count in connection.execute(query):
-        counts[ErrorCode(code)] = counts.get(ErrorCode(code), 0) + count
-    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
-
-
-def failed_counts(connection: sa.Connection, job_id: str) -> dict[ErrorCode, int]:
-    """Failed and dead items by code."""
-    items = schema.items.c
-    query = sa.select(items.error_code, sa.func.count()).where(items.job_no == number_of(job_id), item_is(*BROKEN_ITEMS))
-    return {ErrorCode(code): count for code, count in connection.execute(query.group_by(items.error_code))}
 
 
 def rejected_page(connection: sa.Connection, job_id: str, after: int, limit: int) -> list[RejectedLine]:

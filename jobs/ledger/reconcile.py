@@ -14,7 +14,7 @@ from jobs.ledger.control import cancel_some
 from jobs.ledger.database import Database
 from jobs.ledger.lifecycle import complete_if_over, crash, end_attempt, has_open_shards, lock_shard, pause_if_over_budget, spent_budget
 from jobs.ledger.mapping import lock_job, read_job, read_row
-from jobs.ledger.records import ItemState, JobState, ReconcileReport, ShardState
+from jobs.ledger.records import ItemState, JobState, ShardState
 from jobs.ledger.schema import db_now, state_is
 from jobs.ledger.states import (
     CLOCK_SLACK_SECONDS,
@@ -80,6 +80,32 @@ def note_manifest(connection: sa.Connection, job_id: str, finished_at: float | N
     jobs = schema.jobs.c
     statement = sa.update(schema.jobs).where(jobs.id == job_id, jobs.finished_at == finished_at)
     connection.execute(statement.values(manifest_finished_at=finished_at))
+
+
+@dataclass(frozen=True, slots=True)
+class ReconcileReport:
+    """What one pass of the reconciler put right."""
+
+    expired_leases: int = 0
+    lost_messages: int = 0
+    bisected_shards: int = 0
+    dead_items: int = 0
+    stale_workers: int = 0
+    #: Rows with a time further ahead than possible: the database's clock was wrong, and is right again.
+    times_ahead: int = 0
+    #: Jobs that ended in this pass.
+    ended_jobs: tuple[str, ...] = ()
+    #: Some of the jobs that ended a while ago and have no manifest.
+    without_manifest: tuple[str, ...] = ()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What there was to put right in the ledger, by kind."""
+        return {name: value for name in self.__dataclass_fields__ if isinstance(value := getattr(self, name), int)}
+
+    @property
+    def changed(self) -> bool:
+        return any(self.counts.values()) or bool(self.ended_jobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +209,7 @@ LONGEST_DELETE_SECONDS = 600
 Inputs = frozenset[tuple[str, str]]
 
 
-def is_orphan(connection: sa.Connection, job_id: str, key: str, ended_before: float, read: Inputs) -> bool:
+def is_orphan(connection: sa.Connection, job_id: str, key: str, ended_before: float, read: Inputs = frozenset()) -> bool:
     """Whether a job that ended before that time wrote `key`, and nothing names it or may still come to name it.
 
     `read`: the inputs in which no line names the key, where it is one of reference audio.
@@ -191,7 +217,9 @@ def is_orphan(connection: sa.Connection, job_id: str, key: str, ended_before: fl
     return _is_orphan(connection, read_row(connection, job_id), key, ended_before, read)
 
 
-def delete_orphan(connection: sa.Connection, job_id: str, key: str, ended_before: float, read: Inputs, delete: Callable[[], None]) -> bool:
+def delete_orphan(
+    connection: sa.Connection, job_id: str, key: str, ended_before: float, delete: Callable[[], None], read: Inputs = frozenset()
+) -> bool:
     """Calls `delete` while the job's row is locked, so that no retry begins meanwhile, if `key` is an orphan then."""
     if connection.dialect.name == "postgresql":
         # A store may take its time to delete, and until it has, the lock must hold; only a retry of this job waits for it.

@@ -15,6 +15,14 @@ from pipelines.request import Generation
 
 #: Label of a job whose input is not written as dialogues.
 INPUT_FORMAT = "input_format"
+#: The newest migration; a database at another revision is refused.
+SCHEMA_REVISION = "0006"
+MAX_MESSAGE_CHARACTERS = 2000
+
+
+def clean(text: str) -> str:
+    """Text that every database takes: no NUL, no lone surrogates, a maximum of 2,000 characters."""
+    return text[:MAX_MESSAGE_CHARACTERS].replace("\x00", "\ufffd").encode("utf-8", "replace").decode()
 
 
 class JobState(StrEnum):
@@ -395,32 +403,6 @@ class WorkerRow:
     state: str
     started_at: float
     heartbeat_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class ReconcileReport:
-    """What one pass of the reconciler put right."""
-
-    expired_leases: int = 0
-    lost_messages: int = 0
-    bisected_shards: int = 0
-    dead_items: int = 0
-    stale_workers: int = 0
-    #: Rows with a time further ahead than possible: the database's clock was wrong, and is right again.
-    times_ahead: int = 0
-    #: Jobs that ended in this pass.
-    ended_jobs: tuple[str, ...] = ()
-    #: Some of the jobs that ended a while ago and have no manifest.
-    without_manifest: tuple[str, ...] = ()
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """What there was to put right in the ledger, by kind."""
-        return {name: value for name in self.__dataclass_fields__ if isinstance(value := getattr(self, name), int)}
-
-    @property
-    def changed(self) -> bool:
-        return any(self.counts.values()) or bool(self.ended_jobs)
 
 
 # msgspec learns a class at its first use, and crashes where two threads do so at once. Here the import's lock keeps them apart.

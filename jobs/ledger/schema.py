@@ -15,9 +15,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
 from jobs.ledger.records import ItemState, JobState, ShardState
-
-#: The newest migration; a database at another revision is refused.
-SCHEMA_REVISION = "0006"
+from jobs.ledger.status import NOW
 
 #: `items.state` as it is stored.
 ITEM_STATE_NUMBERS = {
@@ -49,12 +47,12 @@ class db_now(FunctionElement[float]):  # noqa: N801 - reads as an SQL function
 
 @compiles(db_now, "sqlite")
 def _sqlite_now(element: db_now, compiler: SQLCompiler, **kwargs: object) -> str:
-    return "((julianday('now') - 2440587.5) * 86400.0)"
+    return NOW["sqlite"]
 
 
 @compiles(db_now, "postgresql")
 def _postgresql_now(element: db_now, compiler: SQLCompiler, **kwargs: object) -> str:
-    return "CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS DOUBLE PRECISION)"
+    return NOW["postgresql"]
 
 
 def literal(value: StrEnum | int) -> sa.ColumnElement[object]:

@@ -42,6 +42,11 @@ OUTAGES = frozenset(
     }
 )
 
+#: States of a worker process: it works; it gave back what it held and ended; its heartbeats stopped.
+UP, RETIRED, LOST = "up", "retired", "lost"
+#: A worker without a heartbeat for so long is not counted as live.
+LIVE_SECONDS = 60.0
+
 #: Outages that end a lease at once: a person mends them, and until then others may need the worker.
 LASTING_OUTAGES = frozenset({ErrorCode.STORE_FULL, ErrorCode.STORE_FORBIDDEN})
 

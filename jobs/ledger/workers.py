@@ -5,19 +5,11 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from jobs.ledger import schema
-from jobs.ledger.mapping import clean, insert
-from jobs.ledger.records import ShardState, WorkerInfo, WorkerRow
+from jobs.ledger.mapping import insert
+from jobs.ledger.records import ShardState, WorkerInfo, WorkerRow, clean
 from jobs.ledger.schema import db_now, state_is
+from jobs.ledger.states import LIVE_SECONDS, LOST, RETIRED, UP
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
-
-UP = "up"
-#: Gave back what it held and ended.
-RETIRED = "retired"
-#: Its heartbeats stopped.
-LOST = "lost"
-
-#: A worker without a heartbeat for so long is not counted as live.
-LIVE_SECONDS = 60.0
 
 #: The model of a worker that serves whatever the jobs ask for.
 ANY_MODEL = ""
@@ -65,8 +57,8 @@ def register_worker(connection: sa.Connection, info: WorkerInfo) -> None:
     connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))
 
 
-def worker_heartbeat(connection: sa.Connection, worker_id: str, state: str) -> None:
-    """Raises `NotFoundError` for a worker that never registered."""
+def worker_heartbeat(connection: sa.Connection, worker_id: str, state: str = UP) -> None:
+    """A sign of life. Only workers in state `up` widen the window. Raises `NotFoundError` for a worker that never registered."""
     statement = sa.update(schema.workers).where(schema.workers.c.id == worker_id).values(heartbeat_at=db_now(), state=state)
     if connection.execute(statement).rowcount == 0:
         raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, f"Worker {clean(worker_id)!r} is not registered.", "Start the worker again.")

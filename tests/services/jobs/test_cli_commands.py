@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from jobs.ledger import Ledger
-from jobs.ledger.glance import REVISION, glance
-from jobs.ledger.schema import SCHEMA_REVISION
+from jobs.ledger.records import SCHEMA_REVISION
+from jobs.ledger.status import find_job, read_with_driver, status_and_errors
+from pipelines.errors import NotFoundError
 from tests.support.cli_kit import CLOSED_PORT, LINE, call, error_code
+from tests.support.ledger_kit import execute
 from tests.support.services import MotoS3
 
 
@@ -198,13 +200,12 @@ def test_status_pays_for_nothing_else(submitted: tuple[Path, str, str]) -> None:
         assert heavy not in done.stderr.split(), heavy
 
 
-def test_a_glance_is_what_the_ledger_says(submitted: tuple[Path, str, str]) -> None:
+def test_the_driver_reads_what_the_ledger_says(submitted: tuple[Path, str, str]) -> None:
     folder, _, job = submitted
-    assert REVISION == SCHEMA_REVISION
     url = f"sqlite:///{folder}/out/.nightjar/ledger.sqlite"
     ledger = Ledger.open(url)
     before = ledger.now()
-    seen = glance(url, job[:8].upper())
+    seen = read_with_driver(url, lambda reader: status_and_errors(reader, job[:8].upper()))
     assert seen is not None
     status, errors = seen
     expected = ledger.status(job)
@@ -217,8 +218,12 @@ def test_a_glance_is_what_the_ledger_says(submitted: tuple[Path, str, str]) -> N
     assert errors == ledger.error_counts(job)
     assert before - 0.01 <= status.now <= expected.now + 0.01
     for other in ("", "zz", "%", job + "0"):
-        assert glance(url, other) is None
-    assert glance(f"sqlite:///{folder}/missing.sqlite", job) is None
+        with pytest.raises(NotFoundError):
+            read_with_driver(url, lambda reader, other=other: find_job(reader, other))
+    assert read_with_driver(f"sqlite:///{folder}/missing.sqlite", lambda reader: find_job(reader, job)) is None
+    execute(ledger, "UPDATE alembic_version SET version_num = '0005'")
+    assert read_with_driver(url, lambda reader: find_job(reader, job)) is None
+    execute(ledger, "UPDATE alembic_version SET version_num = :revision", revision=SCHEMA_REVISION)
     ledger.close()
 
 
@@ -235,7 +240,7 @@ def test_postgresql_and_s3(folder: Path, valkey_url: str, postgres_url: str, mot
     assert call(folder, "db", "upgrade", **environment).returncode == 0
     assert call(folder, "db", "current", **environment).stdout.startswith(SCHEMA_REVISION)
     job = call(folder, "submit", "in.jsonl", "-q", **environment).stdout.strip()
-    seen = glance(postgres_url, job[:10])
+    seen = read_with_driver(postgres_url, lambda reader: status_and_errors(reader, job[:10]))
     assert seen is not None
     ledger = Ledger.open(postgres_url)
     expected = ledger.status(job)

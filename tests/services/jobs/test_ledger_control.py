@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from jobs.ledger import Ledger
-from jobs.ledger.glance import glance
 from jobs.ledger.records import CommitResult, ItemState, JobSpec, JobState, ShardState
+from jobs.ledger.status import read_with_driver, status_and_errors
 from jobs.status import elapsed_seconds, eta_seconds, items_per_second
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.ledger_kit import (
@@ -234,7 +234,7 @@ class TestBusy:
             pytest.approx((running.now - 86400, running.now - 86390), abs=30),
             pytest.approx((running.now, running.now), abs=30),
         ]
-        seen = glance(ledger_url, job.id)
+        seen = read_with_driver(ledger_url, lambda reader: status_and_errors(reader, job.id))
         assert seen is not None
         assert seen[0].busy_seconds == pytest.approx(running.busy_seconds, abs=30)
         assert seen[0].workers == running.workers == 0

@@ -11,7 +11,7 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 
 from jobs.ledger import Ledger
-from jobs.ledger.schema import SCHEMA_REVISION
+from jobs.ledger.records import SCHEMA_REVISION
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError
 from tests.support.ledger_kit import execute, submit, worker
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from jobs.cli import cli
 from jobs.ingest import _idempotency_key, submit
 from jobs.ledger import Ledger
-from jobs.ledger.database import located, recorded
-from jobs.ledger.glance import glance
+from jobs.ledger.location import located, recorded
 from jobs.ledger.records import Job, JobSpec
+from jobs.ledger.status import find_job, read_with_driver
 from jobs.recent_jobs import homes_of, keep_remembered, out_words, remember
 from jobs.settings import Settings, sqlite_url
 from jobs.store import FolderStore, open_store
@@ -46,9 +46,9 @@ def check_in(home: Path, job: Job, store: Path) -> None:
     assert (again.id, created) == (job.id, False)
     assert open_store(again.store_url).url == FolderStore(store).url
     assert not list(ObjectCheck(ledger, open_store(again.store_url), again))
-    seen = glance(sqlite_url(home / ".nightjar" / "ledger.sqlite"), job.id)
+    seen = read_with_driver(sqlite_url(home / ".nightjar" / "ledger.sqlite"), lambda reader: find_job(reader, job.id))
     assert seen is not None
-    assert seen[0].job.store_url == again.store_url
+    assert seen.store_url == again.store_url
     ledger.close()
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jobs.cli.show import status_lines
-from jobs.ledger.glance import glance
 from jobs.ledger.records import ItemCounts, Job, JobState, JobStatus, ShardSpread, ShardState
+from jobs.ledger.status import read_with_driver, status_and_errors
 from jobs.settings import ShardSettings
 from jobs.status import FEWEST_SHARDS, cost, cost_at_end, eta_error_seconds, eta_seconds, status_view
 from pipelines.registry import register_pipeline
@@ -80,12 +80,12 @@ def test_a_price_gives_what_was_spent_and_what_will_be(rig: Rig) -> None:
     assert cost_at_end(nothing, 3.0) is None
 
 
-def test_the_glance_and_the_ledger_agree_about_the_spread(rig: Rig) -> None:
+def test_the_driver_and_the_ledger_agree_about_the_spread(rig: Rig) -> None:
     job = rig.submit(["a", "bb", "ccc", "dddd", "[[fail:synth.nan]]", "[[fail:synth.nan]]", "e", "f"])
     rig.pipeline.seconds_per_character = 0.01
     for _ in range(3):
         rig.run_next()
-    seen = glance(rig.settings.ledger_url, job.id)
+    seen = read_with_driver(rig.settings.ledger_url, lambda reader: status_and_errors(reader, job.id))
     assert seen is not None
     status, known = seen[0], rig.status(job)
     assert status.spread == known.spread

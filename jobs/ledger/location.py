@@ -1,0 +1,61 @@
+"""Where a SQLite ledger's home is, and how a ledger records where its stores are, so that a home can be moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
+
+#: Folder of a home that holds its ledger.
+STATE_FOLDER = ".nightjar"
+LEDGER_FILE = "ledger.sqlite"
+_RELATIVE = "home:"
+
+
+def place_of(ledger: Path | None) -> Path | None:
+    """The folder that a SQLite ledger's stores are recorded relative to: its home, or the folder of a file that is in no home."""
+    if ledger is None:
+        return None
+    folder = ledger.absolute().parent
+    return folder.parent if folder.name == STATE_FOLDER else folder
+
+
+def home_of(ledger: Path | None) -> Path | None:
+    """The home that a SQLite ledger is the embedded one of; None for another ledger."""
+    if ledger is None or ledger.absolute().parts[-2:] != (STATE_FOLDER, LEDGER_FILE):
+        return None
+    return place_of(ledger)
+
+
+def recorded(store_url: str, place: Path | None) -> str:
+    """The address of a store as the ledger keeps it: `home:` and a relative path for a folder in `place`, else as it is."""
+    folder = _folder(store_url)
+    if place is None or folder is None or not folder.is_relative_to(place):
+        return store_url
+    relative = folder.relative_to(place).as_posix()
+    return _RELATIVE + ("" if relative == "." else quote(relative))
+
+
+def located(address: str, place: Path | None, job_id: str) -> str:
+    """The URL of the store that is recorded as `address`.
+
+    Earlier versions recorded full addresses only: where the inputs of the job stand in `place`, or in a folder of it that is
+    named as the end of such an address, the job has come along with its ledger.
+    """
+    if place is None:
+        return address
+    if address.startswith(_RELATIVE):
+        return (place / unquote(address[len(_RELATIVE) :])).as_uri()
+    folder = _folder(address)
+    if folder is None or folder == place:
+        return address
+    parts = folder.parts[1:]
+    for names in (parts[at:] for at in range(len(parts), -1, -1)):
+        if place.joinpath(*names, "jobs", job_id, "input").is_dir():
+            return place.joinpath(*names).as_uri()
+    return address
+
+
+def _folder(url: str) -> Path | None:
+    """The folder of a `file://` URL; None for another store."""
+    parts = urlsplit(url)
+    return Path(unquote(parts.path)) if parts.scheme == "file" and parts.path.startswith("/") else None

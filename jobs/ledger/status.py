@@ -1,0 +1,290 @@
+"""The status of jobs, from shard counters and never from a scan of items: the one way to read it, in plain SQL.
+
+`Ledger` runs these statements on its own connection. `nightjar status` and `nightjar list` run them by the bare driver, since the
+import of SQLAlchemy takes longer than the whole command should.
+"""
+
+from __future__ import annotations
+
+import re
+import sqlite3
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from jobs.ledger.location import located, place_of
+from jobs.ledger.records import SCHEMA_REVISION, ItemCounts, Job, JobSpec, JobState, JobStatus, Outage, ShardSpread, ShardState, clean
+from jobs.ledger.states import LIVE_SECONDS, LOST, OUTAGES, RETIRED
+from pipelines.errors import ErrorCode, NotFoundError
+
+CONNECT_SECONDS = 5
+BUSY_SECONDS = 30
+#: Between two leases this long at most is the handing out of work; longer is a gap in which nobody worked.
+GAP_SECONDS = 10.0
+
+#: UTC epoch seconds by each engine's clock.
+NOW = {
+    "sqlite": "((julianday('now') - 2440587.5) * 86400.0)",
+    "postgresql": "CAST(EXTRACT(EPOCH FROM statement_timestamp()) AS DOUBLE PRECISION)",
+}
+
+T = TypeVar("T")
+_SUMS = ("n_items", "n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out")
+_JOBS = f"SELECT {', '.join(Job.__dataclass_fields__)} FROM jobs"  # noqa: S608 - names of ours
+#: Engine time of one item of a shard, see `records.ShardSpread`.
+_ITEM_MS = "CASE WHEN n_done > 0 THEN 1.0 * engine_ms / (n_done + n_failed) END"
+_SHARDS = f"""
+SELECT job_id, state, count(*), count(NULLIF(n_done, 0)), sum({_ITEM_MS}), sum({_ITEM_MS} * {_ITEM_MS}),
+    {", ".join(f"sum({name})" for name in _SUMS)}
+FROM shards WHERE job_id IN (<jobs>) GROUP BY job_id, state
+"""  # noqa: S608 - names of ours
+_FAILED = """
+SELECT error_code, count(*) FROM items WHERE job_no = (SELECT no FROM jobs WHERE id = :job) AND state IN (2, 3) GROUP BY error_code
+"""
+_REJECTED = "SELECT code, count(*) FROM rejected_lines WHERE job_id = :job GROUP BY code"
+_OUTAGE = """
+SELECT error_code, error_message, ended_at FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
+WHERE shards.job_id = :job AND shards.outages > 0 AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT 1
+"""
+#: Workers that live and take shards of :model, of any state but those that have ended.
+_LIVE_WORKERS = f"""
+SELECT count(*) FROM workers
+WHERE state NOT IN ('{RETIRED}', '{LOST}') AND heartbeat_at >= <now> - {LIVE_SECONDS} AND (model = '' OR model = :model)
+"""  # noqa: S608 - words of ours
+#: A lease that runs counts up to now, or to where it ran out.
+_BUSY = f"""
+WITH leases AS (
+    SELECT attempts.job_id, started_at AS began,
+        CASE WHEN ended_at IS NOT NULL THEN ended_at WHEN lease_until < <now> THEN lease_until ELSE <now> END AS ended
+    FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
+    WHERE attempts.job_id IN (<jobs>)
+), marked AS (
+    SELECT job_id, began, ended, CASE WHEN began <= max(ended) OVER (
+        PARTITION BY job_id ORDER BY began, ended ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+    ) + {GAP_SECONDS} THEN 0 ELSE 1 END AS fresh
+    FROM leases
+), numbered AS (
+    SELECT job_id, began, ended, sum(fresh) OVER (
+        PARTITION BY job_id ORDER BY began, ended ROWS BETWEEN UNBOUNDED PRECEDING AND CURRENT ROW
+    ) AS span
+    FROM marked
+)
+SELECT job_id, min(began), max(ended) FROM numbered GROUP BY job_id, span ORDER BY job_id, min(began)
+"""  # noqa: S608 - numbers of ours
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A transaction that reads."""
+
+    #: Runs a statement with parameters by name (`:name`).
+    execute: Callable[[str, Mapping[str, object]], Any]
+    #: `sqlite` or `postgresql`.
+    engine: str
+    #: The folder that the ledger records stores relative to; None for a ledger that is no file.
+    place: Path | None
+
+    @property
+    def now(self) -> float:
+        """The database's clock."""
+        return float(self.execute(f"SELECT {NOW[self.engine]}", {}).fetchone()[0])
+
+
+def with_percent_names(statement: str) -> str:
+    """A statement with `%(name)s` in the place of `:name`, as psycopg wants it."""
+    return re.sub(r":(\w+)", r"%(\1)s", statement)
+
+
+def read_with_driver(url: str, work: Callable[[Reader], T]) -> T | None:
+    """What `work` reads by the bare driver, in one snapshot.
+
+    None where something is not plain: another schema, a database that cannot be read, a driver that is missing. `Ledger` has the
+    words for it.
+    """
+    scheme = url.partition(":")[0]
+    opened = {"sqlite": _sqlite, "postgresql": _postgresql, "postgres": _postgresql}.get(scheme)
+    if opened is None:
+        return None
+    try:
+        with opened(url) as reader:
+            if reader.execute("SELECT version_num FROM alembic_version", {}).fetchall() != [(SCHEMA_REVISION,)]:
+                return None
+            return work(reader)
+    except ModuleNotFoundError:
+        return None
+    except Exception as error:
+        # Only what the drivers say; anything else is a bug of ours.
+        if type(error).__module__.partition(".")[0] not in {"sqlite3", "psycopg"}:
+            raise
+    return None
+
+
+@contextmanager
+def _sqlite(url: str) -> Iterator[Reader]:
+    path = Path(unquote(url.partition(":///")[2].partition("?")[0])).absolute()
+    uri = f"file:{quote(str(path))}?mode=rw"
+    with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
+        connection.execute("BEGIN")
+        yield Reader(connection.execute, "sqlite", place_of(path))
+
+
+@contextmanager
+def _postgresql(url: str) -> Iterator[Reader]:
+    import psycopg
+
+    with psycopg.connect(url, connect_timeout=CONNECT_SECONDS, application_name="nightjar") as connection:
+        connection.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        yield Reader(lambda statement, values: connection.execute(with_percent_names(statement).encode(), values), "postgresql", None)
+
+
+def find_job(reader: Reader, prefix: str) -> Job:
+    """The job with this id, or the only one whose id begins so. Raises `NotFoundError`."""
+    wanted = prefix.strip().lower().replace("\x00", "")
+    rows = reader.execute(f"{_JOBS} WHERE substr(id, 1, length(:wanted)) = :wanted ORDER BY id LIMIT 2", {"wanted": clean(wanted)})
+    found = rows.fetchall() if wanted else []
+    if not found:
+        raise no_such_job(wanted)
+    if len(found) > 1:
+        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, f"Several jobs begin with {wanted!r}.", "Give more of the id.")
+    return _job(reader, found[0])
+
+
+def read_job(reader: Reader, job_id: str) -> Job:
+    """The job with this id. Raises `NotFoundError`."""
+    row = reader.execute(f"{_JOBS} WHERE id = :job", {"job": job_id}).fetchone()
+    if row is None:
+        raise no_such_job(job_id)
+    return _job(reader, row)
+
+
+def no_such_job(job_id: str) -> NotFoundError:
+    """The error for an id that no job has."""
+    return NotFoundError(
+        ErrorCode.LEDGER_NOT_FOUND, f"There is no job {clean(job_id)!r}.", "`nightjar list` shows the jobs of this ledger."
+    )
+
+
+def newest_jobs(
+    reader: Reader, limit: int = 50, states: Collection[JobState] | None = None, labels: Mapping[str, str] | None = None
+) -> list[Job]:
+    """The newest jobs first, of those in these states (None: any) with all of these labels."""
+    where = "" if states is None else f" WHERE state IN ({', '.join(repr(state.value) for state in states) or 'NULL'})"
+    rows = reader.execute(f"{_JOBS}{where} ORDER BY created_at DESC, id DESC" + ("" if labels else f" LIMIT {limit:d}"), {})
+    # Labels are compared here: a label's key may be any text, and the databases write paths into JSON in different ways.
+    found = (job for job in (_job(reader, row) for row in rows) if not labels or labels.items() <= job.labels.items())
+    return list(islice(found, limit))
+
+
+def _job(reader: Reader, row: Sequence[Any]) -> Job:
+    values: dict[str, Any] = dict(zip(Job.__dataclass_fields__, row, strict=True))
+    for name in ("spec", "labels"):
+        if isinstance(values[name], str):
+            values[name] = msgspec.json.decode(values[name])
+    return job_from(values, reader.place)
+
+
+def job_from(row: Mapping[str, Any], place: Path | None) -> Job:
+    """The job with the values of its fields as `jobs` holds them, in a ledger that records stores relative to `place`."""
+    values = dict(row)
+    values["store_url"] = located(row["store_url"], place, row["id"])
+    values["state"] = JobState(row["state"])
+    values["spec"] = msgspec.convert(row["spec"], JobSpec)
+    return Job(**values)
+
+
+def status_and_errors(reader: Reader, prefix: str) -> tuple[JobStatus, dict[ErrorCode, int]]:
+    """Status and error counts of the job with this id, or the only one whose id begins so. Raises `NotFoundError`."""
+    job = find_job(reader, prefix)
+    return status_of(reader, job), error_counts(reader, job.id)
+
+
+def status_of(reader: Reader, job: Job) -> JobStatus:
+    """The status of a job, with what it waits for."""
+    (status,) = statuses_of(reader, [job])
+    if job.state.final:
+        return status
+    (workers,) = reader.execute(_LIVE_WORKERS.replace("<now>", NOW[reader.engine]), {"model": job.spec.model}).fetchone()
+    return replace(status, outage=last_outage(reader, job.id), workers=workers)
+
+
+def newest_statuses(
+    reader: Reader, limit: int = 50, states: Collection[JobState] | None = None, labels: Mapping[str, str] | None = None
+) -> list[JobStatus]:
+    """Status of the newest jobs first, of those in these states (None: any) with all of these labels."""
+    return statuses_of(reader, newest_jobs(reader, limit, states, labels))
+
+
+def statuses_of(reader: Reader, found: Sequence[Job]) -> list[JobStatus]:
+    """The statuses of these jobs, without what they wait for."""
+    now, busy = reader.now, worked_on(reader, [job.id for job in found])
+    shards: dict[str, dict[ShardState, int]] = {job.id: {} for job in found}
+    spreads: dict[str, ShardSpread] = {}
+    sums: dict[str, dict[str, int]] = {job.id: dict.fromkeys(_SUMS, 0) for job in found}
+    for job_id, state, count, made, item_ms, item_ms_squared, *values in _of_jobs(reader, _SHARDS, list(shards)):
+        shards[job_id][ShardState(state)] = count
+        if state == ShardState.DONE:
+            spreads[job_id] = ShardSpread(made, float(item_ms or 0), float(item_ms_squared or 0))
+        for name, value in zip(_SUMS, values, strict=True):
+            sums[job_id][name] += int(value)
+    return [
+        JobStatus(
+            job=job,
+            items=ItemCounts(*(sums[job.id][name] for name in ("n_items", "n_done", "n_failed", "n_skipped"))),
+            shards=shards[job.id],
+            audio_ms=sums[job.id]["audio_ms"],
+            engine_ms=sums[job.id]["engine_ms"],
+            bytes_out=sums[job.id]["bytes_out"],
+            now=now,
+            spread=spreads.get(job.id, ShardSpread()),
+            busy_seconds=sum(end - start for start, end in busy.get(job.id, [])),
+        )
+        for job in found
+    ]
+
+
+def worked_on(reader: Reader, job_ids: Sequence[str]) -> dict[str, list[tuple[float, float]]]:
+    """(start, end) of every time in which shards of these jobs were leased, in order; only jobs that have some.
+
+    Times that overlap or lie no more than `GAP_SECONDS` apart are one.
+    """
+    found: dict[str, list[tuple[float, float]]] = {}
+    for job_id, start, end in _of_jobs(reader, _BUSY.replace("<now>", NOW[reader.engine]), job_ids):
+        found.setdefault(job_id, []).append((start, end))
+    return found
+
+
+def _of_jobs(reader: Reader, statement: str, job_ids: Sequence[str]) -> list[tuple[Any, ...]]:
+    """The rows of a statement that says `<jobs>` for a list of ids."""
+    ids = {f"job{number}": job_id for number, job_id in enumerate(job_ids)}
+    marks = ", ".join(f":{name}" for name in ids)
+    return reader.execute(statement.replace("<jobs>", marks), ids).fetchall() if ids else []
+
+
+def last_outage(reader: Reader, job_id: str) -> Outage | None:
+    """What the shards that wait for a service met last; None where none waits for one."""
+    row = reader.execute(_OUTAGE, {"job": job_id}).fetchone()
+    if row is None or row[0] not in OUTAGES:
+        return None
+    code, message, at = row
+    return Outage(ErrorCode(code), message or "", at)
+
+
+def error_counts(reader: Reader, job_id: str) -> dict[ErrorCode, int]:
+    """Failed and dead items and rejected lines by code, the most frequent first."""
+    counts = failed_counts(reader, job_id)
+    for code, count in reader.execute(_REJECTED, {"job": job_id}):
+        counts[ErrorCode(code)] = counts.get(ErrorCode(code), 0) + count
+    return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
+
+
+def failed_counts(reader: Reader, job_id: str) -> dict[ErrorCode, int]:
+    """Failed and dead items alone by code. Raises `NotFoundError`."""
+    if reader.execute("SELECT 1 FROM jobs WHERE id = :job", {"job": job_id}).fetchone() is None:
+        raise no_such_job(job_id)
+    return {ErrorCode(code): count for code, count in reader.execute(_FAILED, {"job": job_id})}
