@@ -1,4 +1,4 @@
-"""Manifests: one JSON line for each item that was made, in index order, in the store beside the audio."""
+"""Manifests: one JSON line for each item with audio, in index order, in the store beside the audio."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Spoken(msgspec.Struct, frozen=True):
     """What the audio of an item says, and whose turn it is."""
 
     text: str
-    #: `user` or `assistant`; empty in jobs of before turns could be chosen.
+    #: `user` or `assistant`; empty in jobs from before turns could be chosen.
     role: str = ""
-    #: Place of the spoken message in the dialogue; None: the audio answers the whole of it.
+    #: Index of the spoken message in the dialogue; None: the audio answers the whole of it.
     message_index: int | None = None
 
 
@@ -51,9 +51,9 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     duration: float
     seed: int
     spec_sha: str
-    #: The text that was asked for.
+    #: The requested text.
     text: str
-    #: As in `Spoken`; left out where they say nothing.
+    #: As in `Spoken`; left out where they have their defaults.
     role: str = ""
     message_index: int | None = None
 
@@ -85,17 +85,17 @@ def encode_entries(lines: Iterable[ManifestEntry]) -> Iterator[bytes]:
 
 
 def put_shard_manifest(
-    store: ObjectStore, job: Job, shard_no: int, made: Iterable[MadeAudio], spoken: Mapping[int, Spoken]
+    store: ObjectStore, job: Job, shard_no: int, items: Iterable[MadeAudio], spoken: Mapping[int, Spoken]
 ) -> tuple[str, str]:
-    """Writes the manifest of a shard and returns its key and SHA-256, which belong into the ledger. `spoken`: by index."""
-    data = b"".join(encode_entries(entry(audio.example_id, audio, job.spec_sha, spoken[audio.index]) for audio in made))
+    """Writes the manifest of a shard. Returns its key and SHA-256 for the ledger. `spoken`: by index."""
+    data = b"".join(encode_entries(entry(audio.example_id, audio, job.spec_sha, spoken[audio.index]) for audio in items))
     sha256 = hashlib.sha256(data).hexdigest()
     info = put_numbered(store, shard_manifest_key(job.id, shard_no), data, sha256, CONTENT_TYPE).info
     return info.key, info.sha256
 
 
 def put_job_manifest(store: ObjectStore, job: Job, lines: Iterable[ManifestEntry]) -> ObjectInfo:
-    """Writes the manifest of a whole job in bounded memory: `manifest.jsonl`, or the next number when it has changed since."""
+    """Writes the manifest of a whole job in bounded memory: `manifest.jsonl`, or the next number if the content has changed."""
     digest = hashlib.sha256()
     # A file without a name: a process that is killed leaves none behind.
     with tempfile.TemporaryFile(prefix="nightjar-manifest-") as file:

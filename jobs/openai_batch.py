@@ -3,8 +3,8 @@
     {"custom_id": "a1", "method": "POST", "url": "/v1/audio/speech",
      "body": {"model": "hibari", "input": "Good evening.", "voice": "heart", "response_format": "wav", "instructions": "Calm."}}
 
-Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech. What a line asks for and
-this job cannot do is an error of the line, so that nobody gets speech other than the one asked for.
+Source: https://platform.openai.com/docs/api-reference/batch/request-input and .../audio/createSpeech. A line that
+asks for something that the job cannot do is an error, so that nobody gets speech other than the requested one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ InputFormat = Literal["dialogues", "openai-batch"]
 
 
 class LineForm(Protocol):
-    """How an input writes dialogues."""
+    """How the lines of an input hold dialogues."""
 
-    #: What its lines call the id of an example.
+    #: The key of the example id in a line.
     id_key: str
 
     def dialogue(self, line: bytes) -> bytes:
@@ -40,7 +40,7 @@ class LineForm(Protocol):
         ...
 
     def example_id(self, line: bytes) -> str | None:
-        """The id of a line that was refused, where it has one that can be kept."""
+        """The example id of a refused line, or None where it has no valid one."""
         ...
 
 
@@ -95,23 +95,23 @@ class OpenAiBatchForm:
     def dialogue(self, line: bytes) -> bytes:
         """The dialogue: `custom_id` is its `example_id`, `input` the user's text, `voice` and `instructions` its generation.
 
-        Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.empty_text`, and `input.unsupported` for what cannot be
-        honoured. What is wrong is said in the words of a batch.
+        Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.empty_text`, and `input.unsupported` for what the job
+        cannot do. Messages use the keys of a batch.
         """
         request = _read(line)
         body = request.body
         if request.method != "POST" or request.url != URL:
             asked = clean(f"{request.method} {request.url}", 100)
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {asked!r}.", f"Only POST {URL} is made here.")
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The line asks for {asked!r}.", f"Only POST {URL} is supported.")
         check_example_id(request.custom_id, self.id_key, _SHAPE)
         self._check(body)
-        # An empty voice or instruction asks for nothing.
+        # An empty voice or instruction counts as none.
         generation = Generation(voice=body.voice or None, instruct=body.instructions or None)
         wanted = generation if generation != Generation() else msgspec.UNSET
         return _encode(_Dialogue(request.custom_id, (("user", "text", body.input),), wanted))
 
     def example_id(self, line: bytes) -> str | None:
-        """The `custom_id` of a line, however wrong the rest of it is."""
+        """The `custom_id` of a line, even if the rest of the line is invalid."""
         try:
             custom_id = _decode_id(line).custom_id
             check_example_id(custom_id, self.id_key, _SHAPE)
@@ -125,17 +125,17 @@ class OpenAiBatchForm:
                 "model", body.model, f"This job's model is {self._models[0]}; submit with another --model, or change the line."
             )
         if not is_visible(body.input):
-            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "The `input` holds nothing to speak.", "Give it the text.")
+            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "The `input` has no text to speak.", "Put the text there.")
         if body.instructions and not self._instruct:
             advice = "Leave `instructions` out, or submit with a --model that follows them."
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model takes no instructions.", advice)
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model does not follow instructions.", advice)
         if body.response_format is not None and body.response_format != self._encoding:
             advice = f"This job's audio is {self._encoding}; `--format flac` makes FLAC, and a job has one of the two."
             raise _unsupported("response_format", body.response_format, advice)
         if body.speed is not None and body.speed != 1:
-            raise _unsupported("speed", f"{body.speed:g}", "Speech is made at its natural pace, 1; leave `speed` out.")
+            raise _unsupported("speed", f"{body.speed:g}", "Only the natural speed, 1, is supported; leave `speed` out.")
         if body.stream_format not in (None, "audio"):
-            raise _unsupported("stream_format", body.stream_format or "", "A batch makes whole files; leave `stream_format` out.")
+            raise _unsupported("stream_format", body.stream_format or "", "A batch writes whole files; leave `stream_format` out.")
 
 
 def _read(line: bytes) -> _Request:
@@ -147,7 +147,7 @@ def _read(line: bytes) -> _Request:
         what, _, path = clean(str(error)).partition(" - at `$")
         where = f" in {path[1:-1]}" if path[1:-1] else ""
         if "unknown field" in what:
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"{what}{where}.", "It would have no effect; take it out of the line.") from None
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"{what}{where}.", "It would have no effect; remove it from the line.") from None
         raise InputError(ErrorCode.INPUT_BAD_LINE, f"{what}{where}.", _SHAPE) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)

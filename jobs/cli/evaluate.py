@@ -68,12 +68,12 @@ async def _evaluate(settings: Settings, source: str, server: str, to: Path, give
 
     begin = time.monotonic()
     async with _client(settings, server, given) as client:
-        manner = await _manner(client, given)
-        with open_source(source, settings.s3) as opened, AnswerFile(to, manner.facts()) as answers:
+        options = await _request_options(client, given)
+        with open_source(source, settings.s3) as opened, AnswerFile(to, options) as answers:
             reader = ReferenceReader(opened.folder, settings.audio_roots, open_store(settings.effective_store_url, settings.s3))
             if answers.done:
                 output.note(f"{counted(len(answers.done), 'answer')} of an earlier run in {to}.")
-            tally = await Evaluation(client, manner, reader, answers).run(opened, given["connections"], _telling(output))
+            tally = await Evaluation(client, options, reader, answers).run(opened, given["connections"], _progress(output))
     _summarize(tally, to, time.monotonic() - begin, (answers.equal[0], answers.equal[1]), output)
     return tally
 
@@ -91,7 +91,7 @@ def _client(settings: Settings, server: str, given: dict[str, Any]) -> ChatClien
     return ChatClient(server, key, given["connections"], given["timeout"], given["patience"])
 
 
-async def _manner(client: ChatClient, given: dict[str, Any]) -> RequestOptions:
+async def _request_options(client: ChatClient, given: dict[str, Any]) -> RequestOptions:
     """Raises `server.unreachable`, and `config.invalid` for a model that the server does not have."""
     from jobs.evaluation.client import RequestOptions
     from pipelines.request import Generation
@@ -106,17 +106,17 @@ async def _manner(client: ChatClient, given: dict[str, Any]) -> RequestOptions:
     return RequestOptions(model, mode, Generation(**{name: given[name] for name in sampling}), given["seed"])
 
 
-def _telling(output: Output) -> Callable[[Tally], None]:
+def _progress(output: Output) -> Callable[[Tally], None]:
     """A line on stderr now and then."""
     next_line = time.monotonic() + _LINE_SECONDS
 
-    def tell(tally: Tally) -> None:
+    def show(tally: Tally) -> None:
         nonlocal next_line
         if time.monotonic() >= next_line:
             next_line = time.monotonic() + _LINE_SECONDS
             output.note(_counts(tally))
 
-    return tell
+    return show
 
 
 def _counts(tally: Tally) -> str:

@@ -1,4 +1,4 @@
-"""A server that is asked many things at once: it may be busy or away for a while, and then it is asked again."""
+"""A client of a chat server that sends many requests at once, and sends one again while the server is busy or away."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from pipelines.validation import check_generation, either
 _CONNECT_SECONDS = 10.0
 #: Of the first answer: a server that is busy may take a while to say what it serves.
 _MODELS_SECONDS = 60.0
-_MOST_PAUSE_SECONDS = 30.0
+_MAX_PAUSE_SECONDS = 30.0
 _AWAY = frozenset({429, 502, 503})
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server said: a completion, or the code and words of its refusal."""
+    """A completion, or the code and message of the server's refusal."""
 
     completion: dict[str, Any] | None
     code: str
@@ -37,13 +37,13 @@ class Answer:
 
 
 class ChatClient:
-    """One server; an asynchronous context manager. Being cancelled hangs up, which frees the server's slot."""
+    """One server; an asynchronous context manager. A cancelled request is disconnected, which frees the server's slot."""
 
     def __init__(self, url: str, key: str | None, connections: int, timeout_seconds: float, patience_seconds: float) -> None:
-        """An answer may take `timeout_seconds`; a server that gives none to anybody for `patience_seconds` is given up."""
+        """An answer may take `timeout_seconds`. A server that gives no answer to any request for `patience_seconds` is given up."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self._patience_seconds = patience_seconds
-        self._last_word = time.monotonic()
+        self._last_answer = time.monotonic()
         try:
             self._http = httpx2.AsyncClient(
                 base_url=self.url,
@@ -61,7 +61,7 @@ class ChatClient:
         await self._http.aclose()
 
     async def models(self) -> list[str]:
-        """The names that the server serves. Raises `server.unreachable`, `config.invalid` for a key or address it refuses."""
+        """The names of the server's models. Raises `server.unreachable`, `config.invalid` for a key or address it refuses."""
         try:
             answer = await self._http.get("/v1/models", timeout=httpx2.Timeout(_MODELS_SECONDS, connect=_CONNECT_SECONDS))
         except httpx2.UnsupportedProtocol as error:
@@ -76,11 +76,11 @@ class ChatClient:
             raise self._unreachable(f"it answers {answer.status_code}, and no list of models") from error
 
     async def ask(self, body: dict[str, Any]) -> Answer:
-        """The answer to one request. Raises `server.unreachable` when patience is over."""
+        """The answer to one request. Raises `server.unreachable` when the patience has ended."""
         attempts = 0
         while True:
             attempts += 1
-            wait_seconds = min(2.0 ** min(attempts - 1, 10), _MOST_PAUSE_SECONDS) * random.uniform(0.5, 1.0)
+            wait_seconds = min(2.0 ** min(attempts - 1, 10), _MAX_PAUSE_SECONDS) * random.uniform(0.5, 1.0)
             try:
                 answer = await self._http.post("/v1/chat/completions", json=body)
             except httpx2.ConnectTimeout as error:
@@ -92,15 +92,15 @@ class ChatClient:
             else:
                 # Busy is not away: others get their answers.
                 if answer.status_code == 429 or answer.status_code not in _AWAY:
-                    self._last_word = time.monotonic()
+                    self._last_answer = time.monotonic()
                 if answer.status_code not in _AWAY:
                     return _read(answer, attempts)
                 reason = f"it answers {answer.status_code}"
                 after = answer.headers.get("retry-after", "")
                 wait_seconds = max(wait_seconds, float(after)) if after.isdigit() else wait_seconds
-            if time.monotonic() - self._last_word > self._patience_seconds:
+            if time.monotonic() - self._last_answer > self._patience_seconds:
                 raise self._unreachable(reason)
-            await asyncio.sleep(min(wait_seconds, _MOST_PAUSE_SECONDS))
+            await asyncio.sleep(min(wait_seconds, _MAX_PAUSE_SECONDS))
 
     def _unreachable(self, reason: str) -> ServiceError:
         message = f"The server {self.url} cannot be asked: {reason}."
@@ -117,16 +117,16 @@ def _read(answer: httpx2.Response, attempts: int) -> Answer:
         error = view["error"]
         return Answer(None, str(error.get("code") or answer.status_code), str(error.get("message") or ""), attempts)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        return Answer(None, str(answer.status_code), "The server's answer is not of OpenAI's form.", attempts)
+        return Answer(None, str(answer.status_code), "The server's answer is not in OpenAI's format.", attempts)
 
 
 def _no_address(url: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, f"{url[:200]!r} is no address of a server.", "Write it as http://HOST:PORT.")
+    return ConfigError(ErrorCode.CONFIG_INVALID, f"{url[:200]!r} is not the address of a server.", "Write it as http://HOST:PORT.")
 
 
-#: Where a text ends for the published server, which has to be told; ours knows.
+#: The token that ends a text. The published server has to be given it; ours knows it.
 _END_OF_TURN = 3
-#: What the published clients send where nobody says otherwise (specification of the API, one set a mode).
+#: Defaults of the published clients (specification of the API), for each mode.
 _DEFAULTS: dict[Mode, Generation] = {
     "text_only": Generation(max_tokens=4096, temperature=0.6, top_k=20),
     "text_audio": Generation(max_tokens=12_000, temperature=0.8, top_k=20, text_temperature=0.6, audio_temperature=0.8, audio_top_k=20),
@@ -137,17 +137,16 @@ _FIELDS = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """How all dialogues of a file are asked; what a line's `generation` says goes before it."""
+    """What is asked for all dialogues of a file. A line's own `generation` has precedence."""
 
     model: str
     mode: Mode
     generation: Generation = field(default_factory=Generation)
     seed: int = 0
 
-    def facts(self) -> dict[str, Any]:
-        """What two runs must share to continue one another."""
-        said = msgspec.to_builtins(self.generation)
-        return {"model": self.model, "mode": self.mode, "seed": self.seed, "generation": said}
+    def view(self) -> dict[str, Any]:
+        """As JSON. A file of answers is continued only with equal options."""
+        return msgspec.to_builtins(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,30 +158,30 @@ class Question:
     reference: str | None
 
 
-def question(dialogue: Dialogue, manner: RequestOptions, reader: ReferenceReader) -> Question:
+def question(dialogue: Dialogue, options: RequestOptions, reader: ReferenceReader) -> Question:
     """The request of a dialogue.
 
-    Speech is asked for without the assistant's messages, as the published clients do. For text the assistant's earlier turns
-    are part of the dialogue, and what it says after the last user message is the answer to compare with, never part of the
-    question. Raises `InputError` for what cannot be asked.
+    A request for speech has no assistant's messages, as in the published clients. A request for text has the assistant's earlier
+    turns; its texts after the last user message are the expected answer, and are never sent. Raises `InputError` for a dialogue
+    that cannot be sent.
     """
-    generation = (dialogue.generation or Generation()).over(manner.generation)
-    mode: Mode = generation.mode or manner.mode
-    generation = _one_by_one(generation, mode).over(_DEFAULTS[mode])
+    generation = (dialogue.generation or Generation()).over(options.generation)
+    mode: Mode = generation.mode or options.mode
+    generation = _filled_in(generation, mode).over(_DEFAULTS[mode])
     check_generation(generation)
     _refuse_unsendable(generation)
-    last = max((place for place, message in enumerate(dialogue.messages) if message[0] == "user"), default=-1)
+    last = max((index for index, message in enumerate(dialogue.messages) if message[0] == "user"), default=-1)
     asked = [
         message
-        for place, message in enumerate(dialogue.messages)
-        if message[0] != "assistant" or (mode == "text_only" and place < last and message[1] == "text")
+        for index, message in enumerate(dialogue.messages)
+        if message[0] != "assistant" or (mode == "text_only" and index < last and message[1] == "text")
     ]
     if last < 0:
         raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "The dialogue has no user message to answer.", "Give the line a user message.")
     expected = [content for role, modality, content in dialogue.messages[last + 1 :] if (role, modality) == ("assistant", "text")]
     position = speech_position(dialogue.messages)
-    seed = item_seed(manner.seed, dialogue.example_id, position, line_seed=generation.seed)
-    body: dict[str, Any] = {"model": manner.model, "messages": [_message(*message, reader) for message in asked], "seed": seed}
+    seed = item_seed(options.seed, dialogue.example_id, position, line_seed=generation.seed)
+    body: dict[str, Any] = {"model": options.model, "messages": [_message(*message, reader) for message in asked], "seed": seed}
     body |= {name: value for name in _FIELDS if (value := getattr(generation, name)) is not None}
     if mode == "text_only":
         body["stop_token_ids"] = [_END_OF_TURN]
@@ -192,10 +191,10 @@ def question(dialogue: Dialogue, manner: RequestOptions, reader: ReferenceReader
     return Question(body, seed, "\n".join(expected) or None)
 
 
-def _one_by_one(generation: Generation, mode: Mode) -> Generation:
-    """Settings of one modality said by those of both, so that no default goes before what was asked for.
+def _filled_in(generation: Generation, mode: Mode) -> Generation:
+    """The settings with those of one modality filled in from those of both, so that no default replaces what was asked for.
 
-    The published server draws stream 0 of the audio by `temperature`, which has to be `audio_temperature`.
+    The published server samples stream 0 of the audio with `temperature`, which therefore has to be `audio_temperature`.
     """
     text = either(generation.text_temperature, generation.temperature)
     if mode == "text_only":
@@ -208,7 +207,7 @@ def _one_by_one(generation: Generation, mode: Mode) -> Generation:
 def _refuse_unsendable(generation: Generation) -> None:
     for name in ("voice", "language", "instruct", "reference_text", "roles"):
         if getattr(generation, name) is not None:
-            message = f"A dialogue that is asked of a server has no `{name}`."
+            message = f"A request to a server cannot have `{name}`."
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, f"Remove `{name}` from the line.")
 
 
@@ -216,7 +215,7 @@ def _message(role: str, modality: str, content: str, reader: ReferenceReader) ->
     if modality == "text":
         return {"role": role, "content": content}
     if modality != "audio" or role != "user":
-        message = f"A {role} message of modality {modality!r} cannot be asked of a server."
+        message = f"A {role} message of modality {modality!r} cannot be sent to a server."
         raise InputError(ErrorCode.INPUT_BAD_MODALITY, message, "Remove the message.")
     audio = reader.read(content)
     data = audio.data

@@ -1,4 +1,4 @@
-"""Asks a server every dialogue of a source that has no good answer yet, many at once and in bounded memory."""
+"""Sends every dialogue of a source that has no good answer yet to a server: many at once, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import msgspec
 
-from jobs.dialogue import Dialogue, clean, parse_dialogue
+from jobs.dialogue import clean, parse_dialogue
 from jobs.evaluation.client import Answer, ChatClient, Question, RequestOptions, question
 from jobs.line_check import duplicate
 from jobs.references import ReferenceReader
@@ -54,24 +54,27 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     message: str | None = None
 
 
-class _Head(msgspec.Struct, kw_only=True):
+class _Head(msgspec.Struct, frozen=True):
+    """The first line of a file of answers."""
+
     schema: str
-    manner: dict[str, Any]
+    #: `RequestOptions.view`
+    options: dict[str, Any] = msgspec.field(name="manner")
 
 
 _encode = msgspec.json.Encoder().encode
 
 
 class AnswerFile:
-    """Appends records; a context manager that holds the file's lock.
+    """Appends records to a file; a context manager that holds the file's lock.
 
-    A run that finds a file goes on with it: good answers stay, failed ones are dropped to be asked again.
+    An existing file is continued: good answers stay, failed ones are dropped and asked again.
     """
 
-    def __init__(self, path: Path, manner: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` for a file of another kind, of other settings, or that another run writes."""
+    def __init__(self, path: Path, options: RequestOptions) -> None:
+        """Entering raises `ConfigError` for another kind of file, for other options, and while another run writes the file."""
         self.path = path
-        self._manner = dict(manner)
+        self._head = _encode(_Head(SCHEMA, options.view())) + b"\n"
         self.audio_folder = path.with_name(path.name + ".audio")
         #: Ids that have a good answer, with its outcome.
         self.done: dict[str, Outcome] = {}
@@ -96,15 +99,15 @@ class AnswerFile:
         self._lock.close()
 
     def add(self, record: Record) -> None:
-        """Writes one record, whole or not at all as far as a killed process goes."""
+        """Writes one record; a killed process leaves it whole or not at all."""
         self._file.write(_encode(record) + b"\n")
         self._file.flush()
         self._count(record)
 
     def put_audio(self, line: int, example_id: str, data: bytes) -> str:
-        """Writes a WAV; its path from the folder of the answers. It is there before the record that names it.
+        """Writes a WAV file and returns its path relative to the folder of the answers.
 
-        The name is of the id too: where the input has grown since, another dialogue stands in this line.
+        The name holds the id too: when the input has changed since, another dialogue may be in this line.
         """
         self.audio_folder.mkdir(exist_ok=True)
         path = self.audio_folder / f"{line:08d}-{hashlib.sha256(example_id.encode()).hexdigest()[:16]}.wav"
@@ -121,10 +124,10 @@ class AnswerFile:
             self.equal[1] += 1
 
     def _continued(self) -> Any:
-        """The file with its header and its good answers, open for more."""
+        """The file with its head and its good answers, open for more."""
         unfinished = self.path.with_name(self.path.name + ".part")
         with unfinished.open("wb") as kept:
-            kept.write(_encode({"schema": SCHEMA, "manner": self._manner}) + b"\n")
+            kept.write(self._head)
             if self.path.exists():
                 with self.path.open("rb") as before:
                     self._check_head(before.readline())
@@ -141,14 +144,14 @@ class AnswerFile:
         except (msgspec.MsgspecError, UnicodeDecodeError):
             head = None
         if head is None or head.schema != SCHEMA:
-            raise _invalid(f"{self.path} is no file of answers.", "Give another --to; nothing is written over.")
-        mine = msgspec.json.decode(_encode(self._manner))
-        if head.manner != mine:
-            names = ", ".join(sorted(name for name in {*head.manner, *mine} if head.manner.get(name) != mine.get(name)))
-            raise _invalid(f"{self.path} was made with other settings ({names}).", "Give another --to, or the settings it was made with.")
+            raise _invalid(f"{self.path} is not a file of answers.", "Give another --to; this file stays as it is.")
+        own = msgspec.json.decode(self._head, type=_Head).options
+        if head.options != own:
+            names = ", ".join(sorted(name for name in {*head.options, *own} if head.options.get(name) != own.get(name)))
+            raise _invalid(f"{self.path} was written with other settings ({names}).", "Give another --to, or the same settings.")
 
     def _good(self, raw: bytes) -> Record | None:
-        """The record of a line worth keeping: whole, good, and with its audio in place."""
+        """The record of a line that is kept: complete, good, and with its audio."""
         if not raw.endswith(b"\n"):
             return None
         try:
@@ -171,9 +174,9 @@ def _locked(path: Path) -> BinaryIO:
                 return lock
         except BlockingIOError:
             lock.close()
-            raise _invalid(f"Another run writes {path}.", "Wait for it, or give another --to.") from None
+            raise _invalid(f"Another run is writing {path}.", "Wait until it ends, or give another --to.") from None
         except FileNotFoundError:
-            # Its last owner has just taken it away.
+            # Its last owner has just removed it.
             pass
         lock.close()
 
@@ -203,7 +206,13 @@ class Tally:
     def total(self) -> int:
         return self.ok + self.no_audio + self.failed
 
+    def skip(self, outcome: Outcome) -> None:
+        """Counts an answer of an earlier run."""
+        setattr(self, outcome, getattr(self, outcome) + 1)
+        self.skipped += 1
+
     def add(self, record: Record) -> None:
+        """Counts a record of this run."""
         setattr(self, record.outcome, getattr(self, record.outcome) + 1)
         if record.code:
             self.codes[record.code] += 1
@@ -212,45 +221,46 @@ class Tally:
 
 
 class Evaluation:
-    """One run. `tally` may be read while it goes on."""
+    """One run. `tally` can be read meanwhile."""
 
-    def __init__(self, client: ChatClient, manner: RequestOptions, reader: ReferenceReader, answers: AnswerFile) -> None:
+    def __init__(self, client: ChatClient, options: RequestOptions, reader: ReferenceReader, answers: AnswerFile) -> None:
         self._client = client
-        self._manner = manner
+        self._options = options
         self._reader = reader
         self._answers = answers
         self._seen: set[str] = set()
         self.tally = Tally()
 
-    async def run(self, source: Source, connections: int, told: Callable[[Tally], None]) -> Tally:
-        """Asks until the source is at its end; `told` hears of every record. Raises `server.unreachable`."""
-        pending: set[asyncio.Task[Record]] = set()
+    async def run(self, source: Source, connections: int, on_record: Callable[[Tally], None]) -> Tally:
+        """Sends requests until the source ends; `on_record` is called after every record. Raises `server.unreachable`."""
+        pending: set[asyncio.Task[Record | None]] = set()
         try:
             for line, raw in _lines(source):
                 if len(pending) >= connections:
-                    pending = await self._take(pending, told)
-                if (work := self._begun(line, raw)) is not None:
-                    pending.add(asyncio.create_task(work))
+                    pending = await self._take(pending, on_record)
+                pending.add(asyncio.create_task(self._answer(line, raw)))
             while pending:
-                pending = await self._take(pending, told)
+                pending = await self._take(pending, on_record)
         finally:
-            # On the way out of an error or of Ctrl-C nobody waits for the answers that are under way.
+            # After an error or Ctrl-C nobody waits for the answers that are under way.
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
         return self.tally
 
-    async def _take(self, pending: set[asyncio.Task[Record]], told: Callable[[Tally], None]) -> set[asyncio.Task[Record]]:
+    async def _take(
+        self, pending: set[asyncio.Task[Record | None]], on_record: Callable[[Tally], None]
+    ) -> set[asyncio.Task[Record | None]]:
         done, left = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            record = task.result()
-            self._answers.add(record)
-            self.tally.add(record)
-            told(self.tally)
+            if (record := task.result()) is not None:
+                self._answers.add(record)
+                self.tally.add(record)
+                on_record(self.tally)
         return left
 
-    def _begun(self, line: int, raw: bytes | None) -> Coroutine[Any, Any, Record] | None:
-        """What is to be done for a line; None where it has a good answer."""
+    async def _answer(self, line: int, raw: bytes | None) -> Record | None:
+        """The record of a line; None where an earlier run got a good answer."""
         example_id = ""
         try:
             if raw is None:
@@ -258,46 +268,41 @@ class Evaluation:
                 raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Split its text into several lines.")
             dialogue = parse_dialogue(raw)
             example_id = dialogue.example_id
+            # Tasks begin in the order of the lines, so the first line of an id is the one that counts.
             if example_id in self._seen:
                 raise duplicate(example_id)
+            self._seen.add(example_id)
+            if (outcome := self._answers.done.get(example_id)) is not None:
+                self.tally.skip(outcome)
+                return None
+            asked = await asyncio.to_thread(question, dialogue, self._options, self._reader)
         except InputError as error:
-            return _refused(line, example_id, error)
-        self._seen.add(example_id)
-        if (outcome := self._answers.done.get(example_id)) is not None:
-            setattr(self.tally, outcome, getattr(self.tally, outcome) + 1)
-            self.tally.skipped += 1
-            return None
-        return self._asked(line, dialogue)
-
-    async def _asked(self, line: int, dialogue: Dialogue) -> Record:
-        try:
-            asked = await asyncio.to_thread(question, dialogue, self._manner, self._reader)
-        except InputError as error:
-            return _failed(line, dialogue.example_id, error)
+            message = clean(str(error))
+            return Record(example_id=example_id, line=line, outcome="failed", code=error.code.value, message=message)
         begin = time.monotonic()
         answer = await self._client.ask(asked.body)
-        return await asyncio.to_thread(self._record, line, dialogue.example_id, asked, answer, time.monotonic() - begin)
+        return await asyncio.to_thread(self._record, line, example_id, asked, answer, time.monotonic() - begin)
 
     def _record(self, line: int, example_id: str, asked: Question, answer: Answer, seconds: float) -> Record:
-        facts: dict[str, Any] = {"example_id": example_id, "line": line, "seed": asked.seed, "attempts": answer.attempts}
-        facts |= {"seconds": round(seconds, 3), "reference": asked.reference}
+        common: dict[str, Any] = {"example_id": example_id, "line": line, "seed": asked.seed, "attempts": answer.attempts}
+        common |= {"seconds": round(seconds, 3), "reference": asked.reference}
         if answer.completion is None:
-            return Record(outcome="failed", code=answer.code, message=clean(answer.message), **facts)
+            return Record(outcome="failed", code=answer.code, message=clean(answer.message), **common)
         choice = answer.completion["choices"][0]
         text = choice["message"].get("content") or ""
-        facts |= {"text": text, "finish_reason": choice.get("finish_reason"), "usage": answer.completion.get("usage")}
-        facts["equal"] = None if asked.reference is None else _plain(text) == _plain(asked.reference)
+        common |= {"text": text, "finish_reason": choice.get("finish_reason"), "usage": answer.completion.get("usage")}
+        common["equal"] = None if asked.reference is None else _plain(text) == _plain(asked.reference)
         audio = choice["message"].get("audio")
         if "vllm_xargs" not in asked.body:
-            return Record(outcome="ok", **facts)
+            return Record(outcome="ok", **common)
         if not audio:
             code = ErrorCode.SYNTH_NO_AUDIO.value
-            return Record(outcome="no_audio", code=code, message="The model ended after its text.", **facts)
+            return Record(outcome="no_audio", code=code, message="The model ended after its text.", **common)
         try:
             data = base64.b64decode(audio["data"], validate=True)
         except (binascii.Error, ValueError, KeyError, TypeError):
-            return Record(outcome="failed", code=ErrorCode.SYNTH_ENGINE.value, message="The audio of the answer is no base64.", **facts)
-        return Record(outcome="ok", audio=self._answers.put_audio(line, example_id, data), **facts)
+            return Record(outcome="failed", code=ErrorCode.SYNTH_ENGINE.value, message="The audio is not valid base64.", **common)
+        return Record(outcome="ok", audio=self._answers.put_audio(line, example_id, data), **common)
 
 
 def _lines(source: Source) -> Iterator[tuple[int, bytes | None]]:
@@ -306,14 +311,6 @@ def _lines(source: Source) -> Iterator[tuple[int, bytes | None]]:
         for number, raw in enumerate(batch.lines, batch.first):
             if raw is None or raw.strip():
                 yield number, raw
-
-
-async def _refused(line: int, example_id: str, error: InputError) -> Record:
-    return _failed(line, example_id, error)
-
-
-def _failed(line: int, example_id: str, error: InputError) -> Record:
-    return Record(example_id=example_id, line=line, outcome="failed", code=error.code.value, message=clean(str(error)))
 
 
 def _plain(text: str) -> str:

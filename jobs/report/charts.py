@@ -9,7 +9,7 @@ from dataclasses import dataclass
 WIDTH, HEIGHT = 560, 190
 #: Room for the labels of the axes.
 LEFT, BOTTOM, TOP, RIGHT = 52, 34, 10, 24
-MOST_BARS = 24
+MAX_BARS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Histo
     low, high = known[0], known[-1]
     if high - low < 1e-9 * max(1.0, abs(high)):
         low, high = low - max(0.5, abs(low) * 0.1), high + max(0.5, abs(high) * 0.1)
-    step = nice_step((high - low) / min(MOST_BARS, max(6, round(math.sqrt(len(known))))))
+    step = nice_step((high - low) / min(MAX_BARS, max(6, round(math.sqrt(len(known))))))
     first = math.floor(low / step + 1e-9)
     bars = max(1, math.ceil(high / step - 1e-9) - first)
     counts = [0] * bars
@@ -87,17 +87,17 @@ def histogram(key: str, title: str, unit: str, values: Sequence[float]) -> Histo
     room = HEIGHT - TOP - BOTTOM
     drawn = [
         Bar(
-            x=LEFT + place * width,
+            x=LEFT + index * width,
             y=TOP + room * (1 - count / top),
             width=max(1.0, width - 1),
             height=room * count / top,
-            label=f"{number((first + place) * step)} to {number((first + place + 1) * step)}{_spaced(unit)}",
+            label=f"{number((first + index) * step)} to {number((first + index + 1) * step)}{_spaced(unit)}",
             count=count,
         )
-        for place, count in enumerate(counts)
+        for index, count in enumerate(counts)
     ]
     every = max(1, math.ceil(bars / 7))
-    x_ticks = [Tick(LEFT + place * width, number((first + place) * step)) for place in range(0, bars + 1, every)]
+    x_ticks = [Tick(LEFT + index * width, number((first + index) * step)) for index in range(0, bars + 1, every)]
     middle = known[len(known) // 2] if len(known) % 2 else (known[len(known) // 2 - 1] + known[len(known) // 2]) / 2
     at = LEFT + (middle / step - first) * width
     return Histogram(key, title, unit, drawn, x_ticks, y_ticks, len(known), known[0], middle, known[-1], at)
@@ -153,7 +153,7 @@ def _y_axis(highest: float, *, whole: bool) -> tuple[list[Tick], float]:
         step = max(1.0, math.ceil(step))
     count = max(1, math.ceil(highest / step - 1e-9))
     room = HEIGHT - TOP - BOTTOM
-    return [Tick(TOP + room * (1 - place / count), number(place * step)) for place in range(count + 1)], count * step
+    return [Tick(TOP + room * (1 - index / count), number(index * step)) for index in range(count + 1)], count * step
 
 
 def _time_step(seconds: float) -> tuple[float, float, str]:

@@ -37,7 +37,7 @@ _SILENCE_DBFS = -100.0
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """How some speech looks, and in numbers what can be seen."""
+    """The pictures of some speech, and the same in numbers."""
 
     #: `d` of an SVG path in a box of `WIDTH` x `WAVE_HEIGHT`.
     wave: str
@@ -97,8 +97,8 @@ def _mel_rows(size: int, sample_rate: int) -> list[tuple[int, int]]:
 
 
 def _palette() -> bytes:
-    places = np.linspace(0, len(_ANCHORS) - 1, _LEVELS)
-    channels = [np.interp(places, range(len(_ANCHORS)), [anchor[channel] for anchor in _ANCHORS]) for channel in range(3)]
+    points = np.linspace(0, len(_ANCHORS) - 1, _LEVELS)
+    channels = [np.interp(points, range(len(_ANCHORS)), [anchor[channel] for anchor in _ANCHORS]) for channel in range(3)]
     return np.stack(channels, axis=1).round().astype(np.uint8).tobytes()
 
 
@@ -123,42 +123,42 @@ def _dbfs(value: float) -> float:
     return max(_SILENCE_DBFS, 20 * math.log10(value)) if value > 0 else _SILENCE_DBFS
 
 
-#: Larger files are neither drawn nor embedded.
-MOST_BYTES = 32 << 20
+#: Maximum of a file that is drawn or embedded.
+MAX_BYTES = 32 << 20
 #: Of an embedded clip, and of all of them as they stand in the page.
 CLIP_SECONDS = 10.0
-MOST_EMBEDDED_BYTES = 12_000_000
+MAX_EMBEDDED_BYTES = 12_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """The audio of one item, as far as a page has it."""
+    """The audio of one item on a page."""
 
-    #: Of a player: a relative link or a `data:` address; None: there is none.
+    #: Source of the player: a relative link or a `data:` address; None: no player.
     source: str | None
     picture: Picture | None
-    #: What a person should know of it; empty: nothing.
+    #: A remark for the reader; may be empty.
     note: str = ""
 
 
 class Clips:
-    """Makes clips, one after the other, for a page that will stand at `page`."""
+    """Makes clips, one after the other, for the page at the path `page`."""
 
     def __init__(self, store: ObjectStore, page: Path, *, embed: bool) -> None:
         self._store = store
         self._root = store.root if isinstance(store, FolderStore) and not embed else None
         self._folder = Path(os.path.abspath(page)).parent
-        self._left = MOST_EMBEDDED_BYTES
+        self._left = MAX_EMBEDDED_BYTES
 
     @property
     def linked(self) -> bool:
-        """Whether players read the store's files, rather than what is in the page."""
+        """Whether players read the store's files and not data in the page."""
         return self._root is not None
 
     def clip(self, artifact: Artifact) -> Clip:
-        """The clip of an artifact. What cannot be read has no player and a note that says why."""
+        """The clip of an artifact. Audio that cannot be read has no player, and a note with the reason."""
         link = None if self._root is None else _relative(self._root / artifact.key, self._folder)
-        if artifact.bytes > MOST_BYTES:
+        if artifact.bytes > MAX_BYTES:
             return Clip(link, None, "too large to be drawn" if link else "too large to be embedded")
         try:
             samples, rate = decode(self._store.get(artifact.key), max_seconds=3600)

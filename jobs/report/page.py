@@ -43,7 +43,7 @@ class ErrorRow:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An item in the table. Texts are fit for a page: bounded, without control characters."""
+    """An item in the table. Texts are safe for a page: bounded, without control characters."""
 
     #: 1 is the worst.
     rank: int
@@ -69,7 +69,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """All that a report shows. Texts are fit for a page, as in `Row`; those of `job` are shown where nobody chooses them."""
+    """Everything that a report shows. Texts are safe for a page, as in `Row`; of `job` only generated fields are shown."""
 
     job: Job
     #: The job's name, or its input's; its input, its model, its voices, and why it is in its state.
@@ -82,7 +82,7 @@ class Page:
     #: When the figures were true, ISO 8601.
     at: str
     facts: Sequence[Fact]
-    #: Commits, or leases of shards, that the charts are made of; too few are not drawn.
+    #: Commits, or leases of shards, in the charts; too few are not drawn.
     spans: int
     charts: Sequence[Lines]
     #: (share of the time, said, was, error)
@@ -94,10 +94,10 @@ class Page:
     #: Names of the scores in the table.
     scores: Sequence[str]
     rows: Sequence[Row]
-    #: Items with audio that the histograms are made of, and whether these are all.
+    #: Items with audio in the histograms, and whether these are all.
     measured: int
     whole: bool
-    #: Players read files beside the page.
+    #: Players read files outside the page.
     linked: bool
     source: str
 
@@ -129,7 +129,7 @@ def _template() -> jinja2.Template:
 
 
 def _asset(name: str) -> str:
-    """A file of this package, without its last newline: what is hashed is what stands between the tags."""
+    """A file of this package, without its last newline: the hash is of the text between the tags."""
     return files("jobs.report").joinpath(name).read_text(encoding="utf-8").rstrip("\n")
 
 

@@ -19,12 +19,12 @@ from jobs.redact import redact
 from jobs.report.charts import Histogram, Lines, histogram, lines, number
 from jobs.report.clips import Clip, Clips
 from jobs.report.page import ErrorRow, Fact, Page, Row, render
-from jobs.report.sample import MOST_MEASURED, PACE, Sample, SampleItem, take_sample
+from jobs.report.sample import MAX_MEASURED, PACE, Sample, SampleItem, take_sample
 from jobs.report.timeline import (
     BINS,
-    FEWEST_BINS,
-    FEWEST_FOR_ETA,
-    FEWEST_SPANS,
+    MIN_BINS,
+    MIN_FOR_ETA,
+    MIN_SPANS,
     EtaCheck,
     Timeline,
     WorkClock,
@@ -53,19 +53,19 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 SHOWN_ITEMS = 60
-MOST_SHOWN_ITEMS = 500
-MOST_VOICES = 5
+MAX_SHOWN_ITEMS = 500
+MAX_VOICES = 5
 _TEXT_CHARACTERS = 240
 _MESSAGE_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """What a person may say about a report."""
+    """The choices of a person for a report."""
 
     #: Rows of the table of items.
     items: int = SHOWN_ITEMS
-    #: Puts short clips into the page rather than links to the store's folder; a bucket's audio is always embedded.
+    #: Puts short clips into the page instead of links to the store's folder. Audio of a bucket is always embedded.
     embed: bool = False
     price_per_gpu_hour: float | None = None
 
@@ -90,19 +90,19 @@ def write_report(
     options: ReportOptions | None = None,
     opened: Callable[[str], AbstractContextManager[IO[bytes]]] = output,
 ) -> ReportResult:
-    """Writes the report of a job to the file `to`, complete or not at all; `opened` opens it. A job that has ended gives the
-    same bytes each time.
+    """Writes the report of a job to the file `to`, complete or not at all; `opened` opens it. The report of a job that has ended
+    has the same bytes each time.
 
-    Looks at a bounded number of items, so that time and memory do not grow with them; only the leases are all read.
+    It reads a bounded number of items, so that time and memory do not grow with the job; leases are all read.
     Raises `config.invalid` for a file that cannot be written, `NotFoundError`, `StoreError`, `ServiceError`.
     """
     options = options or ReportOptions()
     status = ledger.status(job_id)
     errors = ledger.error_counts(job_id)
-    sample = take_sample(ledger, store, status.job, min(options.items, MOST_SHOWN_ITEMS), errors)
+    sample = take_sample(ledger, store, status.job, min(options.items, MAX_SHOWN_ITEMS), errors)
     clips = Clips(store, to, embed=options.embed)
     line = _timeline(ledger, status)
-    checks = eta_checks(line) if line and status.job.state.final and line.spans >= FEWEST_FOR_ETA else []
+    checks = eta_checks(line) if line and status.job.state.final and line.spans >= MIN_FOR_ETA else []
     page = Page(
         job=status.job,
         name=clean(status.job.name or _input_name(status.job) or status.job.id, 200),
@@ -114,7 +114,7 @@ def write_report(
         at=utc(status.job.finished_at if status.job.state.final else status.now) or "",
         facts=_facts(status, options.price_per_gpu_hour),
         spans=line.spans if line else 0,
-        charts=_charts(line, checks) if line and line.spans >= FEWEST_SPANS else [],
+        charts=_charts(line, checks) if line and line.spans >= MIN_SPANS else [],
         eta_rows=_eta_rows(line, checks) if line else [],
         histograms=_histograms(sample),
         constant=[(clean(name, 60), number(values[0])) for name, values in sorted(sample.scores.items()) if _constant(values)],
@@ -141,17 +141,17 @@ def _input_name(job: Job) -> str:
 
 
 def _voice(job: Job, sample: Sample) -> str:
-    """The voices that the looked-at items were asked for; of a model with one voice that, where none was."""
+    """The voices that the sampled items asked for. Where none did and the model has one voice: that one."""
     asked = sorted(sample.voices)
     if not asked:
         try:
             voices = describe(job.spec.model).capabilities.voices
         except NightjarError:
-            # The report may be made where the model is not.
+            # The model need not be on this machine.
             voices = ()
         return voices[0] if len(voices) == 1 else "the model's own"
-    shown = ", ".join(asked[:MOST_VOICES])
-    return shown if len(asked) <= MOST_VOICES else f"{shown} and {len(asked) - MOST_VOICES} more"
+    shown = ", ".join(asked[:MAX_VOICES])
+    return shown if len(asked) <= MAX_VOICES else f"{shown} and {len(asked) - MAX_VOICES} more"
 
 
 def _timeline(ledger: Ledger, status: JobStatus) -> Timeline | None:
@@ -160,10 +160,10 @@ def _timeline(ledger: Ledger, status: JobStatus) -> Timeline | None:
     start = status.job.started_at
     if start is None or not clock.seconds:
         return None
-    if status.job.total_items <= MOST_MEASURED:
+    if status.job.total_items <= MAX_MEASURED:
         commits = ledger.commits(status.job.id)
         if all(commit.at is not None for commit in commits):
-            bins = min(BINS, max(FEWEST_BINS, len(commits)))
+            bins = min(BINS, max(MIN_BINS, len(commits)))
             return timeline(clock.at_work(spans_of_commits(commits, start)), 0.0, clock.seconds, bins)
     return timeline(clock.at_work(spans_of_attempts(ledger.attempts(status.job.id))), 0.0, clock.seconds)
 
@@ -202,7 +202,7 @@ def _facts(status: JobStatus, price: float | None) -> list[Fact]:
 
 
 def _charts(line: Timeline, checks: Sequence[EtaCheck]) -> list[Lines]:
-    middles = [(place + 0.5) * line.step_seconds for place in range(len(line.items))]
+    middles = [(index + 0.5) * line.step_seconds for index in range(len(line.items))]
     rates, factors = line.items_per_second, line.real_time_factors
     summary = f"Highest {number(max(rates))}, on average {number(sum(line.items) / line.seconds)} items a second."
     found = [lines("throughput", "Throughput", "items a second", list(zip(middles, rates)), line.seconds, summary)]
@@ -211,7 +211,7 @@ def _charts(line: Timeline, checks: Sequence[EtaCheck]) -> list[Lines]:
     if checks:
         said = [(check.at_seconds, check.said_seconds) for check in checks]
         was = [(check.at_seconds, check.was_seconds) for check in checks]
-        # A first guess after one item may be a hundred times too long, and would flatten all that follows.
+        # The first estimate, after one item, may be a hundred times too long and would flatten the rest of the chart.
         limit = 3 * line.seconds
         said = [(at, min(value, limit)) for at, value in said]
         errors = ", ".join(f"{_signed(check.error, 0)} at {share:.0%}" for share, check in checkpoints(checks, line.seconds))
@@ -230,18 +230,18 @@ def _eta_rows(line: Timeline, checks: Sequence[EtaCheck]) -> list[tuple[str, str
 
 
 def _signed(share: float, digits: int) -> str:
-    """A share in percent with its sign; none for what rounds to nothing."""
+    """A share in percent with its sign; no sign where it rounds to zero."""
     rounded = round(100 * share, digits)
     return f"{rounded:+.{digits}f} %" if rounded else "0 %"
 
 
 def _histograms(sample: Sample) -> list[Histogram]:
     found = [histogram("duration", "Length of an item", "s", sample.durations)]
-    for place, (name, values) in enumerate(sorted(sample.scores.items(), key=lambda pair: (pair[0] != PACE, pair[0]))):
+    for index, (name, values) in enumerate(sorted(sample.scores.items(), key=lambda pair: (pair[0] != PACE, pair[0]))):
         if _constant(values):
             continue
         title = "Pace: letters a second" if name == PACE else f"Score: {clean(name, 60)}"
-        found.append(histogram(f"score-{place}", title, CHECKS[name].unit if name in CHECKS else "", values))
+        found.append(histogram(f"score-{index}", title, CHECKS[name].unit if name in CHECKS else "", values))
     return [chart for chart in found if chart is not None]
 
 
@@ -250,7 +250,7 @@ def _constant(values: Sequence[float]) -> bool:
 
 
 def _error_row(ledger: Ledger, status: JobStatus, code: ErrorCode, count: int) -> ErrorRow:
-    """A code with one message that stands for it."""
+    """A code with one message as its example."""
     job_id = status.job.id
     example: RejectedLine | None = None
     message = ""
@@ -258,9 +258,9 @@ def _error_row(ledger: Ledger, status: JobStatus, code: ErrorCode, count: int) -
         for item in ledger.items(job_id, state=state, codes=[code], limit=1):
             message = message or item.error_message or ""
     if not message and code.value.startswith("input."):
-        # Lines are read in order; the first ones tell what is common.
-        for place, line in enumerate(ledger.rejected_lines(job_id)):
-            if line.code is code or place >= 1000:
+        # Lines are read in order; the first ones show what is common.
+        for index, line in enumerate(ledger.rejected_lines(job_id)):
+            if line.code is code or index >= 1000:
                 example = line if line.code is code else None
                 break
         message = f"line {example.line}: {example.message}" if example else ""
@@ -291,7 +291,7 @@ def _row(rank: int, item: SampleItem, clips: Clips) -> Row:
 
 
 def _draw_texts(item: SampleItem) -> Sequence[str]:
-    """One line for each draw, where there was more than one."""
+    """One line for each draw if there was more than one."""
     if len(item.draws) < 2:
         return []
     return [

@@ -22,10 +22,10 @@ from pipelines.errors import ErrorCode
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
-#: Items whose lengths and scores are drawn as histograms. A larger job is looked at in blocks, evenly over its items.
-MOST_MEASURED = 4000
+#: Maximum of items in the histograms of lengths and scores. A larger job is sampled in blocks, evenly over its items.
+MAX_MEASURED = 4000
 BLOCKS = 20
-#: Share of the shown items that may be failed ones, and share that is chosen evenly rather than for being odd.
+#: Maximum share of failed items among the shown ones, and share that is chosen evenly over the job.
 _FAILED_SHARE, _TYPICAL_SHARE = 0.5, 0.25
 #: An item this many times further from the median than half of the items is odd.
 ODD = 3.5
@@ -39,18 +39,18 @@ _decode = msgspec.json.Decoder(Dialogue).decode
 
 @dataclass(slots=True)
 class SampleItem:
-    """An item that a report has looked at."""
+    """An item in the sample of a report."""
 
     row: ItemRow
-    #: Its audio; that in quarantine of one that failed its checks.
+    #: Its audio; for an item that failed its checks the audio in quarantine.
     artifact: Artifact | None
     text: str = ""
-    #: Voice that was asked for; empty: none.
+    #: Requested voice; empty: none.
     voice: str = ""
     #: Whose turn it is.
     role: str = ""
     draws: list[Draw] = field(default_factory=list[Draw])
-    #: Scores of the draw that counts, and the pace.
+    #: Scores of the draw whose audio is shown, and the pace.
     values: dict[str, float] = field(default_factory=dict[str, float])
     #: Names of the scores that did not pass.
     refused: list[str] = field(default_factory=list[str])
@@ -65,51 +65,51 @@ class SampleItem:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a report knows of single items."""
+    """The items that a report reads."""
 
-    #: Items with audio that the histograms are made of, and whether these are all that the job has.
+    #: Number of items with audio in the histograms, and whether these are all of the job.
     measured: int
     whole: bool
     durations: Sequence[float]
     #: Name of a score -> its values.
     scores: Mapping[str, Sequence[float]]
-    #: Voices that were asked for.
+    #: Requested voices.
     voices: frozenset[str]
     #: The shown ones, the worst first.
     items: Sequence[SampleItem]
 
 
 def take_sample(ledger: Ledger, store: ObjectStore, job: Job, shown: int, codes: Iterable[ErrorCode]) -> Sample:
-    """Looks at items of a job and chooses `shown` of them. Raises `StoreError`, `ServiceError`."""
+    """Reads items of a job and chooses `shown` of them. Raises `StoreError`, `ServiceError`."""
     rows = list(_population(ledger, job))
     broken = list(_broken(ledger, job, codes, max(1, int(shown * _FAILED_SHARE))))
     quarantined = _artifacts(ledger, job, _QUARANTINE, [row.index for row in broken])
-    made = [SampleItem(row, row.artifact) for row in rows if row.state is ItemState.DONE and row.artifact is not None]
+    done = [SampleItem(row, row.artifact) for row in rows if row.state is ItemState.DONE and row.artifact is not None]
     failed = [SampleItem(row, quarantined.get(row.index)) for row in broken]
-    _add_texts(ledger, store, job, [*made, *failed])
-    _add_scores(ledger, job, [*made, *failed])
-    _judge(made, failed)
+    _add_texts(ledger, store, job, [*done, *failed])
+    _add_scores(ledger, job, [*done, *failed])
+    _judge(done, failed)
     scores: dict[str, list[float]] = {}
-    for item in made:
+    for item in done:
         for name, value in item.values.items():
             scores.setdefault(name, []).append(value)
-    durations = [seconds for item in made if (seconds := item.seconds) is not None]
-    voices = frozenset(filter(None, (item.voice for item in (*made, *failed))))
-    return Sample(len(made), job.total_items <= MOST_MEASURED, durations, scores, voices, _chosen(made, failed, shown))
+    durations = [seconds for item in done if (seconds := item.seconds) is not None]
+    voices = frozenset(filter(None, (item.voice for item in (*done, *failed))))
+    return Sample(len(done), job.total_items <= MAX_MEASURED, durations, scores, voices, _chosen(done, failed, shown))
 
 
 def _population(ledger: Ledger, job: Job) -> Iterator[ItemRow]:
-    if job.total_items <= MOST_MEASURED:
+    if job.total_items <= MAX_MEASURED:
         yield from ledger.items(job.id)
         return
-    size = MOST_MEASURED // BLOCKS
+    size = MAX_MEASURED // BLOCKS
     for block in range(BLOCKS):
         first = (job.total_items - size) * block // (BLOCKS - 1)
         yield from ledger.items(job.id, after=first - 1, limit=size)
 
 
 def _broken(ledger: Ledger, job: Job, codes: Iterable[ErrorCode], most: int) -> Iterator[ItemRow]:
-    """Failed items, so many of each code that every code has its turn."""
+    """Failed items, with an equal share for each code."""
     wanted = list(codes)
     each = max(1, most // max(1, len(wanted)))
     for code in wanted[:most]:
@@ -159,23 +159,23 @@ def _add_scores(ledger: Ledger, job: Job, items: Sequence[SampleItem]) -> None:
 
 
 def _draw_that_counts(item: SampleItem) -> Draw | None:
-    """The draw whose audio is shown: the kept one, or of an item that failed the one in quarantine; else the last."""
+    """The draw whose audio is shown: the kept one, or the one in quarantine if the item failed; else the last."""
     shown = [draw for draw in item.draws if draw.kept or (item.artifact is not None and draw.seed == item.artifact.seed)]
     return next(iter(shown or item.draws[-1:]), None)
 
 
-def _judge(made: Sequence[SampleItem], failed: Sequence[SampleItem]) -> None:
-    """Sets badness and reason: an item that failed, one that a check refused, then how far a score is from the others."""
+def _judge(done: Sequence[SampleItem], failed: Sequence[SampleItem]) -> None:
+    """Sets `badness` and `why`: failed items, then items that a check refused, then by how far a score is from the others."""
     for item in failed:
         code = item.row.error_code
         item.badness, item.why = math.inf, code.value if code else "no reason is known"
-    names = sorted({name for item in made for name in item.values})
+    names = sorted({name for item in done for name in item.values})
     for name in names:
-        values = [item.values[name] for item in made if name in item.values]
+        values = [item.values[name] for item in done if name in item.values]
         median = statistics.median(values)
-        # Half of the items are nearer than this; where more than half are equal, whatever differs is odd.
+        # Half of the items are nearer than this. Where more than half are equal, every other value is odd.
         spread = statistics.median(abs(value - median) for value in values) or max(1e-3, abs(median) * 0.05)
-        for item in made:
+        for item in done:
             if name not in item.values:
                 continue
             away = (item.values[name] - median) / spread
@@ -183,25 +183,25 @@ def _judge(made: Sequence[SampleItem], failed: Sequence[SampleItem]) -> None:
             odd = -away if bad == "low" else away if bad == "high" else abs(away)
             if odd > max(item.badness, ODD):
                 item.badness, item.why = odd, f"{name} {item.values[name]:.3g}, where {median:.3g} is common"
-    for item in made:
+    for item in done:
         if item.refused:
             item.badness, item.why = 1e9 + item.badness, f"refused by {', '.join(item.refused)}"
 
 
-def _chosen(made: Sequence[SampleItem], failed: Sequence[SampleItem], shown: int) -> list[SampleItem]:
+def _chosen(done: Sequence[SampleItem], failed: Sequence[SampleItem], shown: int) -> list[SampleItem]:
     room = max(0, shown - len(failed))
-    by_badness = sorted(made, key=lambda item: (-item.badness, item.row.index))
+    by_badness = sorted(done, key=lambda item: (-item.badness, item.row.index))
     worst = [item for item in by_badness if item.badness > 0][: max(0, room - int(room * _TYPICAL_SHARE))]
-    rest = [item for item in by_badness if item not in worst] if len(made) <= shown else _spread(made, worst, room - len(worst))
+    rest = [item for item in by_badness if item not in worst] if len(done) <= shown else _spread(done, worst, room - len(worst))
     return [*failed[:shown], *worst, *rest[: room - len(worst)]]
 
 
-def _spread(made: Sequence[SampleItem], worst: Sequence[SampleItem], count: int) -> list[SampleItem]:
-    """So many of the items that are not odd, evenly over the job."""
+def _spread(done: Sequence[SampleItem], worst: Sequence[SampleItem], count: int) -> list[SampleItem]:
+    """`count` of the items that are not odd, evenly over the job."""
     taken = {item.row.index for item in worst}
-    left = [item for item in made if item.row.index not in taken]
+    left = [item for item in done if item.row.index not in taken]
     count = min(count, len(left))
-    return [left[place * len(left) // count] for place in range(count)] if count else []
+    return [left[number * len(left) // count] for number in range(count)] if count else []
 
 
 def _some(indexes: Sequence[int]) -> Iterator[Sequence[int]]:

@@ -10,18 +10,18 @@ from itertools import accumulate
 from jobs.ledger.queries import Attempt, Commit
 
 #: Steps of a timeline; one of few commits has fewer.
-BINS, FEWEST_BINS = 60, 12
-#: With fewer spans an even spread would be drawn rather than what happened; an ETA is judged from more of them only.
-FEWEST_SPANS, FEWEST_FOR_ETA = 4, 10
-#: Longest work that one commit stands for.
+BINS, MIN_BINS = 60, 12
+#: With fewer spans a chart would show an even spread and not what happened. An ETA is judged from more spans only.
+MIN_SPANS, MIN_FOR_ETA = 4, 10
+#: Maximum time that the work of one commit is spread over.
 COMMIT_SECONDS = 10.0
-#: Shares of the whole time at which the ETA's error is told.
+#: Shares of the whole time at which the ETA's error is shown.
 CHECKPOINTS = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What was made between two times of the ledger's clock."""
+    """What was synthesized between two times of the ledger's clock."""
 
     start: float
     end: float
@@ -37,7 +37,7 @@ class Timeline:
     #: Items that ended, and seconds of speech, in each step.
     items: Sequence[float]
     audio_seconds: Sequence[float]
-    #: What it is made of; it shows nothing that is shorter than they are.
+    #: Number of spans it was computed from. It shows nothing that is shorter than they are.
     spans: int
 
     @property
@@ -69,7 +69,7 @@ class EtaCheck:
 
 
 class WorkClock:
-    """Counts only the time in which a job was worked on, as its rates do: without pauses, and without what lies before a retry."""
+    """Counts only the time in which workers held shards of a job, as its rates do: without pauses, and without the time before a retry."""
 
     def __init__(self, busy: Sequence[tuple[float, float]]) -> None:
         """`busy`: (start, end) by the ledger's clock, in order and apart from each other."""
@@ -79,16 +79,16 @@ class WorkClock:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """All the time at work."""
         return self._before[-1]
 
     def at(self, time: float) -> float:
         """Seconds of work before a time of the ledger's clock."""
-        place = bisect_right(self._starts, time) - 1
-        if place < 0:
+        index = bisect_right(self._starts, time) - 1
+        if index < 0:
             return 0.0
-        start, end = self._busy[place]
-        return self._before[place] + min(time, end) - start
+        start, end = self._busy[index]
+        return self._before[index] + min(time, end) - start
 
     def at_work(self, spans: Iterable[Span]) -> Iterator[Span]:
         """The spans on this clock."""
@@ -105,7 +105,7 @@ def spans_of_commits(commits: Iterable[Commit], start: float) -> Iterator[Span]:
 
 
 def spans_of_attempts(attempts: Iterable[Attempt]) -> Iterator[Span]:
-    """Each lease with what it made."""
+    """Each lease with its items and audio."""
     for attempt in attempts:
         yield Span(attempt.started_at, attempt.ended_at, attempt.done + attempt.failed, attempt.audio_ms / 1000)
 
@@ -119,12 +119,12 @@ def timeline(spans: Iterable[Span], start: float, end: float, bins: int = BINS) 
         begin = min(max(span.start, start), end)
         finish = min(max(span.end, begin), end)
         first, last = min(int((begin - start) / step), bins - 1), min(int((finish - start) / step), bins - 1)
-        for place in range(first, last + 1):
-            low, high = max(begin, start + place * step), min(finish, start + (place + 1) * step)
+        for index in range(first, last + 1):
+            low, high = max(begin, start + index * step), min(finish, start + (index + 1) * step)
             overlap = max(0.0, high - low)
             share = overlap / (finish - begin) if finish > begin else 1.0
-            items[place] += span.items * share
-            audio[place] += span.audio_seconds * share
+            items[index] += span.items * share
+            audio[index] += span.audio_seconds * share
     return Timeline(step, items, audio, count)
 
 
@@ -132,9 +132,9 @@ def eta_checks(line: Timeline) -> list[EtaCheck]:
     """The ETA at the end of each step before the last, as `jobs.status.eta_seconds` makes it, beside the truth."""
     total, ended = sum(line.items), 0.0
     checks: list[EtaCheck] = []
-    for place, items in enumerate(line.items[:-1], 1):
+    for index, items in enumerate(line.items[:-1], 1):
         ended += items
-        at = place * line.step_seconds
+        at = index * line.step_seconds
         if ended > 0:
             checks.append(EtaCheck(at, max(0.0, total - ended) * at / ended, line.seconds - at))
     return checks

@@ -216,7 +216,7 @@ def test_embedded_clips_are_short_and_bounded(desk: Desk, monkeypatch: pytest.Mo
         samples, rate = soundfile.read(io.BytesIO(base64.b64decode(data)))
         assert 0 < len(samples) <= 0.2 * rate
     assert "the first 0.2 s" in document.whole_text()
-    monkeypatch.setattr(clips, "MOST_EMBEDDED_BYTES", 3000)
+    monkeypatch.setattr(clips, "MAX_EMBEDDED_BYTES", 3000)
     document, result = desk.report(job, embed=True)
     assert len(document.all("audio")) < 6
     assert "no room for more embedded audio" in document.whole_text()
@@ -261,7 +261,7 @@ def test_the_eta_is_held_against_the_truth(desk: Desk) -> None:
 
 
 def test_a_large_job_is_looked_at_in_blocks(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample, "MOST_MEASURED", 20)
+    monkeypatch.setattr(sample, "MAX_MEASURED", 20)
     monkeypatch.setattr(sample, "BLOCKS", 5)
     monkeypatch.setattr(sample, "_INDEXES_AT_ONCE", 3)
     document, result = desk.report(desk.job(TEXTS), items=6)

@@ -154,7 +154,7 @@ def test_a_dialogue_that_was_put_before_others_takes_nobodys_audio(server: Runni
 def test_an_answer_that_is_of_no_form_is_a_failure_of_its_line() -> None:
     for message in (None, "text", {"content": ["text"]}, {"content": 3}):
         answer = _read(httpx2.Response(200, json={"choices": [{"message": message}]}), 1)
-        assert (answer.completion, answer.message) == (None, "The server's answer is not of OpenAI's form.")
+        assert (answer.completion, answer.message) == (None, "The server's answer is not in OpenAI's format.")
     assert _read(httpx2.Response(200, json={"choices": [{"message": {"content": None}}]}), 1).completion is not None
 
 

@@ -72,7 +72,7 @@ def test_every_value_is_in_one_bar(values: list[float]) -> None:
     chart = charts.histogram("k", "Title", "s", [*values, math.nan])
     assert chart is not None
     assert sum(bar.count for bar in chart.bars) == chart.count == len(values)
-    assert 1 <= len(chart.bars) <= 2 * charts.MOST_BARS
+    assert 1 <= len(chart.bars) <= 2 * charts.MAX_BARS
     assert all(charts.TOP - 0.1 <= bar.y <= charts.HEIGHT - charts.BOTTOM + 0.1 for bar in chart.bars)
     assert all(charts.LEFT <= bar.x <= charts.WIDTH - charts.RIGHT for bar in chart.bars)
     assert charts.LEFT - 0.1 <= chart.median_at <= charts.WIDTH - charts.RIGHT + 0.1
