@@ -28,9 +28,9 @@ from triton import TritonError
 from benchmarks.codec_shapes import FRAME_MACS, Problem, problems, tiles
 from kernels import codec_launch
 from kernels.codec_launch import Tile
+from pipelines.codec.blocks import Past
 from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.codec_blocks import Past
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder
 
 #: What the whole decoder should take, in microseconds a frame at 32 x 100 frames: floor, aim, must, torch.compile with cudnn.benchmark.

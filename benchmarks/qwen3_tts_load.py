@@ -16,13 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.watched import GpuUse, Watched
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.decoder import CodecState
+from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions, Finish
 from pipelines.engine.engine import Engine
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.qwen3_tts.codec import CodecDecoder, CodecState
+from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.execution import open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.pipeline import FrameOrder, FrameUtteranceFuture

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.figures import Figure, show, write
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.stage import CodecStage
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
 from pipelines.spark_tts.config import LLM, SparkConfig
 from pipelines.spark_tts.pipeline import column, model_spec

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import AudioChunk, EngineStats, Speech, SynthesisRequest
 

@@ -12,31 +12,58 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import conv1d, linear, normalize, pad
 
-from pipelines.fish_speech.codec_blocks import (
-    RESIDUAL_DILATIONS,
-    CausalConv,
-    ConvNeXt,
-    Loader,
-    ResidualUnit,
-    Snake,
-    StateLayout,
-    WindowTransformer,
-)
+from pipelines.codec.blocks import RESIDUAL_DILATIONS, CausalConv, ConvNeXt, ResidualUnit, Snake, StateLayout
+from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer, angles
 from pipelines.fish_speech.config import CodecConfig, CodecStackConfig
-from pipelines.fish_speech.weights import TensorSource
+from pipelines.fish_speech.weights import CodecLoader, NormedSource, halves
 from pipelines.nn.recordings import RecordingCache, check_recording, decode_recording
 
 STEM_KERNEL, HEAD_KERNEL = 7, 3
 
 
+def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for half-split heads, rounded to bfloat16 as in training: positions [B, T] -> two of [B, 1, T, head_dim]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    found = angles(positions, 1.0 / base**exponents)
+    return found.cos().bfloat16().float(), found.sin().bfloat16().float()
+
+
+def window_transformer(load: CodecLoader, layout: StateLayout, config: CodecStackConfig) -> WindowTransformer:
+    """One of the codec's transformers: [B, T, dim] -> [B, T, dim]."""
+    norm = load("norm.weight", config.dim)
+    layers = [
+        TransformerLayer(_layer(load.at(f"layers.{i}."), config), layout, config.head_dim, config.dim, config.window, config.eps)
+        for i in range(config.layers)
+    ]
+    return WindowTransformer(
+        layers, norm, config.eps, config.window, lambda positions, _: rotary(positions, config.head_dim, config.rope_base)
+    )
+
+
+def _layer(load: CodecLoader, config: CodecStackConfig) -> LayerWeights:
+    """A layer whose heads rotate neighbours, put in half-split layout."""
+    dim, inner = config.dim, config.intermediate
+    query, key, value = load("attention.wqkv.weight", 3 * dim, dim).chunk(3)
+    return LayerWeights(
+        norm1=load("attention_norm.weight", dim),
+        qkv=torch.cat([halves(query, config.head_dim), halves(key, config.head_dim), value]),
+        out=load("attention.wo.weight", dim, dim),
+        scale1=load("attention_layer_scale.gamma", dim),
+        norm2=load("ffn_norm.weight", dim),
+        gate_up=torch.cat([load(f"feed_forward.{name}.weight", inner, dim) for name in ("w1", "w3")]),
+        down=load("feed_forward.w2.weight", dim, inner),
+        scale2=load("ffn_layer_scale.gamma", dim),
+    )
+
+
 class EncoderBlock:
     """Three residual units, a strided convolution, and in the last block a transformer: [B, T, Cin] -> [B, T / rate, 2 * Cin]."""
 
-    def __init__(self, load: Loader, layout: StateLayout, channels: int, rate: int, stack: CodecStackConfig | None) -> None:
+    def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, rate: int, stack: CodecStackConfig | None) -> None:
         self.units = [ResidualUnit(load.at(f"block.{i}."), layout, channels, dilation) for i, dilation in enumerate(RESIDUAL_DILATIONS)]
         self.snake = Snake(load.at("block.3."), channels)
         self.conv = CausalConv(load.at("block.4.conv."), layout, channels, 2 * channels, 2 * rate, rate)
-        self.transformer = None if stack is None else WindowTransformer(load.at("block.5."), layout, stack)
+        self.transformer = None if stack is None else window_transformer(load.at("block.5."), layout, stack)
 
     def __call__(self, x: Tensor) -> Tensor:
         for unit in self.units:
@@ -48,10 +75,10 @@ class EncoderBlock:
 class Codebook:
     """A factorized codebook: vectors are compared in few dimensions, by direction (Yu et al., 2022)."""
 
-    def __init__(self, load: Loader, config: CodecConfig, codes: int) -> None:
-        self.into = load.at("in_proj.").normed(config.codebook_dim, config.latent, 1).squeeze(2)
+    def __init__(self, load: CodecLoader, config: CodecConfig, codes: int) -> None:
+        self.into = load.at("in_proj.").kernel(config.codebook_dim, config.latent, 1).squeeze(2)
         self.into_bias = load("in_proj.bias", config.codebook_dim)
-        self.out = load.at("out_proj.").normed(config.latent, config.codebook_dim, 1).squeeze(2)
+        self.out = load.at("out_proj.").kernel(config.latent, config.codebook_dim, 1).squeeze(2)
         self.out_bias = load("out_proj.bias", config.latent)
         self.codes = load("codebook.weight", codes, config.codebook_dim)
         self.directions = normalize(self.codes, dim=-1)
@@ -71,8 +98,8 @@ class Codebook:
 class CodecEncoder:
     """Recordings to codes, a frame of `samples_per_frame` samples at a time."""
 
-    def __init__(self, config: CodecConfig, source: TensorSource, codebooks: Sequence[Codebook], device: torch.device) -> None:
-        load, layout = Loader(source, "", torch.float32, device), StateLayout()
+    def __init__(self, config: CodecConfig, source: NormedSource, codebooks: Sequence[Codebook], device: torch.device) -> None:
+        load, layout = CodecLoader(source, "", torch.float32, device), StateLayout()
         self.config = config
         self.device = device
         self._codebooks = codebooks
@@ -92,7 +119,7 @@ class CodecEncoder:
             )
             for i, factor in enumerate(config.downsample)
         ]
-        self._pre = WindowTransformer(load.at("quantizer.pre_module."), layout, config.pre)
+        self._pre = window_transformer(load.at("quantizer.pre_module."), layout, config.pre)
 
     @torch.inference_mode()
     def encode(self, samples: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
 from pipelines.fish_speech.config import FishConfig, StackConfig
-from pipelines.fish_speech.weights import FAST, PROJECTIONS, TensorSource, halves, rotary_table
+from pipelines.fish_speech.weights import FAST, PROJECTIONS, NormedSource, halves, rotary_table
 
 #: Chooses code i of every row: (i, logits [n, codes]) -> int64 [n].
 Choose = Callable[[int, Tensor], Tensor]
@@ -142,7 +142,7 @@ class FastAr(nn.Module):
         return self._caches[rows]
 
 
-def fast_tensors(config: FishConfig, source: TensorSource) -> dict[str, Tensor]:
+def fast_tensors(config: FishConfig, source: NormedSource) -> dict[str, Tensor]:
     """The state dictionary of a `FastAr`, from a checkpoint's tensors. Raises as the source does."""
     stack = config.fast
 
@@ -171,7 +171,7 @@ def fast_tensors(config: FishConfig, source: TensorSource) -> dict[str, Tensor]:
     return tensors
 
 
-def _query_key_value(stack: StackConfig, take: Callable[..., Tensor], source: TensorSource, at: str) -> tuple[Tensor, ...]:
+def _query_key_value(stack: StackConfig, take: Callable[..., Tensor], source: NormedSource, at: str) -> tuple[Tensor, ...]:
     widths = (stack.q_width, stack.kv_width, stack.kv_width)
     if f"{FAST}{at}attention.wq.weight" in source:
         return tuple(take(f"{at}attention.w{letter}.weight", width, stack.dim) for letter, width in zip("qkv", widths))

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.decoder import CodecState
+from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError
-from pipelines.fish_speech.codec import Codec, CodecDecoder, CodecState, load_codec
+from pipelines.fish_speech.codec import Codec, CodecDecoder, load_codec
 from pipelines.fish_speech.codec_encoder import ReferenceEncoder
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
 from pipelines.fish_speech.language_model import LanguageModel, as_extra

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig, StackConfig
-from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
+from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, bad_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -25,14 +26,11 @@ PROJECTIONS = ("project_in", "fast_project_in")
 _CODEC_UNUSED = ("*freqs_cis*", "*causal_mask*", "*cluster_size*", "discriminator*")
 #: Where the weight norm of a convolution may be stored: gain and direction; a plain `weight` has it folded in.
 _NORMS = (("parametrizations.weight.original0", "parametrizations.weight.original1"), ("weight_g", "weight_v"))
+_SNAKE_EPS = 1e-9
 
 
-class TensorSource(Protocol):
-    """Where weights come from: a `Checkpoint`, a `TensorTable`, or something that makes them up."""
-
-    def take(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> Tensor: ...
+class NormedSource(TensorSource, Protocol):
+    """A source that tells which of the alternative names it holds: a `Checkpoint`, a `TensorTable`, or something that makes tensors up."""
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -88,7 +86,7 @@ def open_codec(folder: Path) -> TensorTable:
     return TensorTable.read(folder / CODEC_WEIGHTS)
 
 
-def take_normed(source: TensorSource, prefix: str, shape: Sequence[int]) -> Tensor:
+def take_normed(source: NormedSource, prefix: str, shape: Sequence[int]) -> Tensor:
     """A convolution's weight in float32 with its weight norm folded in: gain * v / |v|, the norm over all but the first dimension."""
     for gain, direction in _NORMS:
         if prefix + direction in source:
@@ -96,6 +94,24 @@ def take_normed(source: TensorSource, prefix: str, shape: Sequence[int]) -> Tens
             g = source.take(prefix + gain, (shape[0], 1, 1), torch.float32)
             return v * (g / v.flatten(1).norm(dim=1)[:, None, None])
     return source.take(f"{prefix}weight", shape, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class CodecLoader(Loader):
+    """The codec's tensors: weight norms folded into convolutions, and snakes with one parameter a channel."""
+
+    source: NormedSource
+
+    @property
+    def unit_names(self) -> tuple[str, str, str, str]:
+        return "block.0.", "block.1.conv.", "block.2.", "block.3.conv."
+
+    def kernel(self, *shape: int) -> Tensor:
+        return take_normed(self.source, self.prefix, shape).to(self.device, self.dtype)
+
+    def snake(self, channels: int) -> tuple[Tensor, Tensor]:
+        frequency = self("alpha", 1, channels, 1).float().flatten()
+        return frequency, 1.0 / (frequency + _SNAKE_EPS)
 
 
 def check_language_model(config: FishConfig) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,36 @@ _ADVICE = "Download the checkpoint again, or check that it belongs to this model
 def bad_checkpoint(message: str, advice: str = _ADVICE) -> ModelError:
     """The error for a checkpoint that cannot be used; `message` names the tensor or the file."""
     return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, advice)
+
+
+class TensorSource(Protocol):
+    """Where weights come from: a `Checkpoint`, or anything that makes tensors by name and shape."""
+
+    def take(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Takes tensors under one name prefix, in one dtype, onto one device."""
+
+    source: TensorSource
+    prefix: str
+    dtype: torch.dtype
+    device: torch.device
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """The tensor `prefix + name`, of exactly this shape. Raises as the source does."""
+        return self.source.take(self.prefix + name, shape, self.dtype, self.device)
+
+    def at(self, prefix: str) -> Self:
+        """The same loader one level down."""
+        return replace(self, prefix=self.prefix + prefix)
+
+    def float(self) -> Self:
+        """The same loader in float32."""
+        return replace(self, dtype=torch.float32)
 
 
 class Checkpoint:
@@ -96,17 +127,6 @@ class Checkpoint:
             raise bad_checkpoint(f"Tensor {name} is stored as {tensor.dtype}, not as plain floating point.")
         self._left.discard(name)
         return tensor.to(device=device, dtype=dtype)
-
-    def take_if(
-        self,
-        wanted: bool,
-        name: str,
-        shape: Sequence[int],
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> Tensor | None:
-        """`take` when the config wants this tensor, None otherwise; a tensor that is there but not wanted fails in `finish`."""
-        return self.take(name, shape, dtype, device) if wanted else None
 
     def ignore(self, pattern: str) -> None:
         """Marks tensors as not needed, by a shell pattern such as `*rotary_emb*`."""

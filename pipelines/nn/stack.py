@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.layers import qk_norm_rope_append, rms_norm, swiglu
+from pipelines.nn.checkpoint import TensorSource
 
 
 class StackShape(Protocol):
@@ -30,14 +31,6 @@ class StackShape(Protocol):
     def kv_width(self) -> int: ...
     @property
     def eps(self) -> float: ...
-
-
-class TensorSource(Protocol):
-    """Where weights come from: a `Checkpoint`, or something that makes them up."""
-
-    def take(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None
-    ) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, elu, gelu, layer_norm, linear, pad, scaled_dot_product_attention
 
+from pipelines.codec.transformer import angles, rotate
 from pipelines.errors import ErrorCode, InputError
-from pipelines.qwen3_tts.codec_blocks import Loader, TensorSource, rotary, rotate
+from pipelines.nn.checkpoint import Loader, TensorSource
 from pipelines.qwen3_tts.codec_config import CodecConfig, CodecEncoderConfig
 
 USAGE_FLOOR = 1e-5
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of rotary embedding, half-split layout, computed in float32: positions [B, T] -> two of [B, 1, T, head_dim]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    found = angles(positions, theta**-exponents)
+    return found.cos().to(dtype), found.sin().to(dtype)
 
 
 class CodecEncoder:

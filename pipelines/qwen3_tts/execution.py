@@ -9,11 +9,12 @@ from typing import Literal
 import torch
 
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.decoder import CodecState
+from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor, FrameExecutor
 from pipelines.errors import ConfigError, ErrorCode
-from pipelines.qwen3_tts.codec import CodecDecoder, CodecState
+from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 
 log = logging.getLogger(__name__)

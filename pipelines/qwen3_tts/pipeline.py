@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.decoder import CodecState
+from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import Finish
 from pipelines.engine.engine import Engine
 from pipelines.engine.scheduler import GenerationRequest
@@ -18,7 +19,7 @@ from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, ModelError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.options import open_device, precision, read_options, type_name
-from pipelines.qwen3_tts.codec import Codec, CodecState, load_codec
+from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
 from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage

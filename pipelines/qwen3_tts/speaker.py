@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad, relu, softmax
 
 from pipelines.errors import ErrorCode, InputError
-from pipelines.qwen3_tts.codec_blocks import Loader, TensorSource
+from pipelines.nn.checkpoint import Loader, TensorSource
 from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
 
 N_FFT = 1024

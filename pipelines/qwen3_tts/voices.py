@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipelines.codec.decoder import CodecState
 from pipelines.nn.recordings import RecordingCache, decode_recording, read_recording
-from pipelines.qwen3_tts.codec import Codec, CodecState
+from pipelines.qwen3_tts.codec import Codec
 from pipelines.qwen3_tts.speaker import SpeakerEncoder
 
 

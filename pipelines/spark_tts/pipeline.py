@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.stage import CodecStage
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
 from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pipelines.nn.batches import batches
+from pipelines.codec.batching import longest_first
 from pipelines.spark_tts.bicodec import BiCodec
 
 #: Tokens of one batch of the decoder on a GPU, padding included; the widest tensor has 61 kB a token in bfloat16.
@@ -35,7 +35,7 @@ class Voice:
 
 
 class BiCodecDecoder:
-    """A `pipelines.engine.codec_stage.Decoder` whose states are voices. Codes are semantic tokens, int64 [steps, 1].
+    """A `pipelines.codec.stage.Decoder` whose states are voices. Codes are semantic tokens, int64 [steps, 1].
 
     Empty codes end a stream. On the CPU every utterance is decoded alone: a batch is no faster there, and its rounding differs.
     """
@@ -84,7 +84,7 @@ class BiCodecDecoder:
         if self.codec.device.type == "cpu":
             return [self.codec.decode([row], [voice])[0] for row, voice in zip(semantic, voices)]
         waves: dict[int, Tensor] = {}
-        for batch in batches([len(row) for row in semantic], BATCH_TOKENS):
+        for batch in longest_first([len(row) for row in semantic], BATCH_TOKENS):
             longest = -(-max(len(semantic[index]) for index in batch) // LENGTH_STEP) * LENGTH_STEP
             made = self.codec.decode([semantic[index] for index in batch], [voices[index] for index in batch], pad_to=longest)
             waves.update(zip(batch, made))

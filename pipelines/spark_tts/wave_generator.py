@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.codec_ops import pack_centred_upsample
-from pipelines.nn.codec_fused import FusedUnit, codec_kernels, tap_major
+from pipelines.codec.fused import FusedUnit, codec_kernels, tap_major
 from pipelines.spark_tts.blocks import SNAKE_EPS, Snake, WNConv1d, WNConvTranspose1d, masked
 from pipelines.spark_tts.config import WaveConfig
 

@@ -12,7 +12,7 @@ from transformers import XcodecConfig
 from transformers.models.dac.modeling_dac import DacDecoder
 from transformers.models.xcodec.modeling_xcodec import XcodecModel
 
-from pipelines.nn.batches import batches
+from pipelines.codec.batching import longest_first
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, read_json
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.weights import CODEC
@@ -98,7 +98,7 @@ def _sizes(folder: Path, tag: str) -> Any:
 
 
 class XcodecDecoder:
-    """A `pipelines.engine.codec_stage.Decoder` of whole utterances. On the CPU each is decoded alone: a batch rounds otherwise there."""
+    """A `pipelines.codec.stage.Decoder` of whole utterances. On the CPU each is decoded alone: a batch rounds otherwise there."""
 
     def __init__(self, codec: Xcodec) -> None:
         self.codec = codec
@@ -111,7 +111,7 @@ class XcodecDecoder:
         if self.codec.device.type == "cpu":
             return [self.codec(one[None])[0].float() for one in codes]
         made: dict[int, Tensor] = {}
-        for batch in batches([len(one) for one in codes], BATCH_FRAMES):
+        for batch in longest_first([len(one) for one in codes], BATCH_FRAMES):
             made.update(zip(batch, self.decode_padded([codes[index] for index in batch])))
         return [made[index] for index in range(len(codes))]
 

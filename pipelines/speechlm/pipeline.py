@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name

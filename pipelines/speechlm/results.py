@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers.decoders import DecodeStream
 
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError, SynthesisError
 from pipelines.request import AudioChunk, Speech
 from pipelines.results import OnDone, Order, UtteranceFuture, Uttered

@@ -8,7 +8,7 @@ from typing import ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import Generation
 from pipelines.results import OnDone, Order, Streamer, UtteranceFuture, Uttered

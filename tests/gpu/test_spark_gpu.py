@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.stage import CodecStage
 from pipelines.spark_tts.bicodec import BiCodec
 from pipelines.spark_tts.dummy import dummy_codecs, published_config
 from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice

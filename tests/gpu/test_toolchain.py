@@ -20,7 +20,7 @@ OPEN = """
 import logging, torch
 from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.engine.core import EngineOptions
-from pipelines.nn.codec_fused import codec_kernels
+from pipelines.codec.fused import codec_kernels
 from pipelines.qwen3_tts.execution import open_executor
 logging.basicConfig(format="%(levelname)s %(message)s")
 model = dummy_model("0b6", torch.device("cuda"), torch.bfloat16)

@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.qwen3_tts.codec import BATCH_COST, FIXED_ROWS, LEAST_FRAMES, LENGTH_STEP, CodecDecoder, alike, cheapest, load_codec, round_up
+from pipelines.codec.batching import BATCH_COST, FIXED_ROWS, LENGTH_STEP, MIN_FRAMES, alike, cheapest, round_up
+from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"
 MOST, PASS = 4096, 512
 
 
 def cost(batches: list[list[int]], lengths: list[int]) -> int:
-    return sum(max(len(batch) * round_up(max(lengths[i] for i in batch)), LEAST_FRAMES) + BATCH_COST for batch in batches)
+    return sum(max(len(batch) * round_up(max(lengths[i] for i in batch)), MIN_FRAMES) + BATCH_COST for batch in batches)
 
 
 def every_cut(items: list[int]) -> list[list[list[int]]]:
@@ -89,7 +90,7 @@ def speech(decoder: CodecDecoder, lengths: list[int]) -> list[Tensor]:
 
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_batches_decode_to_what_each_decodes_to_alone(alone: CodecDecoder, reproducible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.qwen3_tts.codec.PASS_FRAMES", 24)
+    monkeypatch.setattr("pipelines.codec.decoder.PASS_FRAMES", 24)
     codes = speech(alone, [3, 12, 9, 26, 8, 30])
     starts = [alone.new_state() for _ in codes]
     alone.decode_chunk([starts[2], starts[5]], speech(alone, [4, 6]))

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pipelines.codec.decoder import CodecState
+from pipelines.codec.transformer import window_mask
 from pipelines.errors import ErrorCode, ModelError, SynthesisError
-from pipelines.qwen3_tts.codec import CodecDecoder, CodecState, load_codec
-from pipelines.qwen3_tts.codec_blocks import window_mask
+from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3_tts"
 FOLDER = GOLDEN / "checkpoint-base" / "speech_tokenizer"
@@ -94,7 +95,7 @@ def test_right_padding_cannot_be_heard() -> None:
 def test_long_utterances_pass_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     long = codes(70, 9)
     (whole,) = decoder().decode([long])
-    monkeypatch.setattr("pipelines.qwen3_tts.codec.PASS_FRAMES", 16)
+    monkeypatch.setattr("pipelines.codec.decoder.PASS_FRAMES", 16)
     torch.testing.assert_close(decoder().decode([long])[0], whole, atol=CLOSE, rtol=0)
 
 
@@ -153,8 +154,9 @@ def test_bfloat16_errs_no_more_than_the_reference() -> None:
 @pytest.mark.parametrize("position", [0, 1, 4, 7, 100])
 def test_window_mask_sees_what_the_whole_sequence_sees(position: int) -> None:
     window, steps = 5, 4
-    whole = window_mask(torch.arange(position + steps)[None], window, with_past=False)[0, 0]
-    chunk = window_mask(torch.arange(position, position + steps)[None], window, with_past=True)[0, 0]
+    positions = torch.arange(1 - window, position + steps)[None]
+    whole = window_mask(positions[:, window - 1 :], positions[:, window - 1 :], window)[0, 0]
+    chunk = window_mask(positions[:, position + window - 1 :], positions[:, position:], window)[0, 0]
     for query in range(steps):
         seen = {position - (window - 1) + int(key) for key in chunk[query].nonzero()}
         assert seen == {int(key) for key in whole[position + query].nonzero()}

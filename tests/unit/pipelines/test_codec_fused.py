@@ -38,7 +38,7 @@ def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 @pytest.mark.parametrize("widest", [0, 1000])
 def test_whole_utterances_equal_the_plain_stack(monkeypatch: pytest.MonkeyPatch, widest: int) -> None:
     """With each unit as one kernel, and with one kernel for each of its convolutions."""
-    monkeypatch.setattr("pipelines.nn.codec_fused.WIDEST_UNIT", widest)
+    monkeypatch.setattr("pipelines.codec.fused.WIDEST_UNIT", widest)
     with Checkpoint.open(FOLDER) as source:
         fused = CodecDecoder(CodecConfig.load(FOLDER).decoder, source, fused=True)
     items = [codes(frames, frames) for frames in (1, 7, 30)]

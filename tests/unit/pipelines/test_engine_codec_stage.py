@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.engine.codec_stage import CodecStage, Done
+from pipelines.codec.stage import CodecStage, Done
 from pipelines.errors import ErrorCode, NightjarError
 
 

@@ -10,9 +10,9 @@ import pytest
 import soundfile
 import torch
 
+from pipelines.codec import decoder as decoder_module
+from pipelines.codec import transformer
 from pipelines.errors import ErrorCode, InputError, SynthesisError
-from pipelines.fish_speech import codec as codec_module
-from pipelines.fish_speech import codec_blocks
 from pipelines.fish_speech.codec import Codec, codec_from, load_codec
 from pipelines.fish_speech.codec_encoder import ReferenceEncoder, resample
 from pipelines.fish_speech.config import FishConfig
@@ -71,7 +71,7 @@ def test_streams_side_by_side_keep_apart(codec: Codec) -> None:
 def test_long_utterances_go_through_in_passes(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     codes = some_codes(20)
     wave = codec.decoder.decode([codes])[0]
-    monkeypatch.setattr(codec_module, "PASS_FRAMES", 6)
+    monkeypatch.setattr(decoder_module, "PASS_FRAMES", 6)
     assert (codec.decoder.decode([codes])[0] - wave).abs().max() < NEAR
 
 
@@ -79,7 +79,7 @@ def test_attention_in_pieces_is_attention(codec: Codec, monkeypatch: pytest.Monk
     samples = torch.randn(40_000, generator=torch.Generator().manual_seed(0)) * 0.1
     codes = codec.encoder.encode(samples)
     latents = codec.encoder.features(samples)
-    monkeypatch.setattr(codec_blocks, "ATTENTION_STEPS", 7)
+    monkeypatch.setattr(transformer, "ATTENTION_STEPS", 7)
     assert (codec.encoder.features(samples) - latents).abs().max() < NEAR
     assert torch.equal(codec.encoder.encode(samples), codes)
 

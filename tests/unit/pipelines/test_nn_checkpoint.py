@@ -34,7 +34,6 @@ def test_takes_tensors_and_casts(tmp_path: Path) -> None:
         assert weights.names() == ["a.weight", "b.bias"]
         assert weights.take("a.weight", (2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
         assert weights.take("b.bias", (4,), torch.float32).dtype == torch.float32
-        assert weights.take_if(False, "c", (1,)) is None
         weights.finish()
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kernels import lm_cuda, toolchain
+from pipelines.codec.fused import codec_kernels
 from pipelines.engine.executor import EagerExecutor
 from pipelines.errors import ConfigError, ErrorCode
-from pipelines.nn.codec_fused import codec_kernels
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts.execution import engine_options, open_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel

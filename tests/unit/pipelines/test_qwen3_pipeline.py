@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.qwen3_tts.config import SamplingDefaults
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline, sampling_params

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.engine.codec_stage import CodecStage
+from pipelines.codec.stage import CodecStage
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.nn.config_keys import Keys
 from pipelines.nn.options import TokenModelOptions, read_options

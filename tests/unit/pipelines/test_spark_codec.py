@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.engine.codec_stage import CodecStage
-from pipelines.nn.batches import batches
+from pipelines.codec.batching import longest_first
+from pipelines.codec.stage import CodecStage
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
 from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice
@@ -105,7 +105,7 @@ def test_the_stage_decodes_utterances_and_streams_of_any_mix(codec: BiCodec) -> 
 
 def test_batches_hold_neighbours_in_length_and_no_more_than_they_may() -> None:
     lengths = [5, 100, 7, 90, 1000, 3]
-    found = batches(lengths, 200)
+    found = longest_first(lengths, 200)
     assert sorted(index for batch in found for index in batch) == list(range(6))
     assert found == [[4], [1, 3], [2, 0, 5]]
     assert all(len(batch) == 1 or max(lengths[index] for index in batch) * len(batch) <= 200 for batch in found)

@@ -62,7 +62,7 @@ def poisoned() -> Iterator[None]:
 @pytest.mark.parametrize("widest", [0, 1000])
 def test_utterances_equal_the_plain_generator(monkeypatch: pytest.MonkeyPatch, widest: int, lengths: tuple[int, ...]) -> None:
     """With each residual unit as one kernel, and with one kernel for each of its convolutions."""
-    monkeypatch.setattr("pipelines.nn.codec_fused.WIDEST_UNIT", widest)
+    monkeypatch.setattr("pipelines.codec.fused.WIDEST_UNIT", widest)
     fused = load_bicodec(SparkConfig.from_folder(checkpoint()), CPU, fused=True)[1]
     assert isinstance(fused.wave, FusedWave)
     semantic, voices = zip(*(tokens(length, seed) for seed, length in enumerate(lengths)))

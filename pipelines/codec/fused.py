@@ -1,71 +1,41 @@
-"""A codec decoder's convolution stack on fused ops: each op applies the snake of the next one, so that every value is activated once.
+"""A codec's `ConvStack` on fused ops: each op applies the snake of the next one, so that every value is activated once.
 
-It does the arithmetic of a family's plain stack in the same order of rounding; what it keeps of the past are activated inputs, so its
-stream states are its own.
+It does the arithmetic of the plain stack in the same order of rounding; what it keeps of the past are activated inputs, so its stream
+states are its own.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 import kernels.codec_ops  # noqa: F401  (registers the ops)
 from kernels.toolchain import TRITON_ADVICE, triton_fault
+from pipelines.codec.blocks import ConvStack, Past, Snake, StateSpan, UpsampleBlock
+
+log = logging.getLogger(__name__)
 
 #: Up to this width one program holds all channels of a step, and a residual unit is one kernel.
 WIDEST_UNIT = 192
+#: The fused head cuts off at 1, and tanh is 1 long before this: a power of two, so that scaling changes no digit.
+HEADROOM = 64.0
 
 _ops = torch.ops.nightjar
 
 
-class Slot(Protocol):
-    """Where a block keeps the last `steps` of its inputs in the flat state of one row."""
-
-    @property
-    def offset(self) -> int: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def channels(self) -> int: ...
-    @property
-    def end(self) -> int: ...
-
-
-class Past(Protocol):
-    """What came before a chunk: `before` and `after` are [B, size]."""
-
-    before: Tensor
-    after: Tensor
-
-    def swap(self, slot: Any, x: Tensor) -> Tensor:
-        """The inputs before x that a `Slot` keeps; it then keeps the last ones of x."""
-        ...
-
-
-class Snake(Protocol):
+class SnakeParameters(Protocol):
     """float32 [channels] each."""
 
     @property
     def frequency(self) -> Tensor: ...
     @property
     def gain(self) -> Tensor: ...
-
-
-class Convolution(Protocol):
-    """A causal convolution: weight [Cout, Cin, taps]."""
-
-    weight: Tensor
-    bias: Tensor
-
-    @property
-    def slot(self) -> Slot: ...
 
 
 class UnitWeights(Protocol):
@@ -78,44 +48,7 @@ class UnitWeights(Protocol):
     dilation: int
 
     @property
-    def second(self) -> Snake: ...
-
-
-class ResidualUnit(UnitWeights, Protocol):
-    """x + conv1x1(snake(conv(snake(x))))."""
-
-    @property
-    def first(self) -> Snake: ...
-    @property
-    def slot(self) -> Slot: ...
-
-
-class UpsampleBlock(Protocol):
-    """Snake, transposed convolution by `rate` (weight packed by `kernels.codec_ops.pack_upsample`), residual units."""
-
-    weight: Tensor
-    bias: Tensor
-    rate: int
-
-    @property
-    def snake(self) -> Snake: ...
-    @property
-    def slot(self) -> Slot: ...
-    @property
-    def units(self) -> Sequence[ResidualUnit]: ...
-
-
-class ConvStack(Protocol):
-    """What the fused stack is made of."""
-
-    @property
-    def stem(self) -> Convolution: ...
-    @property
-    def blocks(self) -> Sequence[UpsampleBlock]: ...
-    @property
-    def snake(self) -> Snake: ...
-    @property
-    def head(self) -> Convolution: ...
+    def second(self) -> SnakeParameters: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +57,17 @@ class _Next:
 
     frequency: Tensor
     gain: Tensor
-    slot: Slot
+    span: StateSpan
 
     @classmethod
-    def of(cls, snake: Snake, slot: Slot, rate: int = 1) -> _Next:
-        return cls(snake.frequency.repeat(rate), snake.gain.repeat(rate), slot)
+    def of(cls, snake: Snake, span: StateSpan, rate: int = 1) -> _Next:
+        return cls(snake.frequency.repeat(rate), snake.gain.repeat(rate), span)
 
 
 class FusedUnit:
     """A residual unit: one kernel, or one for each convolution where a step is too wide. `after` is the snake of the next op."""
 
-    def __init__(self, unit: UnitWeights, after: Snake) -> None:
+    def __init__(self, unit: UnitWeights, after: SnakeParameters) -> None:
         self._dilation, self._after = unit.dilation, (after.frequency, after.gain)
         self._taps = unit.weight1.shape[2]
         self._whole = len(unit.bias1) <= WIDEST_UNIT
@@ -160,60 +93,73 @@ class _Block:
     """Transposed convolution and three residual units."""
 
     def __init__(self, block: UpsampleBlock, after: _Next) -> None:
-        self.slot, self.rate = block.slot, block.rate
+        self.span, self.rate = block.span, block.rate
         self.weight, self.bias = block.weight, block.bias.float().repeat(block.rate)
         self.channels = len(block.bias)
         units = block.units
-        self.first = _Next.of(units[0].first, units[0].slot, block.rate)
-        followers = [_Next.of(unit.first, unit.slot) for unit in units[1:]]
+        self.first = _Next.of(units[0].first, units[0].span, block.rate)
+        followers = [_Next.of(unit.first, unit.span) for unit in units[1:]]
         self.units = [(FusedUnit(unit, following), following) for unit, following in zip(units, [*followers, after])]
 
     def __call__(self, a: Tensor, lead: int, past: Past | None) -> tuple[Tensor, int]:
         """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead."""
         rows, steps = a.shape[0], (a.shape[1] - lead) * self.rate
         x = a.new_empty(rows, steps, self.channels)
-        following, ahead = _buffer(a, steps, self.channels, self.first.slot, past)
+        following, ahead = _buffer(a, steps, self.channels, self.first.span, past)
         first = self.first
         _ops.codec_active_conv(
             a, lead, self.weight, self.bias, 2, 1, None, x, following, ahead * self.channels, first.frequency, first.gain
         )
         for unit, after in self.units:
-            a, lead = _settle(following, ahead, first.slot, past), ahead
-            following, ahead = _buffer(a, steps, self.channels, after.slot, past)
+            a, lead = _settle(following, ahead, first.span, past), ahead
+            following, ahead = _buffer(a, steps, self.channels, after.span, past)
             raw = None if after is self.units[-1][1] else torch.empty_like(x)
             unit(a, lead, x, raw, following, ahead * self.channels)
             x, first = (x if raw is None else raw), after
-        return _settle(following, ahead, first.slot, past), ahead
+        return _settle(following, ahead, first.span, past), ahead
 
 
 class FusedStack:
-    """From a transformer's upsampled output to the waveform: [B, T, latent] -> float32 [B, T * rates], cut off at -1 and 1."""
+    """From upsampled latents to the waveform, as the plain stack: [B, T, latent] -> float32 [B, T * rates] in [-1, 1]."""
 
     def __init__(self, stack: ConvStack) -> None:
         stem, head = stack.stem, stack.head
-        self._stem_slot, self._stem_taps = stem.slot, stem.weight.shape[2]
+        self._stem_span, self._stem_taps = stem.span, stem.weight.shape[2]
         self._stem_weight, self._stem_bias = tap_major(stem.weight), stem.bias.float()
-        entries = [_Next.of(block.snake, block.slot) for block in stack.blocks] + [_Next.of(stack.snake, head.slot)]
+        entries = [_Next.of(block.snake, block.span) for block in stack.blocks] + [_Next.of(stack.snake, head.span)]
         self._entry = entries[0]
         self._blocks = [_Block(block, after) for block, after in zip(stack.blocks, entries[1:])]
-        self._head_slot = head.slot
-        self._head_weight, self._head_bias = head.weight[0].T.contiguous(), head.bias.float()
+        self._head_span = head.span
+        self._tanh = stack.tanh
+        weight, bias = (head.weight / HEADROOM, head.bias / HEADROOM) if stack.tanh else (head.weight, head.bias)
+        self._head_weight, self._head_bias = weight[0].T.contiguous(), bias.float()
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         lead = 0
         if past is not None:
-            lead = self._stem_slot.steps
-            x = torch.cat((past.swap(self._stem_slot, x), x), dim=1)
+            lead = self._stem_span.steps
+            x = torch.cat((past.swap(self._stem_span, x), x), dim=1)
         entry = self._entry
         width = len(self._stem_bias)
-        a, ahead = _buffer(x, x.shape[1] - lead, width, entry.slot, past)
+        a, ahead = _buffer(x, x.shape[1] - lead, width, entry.span, past)
         _ops.codec_active_conv(
             x, lead, self._stem_weight, self._stem_bias, self._stem_taps, 1, None, None, a, ahead * width, entry.frequency, entry.gain
         )
-        a = _settle(a, ahead, entry.slot, past)
+        a = _settle(a, ahead, entry.span, past)
         for block in self._blocks:
             a, ahead = block(a, ahead, past)
-        return _ops.codec_head(a, ahead, self._head_weight, self._head_bias)
+        samples = _ops.codec_head(a, ahead, self._head_weight, self._head_bias)
+        return torch.tanh(samples * HEADROOM) if self._tanh else samples
+
+
+def prepared_stack(stack: ConvStack, device: torch.device, dtype: torch.dtype, fused: bool | None = None) -> ConvStack | FusedStack:
+    """The stack as it runs: plain or on fused ops; by default fused in bfloat16 on a GPU, where the ops have kernels."""
+    on_gpu = device.type == "cuda"
+    if fused is None:
+        fused = on_gpu and dtype == torch.bfloat16 and codec_kernels()
+    elif fused and on_gpu:
+        import_module("kernels.codec_launch")  # gives the fused ops their kernels
+    return FusedStack(stack) if fused else stack
 
 
 def tap_major(weight: Tensor) -> Tensor:
@@ -221,23 +167,20 @@ def tap_major(weight: Tensor) -> Tensor:
     return weight.permute(2, 1, 0).reshape(-1, weight.shape[0]).contiguous()
 
 
-def _buffer(like: Tensor, steps: int, channels: int, slot: Slot, past: Past | None) -> tuple[Tensor, int]:
+def _buffer(like: Tensor, steps: int, channels: int, span: StateSpan, past: Past | None) -> tuple[Tensor, int]:
     """An activated input to be filled, [B, lead + steps, channels], with history in front where there is a past; and its lead."""
     if past is None:
         return like.new_empty(like.shape[0], steps, channels), 0
-    buffer = like.new_empty(like.shape[0], slot.steps + steps, channels)
-    buffer[:, : slot.steps] = past.before[:, slot.offset : slot.end].view(-1, slot.steps, slot.channels)
-    return buffer, slot.steps
+    buffer = like.new_empty(like.shape[0], span.steps + steps, channels)
+    buffer[:, : span.steps] = past.before[:, span.offset : span.end].view(-1, span.steps, span.channels)
+    return buffer, span.steps
 
 
-def _settle(a: Tensor, lead: int, slot: Slot, past: Past | None) -> Tensor:
+def _settle(a: Tensor, lead: int, span: StateSpan, past: Past | None) -> Tensor:
     """Keeps the last steps of a filled input for the next chunk."""
     if past is not None:
-        past.after[:, slot.offset : slot.end].view(-1, slot.steps, slot.channels).copy_(a[:, a.shape[1] - lead :])
+        past.after[:, span.offset : span.end].view(-1, span.steps, span.channels).copy_(a[:, a.shape[1] - lead :])
     return a
-
-
-log = logging.getLogger(__name__)
 
 
 @cache

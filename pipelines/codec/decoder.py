@@ -1,0 +1,171 @@
+"""Codes to a waveform by a causal codec: batches of whole utterances, and streams chunk by chunk, with equal results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kernels.registry import to_device
+from pipelines.codec.batching import FIXED_ROWS, alike, cheapest, round_up
+from pipelines.codec.blocks import Past
+from pipelines.errors import ErrorCode, SynthesisError
+
+#: Frames of one pass of a decoder, and of all rows of a pass: what bounds its memory.
+PASS_FRAMES, BATCH_FRAMES = 512, 4096
+
+
+@dataclass(slots=True)
+class CodecState:
+    """What a decoder remembers of one stream.
+
+    `values`: [size] flat histories of all convolutions and the last keys and values of all layers; `frames`: frames decoded so far.
+    """
+
+    values: Tensor
+    frames: int
+
+    def copy(self) -> CodecState:
+        """An independent copy, so that a voice's warm state can start many streams."""
+        return CodecState(self.values.clone(), self.frames)
+
+
+class CausalDecoder:
+    """Turns codes [frames, codebooks] into audio, `samples_per_frame` samples a frame, strictly causal.
+
+    On a CPU every utterance is decoded by itself, so that its samples do not depend on its neighbours, bit for bit. On a GPU
+    utterances of like length share a batch, padded on the right, which no sample inside can see; where it has to be `reproducible`,
+    every batch there has the same number of rows and utterances of one padded length, so that a row's samples do not depend on its
+    neighbours, bit for bit. A family says what a pass is (`_run`) and sets `state_size` once its blocks are laid out.
+    """
+
+    #: Values of a stream's state.
+    state_size: int
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        codes_per_frame: int,
+        samples_per_frame: int,
+        largest_code: int | None,
+        reproducible: bool = False,
+    ) -> None:
+        """`largest_code`: what a code may be at most; None: larger ones stand for a codebook's last."""
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.samples_per_frame = samples_per_frame
+        self._codes_per_frame = codes_per_frame
+        self._largest_code = largest_code
+        self._alone = self.device.type == "cpu"
+        self._fixed = reproducible and not self._alone
+
+    def new_state(self) -> CodecState:
+        """The state before the first frame of a stream."""
+        return CodecState(torch.zeros(self.state_size, dtype=self.dtype, device=self.device), 0)
+
+    @torch.inference_mode()
+    def decode(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None = None) -> list[Tensor]:
+        """Decodes whole utterances.
+
+        codes: one [frames, codebooks] of integers each, lengths may differ. `states` (such as a cloned voice's, after its reference
+        codes) are where the utterances start; they are read, not changed. Returns float32 [frames * samples_per_frame] each, in [-1, 1].
+        Raises `SynthesisError` (`synth.engine`) on codes of another shape or outside the codebooks.
+        """
+        for item in codes:
+            self._check(item)
+        waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
+        warm = [states is not None and states[i].frames > 0 for i in range(len(codes))]
+        for indices in self._batches([len(item) for item in codes], warm):
+            # A fresh state takes the same path as none, so that the samples are the same to the last bit.
+            starts = [states[i] for i in indices] if states is not None and any(warm[i] for i in indices) else None
+            decoded = self._decode_padded([codes[i] for i in indices], starts)
+            for i, wave in zip(indices, decoded):
+                waves[i] = wave[: len(codes[i]) * self.samples_per_frame]
+        return waves
+
+    @torch.inference_mode()
+    def decode_chunk(self, states: Sequence[CodecState], codes: Sequence[Tensor]) -> list[Tensor]:
+        """Decodes the next frames of several streams and moves their states on.
+
+        codes: one [n, codebooks] each, n may differ. Whatever the chunks, their concatenation equals `decode` up to rounding.
+        Returns float32 [n * samples_per_frame] each. Raises as `decode`.
+        """
+        for item in codes:
+            self._check(item)
+        waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
+        order = sorted(range(len(codes)), key=lambda i: len(codes[i]))
+        for frames, same in groupby(order, key=lambda i: len(codes[i])):
+            for indices in self._rows(list(same), frames):
+                rows = self._filled([codes[i].to(self.device) for i in indices])
+                past = self._past([states[i] for i in indices], len(rows))
+                decoded = self._run(torch.stack(rows), past)
+                for row, i in enumerate(indices):
+                    states[i].values = past.after[row].clone() if len(rows) > 1 else past.after[row]
+                    states[i].frames += frames
+                    waves[i] = decoded[row]
+        return waves
+
+    def _run(self, codes: Tensor, past: Past | None) -> Tensor:
+        """One pass: [B, T, codebooks] -> float32 [B, T * samples_per_frame]."""
+        raise NotImplementedError
+
+    def _check(self, codes: Tensor) -> None:
+        width, largest = self._codes_per_frame, self._largest_code
+        if codes.dim() != 2 or codes.shape[1] != width or codes.is_floating_point():
+            raise SynthesisError(
+                ErrorCode.SYNTH_ENGINE,
+                f"The codec got codes of shape {list(codes.shape)} and type {codes.dtype}, not [frames, {width}] integers.",
+            )
+        # On a GPU this test would make the host wait for the device; there codes come from samplers that cannot leave the codebook.
+        if codes.is_cuda or not codes.numel():
+            return
+        low, high = int(codes.min()), int(codes.max())
+        if low < 0 or (largest is not None and high > largest):
+            bounds = "codes start at 0" if largest is None else f"its codebooks hold 0 to {largest}"
+            raise SynthesisError(ErrorCode.SYNTH_ENGINE, f"The codec got codes from {low} to {high}; {bounds}.")
+
+    def _batches(self, lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
+        """Groups utterances that are decoded together; `warm` ones do not start from nothing."""
+        if self._alone:
+            return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]) if lengths[i]]
+        if not self._fixed:
+            return cheapest(lengths, BATCH_FRAMES, PASS_FRAMES)
+        kinds = [[length if one is kind else 0 for length, one in zip(lengths, warm)] for kind in (False, True)]
+        return [indices for kind in kinds for indices in alike(kind)]
+
+    def _filled(self, codes: list[Tensor]) -> list[Tensor]:
+        """Codes of one length with as many silent rows as a batch must have."""
+        return codes + [torch.zeros_like(codes[0])] * (FIXED_ROWS - len(codes)) if self._fixed else codes
+
+    def _rows(self, indices: list[int], frames: int) -> list[list[int]]:
+        """Splits streams with chunks of one length into batches."""
+        if not frames:
+            return []
+        rows = 1 if self._alone else FIXED_ROWS if self._fixed else max(1, BATCH_FRAMES // frames)
+        return [indices[start : start + rows] for start in range(0, len(indices), rows)]
+
+    def _past(self, states: Sequence[CodecState], rows: int) -> Past:
+        """What the streams remember, filled up with fresh ones to so many rows."""
+        states = [*states, *[self.new_state() for _ in range(rows - len(states))]]
+        positions = torch.tensor([state.frames for state in states], device=self.device)
+        return Past(torch.stack([state.values for state in states]), positions)
+
+    def _decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
+        """[B] utterances -> [B, samples of the longest one, rounded up]; memory is bounded by going through long ones in passes."""
+        longest = max(len(item) for item in codes)
+        padded = longest if self._alone else round_up(longest)
+        batch = torch.stack(self._filled([pad(item, (0, 0, 0, padded - len(item))) for item in codes]))
+        batch = to_device(batch, self.device) if batch.device.type == "cpu" else batch
+        if states is None and padded <= PASS_FRAMES:
+            return self._run(batch, None)
+        past = self._past(states or [], len(batch))
+        waves: list[Tensor] = []
+        for part in batch.split(PASS_FRAMES, dim=1):
+            waves.append(self._run(part, past))
+            past = Past(past.after, past.positions + part.shape[1])
+        return torch.cat(waves, dim=1)
