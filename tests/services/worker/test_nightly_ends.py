@@ -222,6 +222,8 @@ def test_a_dataset_that_was_being_written_anew_goes_on(house: House, monkeypatch
             stop_after(patch, calls)
             house.run()
             assert calls == 1000
+        told = house.sets / "webdataset" / "export.json"
+        assert not told.exists() or all((told.parent / file["name"]).exists() for file in json.loads(told.read_text())["files"])
         (dataset,) = house.run().datasets
         assert (dataset.items, dataset.reason) == (3, "")
         found.append(house.contents())
