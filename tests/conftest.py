@@ -7,6 +7,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
@@ -14,7 +15,12 @@ from hypothesis import settings
 from tests.support import skips
 from tests.support.services import S3, MotoS3, Postgres, SeaweedFS, Valkey, running_postgres
 
+if TYPE_CHECKING:
+    from tests.support.worker_rig import Rig
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# An engine core computes in its own process, as on one CUDA device; vLLM for CPUs would start another one for that, in as much time again.
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 for name in [name for name in os.environ if name.startswith("SPEECH_")]:
     del os.environ[name]
 
@@ -101,6 +107,21 @@ def logging_of_its_own() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    """A worker's parts, with the fake voice among the models while the test runs."""
+    from pipelines.registry import register_pipeline
+    from tests.support.fake_worker import fake_card
+    from tests.support.fakes import FakePipeline
+    from tests.support.worker_rig import Rig
+
+    forget = register_pipeline("fake", fake_card(), FakePipeline)
+    rig = Rig(tmp_path)
+    yield rig
+    rig.close()
+    forget()
 
 
 @pytest.fixture

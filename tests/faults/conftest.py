@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.cluster import PATIENCE, Cluster
+from tests.support.run_kit import shell, slow  # noqa: F401 - fixtures
 from tests.support.services import Postgres
 
 

@@ -18,7 +18,7 @@ from jobs.ledger import Ledger
 from jobs.settings import Settings
 from jobs.store import open_store
 from jobs.verify import ObjectCheck
-from tests.services.jobs.test_run_embedded import SLOW, Shell, shell, slow, until, write_input  # noqa: F401 - fixtures
+from tests.support.run_kit import SLOW, Shell, until, write_input
 
 ITEMS = 60
 IMAGE_MB = 64
@@ -51,7 +51,7 @@ def image(tmp_path: Path) -> Path:
     return made
 
 
-def test_what_the_ledger_calls_done_is_there_after_a_power_cut(slow: Shell, image: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_what_the_ledger_calls_done_is_there_after_a_power_cut(slow: Shell, image: Path, tmp_path: Path) -> None:
     write_input(slow.folder / "in.jsonl", ITEMS)
     slow.hold(f"line-{ITEMS - 1}")
     left = tmp_path / "left.img"

@@ -13,6 +13,7 @@ from tests.support.cli_kit import LINE, call
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
 from tests.support.night_kit import House
+from tests.support.run_kit import shell, slow  # noqa: F401 - fixtures
 
 
 @pytest.fixture(autouse=True)

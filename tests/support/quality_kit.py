@@ -46,6 +46,16 @@ def whisper_base(folder: Path) -> Path | None:
     return folder
 
 
+RATE = 16_000
+
+
+def speechlike(seconds: float = 3.6, seed: int = 0) -> NDArray[np.float32]:
+    """Dull noise in bursts of a syllable's length, float32 [samples]."""
+    noise = np.convolve(np.random.default_rng(seed).normal(0, 0.24, int(seconds * RATE)), np.ones(8) / 8, "same")
+    envelope = np.clip(np.sin(np.arange(len(noise)) / RATE * 2 * np.pi * 3) + 0.5, 0, 1)
+    return np.clip(noise * envelope, -1, 1).astype(np.float32)
+
+
 def spoiled(samples: NDArray[np.float32], fault: str) -> NDArray[np.float32]:
     """Speech [samples] with a fault of FAULTS other than `wrong-text`."""
     if fault == "truncated":

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
-from jobs.ledger.records import ItemRow, Job, JobSpec, JobStatus, Lease, Ticket, WorkerInfo
+from jobs.ledger.records import CommitResult, ItemRow, Job, JobSpec, JobStatus, Lease, Outcome, Ticket, WorkerInfo
 from jobs.settings import Settings, WorkerSettings
+from pipelines.errors import ErrorCode, ServiceError
 from pipelines.request import Pipeline
 from tests.support.fakes import FakePipeline, MemoryStore
 from worker.leases import Clock, LeaseBook, SystemClock
@@ -97,3 +98,32 @@ class Rig:
     def _open(self, model: str) -> Pipeline:
         self.opened.append(model)
         return self.pipeline
+
+
+Build = Callable[..., Rig]
+
+
+class Recording:
+    """A ledger that counts commits and fails those it is told to."""
+
+    def __init__(self, ledger: Ledger, failures: int = 0) -> None:
+        self.ledger = ledger
+        self.failures = failures
+        self.sizes: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.ledger, name)
+
+    def commit(self, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
+        self.sizes.append(len(outcomes))
+        if self.failures:
+            self.failures -= 1
+            raise ServiceError(ErrorCode.LEDGER_UNREACHABLE, "The ledger is away.")
+        return self.ledger.commit(ticket, outcomes)
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)

@@ -62,11 +62,11 @@ def settled(host: VllmHost) -> bool:
     return (stats.running, stats.waiting) == (0, 0)
 
 
-def test_alone_equals_a_hundred_random_mixes(host: VllmHost) -> None:
+def test_alone_equals_any_mix(host: VllmHost) -> None:
     asked = [sequence(f"s{n}", prompt(n), 4 + 3 * (n % 6), seed=n if n % 4 else None) for n in range(24)]
     alone = [ask(host, one).future.result(PATIENCE_SECONDS).ids for one in asked]
     dice = random.Random(7)
-    for _ in range(100):
+    for _ in range(40):
         picked = dice.sample(range(len(asked)), dice.randrange(2, 9))
         mixed = [(n, ask(host, asked[n])) for n in picked]
         for n, waiter in mixed:
@@ -127,7 +127,8 @@ def test_a_step_that_is_too_small_is_refused(monkeypatch: pytest.MonkeyPatch, cp
 
 
 def test_a_stream_grows_and_equals_the_whole(host: VllmHost) -> None:
-    request = sequence("whole", prompt(2), 40, seed=3)
+    # Without codes: here they are vLLM's likeliest tokens, two of which may be one, and parts that are merged would lose it.
+    request = replace(sequence("whole", prompt(2), 40, seed=3), codes=False)
     whole = ask(host, request).future.result(PATIENCE_SECONDS).ids
     deadline = time.monotonic() + PATIENCE_SECONDS
     parts = 0

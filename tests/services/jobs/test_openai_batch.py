@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,11 @@ from jobs.ledger.records import JobSpec, RejectedLine
 from jobs.openai_batch import OpenAiBatchForm
 from jobs.shard_file import read_shard
 from pipelines.errors import ErrorCode, InputError, ServiceError
-from pipelines.registry import register_pipeline
 from pipelines.request import Generation
 from tests.support.fake_worker import fake_card
-from tests.support.fakes import FakePipeline
 from tests.support.worker_rig import Rig
 
 BATCH = SubmitOptions(input_format="openai-batch")
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    forget = register_pipeline("fake", fake_card(), FakePipeline)
-    rig = Rig(tmp_path)
-    yield rig
-    rig.close()
-    forget()
 
 
 def line(custom_id: Any, text: Any = "Good evening.", **body: Any) -> dict[str, Any]:

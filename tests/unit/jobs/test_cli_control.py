@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,20 +15,9 @@ from jobs.ledger.records import ItemState, JobState
 from jobs.settings import load_settings
 from jobs.store import open_store
 from pipelines.errors import ConfigError, ErrorCode, InputError
-from pipelines.registry import describe, register_pipeline
-from tests.support.fake_worker import fake_card
-from tests.support.fakes import FakePipeline
+from pipelines.registry import describe
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Rig
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    forget = register_pipeline("fake", fake_card(), FakePipeline)
-    rig = Rig(tmp_path)
-    yield rig
-    rig.close()
-    forget()
 
 
 def call(rig: Rig, *words: str) -> Result:

@@ -1,4 +1,4 @@
-"""Quality checks without a model: gates, verdicts, the config of the spec, word errors."""
+"""Quality checks without a model: gates, verdicts, the config of the spec."""
 
 from __future__ import annotations
 
@@ -8,42 +8,32 @@ import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from jobs.calibrate import LEAST_ITEMS, as_toml, fit, learned_paces
+from jobs.calibrate import as_toml
 from jobs.checks import CHECKS, METERS, Bound, Check, MeterCard, scores_with, strict_meters
-from jobs.export.items import AudioItem
-from jobs.ledger.records import Artifact, JobSpec, Score
+from jobs.ledger.records import JobSpec, Score
 from jobs.quality import PRESETS, Quality, quality_of
 from jobs.spec import frozen_spec, spec_sha
 from pipelines.duration import Pace, is_prose, pace_of, text_units
-from pipelines.errors import ConfigError, ErrorCode, NotFoundError, SynthesisError
+from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.hibari.provider import describe as describe_hibari
 from pipelines.request import Generation, Speech
 from pipelines.vad import active_frames, activity, frame_powers, trim_silence
 from tests.support.fakes import sine
+from tests.support.quality_kit import RATE, speechlike
 from worker.quality.checks import cheap_scores, clipped_share, longest_pause
-from worker.quality.metrics import Reading, Sample, open_meter
+from worker.quality.metrics import Sample, open_meter
 from worker.quality.verdict import History, check_draw, failed_draw, meters_of, with_readings
-from worker.quality.wer import error_rates
 
-RATE = 16_000
 BASIC = quality_of("basic")
 assert BASIC is not None
 PACE = Pace(0.2, 0.06, low=0.7, high=1.5)
 TEXT = "The bridge was built by hand, stone by stone, in ten years."
-
-
-def speechlike(seconds: float = 3.6, seed: int = 0) -> NDArray[np.float32]:
-    """Dull noise in bursts of a syllable's length, float32 [samples]."""
-    noise = np.convolve(np.random.default_rng(seed).normal(0, 0.24, int(seconds * RATE)), np.ones(8) / 8, "same")
-    envelope = np.clip(np.sin(np.arange(len(noise)) / RATE * 2 * np.pi * 3) + 0.5, 0, 1)
-    return np.clip(noise * envelope, -1, 1).astype(np.float32)
 
 
 def scores_of(samples: NDArray[np.float32], quality: Quality = BASIC, text: str = TEXT, **meta: str) -> dict[str, Score]:
@@ -343,101 +333,3 @@ class TestConfig:
         assert other.quality == own
         assert len({spec_sha(spec), spec_sha(other), spec_sha(frozen_spec(JobSpec("hibari"), card))}) == 3
         assert msgspec.json.decode(msgspec.json.encode(spec), type=JobSpec) == spec
-
-
-class TestWords:
-    def test_spelling_numbers_and_contractions_are_no_errors(self) -> None:
-        rates = error_rates("Mr. Smith didn't pay twenty-five dollars.", "mister smith did not pay $25")
-        assert rates == {"cer": (0.0, True), "wer": (0.0, True)}
-
-    @pytest.mark.parametrize(
-        ("asked", "heard"),
-        [
-            ("John 3:16 is a verse that many know.", "John three sixteen is a verse that many know"),
-            ("Tom & Jerry ran to the house.", "Tom and Jerry ran to the house."),
-            ("It's 5% off for R&D today.", "It is five percent off for R and D today."),
-            ("Sales rose 12.5% at AT&T.", "Sales rose twelve point five percent at AT and T"),
-            ("We meet at 10:30 on May 5th, 2021.", "We meet at ten thirty on May 5, 2021."),
-            ("It was 20°C outside, not 68 °F.", "It was 20 degrees Celsius outside, not 68 degrees Fahrenheit."),
-            ("Take bus No. 7 to gate #12.", "Take bus number seven to gate number 12."),
-            ("About 7,000,000 people came by.", "About seven million people came by."),
-            ("Then 2+2=4, as it should.", "Then two plus two equals four, as it should."),
-        ],
-    )
-    def test_signs_and_numbers_are_compared_as_they_are_spoken(self, asked: str, heard: str) -> None:
-        assert error_rates(asked, heard) == error_rates(heard, asked) == {"cer": (0.0, True), "wer": (0.0, True)}
-
-    @pytest.mark.parametrize("text", ["Hi.", "John 3:16", "Tom & Jerry", "It's 5%", "Yes. No.", "你好"])
-    def test_of_a_short_text_the_rates_decide_nothing(self, text: str) -> None:
-        strict = quality_of("strict")
-        assert strict is not None
-        rates = error_rates(text, "something else entirely was heard", "zh" if text == "你好" else "en")
-        assert rates["cer"].value > 0.3
-        readings = {name: Reading(rate.value, "heard", rate.telling) for name, rate in rates.items()}
-        draw = with_readings(check_draw(0, 7, Speech(speechlike(), RATE), strict, text, Generation()), readings, strict)
-        assert draw.passed
-        assert [draw.record.scores[name].passed for name in rates] == [None] * len(rates)
-
-    def test_a_text_just_long_enough_is_judged(self) -> None:
-        assert error_rates("a b c d", "")["wer"] == (1.0, True)
-        assert error_rates("a b c", "")["wer"] == (1.0, False)
-        assert [error_rates(text, "")["cer"].telling for text in ("abcdefghijkl", "abcdefghijk")] == [True, False]
-        assert [error_rates(text, "", "zh")["cer"].telling for text in ("今天天气很好", "天气很好")] == [True, False]
-
-    def test_rates_are_edits_over_what_was_asked(self) -> None:
-        assert error_rates("one red apple fell", "one red pear fell")["wer"].value == 0.25
-        assert error_rates("stop", "stop stop stop")["wer"].value == 2.0
-        assert error_rates("a cat", "") == {"cer": (1.0, False), "wer": (1.0, False)}
-        assert error_rates("...", "anything") == {}
-
-    def test_scripts_without_spaces_have_no_word_errors(self) -> None:
-        assert error_rates("今天天气很好", "今天天汽很好", "Chinese") == {"cer": (pytest.approx(1 / 6), True)}
-
-
-def two_seconds(index: int) -> Artifact:
-    return Artifact(index, "audio", f"{index}.wav", "", 0, 2000, 24_000, 48_000, 0)
-
-
-class TestCalibration:
-    def lengths(self, count: int, bad: int = 0) -> list[tuple[bytes, float, float]]:
-        chance = np.random.default_rng(1)
-        units = chance.uniform(20, 120, count)
-        seconds = (0.3 + 0.06 * units) * chance.uniform(0.9, 1.1, count)
-        seconds[:bad] *= 4
-        return [(bytes([n % 256]), float(u), float(s)) for n, (u, s) in enumerate(zip(units, seconds))]
-
-    def test_a_fifth_of_bad_items_hardly_moves_the_line(self) -> None:
-        clean, soiled = fit(self.lengths(300)), fit(self.lengths(300, bad=60), "anna", "English")
-        for pace in (clean, soiled):
-            assert 0.7 < pace.low < 0.85
-            assert 1.15 < pace.high < 1.35
-            assert pace.expected_seconds("x" * 70) == pytest.approx(4.5, rel=0.15)
-        assert (soiled.voice, soiled.language) == ("anna", "English")
-
-    def test_texts_of_one_length_still_give_a_pace(self) -> None:
-        pace = fit([(b"", 50.0, 3.0), (b"", 50.0, 3.1), (b"", 50.0, 2.9)])
-        assert pace.expected_seconds("x" * 50) == pytest.approx(3.0)
-
-    def test_items_without_a_text_teach_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def paces(texts: list[str]) -> tuple[Pace, ...]:
-            lines = [msgspec.json.encode({"example_id": str(n), "messages": [["user", "text", text]]}) for n, text in enumerate(texts)]
-            made = [AudioItem(str(n), str(n), two_seconds(n), msgspec.Raw(line), 0) for n, line in enumerate(lines)]
-            monkeypatch.setattr("jobs.calibrate.AudioItems", lambda *_: made)
-            job: Any = SimpleNamespace(id="j", spec=JobSpec("fake"))
-            unused: Any = None
-            return learned_paces(unused, unused, job)
-
-        with pytest.raises(NotFoundError, match="0 made items with a text"):
-            paces([""] * LEAST_ITEMS)
-        with pytest.raises(NotFoundError, match=f"{LEAST_ITEMS - 1} made items"):
-            paces(["", *["words"] * (LEAST_ITEMS - 1)])
-        assert paces(["", *["words"] * LEAST_ITEMS]) == paces(["words"] * LEAST_ITEMS)
-
-    def test_what_is_printed_is_a_config(self, tmp_path: Path) -> None:
-        voice = 'a "quoted"\\ voice 𝄞 安娜\t\x7f\x01'
-        paces = (fit(self.lengths(50), voice), fit(self.lengths(50)))
-        path = tmp_path / "qa.toml"
-        path.write_text(as_toml(paces), "utf-8")
-        quality = quality_of("basic", path)
-        assert quality is not None
-        assert quality.paces == paces

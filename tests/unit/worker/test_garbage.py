@@ -18,24 +18,13 @@ from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.store import open_store
 from jobs.store.base import ObjectInfo
 from pipelines.audio import encode
-from pipelines.registry import register_pipeline
-from tests.support.fake_worker import fake_card
-from tests.support.fakes import SAMPLE_RATE, FakePipeline, MemoryStore, sine
+from tests.support.fakes import SAMPLE_RATE, MemoryStore, sine
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import Rig
 from worker.__main__ import cli
 from worker.garbage import GRACE_SECONDS, SweepReport, sweep
 
 DAY = 24 * 3600.0
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    forget = register_pipeline("fake", fake_card(), FakePipeline)
-    rig = Rig(tmp_path)
-    yield rig
-    rig.close()
-    forget()
 
 
 def age(rig: Rig, seconds: float = 2 * DAY) -> None:

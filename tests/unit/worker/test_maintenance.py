@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-
-import pytest
+from collections.abc import Sequence
 
 from jobs.ledger.records import Job, Ticket
 from jobs.manifest import newest_job_manifest, read_manifest
 from pipelines.errors import ErrorCode, StoreError
-from pipelines.registry import register_pipeline
-from tests.support.fake_worker import fake_card
-from tests.support.fakes import FakeClock, FakePipeline
+from tests.support.fakes import FakeClock
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Rig
 from worker.maintenance import Housekeeping, put_manifest_if_over
@@ -46,15 +41,6 @@ class Keeper:
         self.clock.advance(self.rig.settings.dispatch.reconcile_seconds)
         self.housekeeping.dispatch()
         return self.asked - before
-
-
-@pytest.fixture
-def rig(tmp_path: Path) -> Iterator[Rig]:
-    forget = register_pipeline("fake", fake_card(), FakePipeline)
-    rig = Rig(tmp_path)
-    yield rig
-    rig.close()
-    forget()
 
 
 def ended(rig: Rig, texts: Sequence[str] = ("a", "b"), seconds_ago: float = 61) -> Job:
