@@ -132,7 +132,7 @@ class TestDraws:
         assert best is not None
         assert best.record.code is ErrorCode.QA_CLIPPED
         assert "`clipped` is 0." in best.message
-        assert "at most 0.001" in best.message
+        assert "maximum 0.001" in best.message
         assert not best.record.kept
 
     def test_the_best_of_bad_draws_fails_least_and_the_earlier_one_wins_a_tie(self) -> None:
