@@ -82,6 +82,8 @@ class AudioReader:
         try:
             if path.is_file() and path.stat().st_size == artifact.bytes and sha256_of(path) == artifact.sha256:
                 return str(path)
+            # A link there must not lead the new content to another file.
+            path.unlink(missing_ok=True)
         except OSError as error:
             raise output_error(path, error) from error
         digest = hashlib.sha256()

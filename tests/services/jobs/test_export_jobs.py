@@ -195,6 +195,13 @@ def test_a_wrong_file_below_the_audio_root_is_fetched_anew(finished: Finished) -
     (root / key).write_bytes(bytes(len(data)))
     exported(finished, "espnet", audio_root=root)
     assert (root / key).read_bytes() == data
+    mine = finished.folder / "mine.wav"
+    mine.write_bytes(b"mine")
+    (root / key).unlink()
+    (root / key).symlink_to(mine)
+    exported(finished, "espnet", audio_root=root)
+    assert (root / key).read_bytes() == data
+    assert mine.read_bytes() == b"mine"
 
 
 def test_answers_in_text_alone_are_in_the_file_and_splits_refuse_them(finished: Finished) -> None:
