@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from jobs.formatting import redact
 from jobs.ledger.records import Ticket
-from jobs.redact import redact
 from pipelines.errors import ErrorCode, ServiceError
 
 if TYPE_CHECKING:

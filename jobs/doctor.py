@@ -14,8 +14,8 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from jobs.formatting import redact
 from jobs.gpu_check import Verdict, judge_compilers, judge_gpu, judge_kernels, look
-from jobs.redact import redact
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, NightjarError, ServiceError
 

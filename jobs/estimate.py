@@ -12,20 +12,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jobs.ledger.records import JobSpec, RejectedLine
-from jobs.line_check import GoodLine, LineChecker, aborted_by, duplicate
-from jobs.openai_batch import InputFormat, line_form
+from jobs.line_check import GoodLine, aborted_by, duplicate
+from jobs.openai_batch import InputFormat
 from jobs.references import ReferenceReader
-from jobs.source import open_source
-from jobs.spec import check_speak, frozen_spec, speak_of
+from jobs.source import BATCH_BYTES, BATCH_LINES, open_source
+from jobs.spec import ResolvedSpec, resolve
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode
-from pipelines.registry import ModelCard, describe
+from pipelines.registry import ModelCard
 
 if TYPE_CHECKING:
     from jobs.settings import Settings
 
-BATCH_LINES = 10_000
-BATCH_BYTES = 16 << 20
 #: Rejected lines that are kept to be shown.
 MAX_EXAMPLES = 100
 _HEADER_BYTES = 44
@@ -51,25 +49,28 @@ class Estimate:
 
 
 def dry_run(
-    settings: Settings, store: ObjectStore, source: str, spec: JobSpec, input_format: InputFormat = "dialogues", *, abort: bool = False
+    settings: Settings,
+    store: ObjectStore,
+    source: str,
+    spec: JobSpec | ResolvedSpec,
+    input_format: InputFormat = "dialogues",
+    *,
+    abort: bool = False,
 ) -> Estimate:
-    """Checks an input and estimates its job; writes nothing to ledger or store.
+    """Checks an input as `submit` does and estimates its job; writes nothing to ledger or store.
 
     Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with `abort`, for the first bad
     line; `ModelError`, `StoreError`.
     """
-    card = describe(spec.model)
-    spec = frozen_spec(spec, card)
-    check_speak(spec, input_format)
+    resolved = resolve(spec, input_format)
+    card, checker = resolved.card, resolved.checker
     rejected: Counter[ErrorCode] = Counter()
     examples: list[RejectedLine] = []
     items = milliseconds = 0
     with open_source(source, settings.s3) as opened, _SeenIds() as seen:
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
-        form = line_form(input_format, card, spec.format)
-        checker = LineChecker(card, spec.generation, lambda content: reader.read(content).sha256, form, speak_of(spec))
         for batch in opened.batches(BATCH_LINES, BATCH_BYTES):
-            good, bad = checker.check(batch)
+            good, bad = checker.check(batch, lambda content: reader.read(content).sha256)
             good, repeated = seen.add(good, checker.id_key)
             bad = sorted([*bad, *repeated], key=lambda line: line.line)
             if abort and bad:
@@ -80,12 +81,14 @@ def dry_run(
             examples += bad[: MAX_EXAMPLES - len(examples)]
     seconds = milliseconds / 1000
     engine_seconds = None if card.realtime_factor is None else seconds * card.realtime_factor
-    return Estimate(items, dict(rejected), tuple(examples), seconds, _audio_bytes(items, seconds, card, spec), engine_seconds)
+    return Estimate(
+        items, dict(rejected), tuple(examples), seconds, _audio_bytes(items, seconds, card, resolved.spec.format), engine_seconds
+    )
 
 
-def _audio_bytes(items: int, seconds: float, card: ModelCard, spec: JobSpec) -> int:
+def _audio_bytes(items: int, seconds: float, card: ModelCard, encoding: str) -> int:
     pcm = seconds * card.sample_rate * _BYTES_PER_SAMPLE
-    return round(pcm * (_FLAC_SHARE if spec.format == "flac" else 1.0)) + items * _HEADER_BYTES
+    return round(pcm * (_FLAC_SHARE if encoding == "flac" else 1.0)) + items * _HEADER_BYTES
 
 
 class _SeenIds:

@@ -1,6 +1,28 @@
-"""Counts, times and sizes as people read them, in commands, reports and logs."""
+"""What people read, in commands, errors, reports and logs: counts, times and sizes; no passwords; nothing that drives a terminal."""
 
 from __future__ import annotations
+
+import re
+
+#: Takes the place of a secret.
+MASK = "********"
+# A password may hold any sign but white space, also `@` and `/`: all up to the last `@` of the word is hidden.
+_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@'\"]*):\S*@", re.IGNORECASE)
+_PARAMETER = re.compile(r"([?&;](?:\w*password|[\w-]*secret[\w-]*|[\w-]*token|[\w-]*signature)=)[^&\s'\"]*", re.IGNORECASE)
+
+
+def redact(text: str) -> str:
+    """`text` with the password of every URL in it masked, and every query parameter that is a secret by its name."""
+    if "://" not in text:
+        return text
+    return _PARAMETER.sub(rf"\1{MASK}", _PASSWORD.sub(rf"\1:{MASK}@", text))
+
+
+def printable(text: str) -> str:
+    """The text with what could drive a terminal (control and format characters, newlines) escaped."""
+    if text.isprintable():
+        return text
+    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
 
 
 def counted(count: int, noun: str) -> str:

@@ -15,15 +15,14 @@ from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, aborted_by, duplicate
-from jobs.openai_batch import InputFormat, line_form
+from jobs.openai_batch import InputFormat
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, compress, encode_lines
 from jobs.sharding import ShardSize, cut
-from jobs.source import Source, open_source
-from jobs.spec import check_speak, frozen_spec, of_before, speak_of, spec_sha
+from jobs.source import BATCH_BYTES, BATCH_LINES, Source, open_source
+from jobs.spec import ResolvedSpec, of_before, resolve, spec_sha
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, ServiceError
-from pipelines.registry import describe
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "dry_run", "submit"]
 
-BATCH_LINES = 10_000
-BATCH_BYTES = 16 << 20
 #: Objects written at once to a store that a network lies before.
 _S3_WRITERS = 16
 
@@ -51,7 +48,7 @@ class SubmitOptions:
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
     #: What a bad line does: it is left out and listed by `nightjar errors`, or the whole submit is undone.
     on_error: Literal["skip", "abort"] = "skip"
-    #: How the input writes its lines.
+    #: How the input writes its lines, for a spec that is not resolved.
     input_format: InputFormat = "dialogues"
     #: The same key is the same job; None: made from input, spec and store.
     idempotency_key: str | None = None
@@ -87,7 +84,7 @@ def submit(
     ledger: Ledger,
     store: ObjectStore,
     source: str,
-    spec: JobSpec,
+    spec: JobSpec | ResolvedSpec,
     *,
     options: SubmitOptions | None = None,
     progress: Callable[[IngestProgress], None] | None = None,
@@ -101,29 +98,24 @@ def submit(
     Raises `ModelError`, `StoreError` or `ServiceError` when model, store or ledger fail; the same submit then goes on later.
     """
     options = options or SubmitOptions()
-    card = describe(spec.model)
-    unsaid = spec.speak is msgspec.UNSET
-    spec = frozen_spec(spec, card)
-    check_speak(spec, options.input_format)
-    sha = spec_sha(spec)
-    LineChecker(card, spec.generation, str, speak=speak_of(spec))
+    resolved = resolve(spec, options.input_format)
     with open_source(source, settings.s3) as opened:
-        key = options.idempotency_key or _key_of(ledger, store.url, opened.sha256, sha, options.input_format)
-        if unsaid and (before := _job_of_before(ledger, store.url, opened.sha256, spec, options)) is not None:
-            spec, sha, key = of_before(spec), before.spec_sha, before.key
+        sha = spec_sha(resolved.spec)
+        key = options.idempotency_key or _key_of(ledger, store.url, opened.sha256, sha, resolved.input_format)
+        if not resolved.says_speak and (before := _job_of_before(ledger, store.url, opened.sha256, resolved, options)) is not None:
+            resolved, sha, key = resolved.before(), before.spec_sha, before.key
         store.check()
-        job = ledger.begin_job(_new_job(opened, spec, sha, key, store.url, options))
-        _refuse_another(job, opened.sha256, sha, key, options.input_format)
+        job = ledger.begin_job(_new_job(opened, resolved, sha, key, store.url, options))
+        _refuse_another(job, opened.sha256, sha, key, resolved.input_format)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
         if job.state is not JobState.INGESTING:
             return SubmitResult(job, created=False, resumed=False, items=job.total_items, rejected=job.rejected_lines)
-        reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
-        form = line_form(options.input_format, card, spec.format)
-        checker = LineChecker(card, spec.generation, ReferenceUploader(reader, store, job.id).key, form, speak_of(spec))
-        size = ShardSize.of(card, settings.shard.target_seconds, settings.shard.max_items)
+        reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
+        uploader = ReferenceUploader(reader, store, job.id)
+        size = ShardSize.of(resolved.card, settings.shard.target_seconds, settings.shard.max_items)
         try:
-            _Ingest(ledger, store, job, opened, checker, size, options.on_error == "abort", progress).run()
+            _Ingest(ledger, store, job, opened, resolved.checker, uploader, size, options.on_error == "abort", progress).run()
         except InputError:
             _undo(ledger, store, job)
             raise
@@ -146,6 +138,7 @@ class _Ingest:
         job: Job,
         source: Source,
         checker: LineChecker,
+        uploader: ReferenceUploader,
         size: ShardSize,
         abort: bool,
         progress: Callable[[IngestProgress], None] | None,
@@ -155,6 +148,7 @@ class _Ingest:
         self._job = job
         self._source = source
         self._checker = checker
+        self._uploader = uploader
         self._size = size
         self._abort = abort
         self._progress = progress
@@ -170,7 +164,7 @@ class _Ingest:
             write_all = writers.map if self._store.url.startswith("s3://") else map
             staging: Future[None] | None = None
             for batch in self._source.batches(BATCH_LINES, BATCH_BYTES, self._lines):
-                good, rejected = self._checker.check(batch)
+                good, rejected = self._checker.check(batch, self._uploader.key)
                 self._staged(staging)
                 staging = stager.submit(self._stage, write_all, good, rejected, batch.first + len(batch.lines) - 1)
             self._staged(staging)
@@ -295,10 +289,12 @@ class _JobOfBefore(NamedTuple):
     spec_sha: str
 
 
-def _job_of_before(ledger: Ledger, store_url: str, input_sha256: str, spec: JobSpec, options: SubmitOptions) -> _JobOfBefore | None:
+def _job_of_before(
+    ledger: Ledger, store_url: str, input_sha256: str, resolved: ResolvedSpec, options: SubmitOptions
+) -> _JobOfBefore | None:
     """The job that was made of the same before specs said whose turns are spoken, or None."""
-    sha = spec_sha(of_before(spec))
-    key = options.idempotency_key or _key_of(ledger, store_url, input_sha256, sha, options.input_format)
+    sha = spec_sha(of_before(resolved.spec))
+    key = options.idempotency_key or _key_of(ledger, store_url, input_sha256, sha, resolved.input_format)
     job = ledger.job_of_key(key)
     return None if job is None or job.spec_sha != sha else _JobOfBefore(key, sha)
 
@@ -310,9 +306,9 @@ def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: 
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
-def _new_job(source: Source, spec: JobSpec, sha: str, key: str, store_url: str, options: SubmitOptions) -> NewJob:
+def _new_job(source: Source, resolved: ResolvedSpec, sha: str, key: str, store_url: str, options: SubmitOptions) -> NewJob:
     return NewJob(
-        spec=spec,
+        spec=resolved.spec,
         spec_sha=sha,
         input_uri=source.uri,
         input_sha256=source.sha256,
@@ -325,5 +321,5 @@ def _new_job(source: Source, spec: JobSpec, sha: str, key: str, store_url: str, 
         max_attempts=options.max_attempts,
         max_in_flight=options.max_in_flight,
         error_budget=options.error_budget,
-        labels=options.labels if options.input_format == "dialogues" else {**options.labels, INPUT_FORMAT: options.input_format},
+        labels=options.labels if resolved.input_format == "dialogues" else {**options.labels, INPUT_FORMAT: resolved.input_format},
     )

@@ -1,5 +1,4 @@
-"""What makes a line an item, or an item a spoken turn: it decodes, the model can do what it asks for, and its reference audio can
-be read."""
+"""Which lines of an input become items: they can be decoded, the model can do what they ask for, their reference audio can be read."""
 
 from __future__ import annotations
 
@@ -21,6 +20,8 @@ from pipelines.validation import is_visible, speech_task
 #: Faults of a line that the job's own settings cannot be blamed for.
 _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}
 
+#: The store's key for the audio content of a line; raises `InputError`.
+ReferenceKey = Callable[[str], str]
 
 _NO_REFERENCES: Mapping[int, str] = {}
 _NO_GENERATION = Generation()
@@ -53,17 +54,9 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
 class LineChecker:
     """Checks lines against one model and the defaults of one job."""
 
-    def __init__(
-        self,
-        card: ModelCard,
-        defaults: Generation,
-        reference_key: Callable[[str], str],
-        form: LineForm | None = None,
-        speak: Speak | None = None,
-    ) -> None:
-        """`reference_key` turns the audio content of a line into a key of the store, or raises `InputError`. `form`: how the
-        lines are written, where they are no dialogues. `speak`: whose turns are spoken; None and `answer`: a line is one item,
-        which the model makes of the whole dialogue.
+    def __init__(self, card: ModelCard, defaults: Generation, form: LineForm | None = None, speak: Speak | None = None) -> None:
+        """`form`: how the lines are written, where they are no dialogues. `speak`: whose turns are spoken; None and `answer`: a
+        line is one item, which the model makes of the whole dialogue.
 
         Raises `InputError` when the defaults ask for what the model cannot do.
         """
@@ -71,7 +64,6 @@ class LineChecker:
         self._max_characters = card.capabilities.max_text_characters
         self._check_text = card.check_text or _any_text
         self._defaults = defaults
-        self._reference_key = reference_key
         self._form = form
         self._speak: Speak | None = None if speak == "answer" else speak
         #: What lines call the id of an example.
@@ -92,8 +84,11 @@ class LineChecker:
             return False
         return True
 
-    def check(self, batch: LineBatch) -> tuple[list[GoodLine], list[RejectedLine]]:
-        """The lines of a batch in order; blank ones are left out, and of lines with one example_id the first is good."""
+    def check(self, batch: LineBatch, reference_key: ReferenceKey) -> tuple[list[GoodLine], list[RejectedLine]]:
+        """The lines of a batch in order; blank ones are left out, and of lines with one example_id the first is good.
+
+        `reference_key` turns the audio content of a line into a key of the store, or raises `InputError`.
+        """
         good: list[GoodLine] = []
         rejected: list[RejectedLine] = []
         seen: set[str] = set()
@@ -104,7 +99,7 @@ class LineChecker:
             example_id, references, turns = None, _NO_REFERENCES, None
             try:
                 if line is None:
-                    raise _overlong()
+                    raise overlong()
                 if self._form is not None:
                     line = self._form.dialogue(line)
                 dialogue = parse_dialogue(line)
@@ -113,11 +108,11 @@ class LineChecker:
                     raise duplicate(example_id, self.id_key)
                 if self._speak is None:
                     if (characters := self._plain_characters(dialogue)) is None:
-                        characters, references = self._accept(dialogue)
+                        characters, references = self._accept(dialogue, reference_key)
                 elif (turns := self._plain_turn(dialogue)) is not None:
                     characters = len(dialogue.messages[turns[0]][2])
                 else:
-                    characters, references, turns = self._accept_turns(dialogue, self._speak)
+                    characters, references, turns = self._accept_turns(dialogue, self._speak, reference_key)
             except InputError as error:
                 if example_id is None and line is not None and self._form is not None:
                     example_id = self._form.example_id(line)
@@ -127,20 +122,22 @@ class LineChecker:
             good.append(GoodLine(line_no, example_id, line, int(characters * ms_per_character), references, turns))
         return good, rejected
 
-    def _accept(self, dialogue: Dialogue) -> tuple[int, Mapping[int, str]]:
+    def _accept(self, dialogue: Dialogue, reference_key: ReferenceKey) -> tuple[int, Mapping[int, str]]:
         """Characters to speak, and keys of the references. Raises `InputError`."""
         messages = dialogue.typed_messages()
         generation = self._defaults if dialogue.generation is None else dialogue.generation.over(self._defaults)
         task = speech_task(messages, generation, self._capabilities)
         self._check_text(task.text)
         references = {
-            place: self._reference_key(content)
+            place: reference_key(content)
             for place, (role, modality, content) in enumerate(dialogue.messages)
             if modality == "audio" and role != "assistant"
         }
         return len(task.text), references
 
-    def _accept_turns(self, dialogue: Dialogue, speak: Speak) -> tuple[int, Mapping[int, str], tuple[int, ...]]:
+    def _accept_turns(
+        self, dialogue: Dialogue, speak: Speak, reference_key: ReferenceKey
+    ) -> tuple[int, Mapping[int, str], tuple[int, ...]]:
         """Characters to speak, keys of the references, and the turns. Raises `InputError`."""
         messages, generation = dialogue.messages, dialogue.generation or _NO_GENERATION
         turns = spoken_turns(messages, speak)
@@ -158,7 +155,7 @@ class LineChecker:
                 raise self._of_turn(error, dialogue, turn, turns) from None
             characters += len(task.text)
             heard.update(reference_places(messages, turn))
-        return characters, {place: self._reference_key(messages[place][2]) for place in sorted(heard)}, turns
+        return characters, {place: reference_key(messages[place][2]) for place in sorted(heard)}, turns
 
     def _of_turn(self, error: InputError, dialogue: Dialogue, turn: int, turns: tuple[int, ...]) -> InputError:
         """The error with what a person needs to find the turn, and with advice for it."""
@@ -238,7 +235,8 @@ def _any_text(_: str) -> None:
     """Of a model that says nothing of texts."""
 
 
-def _overlong() -> InputError:
+def overlong() -> InputError:
+    """The error of a line of more than `MAX_LINE_BYTES`."""
     return InputError(
         ErrorCode.INPUT_TOO_LONG, f"The line is longer than {MAX_LINE_BYTES >> 20} MiB.", "Split its text into several lines."
     )

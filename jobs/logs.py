@@ -7,7 +7,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from jobs.redact import MASK, redact
+from jobs.formatting import MASK, redact
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from jobs.dialogue import Dialogue, parse_dialogue
-from jobs.ingest import BATCH_BYTES, BATCH_LINES
 from jobs.layout import CONTENT_TYPES, object_metadata
 from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
 from jobs.manifest import put_shard_manifest, spoken_by
@@ -24,7 +23,7 @@ from jobs.openai_batch import LineForm, line_form
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.reproduce import made_again, request_of
 from jobs.shard_file import CONTENT_TYPE, ShardLine, compress, encode_lines, read_shard
-from jobs.source import Source, open_source
+from jobs.source import BATCH_BYTES, BATCH_LINES, Source, open_source
 from jobs.spec import speak_of
 from jobs.store.base import ObjectStore
 from jobs.turns import Speak, reference_places, spoken_turns
@@ -210,7 +209,7 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
     lines: dict[str, dict[int, bytes]] = {key: {} for key in lost}
     card = describe(job.spec.model)
     with open_source(source, settings.s3) as opened:
-        shelf = ReferenceUploader(ReferenceReader(opened.folder, settings.audio_roots, store), store, job.id)
+        uploader = ReferenceUploader(ReferenceReader(opened.folder, settings.audio_roots, store), store, job.id)
         form = line_form(job.labels.get(INPUT_FORMAT, "dialogues"), card, job.spec.format)  # pyright: ignore[reportArgumentType]
         refused = {line.line for line in ledger.rejected_lines(job.id)}
         unchanged = opened.sha256 == job.input_sha256
@@ -219,7 +218,7 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
             if (item := wanted.pop(dialogue.example_id, None)) is not None:
                 index, key = item
                 turns, heard = _spoken(dialogue, speak_of(job.spec))
-                references = {place: shelf.key(dialogue.messages[place][2]) for place in heard}
+                references = {place: uploader.key(dialogue.messages[place][2]) for place in heard}
                 lines[key][index] = b"".join(encode_lines(index, number, raw, references, turns))
     for key, found in lines.items():
         data = compress([line for _, line in sorted(found.items())])

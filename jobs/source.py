@@ -25,6 +25,8 @@ from pipelines.errors import ErrorCode, InputError, StoreError
 MAX_LINE_BYTES = 1 << 20
 #: Blank lines that an input may have, and more for each other line: a small archive can hold billions.
 MAX_BLANK_LINES, MAX_BLANK_LINES_EACH = 1_000_000, 10
+#: Of the batches in which a whole input is gone through.
+BATCH_LINES, BATCH_BYTES = 10_000, 16 << 20
 _CHUNK_BYTES = 1 << 20
 #: zstd makes at most 128 KiB of 4 bytes, so what one piece can swell to stays below 32 MiB.
 _ZSTD_PIECE_BYTES = 1 << 10

@@ -1,19 +1,65 @@
-"""The spec of a job: frozen at submit, and known by its hash."""
+"""The spec of a job: checked against its model and frozen at submit, and known by its hash."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
 import msgspec
 
 from jobs.ledger.records import JobSpec
-from jobs.openai_batch import InputFormat
+from jobs.line_check import LineChecker
+from jobs.openai_batch import InputFormat, line_form
 from jobs.quality import Quality, checked
 from jobs.turns import ASKED, Speak
-from pipelines.errors import ConfigError, ErrorCode
-from pipelines.registry import ModelCard
+from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.registry import ModelCard, describe
 
 FORMATS = ("wav", "flac")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedSpec:
+    """A frozen spec with its model and the check of its lines. Made by `resolve`, once for a submit or a dry run."""
+
+    spec: JobSpec
+    card: ModelCard
+    input_format: InputFormat
+    checker: LineChecker
+    #: Whether it was said whose turns are spoken.
+    says_speak: bool
+
+    def before(self) -> ResolvedSpec:
+        """The spec as it was frozen before it could say whose turns are spoken."""
+        spec = of_before(self.spec)
+        return ResolvedSpec(spec, self.card, self.input_format, _checker(spec, self.card, self.input_format), self.says_speak)
+
+
+def resolve(spec: JobSpec | ResolvedSpec, input_format: InputFormat = "dialogues") -> ResolvedSpec:
+    """Checks a spec against its model; one that was resolved before is returned as it is.
+
+    Raises `ModelError`, `config.invalid`, and `InputError` for settings that the model refuses.
+    """
+    if isinstance(spec, ResolvedSpec):
+        return spec
+    card = describe(spec.model)
+    for generation in (spec.generation, *(spec.generation.roles or {}).values()):
+        _check_name(generation.voice, card.capabilities.voices, ErrorCode.INPUT_UNKNOWN_VOICE, "voice", card.name)
+    _check_name(spec.generation.language, card.capabilities.languages, ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", card.name)
+    frozen = frozen_spec(spec, card)
+    if input_format == "openai-batch" and frozen.speak == "assistant":
+        message = "A line of an OpenAI batch is the user's; there is no assistant's turn to speak."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave `speak` out: the `input` is spoken.")
+    return ResolvedSpec(frozen, card, input_format, _checker(frozen, card, input_format), spec.speak is not msgspec.UNSET)
+
+
+def _check_name(wanted: str | None, known: tuple[str, ...], code: ErrorCode, what: str, model: str) -> None:
+    if wanted is not None and known and wanted.casefold() not in {name.casefold() for name in known}:
+        raise InputError(code, f"The model {model} has no {what} {wanted!r}.", f"It has: {', '.join(known)}.")
+
+
+def _checker(spec: JobSpec, card: ModelCard, input_format: InputFormat) -> LineChecker:
+    return LineChecker(card, spec.generation, line_form(input_format, card, spec.format), speak_of(spec))
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
@@ -44,13 +90,6 @@ def of_before(spec: JobSpec) -> JobSpec:
 def speak_of(spec: JobSpec) -> Speak | None:
     """Whose turns a job speaks; None: it is of before this could be said."""
     return None if spec.speak is msgspec.UNSET else spec.speak
-
-
-def check_speak(spec: JobSpec, input_format: InputFormat) -> None:
-    """Raises `config.invalid` for an input in which nobody speaks whose turns the spec asks for."""
-    if input_format == "openai-batch" and spec.speak == "assistant":
-        message = "A line of an OpenAI batch is the user's; there is no assistant's turn to speak."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave `speak` out: the `input` is spoken.")
 
 
 def _speak(spec: JobSpec, card: ModelCard) -> Speak:

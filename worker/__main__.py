@@ -1,14 +1,14 @@
-"""`python -m worker run|beat|nightly|flower|sweep`: the processes of the consumer side."""
+"""`python -m worker run|beat|nightly|flower|sweep`, which `nightjar worker`, `nightjar beat` ... start: the consumer side."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
 import click
 
-from jobs.cli.context import FiniteRange
-from jobs.cli.output import Output, exit_code, fail
+from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from pipelines.errors import NightjarError
@@ -17,9 +17,12 @@ from pipelines.errors import NightjarError
 FAILED, NOT_ENDED = 1, 7
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+_HELP = ["-h", "--help"]
+
+
+@click.group(context_settings={"help_option_names": _HELP})
 def cli() -> None:
-    """The consumer side of Nightjar."""
+    """Processes that run shards and look after the jobs."""
 
 
 def _settings() -> Settings:
@@ -29,12 +32,25 @@ def _settings() -> Settings:
 
 
 @cli.command()
-@click.option("--gpu", "gpus", help="GPUs to use, as in 0,1,2,3: one process each, brought back when it dies.")
-@click.option("--model", help="Serve this model only, and load it at the start.")
-@click.option("--supervise", is_flag=True, help="Without --gpu: a parent process brings the worker back when it dies.")
-@click.option("--parent-pid", type=int, help="Drain when this process is no longer the parent.")
+@click.option(
+    "--gpu",
+    "gpus",
+    metavar="N,N...",
+    help="GPUs, for example 0,1,2,3. Runs one worker process per GPU and restarts a process that dies.",
+)
+@click.option("--model", metavar="MODEL", help="Run only jobs of this model, and load it at the start.")
+@click.option("--supervise", is_flag=True, help="Run the worker under a parent process that restarts it if it dies (--gpu does this too).")
+@click.option("--parent-pid", metavar="N", type=int, help="Stop as at SIGTERM when this parent process is gone.")
 def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | None) -> None:
-    """Takes shards and runs them until SIGTERM, which drains."""
+    """Run a worker: it takes shards and synthesizes them until SIGTERM.
+
+    At SIGTERM it takes no new shards and finishes its items. A second signal gives the rest back at once.
+
+    \b
+    Examples:
+      nightjar worker
+      nightjar worker --gpu 0,1,2,3
+    """
     settings = _settings()
     if gpus is not None or supervise:
         from worker.supervisor import supervise as run_all
@@ -50,23 +66,35 @@ def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | 
 
 @cli.command()
 def beat() -> None:
-    """Sends the nightly schedules, and the sweep if wanted, to the workers; run exactly one."""
+    """Run the timer that sends the schedules (and the daily sweep, if enabled) to the workers. Run exactly one.
+
+    \b
+    Examples:
+      nightjar beat
+    """
     from worker.run import run_beat
 
     run_beat(_settings())
 
 
 @cli.command()
-@click.option("--night", help="The night to run, YYYY-MM-DD; default: the last one.")
-@click.option("--catch-up", type=click.IntRange(0, 366), default=0, help="Also run that many earlier nights that did not run.")
-@click.option("--schedule", "names", multiple=True, help="Only this schedule; may be given more than once.")
-@click.option("--wait", "wait_hours", type=FiniteRange(min=0), default=0.0, metavar="HOURS", help="Wait so long for the jobs' end.")
-@click.option("--again", is_flag=True, help="Also submit the same file of a night whose job failed or was cancelled.")
-@click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
+@click.option("--night", metavar="YYYY-MM-DD", help="Night to run. [default: the last night]")
+@click.option("--catch-up", metavar="N", type=click.IntRange(0, 366), default=0, help="Also run up to N earlier nights that did not run.")
+@click.option("--schedule", "names", metavar="NAME", multiple=True, help="Run only this schedule. Can be given more than once.")
+@click.option(
+    "--wait", "wait_hours", type=FiniteRange(min=0), default=0.0, metavar="HOURS", help="Maximum hours to wait until the jobs end."
+)
+@click.option("--again", is_flag=True, help="Submit a night's file again if its job failed or was cancelled.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
 def nightly(night: str | None, catch_up: int, names: tuple[str, ...], wait_hours: float, again: bool, as_json: bool) -> None:
-    """Submits the night's file of every schedule, and writes the exports of nights that have ended; no night runs twice.
+    """Submit the night's file of every schedule, and write the exports of nights whose job has ended.
 
-    Exit code: 0 all is well, 1 a night or a dataset failed, 7 with --wait: a job has not ended.
+    A night that ran is not run again. Exit codes: 0 ok; 1 a night or a dataset failed; 7 with --wait, a job has not ended in time.
+
+    \b
+    Examples:
+      nightjar nightly
+      nightjar nightly --catch-up 2 --wait 8
     """
     from worker.nightly import run_nights
 
@@ -82,20 +110,36 @@ def nightly(night: str | None, catch_up: int, names: tuple[str, ...], wait_hours
 
 @cli.command()
 def flower() -> None:
-    """The dashboard of workers and shards: with a password, and for looking only."""
+    """Run the Flower dashboard, with a password and read-only. SPEECH_FLOWER__BASIC_AUTH sets user:password.
+
+    \b
+    Examples:
+      nightjar flower
+    """
     from worker.run import run_flower
 
     run_flower(_settings())
 
 
 @cli.command()
-@click.option("--delete", is_flag=True, help="Delete what was found; without it, it is only counted.")
-@click.option("--grace-hours", type=FiniteRange(min=0), help="Age of the end of a job, and of an object; default: the setting, 24.")
-@click.option("--json", "as_json", is_flag=True, help="Print versioned JSON.")
+@click.option("--delete", is_flag=True, help="Delete the orphans.")
+@click.option(
+    "--grace-hours",
+    metavar="HOURS",
+    type=FiniteRange(min=0),
+    help="Minimum hours since the job ended and since the object was written. [default: the setting sweep.grace_hours]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def sweep(delete: bool, grace_hours: float | None, as_json: bool) -> None:
-    """Finds objects of ended jobs that nothing names: what killed workers and cancelled jobs left.
+    """Find orphans in the store: objects of ended jobs that no artifact in the ledger names.
 
-    Exit code: 0 all jobs were looked at, 1 the store of a job did not answer as it should.
+    Killed workers and cancelled jobs leave them. Without --delete they are only counted. Exit code 1: the store of a job did not
+    answer correctly.
+
+    \b
+    Examples:
+      nightjar sweep
+      nightjar sweep --delete
     """
     from worker.garbage import sweep_all
 
@@ -113,8 +157,13 @@ def sweep(delete: bool, grace_hours: float | None, as_json: bool) -> None:
 
 def main() -> None:
     """Runs the command line; an error that a person can mend is a sentence, not a traceback."""
+    program = os.environ.pop(PROGRAM, None)
     try:
-        cli(prog_name="python -m worker", standalone_mode=False)
+        if program is None:
+            cli(prog_name="python -m worker", standalone_mode=False)
+        else:
+            # The usage line shows the command that a person typed.
+            cli.commands[sys.argv[1]].main(sys.argv[2:], prog_name=program, standalone_mode=False, help_option_names=_HELP)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -9,46 +9,57 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import click
 
-from jobs.cli.output import Interrupted, ReaderLeft, exit_code, fail, note_interrupts, undisturbed
+from jobs import installed_version
+from jobs.console import Interrupted, ReaderLeft, exit_code, fail, note_interrupts, undisturbed
 from pipelines.errors import NightjarError
 
-#: Command: (module under jobs.cli, function, one line of help), in the order of `nightjar --help`.
-COMMANDS: dict[str, tuple[str, str, str]] = {
-    "run": ("run", "run", "Make the speech of a file here and now, with nothing else running."),
-    "submit": ("submit", "submit", "Submit a file of dialogues as a job."),
-    "status": ("show", "status", "Show how far a job is."),
-    "watch": ("follow", "watch", "Follow a job until it ends."),
-    "wait": ("follow", "wait", "Wait for a job's end; the exit code tells how it ended."),
-    "list": ("show", "list_jobs", "List jobs, newest first."),
-    "items": ("show", "items", "List a job's items with their audio."),
-    "errors": ("show", "errors", "List what went wrong in a job."),
-    "retry": ("control", "retry", "Open a job's failed items again."),
-    "pause": ("control", "pause", "Hand out no more of a job."),
-    "resume": ("control", "resume", "Go on with a paused job."),
-    "cancel": ("control", "cancel", "End a job; what is done stays."),
-    "priority": ("control", "priority", "Let a job run before or after others."),
-    "export": ("export", "export", "Write a job's result in a format other tools read."),
-    "report": ("export", "report", "Write a page that shows how a job went, to look at and listen to."),
-    "verify": ("verify", "verify", "Check a job's objects, and make some of its items again."),
-    "serve": ("serve", "serve", "Serve a model over HTTP, as OpenAI's API does."),
-    "evaluate": ("evaluate", "evaluate", "Ask a server every dialogue of a file, and keep its answers."),
-    "calibrate": ("export", "calibrate", "Learn from a job how long its voices' speech is."),
-    "models": ("models", "models", "List the models, or show one."),
-    "doctor": ("admin", "doctor", "Check that everything a job needs is there."),
-    "db": ("admin", "db", "Set up the ledger's schema."),
-    "config": ("admin", "config", "Show the settings and where they come from."),
-    "worker": ("processes", "worker", "Run a worker."),
-    "beat": ("processes", "beat", "Run the timer of nightly jobs."),
-    "flower": ("processes", "flower", "Run the dashboard of the queues."),
-    "nightly": ("processes", "nightly", "Submit the nightly jobs that are due."),
-    "sweep": ("processes", "sweep", "Find objects of ended jobs that nothing names."),
-    "completion": ("completion", "completion", "Print the completion script of a shell."),
+#: Heading: {command: (module under jobs.cli, function, one line of help)}, in the order of `nightjar --help`.
+GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
+    "Make speech": {
+        "run": ("run", "run", "Synthesize a file on this machine; needs no other service."),
+        "submit": ("submit", "submit", "Submit a file as a job for running workers."),
+        "nightly": ("processes", "nightly", "Submit the scheduled jobs of the night and write their exports."),
+    },
+    "Jobs": {
+        "status": ("show", "status", "Show a job's progress, speed and cost."),
+        "watch": ("follow", "watch", "Show a job's progress until it ends."),
+        "wait": ("follow", "wait", "Wait until a job ends; the exit code says how it ended."),
+        "list": ("show", "list_jobs", "List jobs, newest first."),
+        "items": ("show", "items", "List a job's items and their audio files."),
+        "errors": ("show", "errors", "List a job's refused lines and failed items."),
+        "retry": ("control", "retry", "Run a job's failed items again."),
+        "pause": ("control", "pause", "Pause a job; items in the engine finish."),
+        "resume": ("control", "resume", "Continue a paused job."),
+        "cancel": ("control", "cancel", "Cancel a job; finished items are kept."),
+        "priority": ("control", "priority", "Change a job's priority."),
+    },
+    "Results": {
+        "export": ("export", "export", "Export a job's dataset (ESPnet, Kaldi, Lhotse, WebDataset, Parquet, ...)."),
+        "report": ("export", "report", "Write an HTML report of a job, with audio players."),
+        "verify": ("verify", "verify", "Check a job's files against the ledger; make lost files again."),
+        "calibrate": ("export", "calibrate", "Measure speaking rates from a job, for the duration check."),
+    },
+    "Models and servers": {
+        "models": ("models", "models", "List the models, or show one."),
+        "serve": ("serve", "serve", "Serve a model over HTTP with OpenAI's API."),
+        "evaluate": ("evaluate", "evaluate", "Send every dialogue of a file to a server and save the answers."),
+    },
+    "Installation": {
+        "doctor": ("admin", "doctor", "Check the installation and its services."),
+        "db": ("admin", "db", "Create or upgrade the ledger's tables."),
+        "config": ("admin", "config", "Show the settings and where they come from."),
+        "worker": ("processes", "worker", "Run a worker process."),
+        "beat": ("processes", "beat", "Run the timer (Celery beat) of the schedules."),
+        "flower": ("processes", "flower", "Run the Flower dashboard."),
+        "sweep": ("processes", "sweep", "Find orphaned objects in the store, and delete them if asked to."),
+        "completion": ("completion", "completion", "Print the shell completion script."),
+    },
 }
+COMMANDS = {name: where for group in GROUPS.values() for name, where in group.items()}
 
 
 class LazyGroup(click.Group):
@@ -81,16 +92,14 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"{error.message} Did you mean {close[0]!r}?", ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, text) for name, (_, _, text) in COMMANDS.items()])
+        for heading, group in GROUPS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(name, text) for name, (_, _, text) in group.items()])
 
 
 def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        try:
-            click.echo(version("nightjar-speech"))
-        except PackageNotFoundError:
-            click.echo("unknown (not installed)")
+        click.echo(installed_version())
         ctx.exit()
 
 
@@ -99,7 +108,14 @@ def _print_version(ctx: click.Context, _parameter: click.Parameter, value: bool)
 def cli() -> None:
     """Turn files of dialogues into speech datasets.
 
-    `nightjar run dialogues.jsonl --out DIR` needs nothing but this command. Settings come from SPEECH_* variables and nightjar.toml.
+    `nightjar run FILE --out DIR` works without any other service. Settings come from options, SPEECH_* variables and nightjar.toml
+    (see `nightjar config list`).
+
+    \b
+    Examples:
+      nightjar run dialogues.jsonl --out out      # here, with nothing else running
+      nightjar submit dialogues.jsonl             # for workers that are running
+      nightjar status JOB
     """
 
 

@@ -1,85 +1,102 @@
-"""`nightjar db` and `nightjar config`."""
+"""`nightjar db`, `config` and `doctor`: the installation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from pydantic import BaseModel, SecretStr
 
-from jobs.cli.context import common_options, home_option
-from jobs.cli.output import FAILED, Output, printable
+from jobs.cli.context import common_options, home_option, output_options
+from jobs.console import FAILED, Output
 from jobs.doctor import Health, examine
-from jobs.redact import MASK, redact
+from jobs.formatting import MASK, printable, redact
 from jobs.settings import PREFIX, Settings, load_settings
 
-_json_option = click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
 
 
 @click.group()
 def db() -> None:
-    """Set up the ledger's schema."""
+    """Create or upgrade the ledger's tables.
+
+    \b
+    Examples:
+      nightjar db upgrade
+    """
 
 
 @db.command()
 @home_option
-@_json_option
-def upgrade(home: str | None, as_json: bool) -> None:
-    """Make the ledger's tables, or bring them to this version."""
-    from jobs.ledger import Ledger
-    from jobs.ledger.records import SCHEMA_REVISION
+@output_options
+def upgrade(home: str | None, output: Output) -> None:
+    """Create the ledger's tables, or upgrade them to this version.
 
-    settings = load_settings(home=home)
-    with closing(Ledger.of(settings)) as ledger:
-        ledger.migrate()
-        if as_json:
-            Output(as_json=True).data(_ledger_view(ledger.url, SCHEMA_REVISION))
-        else:
-            click.echo(f"The ledger {redact(ledger.url)} has the tables of this version.")
+    \b
+    Examples:
+      nightjar db upgrade
+    """
+    _db(home, output, "The ledger {url} has the tables of this version.", lambda ledger: ledger.migrate())
 
 
 @db.command()
 @home_option
-@_json_option
-def current(home: str | None, as_json: bool) -> None:
-    """Check that the ledger's tables are of this version."""
+@output_options
+def current(home: str | None, output: Output) -> None:
+    """Check that the ledger's tables match this version.
+
+    \b
+    Examples:
+      nightjar db current
+    """
+    _db(home, output, "{revision}  {url}", lambda ledger: ledger.check_schema())
+
+
+def _db(home: str | None, output: Output, text: str, act: Callable[[Ledger], None]) -> None:
     from jobs.ledger import Ledger
     from jobs.ledger.records import SCHEMA_REVISION
 
-    settings = load_settings(home=home)
-    with closing(Ledger.of(settings)) as ledger:
-        ledger.check_schema()
-        if as_json:
-            Output(as_json=True).data(_ledger_view(ledger.url, SCHEMA_REVISION))
+    with closing(Ledger.of(load_settings(home=home))) as ledger:
+        act(ledger)
+        said = {"url": redact(ledger.url), "revision": SCHEMA_REVISION}
+        if output.as_json:
+            output.data({"schema": "nightjar.ledger/1", **said})
         else:
-            click.echo(f"{SCHEMA_REVISION}  {redact(ledger.url)}")
-
-
-def _ledger_view(url: str, revision: str) -> dict[str, str]:
-    return {"schema": "nightjar.ledger/1", "url": redact(url), "revision": revision}
+            output.line(text.format(**said))
 
 
 @click.group()
 def config() -> None:
-    """Show the settings and where they come from."""
+    """Show the settings and where they come from.
+
+    \b
+    Examples:
+      nightjar config show
+    """
 
 
 @config.command()
 @home_option
-@_json_option
-def show(home: str | None, as_json: bool) -> None:
-    """Show every setting with its value and origin; secrets are hidden."""
+@output_options
+def show(home: str | None, output: Output) -> None:
+    """Show every setting with its value and where it was set. Secrets are hidden.
+
+    \b
+    Examples:
+      nightjar config show
+      nightjar config show --json
+    """
     settings = load_settings(home=home)
-    output = Output(as_json=as_json)
     rows = [(key, shown(value), settings.origin(key)) for key, value in leaves(settings)]
     effective = (
         ("ledger", redact(settings.ledger_url)),
         ("broker", redact(settings.effective_broker_url)),
         ("store", redact(settings.effective_store_url)),
     )
-    if as_json:
+    if output.as_json:
         values = {key: {"value": value, "origin": origin} for key, value, origin in rows}
         output.data({"schema": "nightjar.config/1", "settings": values, "effective": dict(effective)})
         return
@@ -90,16 +107,20 @@ def show(home: str | None, as_json: bool) -> None:
 
 @config.command("list")
 @click.option("--markdown", is_flag=True, help="Print the rows of docs/configuration.md.")
-@_json_option
-def list_settings(markdown: bool, as_json: bool) -> None:
-    """List every setting: its variable, default and meaning. Needs no valid configuration."""
-    output = Output(as_json=as_json)
-    rows = list(described(Settings))
+@output_options
+def list_settings(markdown: bool, output: Output) -> None:
+    """List every setting with its variable, default and meaning. Works with an invalid configuration too.
+
+    \b
+    Examples:
+      nightjar config list
+    """
     if markdown:
         for row in markdown_rows():
             output.line(row)
         return
-    if as_json:
+    rows = list(described(Settings))
+    if output.as_json:
         for variable, default, text in rows:
             output.data({"schema": "nightjar.setting/1", "variable": variable, "default": default, "description": text})
         return
@@ -156,17 +177,23 @@ _COLORS = {Health.OK: "green", Health.WARN: "yellow", Health.FAIL: "red"}
 
 @click.command()
 @common_options
-def doctor(home: str | None, as_json: bool, quiet: bool) -> int:
-    """Check Python, settings, ledger, broker, store, disk and models; the exit code is 1 when something fails."""
-    output = Output(as_json=as_json, quiet=quiet)
+def doctor(home: str | None, output: Output) -> int:
+    """Check Python, settings, ledger, broker, store, disk, models and GPUs, and say how to correct what fails.
+
+    Exit code 1: a check failed.
+
+    \b
+    Examples:
+      nightjar doctor
+    """
     worst = Health.OK
     for finding in examine(home):
         worst = Health.FAIL if Health.FAIL in (worst, finding.health) else finding.health if worst is Health.OK else worst
-        if as_json:
+        if output.as_json:
             view = {"check": finding.check, "health": finding.health.value, "message": finding.message, "advice": finding.advice}
             output.data({"schema": "nightjar.finding/1", **view})
             continue
-        if quiet and finding.health is Health.OK:
+        if output.quiet and finding.health is Health.OK:
             continue
         label = click.style(f"{finding.health.value:<5}", fg=_COLORS[finding.health], bold=True)
         output.line(f"{label} {finding.check:<9} {printable(finding.message)}")

@@ -1,4 +1,4 @@
-"""`nightjar completion`: the script that teaches a shell our commands, options and job ids, and whose `jobs SUBCOMMAND` is ours."""
+"""`nightjar completion`: the script for shells, which completes commands, options and job ids, and takes `jobs SUBCOMMAND`."""
 
 from __future__ import annotations
 
@@ -48,10 +48,14 @@ _LAST = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 @click.command()
 @click.argument("shell", type=click.Choice(list(_LAST)))
 def completion(shell: str) -> None:
-    """Print the completion script of SHELL: eval "$(nightjar completion SHELL)".
+    """Print the completion script for SHELL.
 
-    It completes `nightjar`. In the shell that reads it, `jobs` followed by one of our commands, --help or --version is nightjar too;
-    `jobs` alone, `jobs -l` and `jobs %1` stay the shell's own.
+    The script completes `nightjar`. It also makes `jobs` followed by a nightjar command call nightjar; `jobs` alone, `jobs -l` and
+    `jobs %1` still call the shell's builtin.
+
+    \b
+    Examples:
+      eval "$(nightjar completion bash)"
     """
     from jobs.cli import COMMANDS, cli
 

@@ -1,15 +1,16 @@
-"""What commands share: their common options, and the way from a job's id to its ledger."""
+"""What commands share: help with headings, the common options, and the way from a job's id to its ledger."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
+from jobs.console import FiniteRange, NamedPath, Output
 from jobs.recent_jobs import keep_remembered, settings_for_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
@@ -18,55 +19,77 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.ledger.records import Job
 
-
-class FiniteRange(click.FloatRange):
-    """A range of numbers without infinity and NaN, which click takes for one that is in every range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value!r} is no number that can be used.", param, ctx)
-        return number
-
-
-class NamedPath(click.Path):
-    """A path that is not empty: an empty one, as of a variable that is not set, would be the working directory."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if isinstance(value, str) and not value.strip():
-            self.fail("a path is not empty", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-PRIORITY = click.IntRange(-100, 100)
-
 F = TypeVar("F", bound=Callable[..., Any])
+
+#: Headings of the options of a help page, in their order.
+INPUT, MODEL, CHECKS, SAMPLING, TEXT_AND_AUDIO, JOB, MESSAGES = (
+    "Input and output",
+    "Model and voice",
+    "Checks",
+    "Sampling",
+    "Models that write text and audio",
+    "Job",
+    "Messages",
+)
+_HEADINGS = ("Options", INPUT, MODEL, CHECKS, SAMPLING, TEXT_AND_AUDIO, JOB, MESSAGES)
+
+
+class Option(click.Option):
+    """An option that knows under which heading it stands."""
+
+    def __init__(self, *args: Any, heading: str = "Options", **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.heading = heading
+
+
+class GroupedCommand(click.Command):
+    """A command with many options: its help shows them under headings."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records: dict[str, list[tuple[str, str]]] = {heading: [] for heading in _HEADINGS}
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, click.Option) and (record := parameter.get_help_record(ctx)) is not None:
+                records[getattr(parameter, "heading", MESSAGES)].append(record)
+        for heading in _HEADINGS:
+            if records[heading]:
+                with formatter.section(heading):
+                    formatter.write_dl(records[heading])
+
+
+option = partial(click.option, cls=Option)
+json_option = option("--json", "as_json", is_flag=True, heading=MESSAGES, help="Print JSON, one object per line.")
+quiet_option = option("-q", "--quiet", is_flag=True, heading=MESSAGES, help="Print no progress and no notes to stderr.")
+home_option = option(
+    "--out", "--home", "home", metavar="DIR", type=NamedPath(), heading=INPUT, help="Folder of the job's ledger and audio. [default: out]"
+)
+
+
+def output_options(function: F) -> F:
+    """`--json` and `--quiet`, handed over as one `output`."""
+
+    @wraps(function)
+    def call(*args: Any, as_json: bool, quiet: bool, **given: Any) -> Any:
+        return function(*args, output=Output(as_json=as_json, quiet=quiet), **given)
+
+    return json_option(quiet_option(call))  # pyright: ignore[reportReturnType]
 
 
 def common_options(function: F) -> F:
-    """`--out/--home`, `--json` and `--quiet`, handed over as `home`, `as_json` and `quiet`."""
-    function = click.option("-q", "--quiet", is_flag=True, help="No progress and no notes on stderr.")(function)
-    function = click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")(function)
-    return home_option(function)
+    """`--out/--home` as `home`, and `--json` and `--quiet` as one `output`."""
+    return home_option(output_options(function))
 
 
-def home_option(function: F) -> F:
-    """`--out/--home` as `home`."""
-    option = click.option(
-        "--out", "--home", "home", metavar="DIR", type=NamedPath(), help="Folder of the embedded ledger and store. [default: out]"
-    )
-    return option(function)
-
-
-def price_option(function: F) -> F:
-    """`--price` as `price`; None: the setting's."""
-    text = "Price of a GPU hour. [default: the setting price_per_gpu_hour]"
-    return click.option("--price", type=FiniteRange(min=0), metavar="PRICE", help=text)(function)
+price_option = option(
+    "--price",
+    type=FiniteRange(min=0),
+    metavar="PRICE",
+    help="Price per GPU hour, for the cost. [default: the setting price_per_gpu_hour]",
+)
 
 
 def label_option(text: str) -> Callable[[F], F]:
     """`--label` as `labels`, for `labels_of`."""
-    return click.option("--label", "labels", multiple=True, metavar="KEY=VALUE", help=text)
+    return option("--label", "labels", multiple=True, metavar="KEY=VALUE", heading=JOB, help=text)
 
 
 def labels_of(given: Sequence[str]) -> dict[str, str]:
@@ -88,7 +111,7 @@ class JobId(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value).strip()
         if not text:
-            self.fail("a job's id is not empty", param, ctx)
+            self.fail("the job id is empty", param, ctx)
         return text
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

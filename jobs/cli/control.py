@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.context import PRIORITY, common_options, found_job, job_argument
-from jobs.cli.output import Output, printable
-from jobs.cli.show import code_choice
-from jobs.formatting import counted
+from jobs.cli.context import common_options, found_job, job_argument
+from jobs.cli.show import code_option
+from jobs.cli.spec import PRIORITY
+from jobs.console import Output
+from jobs.formatting import counted, printable
 from jobs.ledger.records import Job, JobState
 from jobs.settings import Settings
 from pipelines.errors import ErrorCode, NightjarError
@@ -21,12 +22,19 @@ if TYPE_CHECKING:
 
 @click.command()
 @job_argument
-@click.option("--code", "codes", multiple=True, type=code_choice, metavar="CODE", help="Only items that ended with this error.")
-@click.option("--force", is_flag=True, help="Also items whose lines are at fault (input.*), which fail again as they are.")
+@code_option("Only items with this error code.")
+@click.option("--force", is_flag=True, help="Also retry items whose input line is wrong (input.*).")
 @common_options
-def retry(job: str, codes: Sequence[str], force: bool, home: str | None, as_json: bool, quiet: bool) -> None:
-    """Open JOB's failed items again; what is done stays done, and so does what can never succeed as it is."""
-    output = Output(as_json=as_json, quiet=quiet)
+def retry(job: str, codes: Sequence[str], force: bool, home: str | None, output: Output) -> None:
+    """Run the failed items of JOB again.
+
+    Finished items are kept. Items whose input line is wrong (input.*) stay failed, unless --force is given.
+
+    \b
+    Examples:
+      nightjar retry JOB
+      nightjar retry JOB --code synth.no_eos
+    """
     wanted = [ErrorCode(code) for code in codes] or None
     with found_job(job, home) as (settings, ledger, found):
         count = ledger.retry(found.id, wanted, force=force)
@@ -34,46 +42,60 @@ def retry(job: str, codes: Sequence[str], force: bool, home: str | None, as_json
         failed = ledger.failed_counts(found.id)
         left = {code: number for code, number in failed.items() if code.hopeless and (wanted is None or code in wanted)}
         found = ledger.job(found.id)
-    if as_json:
+    if output.as_json:
         view = {"schema": "nightjar.retry/1", "job": found.id, "state": found.state.value, "reopened": count}
         output.data({**view, "left": {code.value: number for code, number in left.items()}})
         return
     output.line(f"Opened {counted(count, 'item')} of {found.id} again.")
     if left:
         reasons = ", ".join(f"{number} x {code.value}" for code, number in left.items())
-        output.note(f"Left as they are, for their lines are at fault: {reasons}. Correct the lines and submit them, or give --force.")
+        output.note(f"Not retried, because their input lines are wrong: {reasons}. Correct and submit the lines, or use --force.")
     if count and settings.database_url is None:
-        output.note(f"To make them, give the job's `nightjar run` command again, or start a worker for {settings.home}.")
+        output.note(f"To run them, give the job's `nightjar run` command again, or start a worker for {settings.home}.")
 
 
 @click.command()
 @job_argument
 @common_options
-def pause(job: str, home: str | None, as_json: bool, quiet: bool) -> None:
-    """Hand out no more of JOB; items in flight finish."""
-    _change(job, home, Output(as_json=as_json, quiet=quiet), lambda ledger, job_id: ledger.pause(job_id))
+def pause(job: str, home: str | None, output: Output) -> None:
+    """Pause JOB: no more shards are given to workers. Items in the engine finish.
+
+    \b
+    Examples:
+      nightjar pause JOB
+    """
+    _change(job, home, output, lambda ledger, job_id: ledger.pause(job_id))
 
 
 @click.command()
 @job_argument
 @common_options
-def resume(job: str, home: str | None, as_json: bool, quiet: bool) -> None:
-    """Go on with a paused JOB."""
-    _change(job, home, Output(as_json=as_json, quiet=quiet), lambda ledger, job_id: ledger.resume(job_id))
+def resume(job: str, home: str | None, output: Output) -> None:
+    """Continue the paused JOB.
+
+    \b
+    Examples:
+      nightjar resume JOB
+    """
+    _change(job, home, output, lambda ledger, job_id: ledger.resume(job_id))
 
 
 @click.command()
 @job_argument
 @common_options
-def cancel(job: str, home: str | None, as_json: bool, quiet: bool) -> None:
-    """End JOB: its open items are skipped, what is done stays."""
-    output = Output(as_json=as_json, quiet=quiet)
+def cancel(job: str, home: str | None, output: Output) -> None:
+    """Cancel JOB. Finished items are kept; the other items are skipped.
+
+    \b
+    Examples:
+      nightjar cancel JOB
+    """
     with found_job(job, home) as (settings, ledger, found):
         ledger.cancel(found.id)
         if ledger.job(found.id).state is JobState.CANCELLING:
             ledger.reconcile()
         ended = ledger.job(found.id)
-        _tell(output, ended)
+        _print_state(output, ended)
         if ended.state.final:
             _put_manifest(settings, ledger, ended, output)
 
@@ -95,24 +117,30 @@ def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) 
 @job_argument
 @click.argument("level", type=PRIORITY)
 @common_options
-def priority(job: str, level: int, home: str | None, as_json: bool, quiet: bool) -> None:
-    """Give JOB another priority; shards that wait follow it at once. Higher runs first."""
-    output = Output(as_json=as_json, quiet=quiet)
+def priority(job: str, level: int, home: str | None, output: Output) -> None:
+    """Set the priority of JOB to LEVEL (-100 to 100). Jobs with a higher priority run first.
+
+    The change also applies to shards that already wait.
+
+    \b
+    Examples:
+      nightjar priority JOB 5
+    """
     with found_job(job, home) as (_, ledger, found):
         ledger.set_priority(found.id, level)
-    if as_json:
+    if output.as_json:
         output.data({"schema": "nightjar.priority/1", "job": found.id, "priority": level})
     else:
         output.line(f"{found.id} has priority {level}.")
 
 
-def _change(prefix: str, home: str | None, output: Output, change: Callable[[Any, str], object]) -> None:
+def _change(prefix: str, home: str | None, output: Output, change: Callable[[Ledger, str], object]) -> None:
     with found_job(prefix, home) as (_, ledger, found):
         change(ledger, found.id)
-        _tell(output, ledger.job(found.id))
+        _print_state(output, ledger.job(found.id))
 
 
-def _tell(output: Output, job: Job) -> None:
+def _print_state(output: Output, job: Job) -> None:
     if output.as_json:
         output.data({"schema": "nightjar.job_state/1", "job": job.id, "state": job.state.value})
     else:

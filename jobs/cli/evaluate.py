@@ -1,4 +1,4 @@
-"""`nightjar evaluate`: a file of dialogues asked of a server, and its answers in a file."""
+"""`nightjar evaluate`: a file of dialogues is sent to a server, and its answers are saved in a file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.cli.context import NamedPath
-from jobs.cli.output import FAILED, Output
+from jobs.cli.context import SAMPLING, GroupedCommand, option, output_options
 from jobs.cli.serve import read_keys
 from jobs.cli.spec import check_source
+from jobs.console import FAILED, FiniteRange, NamedPath, Output
 from jobs.formatting import counted, seconds_text
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode, ModelError
@@ -25,36 +25,67 @@ if TYPE_CHECKING:
 _LINE_SECONDS = 30.0
 
 
-@click.command()
-@click.argument("source", metavar="INPUT")
-@click.option("--server", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
-@click.option("--to", "to", required=True, type=NamedPath(path_type=Path), help="File of the answers; an existing one is continued.")
-@click.option("--model", help="Name of the model. [default: the first one the server has]")
-@click.option(
-    "--mode", type=click.Choice(["text_only", "text_audio"]), help="What is asked for. [default: text_only; text_audio with --cfg]"
-)
-@click.option("--cfg", type=click.FloatRange(min=1), help="Scale of the guidance of audio; 1: none.")
-@click.option("--temperature", type=click.FloatRange(min=0), help="Sampling temperature.")
-@click.option("--text-temperature", type=click.FloatRange(min=0), help="Of the text, where audio comes too.")
-@click.option("--audio-temperature", type=click.FloatRange(min=0), help="Of the audio.")
-@click.option("--top-k", type=click.IntRange(min=0), help="Sample among the likeliest.")
-@click.option("--audio-top-k", type=click.IntRange(min=0), help="The same for the audio.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Longest answer, text and frames.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the run.")
-@click.option("--connections", type=click.IntRange(1, 4096), default=16, show_default=True, help="Requests at once.")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), default=3600.0, show_default=True, help="Seconds of one answer.")
-@click.option("--patience", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds that the server may be away.")
-@click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress and no notes on stderr.")
-def evaluate(source: str, server: str, to: Path, as_json: bool, quiet: bool, **given: Any) -> int:
-    """Ask a server every dialogue of INPUT (a path, `-` or `s3://…`; JSONL, also .gz or .zst), and keep its answers.
+_TEMPERATURE, _TOP_K = FiniteRange(min=0), click.IntRange(min=0)
 
-    Ended in any way, the same command goes on where it was: good answers stay, failed ones are asked again. The server's key
-    is SPEECH_SERVE__API_KEY. Exit code 1: an answer failed, or has no audio though it was asked for.
+
+@click.command(cls=GroupedCommand)
+@click.argument("source", metavar="INPUT")
+@option("--server", metavar="URL", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
+@option(
+    "--to",
+    required=True,
+    metavar="FILE",
+    type=NamedPath(path_type=Path),
+    help="File for the answers. An existing file is continued.",
+)
+@option("--model", metavar="MODEL", help="Name of the model. [default: the server's first model]")
+@option("--mode", type=click.Choice(["text_only", "text_audio"]), help="Requested output. [default: text_only; text_audio with --cfg]")
+@option("--connections", metavar="N", type=click.IntRange(1, 4096), default=16, show_default=True, help="Number of parallel requests.")
+@option(
+    "--timeout",
+    metavar="SECONDS",
+    type=FiniteRange(min=0, min_open=True),
+    default=3600.0,
+    show_default=True,
+    help="Maximum seconds for one answer.",
+)
+@option(
+    "--patience",
+    metavar="SECONDS",
+    type=FiniteRange(min=0),
+    default=300.0,
+    show_default=True,
+    help="Maximum seconds to wait while the server is unreachable.",
+)
+@option("--cfg", metavar="N", type=FiniteRange(min=1), heading=SAMPLING, help="Scale of classifier-free guidance for audio; 1 is none.")
+@option("--temperature", metavar="N", type=_TEMPERATURE, heading=SAMPLING, help="Sampling temperature.")
+@option("--text-temperature", metavar="N", type=_TEMPERATURE, heading=SAMPLING, help="Temperature for text, if audio is requested too.")
+@option("--audio-temperature", metavar="N", type=_TEMPERATURE, heading=SAMPLING, help="Temperature for audio.")
+@option("--top-k", metavar="N", type=_TOP_K, heading=SAMPLING, help="Sample from the N most likely codes.")
+@option("--audio-top-k", metavar="N", type=_TOP_K, heading=SAMPLING, help="Top-k for audio.")
+@option(
+    "--max-tokens",
+    metavar="N",
+    type=click.IntRange(min=1),
+    heading=SAMPLING,
+    help="Maximum steps of an answer: text tokens and audio frames together.",
+)
+@option("--seed", metavar="N", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, heading=SAMPLING, help="Seed of the run.")
+@output_options
+def evaluate(source: str, server: str, to: Path, output: Output, **given: Any) -> int:
+    """Send every dialogue of INPUT to a server and save the answers.
+
+    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY; JSONL, also .gz or .zst. If it is interrupted, give the same command
+    again: good answers are kept and failed ones are asked again. The server's key is SPEECH_SERVE__API_KEY. Exit code 1: an answer
+    failed or lacks its audio.
+
+    \b
+    Examples:
+      nightjar evaluate dialogues.jsonl --to answers.jsonl
+      nightjar evaluate dialogues.jsonl --to speech.jsonl --cfg 3
     """
     if given["mode"] == "text_only" and (given["cfg"] or 1) != 1:
         raise click.UsageError("--cfg guides audio: give --mode text_audio, or leave --mode out.")
-    output = Output(as_json=as_json, quiet=quiet)
     check_source(source)
     tally = asyncio.run(_evaluate(load_settings(), source, server, to, given, output))
     return FAILED if tally.failed or tally.no_audio else 0

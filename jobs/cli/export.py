@@ -1,4 +1,4 @@
-"""`nightjar export`, `report` and `calibrate`: what is made of a job that ended."""
+"""`nightjar export`, `report` and `calibrate`: results of a job that ended."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from jobs.cli.context import NamedPath, common_options, found_job, job_argument, price_option
-from jobs.cli.output import Output
+from jobs.cli.context import common_options, found_job, job_argument, price_option
+from jobs.console import NamedPath, Output
 from jobs.formatting import bytes_text, counted
 from jobs.settings import Settings
 
@@ -36,16 +36,25 @@ class FormatOption(click.Option):
     "--to",
     default="-",
     show_default=True,
-    metavar="PLACE",
+    metavar="PATH",
     type=NamedPath(),
-    help="File (`-` is standard output), folder or s3://BUCKET/PREFIX.",
+    help="File, folder or s3://BUCKET/PREFIX; `-` is standard output.",
 )
-@click.option("--split", metavar="SHARES", help="Splits by hash of the example id, such as train=0.98,dev=0.01,test=0.01.")
 @click.option(
-    "--audio-root", type=NamedPath(path_type=Path), help="Name audio by its path below this folder, and fetch what is missing there."
+    "--split",
+    metavar="SHARES",
+    help="Splits and their shares, for example train=0.98,dev=0.01,test=0.01. An example is assigned by the hash of its id.",
 )
-@click.option("--absolute", is_flag=True, help="Name audio by absolute paths, for readers that start from their working directory.")
-@click.option("--part-mb", type=click.IntRange(min=1), help="Maximum audio in one file of shar, webdataset and parquet.  [default: 500]")
+@click.option(
+    "--audio-root",
+    metavar="DIR",
+    type=NamedPath(path_type=Path),
+    help="Copy the audio below this folder and write the paths of the copies.",
+)
+@click.option("--absolute", is_flag=True, help="Write absolute paths of the audio.")
+@click.option(
+    "--part-mb", metavar="N", type=click.IntRange(min=1), help="Maximum MB of audio per file (shar, webdataset, parquet). [default: 500]"
+)
 @common_options
 def export(
     job: str,
@@ -56,19 +65,24 @@ def export(
     absolute: bool,
     part_mb: int | None,
     home: str | None,
-    as_json: bool,
-    quiet: bool,
+    output: Output,
 ) -> None:
-    """Write JOB's items that have audio, in the order of the input; every file appears complete or not at all.
+    """Export the items of JOB that have audio, in input order.
 
-    An export to a folder that was stopped goes on with the same command.
+    A file appears when it is complete, never in part. If an export to a folder is interrupted, give the same command again: it
+    continues.
+
+    \b
+    Examples:
+      nightjar export JOB --to dataset.jsonl
+      nightjar export JOB --format webdataset --to datasets/night --split train=0.98,dev=0.01,test=0.01
     """
     from jobs.export import PART_BYTES, parse_splits
     from jobs.export import export as write
     from jobs.store import open_store
 
     # The data goes to stdout, so what is said about it may not.
-    output = Output(as_json=as_json and to != "-", quiet=quiet)
+    output = Output(as_json=output.as_json and to != "-", quiet=output.quiet)
     splits = parse_splits(split) if split else None
     with found_job(job, home) as (settings, ledger, found):
         report = write(
@@ -94,23 +108,32 @@ def export(
 
 @click.command()
 @job_argument
-@click.option("--to", type=NamedPath(dir_okay=False, path_type=Path), metavar="FILE", help="The file. [default: DIR/reports/JOB.html]")
-@click.option("--items", default=60, show_default=True, type=click.IntRange(0, 500), help="Items in the table.")
-@click.option("--embed", is_flag=True, help="Put short clips into the page rather than links to the store's folder.")
+@click.option(
+    "--to", type=NamedPath(dir_okay=False, path_type=Path), metavar="FILE", help="HTML file to write. [default: DIR/reports/JOB.html]"
+)
+@click.option("--items", default=60, show_default=True, metavar="N", type=click.IntRange(0, 500), help="Number of items in the table.")
+@click.option("--embed", is_flag=True, help="Embed short audio clips in the file, instead of links to the store.")
 @price_option
 @common_options
-def report(job: str, to: Path | None, items: int, embed: bool, price: float | None, home: str | None, as_json: bool, quiet: bool) -> None:
-    """Write a page about JOB that opens from disk: figures over time, errors, and the worst items to look at and listen to."""
+def report(job: str, to: Path | None, items: int, embed: bool, price: float | None, home: str | None, output: Output) -> None:
+    """Write an HTML report of JOB: figures over time, errors, and the worst items with audio players.
+
+    The file opens in a browser without a server.
+
+    \b
+    Examples:
+      nightjar report JOB
+      nightjar report JOB --to night.html --price 2.80
+    """
     from jobs.report import ReportOptions, write_report
     from jobs.store import open_store
 
-    output = Output(as_json=as_json, quiet=quiet)
     with found_job(job, home) as (settings, ledger, found):
         options = ReportOptions(items, embed, settings.price_per_gpu_hour if price is None else price)
         # Absolute, so that no name means standard output.
         place = to.absolute() if to else default_place(settings, found.id)
         written = write_report(ledger, open_store(found.store_url, settings.s3), found.id, place, options)
-    if as_json:
+    if output.as_json:
         view = {"schema": "nightjar.report/1", "job": found.id, "to": written.path, "bytes": written.bytes}
         output.data({**view, "items": written.shown, "measured": written.measured})
         return
@@ -126,20 +149,24 @@ def default_place(settings: Settings, job_id: str) -> Path:
 @click.command()
 @job_argument
 @common_options
-def calibrate(job: str, home: str | None, as_json: bool, quiet: bool) -> None:
-    """Learn how long JOB's voices speak, and print it as a quality config for `--qa-config`.
+def calibrate(job: str, home: str | None, output: Output) -> None:
+    """Measure the speaking rates of JOB's voices and print them as a quality configuration.
 
-    Later jobs freeze these bounds into their spec: an item's verdict never depends on the others of its run.
+    Save the output and give it to later jobs with --qa-config.
+
+    \b
+    Examples:
+      nightjar calibrate JOB > qa.toml
+      nightjar submit dialogues.jsonl --model MODEL --qa-config qa.toml
     """
     import msgspec
 
     from jobs.calibrate import as_toml, learned_paces
     from jobs.store import open_store
 
-    output = Output(as_json=as_json, quiet=quiet)
     with found_job(job, home) as (settings, ledger, found):
         paces = learned_paces(ledger, open_store(found.store_url, settings.s3), found)
-    if as_json:
+    if output.as_json:
         output.data({"schema": "nightjar.calibration/1", "job": found.id, "paces": msgspec.to_builtins(paces)})
         return
     output.line(as_toml(paces))

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.context import FiniteRange, common_options, found_job, job_argument
-from jobs.cli.output import CANCELLED, FAILED, TIMEOUT, Output
+from jobs.cli.context import common_options, found_job, job_argument
 from jobs.cli.show import NO_WORKER, status_lines
+from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
 from jobs.formatting import seconds_text
 from jobs.ledger.records import JobState, JobStatus
 from jobs.status import items_per_second, lacks_workers, real_time_factor, status_view
@@ -47,7 +47,7 @@ class Pace:
         if rate:
             parts.append(f"{rate:.2f} items/s")
         if factor:
-            parts.append(f"{factor:.1f} x real time")
+            parts.append(f"RTFx {factor:.1f}")
         if rate and not status.job.state.final and status.job.state is not JobState.PAUSED:
             parts.append(f"{seconds_text(items.pending / rate)} to go")
         return "".join(f", {part}" for part in parts)
@@ -142,20 +142,28 @@ def until_end(read: Callable[[], JobStatus], progress: Progress, timeout_seconds
 
 
 def exit_code_of(state: JobState) -> int:
-    """How `nightjar wait` tells a job's state: 0 completed, 1 with errors or failed, 6 cancelled, 7 not ended."""
+    """The exit code of `nightjar wait`: 0 completed, 1 with errors or failed, 6 cancelled, 7 not ended."""
     return EXIT_BY_STATE.get(state, FAILED) if state.final else TIMEOUT
 
 
 @click.command()
 @job_argument
-@click.option("--timeout", "timeout_seconds", type=FiniteRange(min=0), metavar="SECONDS", help="Longest time to wait. [default: no limit]")
+@click.option(
+    "--timeout", "timeout_seconds", type=FiniteRange(min=0), metavar="SECONDS", help="Maximum seconds to wait. [default: no limit]"
+)
 @common_options
-def wait(job: str, timeout_seconds: float | None, home: str | None, as_json: bool, quiet: bool) -> int:
-    """Wait for JOB's end. Exit code: 0 completed, 1 with errors, 6 cancelled, 7 timeout."""
-    output = Output(as_json=as_json, quiet=quiet)
-    with found_job(job, home) as (settings, ledger, found), Progress(quiet=quiet) as progress:
+def wait(job: str, timeout_seconds: float | None, home: str | None, output: Output) -> int:
+    """Wait until JOB ends.
+
+    Exit codes: 0 completed; 1 completed with errors, or failed; 6 cancelled; 7 timeout.
+
+    \b
+    Examples:
+      nightjar wait JOB --timeout 3600
+    """
+    with found_job(job, home) as (settings, ledger, found), Progress(quiet=output.quiet) as progress:
         status = until_end(lambda: ledger.status(found.id), progress, timeout_seconds)
-    if as_json:
+    if output.as_json:
         output.data(status_view(status, settings.price_per_gpu_hour))
     else:
         output.note(f"{found.id} is {status.job.state.value}.")
@@ -165,24 +173,30 @@ def wait(job: str, timeout_seconds: float | None, home: str | None, as_json: boo
 @click.command()
 @job_argument
 @common_options
-def watch(job: str, home: str | None, as_json: bool, quiet: bool) -> int:
-    """Follow JOB until it ends, then show its status; with --json one status a line as it changes. Exit codes as `nightjar wait`."""
-    output = Output(as_json=as_json, quiet=quiet)
+def watch(job: str, home: str | None, output: Output) -> int:
+    """Show the progress of JOB until it ends, then its status.
+
+    With --json, print one status per line at each change. Exit codes are those of `nightjar wait`.
+
+    \b
+    Examples:
+      nightjar watch JOB
+    """
     last = None
-    with found_job(job, home) as (settings, ledger, found), Progress(quiet=quiet or as_json) as progress:
+    with found_job(job, home) as (settings, ledger, found), Progress(quiet=output.quiet or output.as_json) as progress:
 
         def read() -> JobStatus:
             nonlocal last
             status = ledger.status(found.id)
             counts = (status.job.state, status.items, status.workers)
-            if as_json and counts != last:
+            if output.as_json and counts != last:
                 output.data(status_view(status, settings.price_per_gpu_hour))
                 sys.stdout.flush()
             last = counts
             return status
 
         status = until_end(read, progress)
-    if not as_json:
+    if not output.as_json:
         for line in status_lines(status, settings.price_per_gpu_hour):
             output.line(line)
     return exit_code_of(status.job.state)

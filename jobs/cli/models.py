@@ -9,19 +9,34 @@ from typing import Any
 import click
 import msgspec
 
-from jobs.cli.context import NamedPath
-from jobs.cli.output import Output
+from jobs.cli.context import json_option
+from jobs.console import NamedPath, Output
 from jobs.formatting import counted
 from pipelines.registry import ModelCard, describe, list_models
 
 
 @click.command(name="convert")
 @click.argument("source", type=NamedPath(path_type=Path))
-@click.option("--like", required=True, type=NamedPath(path_type=Path), help="Folder with config.json, tokenizer and chat template.")
-@click.option("--out", required=True, type=NamedPath(path_type=Path), help="New folder.")
-@click.option("--dtype", type=click.Choice(["bfloat16", "float32", "same"]), default="bfloat16", show_default=True, help="Of the weights.")
+@click.option(
+    "--like",
+    required=True,
+    type=NamedPath(path_type=Path),
+    metavar="DIR",
+    help="Folder to copy config.json, tokenizer and chat template from.",
+)
+@click.option("--out", required=True, type=NamedPath(path_type=Path), metavar="DIR", help="New folder.")
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float32", "same"]), default="bfloat16", show_default=True, help="Data type of the weights."
+)
 def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
-    """Convert SOURCE, a SpeechLM training checkpoint (.pt), to a folder of safetensors. Nothing in it is run."""
+    """Convert the SpeechLM training checkpoint SOURCE (.pt) to a folder of safetensors.
+
+    Only tensors are read from SOURCE; no code in it is run.
+
+    \b
+    Examples:
+      nightjar models convert base.pt --like folder-with-config-and-tokenizer --out speechlm-base
+    """
     import torch
 
     from pipelines.speechlm.convert import convert as write
@@ -34,14 +49,22 @@ class _ShowOrCommand(click.Group):
     """Shows models, unless the first word names a command."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args or args[0] not in {*self.commands, "--help"}:
+        if not args or args[0] not in {*self.commands, "-h", "--help"}:
             args = ["show", *args]
         return super().parse_args(ctx, args)
 
 
-@click.group(cls=_ShowOrCommand)
+@click.group(cls=_ShowOrCommand, subcommand_metavar="[MODEL] [--json] | convert SOURCE")
 def models() -> None:
-    """List the models by name, or show MODEL (a name or a checkpoint folder): nightjar models [MODEL] [--json]."""
+    """List the models, or show MODEL (a name or a checkpoint folder) with its voices, languages and abilities.
+
+    Nothing is loaded.
+
+    \b
+    Examples:
+      nightjar models
+      nightjar models hibari
+    """
 
 
 models.add_command(convert)
@@ -49,9 +72,14 @@ models.add_command(convert)
 
 @models.command()
 @click.argument("model", required=False)
-@click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
+@json_option
 def show(model: str | None, as_json: bool) -> None:
-    """List the models by name, or show MODEL (a name or a checkpoint folder). Nothing is loaded."""
+    """List the models, or show MODEL. Nothing is loaded.
+
+    \b
+    Examples:
+      nightjar models hibari
+    """
     output = Output(as_json=as_json)
     cards = [describe(model)] if model else list_models()
     if as_json:

@@ -1,4 +1,7 @@
-"""`nightjar worker`, `beat`, `flower`, `nightly`, `sweep`: this process becomes `python -m worker ...`: the CLI imports no worker."""
+"""`nightjar worker`, `beat`, `flower`, `nightly`, `sweep`: this process becomes `python -m worker ...`, which has their options and help.
+
+The command line imports no worker: imports point down.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +11,32 @@ from collections.abc import Sequence
 
 import click
 
+from jobs.console import PROGRAM
 from jobs.settings import load_settings
 
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 
 
-def _become(name: str, arguments: Sequence[str]) -> None:
-    if not {"-h", "--help"} & set(arguments):
-        load_settings()
-    sys.stdout.flush()
-    # -P: the working directory must not shadow our modules.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "worker", name, *arguments])  # noqa: S606
+def _command(name: str, command: str) -> click.Command:
+    """The command `nightjar NAME`, which is `python -m worker COMMAND`."""
+
+    @click.command(name, context_settings=_PASS_ON, add_help_option=False)
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def become(arguments: Sequence[str]) -> None:
+        if not {"-h", "--help"} & set(arguments):
+            load_settings()
+        sys.stdout.flush()
+        # -P: the working directory must not shadow our modules.
+        program = [sys.executable, "-P", "-m", "worker", command, *arguments]
+        os.execve(sys.executable, program, os.environ | {PROGRAM: f"nightjar {name}"})  # noqa: S606
+
+    return become
 
 
-@click.command(context_settings=_PASS_ON, add_help_option=False)
-@_arguments
-def worker(arguments: Sequence[str]) -> None:
-    """Run a worker; options as in `nightjar worker --help`."""
-    _become("run", arguments)
-
-
-@click.command(context_settings=_PASS_ON, add_help_option=False)
-@_arguments
-def beat(arguments: Sequence[str]) -> None:
-    """Run the timer of nightly jobs; options as in `nightjar beat --help`."""
-    _become("beat", arguments)
-
-
-@click.command(context_settings=_PASS_ON, add_help_option=False)
-@_arguments
-def flower(arguments: Sequence[str]) -> None:
-    """Run the dashboard of the queues; options as in `nightjar flower --help`."""
-    _become("flower", arguments)
-
-
-@click.command(context_settings=_PASS_ON, add_help_option=False)
-@_arguments
-def nightly(arguments: Sequence[str]) -> None:
-    """Submit the nightly jobs that are due; options as in `nightjar nightly --help`."""
-    _become("nightly", arguments)
-
-
-@click.command(context_settings=_PASS_ON, add_help_option=False)
-@_arguments
-def sweep(arguments: Sequence[str]) -> None:
-    """Find objects that nothing names; options as in `nightjar sweep --help`."""
-    _become("sweep", arguments)
+worker, beat, flower, nightly, sweep = (
+    _command("worker", "run"),
+    _command("beat", "beat"),
+    _command("flower", "flower"),
+    _command("nightly", "nightly"),
+    _command("sweep", "sweep"),
+)

@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.cli.context import common_options
+from jobs.cli.context import GroupedCommand, common_options
 from jobs.cli.follow import POLL_SECONDS, Progress, exit_code_of
-from jobs.cli.output import Interrupted, Output, check_interrupts, undisturbed
 from jobs.cli.show import status_lines
-from jobs.cli.spec import check_source, lacking_meters, resolve_spec, spec_options, take_spec
-from jobs.cli.submit import job_options, no_items, submit_options
+from jobs.cli.spec import check_source, job_options, lacking_meters, submit_options, take_spec
+from jobs.cli.submit import no_items
+from jobs.console import Interrupted, Output, check_interrupts, undisturbed
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome, embedded_overrides
-from jobs.formatting import counted
+from jobs.formatting import counted, redact
 from jobs.layout import job_prefix
 from jobs.ledger.records import Job, JobState, JobStatus, ShardState
 from jobs.ledger.states import LASTING_OUTAGES
 from jobs.recent_jobs import out_words, remember
-from jobs.redact import redact
 from jobs.settings import Settings, load_settings
 from jobs.status import status_view
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
@@ -72,21 +71,31 @@ class Signals:
                 signal.signal(number, handler)
 
 
-@click.command()
+@click.command(cls=GroupedCommand)
 @click.argument("source", metavar="INPUT")
-@spec_options
 @job_options
 @common_options
-def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any) -> int:
-    """Make the speech of INPUT (a path, `-` or `s3://…`; JSONL, also .gz or .zst) into DIR and wait for it.
+def run(source: str, home: str | None, output: Output, **given: Any) -> int:
+    """Synthesize INPUT into DIR and wait until it is done.
 
-    Needs no other service. Ended in any way, the same command goes on where it was and makes nothing twice.
+    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY; JSONL, also .gz or .zst. Needs no other service: the command starts
+    its own broker and worker and ends them. If it is interrupted, give the same command again: it continues where it stopped, and
+    finished items are kept.
+
+    \b
+    Examples:
+      nightjar run dialogues.jsonl --out out
+      nightjar run dialogues.jsonl --out out --speak all --format flac
+      nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --qa strict
     """
-    output = Output(as_json=as_json, quiet=quiet)
     chosen = load_settings(home=home)
     settings = load_settings(home=str(chosen.home), **embedded_overrides(chosen))
-    spec = resolve_spec(take_spec(given))
-    if (lack := lacking_meters(spec, output.note)) is not None:
+    wanted = take_spec(given)
+    with undisturbed():
+        from jobs.spec import resolve
+
+    spec = resolve(wanted, given["input_format"])
+    if (lack := lacking_meters(wanted, output.note)) is not None:
         raise lack
     check_source(source)
     options = submit_options(given)
@@ -96,7 +105,7 @@ def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any)
         from jobs.ledger import Ledger
         from jobs.store import open_store
 
-    with Signals().installed() as signals, EmbeddedHome(settings) as embedded, Progress(quiet=quiet) as progress:
+    with Signals().installed() as signals, EmbeddedHome(settings) as embedded, Progress(quiet=output.quiet) as progress:
         signals.embedded = embedded
         store = open_store(settings.effective_store_url, settings.s3)
         _say_settings(chosen, store, progress)
@@ -118,7 +127,7 @@ def run(source: str, home: str | None, as_json: bool, quiet: bool, **given: Any)
                 signals.cleaning = True
             except Interrupted:
                 drain_seconds = settings.worker.drain_seconds
-                progress.say(f"Stopping; items in flight may finish for {drain_seconds:.0f} s. Interrupt again to stop at once.")
+                progress.say(f"Stopping. Items in the engine have {drain_seconds:.0f} s to finish. Press Ctrl-C again to stop now.")
                 embedded.stop(drain_seconds + 2)
                 _say_resume(ledger, result.job.id, progress)
                 raise
@@ -149,7 +158,7 @@ def _explain(job: Job, where: str, *, created: bool, progress: Progress) -> None
 def _paused(job: Job, where: str) -> NightjarError:
     """`where`: what advice about the job adds to its id, as below."""
     reason = f" ({job.state_reason})" if job.state_reason else ""
-    advice = f"Look with `nightjar errors {job.id}{where}`, go on with `nightjar resume {job.id}{where}` and the same `nightjar run`."
+    advice = f"See why with `nightjar errors {job.id}{where}`. Continue with `nightjar resume {job.id}{where}` and the same `nightjar run`."
     return ServiceError(ErrorCode.LEDGER_STATE, f"Job {job.id} is paused{reason}.", advice)
 
 
@@ -207,7 +216,7 @@ def _forsake(ledger: Ledger, host: str, pid: int) -> None:
 
 def _say_resume(ledger: Ledger, job_id: str, progress: Progress) -> None:
     items = ledger.status(job_id).items
-    progress.say(f"Stopped with {items.done} of {items.total} items done. The same command goes on from there.")
+    progress.say(f"Stopped after {items.done} of {items.total} items. Give the same command to continue.")
 
 
 def _folder(store: ObjectStore, job: Job, kind: str) -> str | None:
@@ -222,9 +231,7 @@ def _restore(settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, s
 
     lost = lost_inputs(ledger, store, job)
     if lost:
-        progress.say(
-            f"{counted(len(lost), 'input')} of this job's shards {'is' if len(lost) == 1 else 'are'} lost or damaged; writing again."
-        )
+        progress.say(f"Lost or damaged: {counted(len(lost), 'shard input')} of this job. They are written again.")
         restore_inputs(settings, ledger, store, job, source, lost)
 
 
@@ -237,13 +244,13 @@ def _mend(ledger: Ledger, store: ObjectStore, job_id: str, where: str, progress:
     lost = [expected for expected, _ in listed_faults(store, expected_objects(ledger, job_id))]
     if not lost:
         return
-    progress.say(f"{counted(len(lost), 'object')} of this job {'is' if len(lost) == 1 else 'are'} missing or damaged; making again.")
+    progress.say(f"Missing or damaged: {counted(len(lost), 'file')} of this job. They are made again.")
     job = ledger.job(job_id)
     with closing(open_pipeline(job.spec.model)) as pipeline:
         counts = mend(ledger, store, job, pipeline, lost)
-    progress.say(f"{counts['same']} made again as they were, {counts['other']} with other bytes.")
+    progress.say(f"Made again: {counts['same']} with the same bytes, {counts['other']} with other bytes.")
     if counts["failed"]:
-        message = f"{counted(counts['failed'], 'object')} of job {job_id} could not be made again."
+        message = f"{counted(counts['failed'], 'file')} of job {job_id} could not be made again."
         raise StoreError(ErrorCode.STORE_MISSING, message, f"See why with: nightjar verify {job_id} --repair{where}")
 
 

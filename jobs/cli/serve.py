@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.cli.output import Output
+from jobs.cli.context import json_option
+from jobs.console import Output
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 
@@ -22,17 +23,28 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--model", required=True, help="Pipeline, by name or checkpoint folder.")
-@click.option("--name", "names", multiple=True, help="What clients call the model; may be given more than once. [default: its own name]")
-@click.option("--address", help="Address to listen at. [default: 127.0.0.1]")
-@click.option("--port", type=click.IntRange(0, 65535), help="Port to listen at; 0: a free one. [default: 8000]")
-@click.option("--json", "as_json", is_flag=True, help="Print versioned JSON, one object a line.")
+@click.option("--model", metavar="MODEL", required=True, help="Name of a model, or path of a checkpoint folder. See `nightjar models`.")
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    metavar="NAME",
+    help="Name of the model for clients. Can be given more than once. [default: its own name]",
+)
+@click.option("--address", metavar="ADDRESS", help="Address to listen on. [default: 127.0.0.1]")
+@click.option("--port", metavar="N", type=click.IntRange(0, 65535), help="Port to listen on; 0 takes a free port. [default: 8000]")
+@json_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but the address.")
 def serve(model: str, names: tuple[str, ...], address: str | None, port: int | None, as_json: bool, quiet: bool) -> None:
-    """Serve a model over HTTP until SIGTERM, which lets requests under way finish.
+    """Serve a model over HTTP until SIGTERM. Running requests finish first.
 
-    Speaks OpenAI's /v1/audio/speech and, for models that write text and audio, /v1/chat/completions. The key of the API is
-    SPEECH_SERVE__API_KEY, or lines of the file that SPEECH_SERVE__API_KEY_FILE names.
+    Routes are those of OpenAI: /v1/audio/speech, and /v1/chat/completions for models that write text and audio. Clients need the
+    key of SPEECH_SERVE__API_KEY, or one of the file SPEECH_SERVE__API_KEY_FILE.
+
+    \b
+    Examples:
+      nightjar serve --model hibari
+      nightjar serve --model qwen3-tts-0.6b-base --port 8080
     """
     from jobs.logs import setup_logging
     from pipelines.registry import describe, open_pipeline
@@ -46,7 +58,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
         raise ConfigError(
             ErrorCode.CONFIG_INVALID,
             f"The server does not open {settings.serve.address} to the network without a key.",
-            "Set SPEECH_SERVE__API_KEY or SPEECH_SERVE__API_KEY_FILE, or listen at 127.0.0.1.",
+            "Set SPEECH_SERVE__API_KEY or SPEECH_SERVE__API_KEY_FILE, or listen on 127.0.0.1.",
         )
     from pipelines.serving.server import Server
 
@@ -59,7 +71,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
     else:
         output.line(server.url)
     sys.stdout.flush()
-    output.note(f"Serving {options.names[0]}; the model loads while {server.url}/health says `starting`.")
+    output.note(f"Serving {options.names[0]}; the model is loading while {server.url}/health says `starting`.")
     server.run()
     if server.hangs:
         sys.stdout.flush()
@@ -70,22 +82,10 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
 def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
     from pipelines.serving.options import ServeOptions
 
-    serve = settings.serve
-    return ServeOptions(
-        # A folder's path is nobody's business out there.
-        names=names or (Path(card.name).name,),
-        keys=read_keys(settings),
-        slots=serve.slots,
-        waiting_room=serve.waiting_room,
-        max_body_bytes=serve.max_body_bytes,
-        max_audio_seconds=serve.max_audio_seconds,
-        request_seconds=serve.request_seconds,
-        body_seconds=serve.body_seconds,
-        header_seconds=serve.header_seconds,
-        connections=serve.connections,
-        stuck_seconds=serve.stuck_seconds,
-        drain_seconds=serve.drain_seconds,
-    )
+    # A folder's path is nobody's business out there.
+    names = names or (Path(card.name).name,)
+    limits = settings.serve.model_dump(exclude={"address", "port", "api_key", "api_key_file"})
+    return ServeOptions(names=names, keys=read_keys(settings), **limits)
 
 
 def read_keys(settings: Settings) -> tuple[str, ...]:
@@ -107,7 +107,7 @@ def read_keys(settings: Settings) -> tuple[str, ...]:
 
 
 def _bad_keys(message: str) -> ConfigError:
-    return ConfigError(ErrorCode.CONFIG_INVALID, message, "Write keys of visible ASCII signs, one a line.")
+    return ConfigError(ErrorCode.CONFIG_INVALID, message, "Write one key per line, with visible ASCII characters only.")
 
 
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:

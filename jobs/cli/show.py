@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from jobs.cli.context import common_options, found_job, job_argument, label_option, labels_of, price_option, reading_ledger
-from jobs.cli.output import Output, printable
-from jobs.formatting import bytes_text, counted, seconds_text
+from jobs.cli.context import F, common_options, found_job, job_argument, label_option, labels_of, price_option, reading_ledger
+from jobs.console import Output
+from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.ledger.records import ItemState, Job, JobState, JobStatus
 from jobs.ledger.status import GAP_SECONDS, Reader, newest_statuses, read_with_driver, status_and_errors
 from jobs.recent_jobs import keep_remembered, out_words, settings_for_job
@@ -42,21 +42,31 @@ T = TypeVar("T")
 #: What `status`, `watch` and `wait` say of a job that waits for a worker.
 NO_WORKER = "no live worker takes this job; start one with `nightjar worker`, or give its `nightjar run` again"
 
-code_choice = click.Choice([code.value for code in ErrorCode])
+_codes = click.Choice([code.value for code in ErrorCode])
+
+
+def code_option(text: str) -> Callable[[F], F]:
+    """`--code`, which can be given more than once, as `codes`."""
+    return click.option("--code", "codes", multiple=True, type=_codes, metavar="CODE", help=text)
 
 
 @click.command()
 @job_argument
 @price_option
 @common_options
-def status(job: str, price: float | None, home: str | None, as_json: bool, quiet: bool) -> None:
-    """Show how far JOB (an id or a prefix of one) is, how fast, and what it costs."""
-    output = Output(as_json=as_json, quiet=quiet)
+def status(job: str, price: float | None, home: str | None, output: Output) -> None:
+    """Show the progress, speed and cost of JOB (an id, or the first characters of one).
+
+    \b
+    Examples:
+      nightjar status JOB
+      nightjar status JOB --price 2.80 --json
+    """
     settings = settings_for_job(job, home)
     price = settings.price_per_gpu_hour if price is None else price
     state, errors = _read(settings, lambda reader: status_and_errors(reader, job))
     keep_remembered(state.job.id, settings)
-    if as_json:
+    if output.as_json:
         output.data(status_view(state, price, errors))
         return
     for line in status_lines(state, price):
@@ -92,7 +102,7 @@ def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None) -> l
     if job.rejected_lines:
         lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")
     factor = real_time_factor(state)
-    speed = f", {factor:.1f} x real time" if factor else ""
+    speed = f", RTFx {factor:.1f}" if factor else ""
     lines.append(f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}")
     elapsed, busy = elapsed_seconds(state), busy_seconds(state)
     idle = f" of work in {seconds_text(elapsed)}" if elapsed - busy > GAP_SECONDS else ""
@@ -117,19 +127,24 @@ def _hours(seconds: float) -> str:
 
 @click.command("list")
 @click.option("--state", "states", multiple=True, type=click.Choice([state.value for state in JobState]), help="Only jobs in this state.")
-@label_option("Only jobs with this label; given again: with all of them.")
-@click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), help="Most jobs that are listed.")
+@label_option("Only jobs with this label. If given more than once, only jobs with all of them.")
+@click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), metavar="N", help="Maximum number of jobs.")
 @common_options
-def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, as_json: bool, quiet: bool) -> None:
-    """List jobs, newest first."""
-    output = Output(as_json=as_json, quiet=quiet)
+def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, output: Output) -> None:
+    """List jobs, newest first.
+
+    \b
+    Examples:
+      nightjar list --state running
+      nightjar list --label corpus=evening --json
+    """
     settings, wanted = load_settings(home=home), labels_of(labels)
     try:
         found = _read(settings, lambda reader: newest_statuses(reader, limit, [JobState(state) for state in states] or None, wanted))
     except NotFoundError as error:
         output.note(f"No jobs: {error}")
         return
-    if as_json:
+    if output.as_json:
         for state in found:
             output.data(status_view(state, settings.price_per_gpu_hour))
         return
@@ -154,24 +169,27 @@ def _labels_text(labels: Mapping[str, str]) -> str:
 @click.command()
 @job_argument
 @click.option("--state", type=click.Choice([state.value for state in ItemState]), help="Only items in this state.")
-@click.option("--code", "codes", multiple=True, type=code_choice, metavar="CODE", help="Only items that ended with this error.")
-@click.option("--after", default=-1, type=int, metavar="INDEX", help="Begin after this index.")
-@click.option("--limit", type=click.IntRange(min=1), help="Most items that are listed.")
+@code_option("Only items with this error code.")
+@click.option("--after", default=-1, type=int, metavar="INDEX", help="Start after this item index.")
+@click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Maximum number of items.")
 @common_options
-def items(
-    job: str, state: str | None, codes: Sequence[str], after: int, limit: int | None, home: str | None, as_json: bool, quiet: bool
-) -> None:
-    """List JOB's items in the order of the input, with their audio."""
-    output = Output(as_json=as_json, quiet=quiet)
+def items(job: str, state: str | None, codes: Sequence[str], after: int, limit: int | None, home: str | None, output: Output) -> None:
+    """List the items of JOB in input order, with their audio files.
+
+    \b
+    Examples:
+      nightjar items JOB --state failed
+      nightjar items JOB --json --limit 10
+    """
     with found_job(job, home) as (settings, ledger, found):
         lines = _lines(settings, ledger, found)
         wanted = [ErrorCode(code) for code in codes] or None
         rows = ledger.items(found.id, state=ItemState(state) if state else None, codes=wanted, after=after, limit=limit)
-        if not as_json:
+        if not output.as_json:
             output.line(click.style("INDEX\tLINE\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
         for item in rows:
             line = lines.line_of(item)
-            if as_json:
+            if output.as_json:
                 output.data(item_view(found.id, item, line))
                 continue
             audio = item.artifact
@@ -192,18 +210,23 @@ def _lines(settings: Settings, ledger: Ledger, job: Job) -> ItemLines:
 
 def _note_unknown(lines: ItemLines, output: Output) -> None:
     if lines.failure is not None:
-        output.note(f"Lines of the input are not shown for all items: {printable(str(lines.failure))}")
+        output.note(f"The input lines of some items cannot be shown: {printable(str(lines.failure))}")
 
 
 @click.command()
 @job_argument
-@click.option("--by", type=click.Choice(["code"]), help="Count instead of listing.")
-@click.option("--code", "codes", multiple=True, type=code_choice, metavar="CODE", help="Only errors with this code.")
-@click.option("--limit", type=click.IntRange(min=1), help="Most errors that are listed.")
+@click.option("--by", type=click.Choice(["code"]), help="Count errors by code.")
+@code_option("Only errors with this code.")
+@click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Maximum number of errors.")
 @common_options
-def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, home: str | None, as_json: bool, quiet: bool) -> None:
-    """List the lines of JOB's input that were refused and the items that failed."""
-    output = Output(as_json=as_json, quiet=quiet)
+def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, home: str | None, output: Output) -> None:
+    """List the refused input lines and the failed items of JOB.
+
+    \b
+    Examples:
+      nightjar errors JOB
+      nightjar errors JOB --by code
+    """
     wanted = {ErrorCode(code) for code in codes} or None
     with found_job(job, home) as (settings, ledger, found):
         if by:
@@ -211,7 +234,7 @@ def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, ho
             for code, count in sorted(counts.items(), key=lambda pair: -pair[1]):
                 if wanted is not None and code not in wanted:
                     continue
-                if as_json:
+                if output.as_json:
                     output.data({"schema": "nightjar.error_count/1", "job": found.id, "code": code.value, "count": count})
                 else:
                     output.line(f"{count}\t{code.value}")
@@ -224,12 +247,12 @@ def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, ho
         shown = 0
         for view in islice((view for views in (refused, failed) for view in views), limit):
             shown += 1
-            if as_json:
+            if output.as_json:
                 output.data(view)
                 continue
             where = f"item {view['index']}" if view["line"] is None else f"line {view['line']}"
             what = f"{view['code']}\t{printable(view['id'] or '')}\t{printable(view['message'] or '')}"
             output.line(f"{where}\t{what}")
         _note_unknown(lines, output)
-        if not shown and not as_json:
+        if not shown and not output.as_json:
             output.note("No errors.")

@@ -1,4 +1,4 @@
-"""The options that say what a job is made with; `nightjar run` and `nightjar submit` share them."""
+"""The options that `nightjar run` and `nightjar submit` share: what a job is made with, and how it is run."""
 
 from __future__ import annotations
 
@@ -6,90 +6,226 @@ import getpass
 import os
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
 import msgspec
 
-from jobs.cli.context import FiniteRange, NamedPath
+from jobs.cli.context import CHECKS, INPUT, JOB, MODEL, SAMPLING, TEXT_AND_AUDIO, label_option, labels_of, option
+from jobs.console import FiniteRange, NamedPath
 from jobs.ledger.records import JobSpec
-from jobs.quality import DEFAULT, PRESETS, Quality, quality_of
-from jobs.turns import ASKED, Speak
+from jobs.quality import DEFAULT, PRESETS, quality_of
+from jobs.turns import ASKED
 from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.request import Generation, Mode, SpokenRole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+PRIORITY = click.IntRange(-100, 100)
 _ENCODINGS = ("wav", "flac")
 _INPUT_FORMATS = ("openai-batch",)
-_GENERATION: tuple[tuple[str, Any, str], ...] = (
-    ("voice", str, "Voice of lines that name none."),
-    ("language", str, "Language of lines that name none."),
-    ("instruct", str, "Instruction of lines that have none."),
-    ("temperature", FiniteRange(min=0), "Sampling temperature."),
-    ("top_k", click.IntRange(min=0), "Sample among the likeliest codes."),
-    ("top_p", FiniteRange(0, 1, min_open=True), "Sample among the codes that hold this probability."),
-    ("repetition_penalty", FiniteRange(min=0, min_open=True), "Penalty of repeated codes."),
-    ("cfg", FiniteRange(min=0), "Scale of the guidance."),
-    ("max_seconds", FiniteRange(min=0, min_open=True), "Longest audio of an item."),
-    ("mode", click.Choice(get_args(Mode)), "What a model that can do both writes: text, or text and then audio."),
-    ("text_temperature", FiniteRange(min=0), "Sampling temperature of such a model's text."),
-    ("audio_temperature", FiniteRange(min=0), "Sampling temperature of its audio."),
-    ("audio_top_k", click.IntRange(min=0), "Sample its audio among the likeliest codes."),
-    ("max_tokens", click.IntRange(min=1), "Most steps of such a model: text tokens and frames together."),
+_TEMPERATURE, _TOP_K = FiniteRange(min=0), click.IntRange(min=0)
+
+#: Each is the field of `Generation` of its name.
+_GENERATION = (
+    option("--voice", metavar="NAME", heading=MODEL, help="Voice for lines without a voice."),
+    option("--language", metavar="NAME", heading=MODEL, help="Language for lines without a language."),
+    option("--instruct", metavar="TEXT", heading=MODEL, help="Style instruction for lines without one."),
+    option("--temperature", metavar="N", type=_TEMPERATURE, heading=SAMPLING, help="Sampling temperature."),
+    option("--top-k", metavar="N", type=_TOP_K, heading=SAMPLING, help="Sample from the N most likely codes."),
+    option(
+        "--top-p",
+        metavar="N",
+        type=FiniteRange(0, 1, min_open=True),
+        heading=SAMPLING,
+        help="Sample from the smallest set of codes with this total probability.",
+    ),
+    option(
+        "--repetition-penalty",
+        metavar="N",
+        type=FiniteRange(min=0, min_open=True),
+        heading=SAMPLING,
+        help="Penalty for repeated codes; 1 is none.",
+    ),
+    option("--cfg", metavar="N", type=FiniteRange(min=0), heading=SAMPLING, help="Scale of classifier-free guidance; 1 or less is none."),
+    option(
+        "--max-seconds",
+        metavar="SECONDS",
+        type=FiniteRange(min=0, min_open=True),
+        heading=SAMPLING,
+        help="Maximum audio seconds of an item.",
+    ),
+    option(
+        "--mode", type=click.Choice(get_args(Mode)), heading=TEXT_AND_AUDIO, help="Output of the model: text only, or text and then audio."
+    ),
+    option(
+        "--text-temperature",
+        metavar="N",
+        type=_TEMPERATURE,
+        heading=TEXT_AND_AUDIO,
+        help="Temperature for text; overrides --temperature.",
+    ),
+    option(
+        "--audio-temperature",
+        metavar="N",
+        type=_TEMPERATURE,
+        heading=TEXT_AND_AUDIO,
+        help="Temperature for audio; overrides --temperature.",
+    ),
+    option("--audio-top-k", metavar="N", type=_TOP_K, heading=TEXT_AND_AUDIO, help="Top-k for audio; overrides --top-k."),
+    option(
+        "--max-tokens",
+        metavar="N",
+        type=click.IntRange(min=1),
+        heading=TEXT_AND_AUDIO,
+        help="Maximum steps of an answer: text tokens and audio frames together.",
+    ),
+)
+_SPEC = (
+    option(
+        "--format",
+        "formats",
+        multiple=True,
+        type=click.Choice([*_ENCODINGS, *_INPUT_FORMATS]),
+        heading=INPUT,
+        help="Audio format: wav or flac. `openai-batch`: INPUT is an OpenAI batch file. Can be given once for each. [default: wav]",
+    ),
+    option(
+        "--model",
+        metavar="MODEL",
+        default="hibari",
+        show_default=True,
+        heading=MODEL,
+        help="Name of a model, or path of a checkpoint folder. See `nightjar models`.",
+    ),
+    option(
+        "--speak",
+        type=click.Choice(ASKED),
+        heading=MODEL,
+        help="Whose texts become speech. `auto`: the assistant's texts that have no audio; if the dialogue has none, the user's texts. "
+        "[default: auto]",
+    ),
+    option(
+        "--voice-of",
+        "voices",
+        multiple=True,
+        metavar="ROLE=NAME",
+        heading=MODEL,
+        help="Voice for one role, for example assistant=heart. Can be given more than once.",
+    ),
+    option(
+        "--seed",
+        metavar="N",
+        type=click.IntRange(0, 2**63 - 1),
+        default=0,
+        show_default=True,
+        heading=MODEL,
+        help="Seed of the job. The same seed gives the same speech.",
+    ),
+    option(
+        "--qa",
+        type=click.Choice(list(PRESETS)),
+        default=DEFAULT,
+        show_default=True,
+        heading=CHECKS,
+        help="Quality checks: off, basic or strict.",
+    ),
+    option("--qa-config", type=NamedPath(path_type=Path), metavar="FILE", heading=CHECKS, help="TOML file with changes to the checks."),
+    option(
+        "--qa-set",
+        multiple=True,
+        metavar="KEY=VALUE",
+        heading=CHECKS,
+        help="Change one value of the checks, for example bounds.pause.high=2. Can be given more than once.",
+    ),
+)
+_JOB = (
+    option(
+        "--on-error",
+        type=click.Choice(["skip", "abort"]),
+        default="skip",
+        show_default=True,
+        heading=INPUT,
+        help="`skip`: leave bad lines out and list them. `abort`: refuse the whole file.",
+    ),
+    option(
+        "--max-attempts",
+        metavar="N",
+        default=3,
+        show_default=True,
+        type=click.IntRange(1, 100),
+        heading=CHECKS,
+        help="Maximum attempts per item.",
+    ),
+    option(
+        "--error-budget",
+        metavar="SHARE",
+        type=FiniteRange(0, 1),
+        heading=CHECKS,
+        help="Pause the job when more than this share of its items fails.",
+    ),
+    option("--name", metavar="NAME", default="", heading=JOB, help="Display name of the job."),
+    label_option("Label of the job; `nightjar list --label` finds it. Can be given more than once."),
+    option(
+        "--priority",
+        metavar="N",
+        default=0,
+        show_default=True,
+        type=PRIORITY,
+        heading=JOB,
+        help="Jobs with a higher priority run first.",
+    ),
+    option(
+        "--weight",
+        metavar="N",
+        default=1,
+        show_default=True,
+        type=click.IntRange(1, 1000),
+        heading=JOB,
+        help="Share of the workers among jobs of the same priority.",
+    ),
+    option(
+        "--max-in-flight",
+        metavar="N",
+        type=click.IntRange(min=1),
+        heading=JOB,
+        help="Maximum shards of this job that run at the same time.",
+    ),
+    option(
+        "--idempotency-key",
+        metavar="KEY",
+        heading=JOB,
+        help="Key that identifies the job. Submitting the same key again creates no second job. [default: hash of the file and the spec]",
+    ),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class SpecOptions:
-    """The options as they were given."""
-
-    model: str
-    seed: int
-    format: str
-    generation: Generation
-    quality: Quality | None
-    speak: Speak | None = None
+def job_options(function: F) -> F:
+    """Adds the options of a job, handed over as keyword arguments that `take_spec` and then `submit_options` take."""
+    for add in reversed((*_SPEC, *_GENERATION, *_JOB)):
+        function = add(function)
+    return function
 
 
-def spec_options(function: F) -> F:
-    """Adds the options of a spec, handed over as keyword arguments that `take_spec` takes."""
-    text = "Voice of one role's turns, as assistant=NAME; may be given again."
-    function = click.option("--voice-of", "voices", multiple=True, metavar="ROLE=NAME", help=text)(function)
-    for name, kind, text in reversed(_GENERATION):
-        function = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)(function)
-    text = "One value of the checks, as bounds.pause.high=2; may be given again."
-    function = click.option("--qa-set", multiple=True, metavar="KEY=VALUE", help=text)(function)
-    text = "TOML file that changes the checks."
-    function = click.option("--qa-config", type=NamedPath(path_type=Path), metavar="FILE", help=text)(function)
-    text = "Checks that the speech has to pass."
-    function = click.option("--qa", type=click.Choice(list(PRESETS)), default=DEFAULT, show_default=True, help=text)(function)
-    text = "Encoding of the audio (wav or flac; wav is the default), or how INPUT is written (openai-batch); may be given for each."
-    choice = click.Choice([*_ENCODINGS, *_INPUT_FORMATS])
-    function = click.option("--format", "formats", multiple=True, type=choice, help=text)(function)
-    function = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the job.")(function)
-    text = (
-        "Whose texts are spoken: the user's, the assistant's or all; auto: the assistant's that have no audio yet, the user's where "
-        "there is none. [default: auto]"
-    )
-    function = click.option("--speak", type=click.Choice(ASKED), help=text)(function)
-    text = "Pipeline, by name or checkpoint folder."
-    return click.option("--model", default="hibari", show_default=True, help=text)(function)
-
-
-def take_spec(given: dict[str, Any]) -> SpecOptions:
-    """Takes the options of a spec out of a command's keyword arguments, and leaves the `input_format` there for the submit."""
-    formats = given.pop("formats")
+def take_spec(given: dict[str, Any]) -> JobSpec:
+    """Takes the options of a spec out of a command's keyword arguments; what is not a spec's stays there, with `input_format`."""
+    formats: Sequence[str] = given.pop("formats")
     encodings = [name for name in formats if name in _ENCODINGS]
     if len(set(encodings)) > 1:
         raise click.UsageError("--format names two encodings; a job has one.")
     given["input_format"] = next((name for name in formats if name in _INPUT_FORMATS), "dialogues")
-    generation = Generation(**{name: given.pop(name) for name, _, _ in _GENERATION}, roles=_roles(given.pop("voices")))
+    fields = {name: given.pop(name) for name in Generation.__struct_fields__ if name in given and name != "seed"}
+    generation = Generation(**fields, roles=_roles(given.pop("voices")))
     quality = quality_of(given.pop("qa"), given.pop("qa_config"), given.pop("qa_set"))
-    return SpecOptions(
-        given.pop("model"), given.pop("seed"), encodings[0] if encodings else _ENCODINGS[0], generation, quality, given.pop("speak")
+    speak = given.pop("speak")
+    return JobSpec(
+        given.pop("model"),
+        generation=generation,
+        seed=given.pop("seed"),
+        format=encodings[0] if encodings else _ENCODINGS[0],
+        quality=quality,
+        speak=msgspec.UNSET if speak is None else speak,
     )
 
 
@@ -105,28 +241,28 @@ def _roles(voices: Sequence[str]) -> dict[SpokenRole, Generation] | None:
     return named or None
 
 
-def resolve_spec(options: SpecOptions) -> JobSpec:
-    """The frozen spec of a job: the model's full name and revision. Raises `model.*` and `input.unknown_voice`, `.unknown_language`."""
-    from pipelines.registry import describe
+def submit_options(given: dict[str, Any]) -> Any:
+    """The `SubmitOptions` of what `take_spec` left."""
+    from jobs.ingest import SubmitOptions
 
-    card = describe(options.model)
-    generation = options.generation
-    for said in (generation, *(generation.roles or {}).values()):
-        _require(said.voice, card.capabilities.voices, ErrorCode.INPUT_UNKNOWN_VOICE, "voice", card.name)
-    _require(generation.language, card.capabilities.languages, ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", card.name)
-    speak = msgspec.UNSET if options.speak is None else options.speak
-    return JobSpec(card.name, card.revision, generation, options.seed, options.format, options.quality, speak)
+    labels = labels_of(given.pop("labels"))
+    if given["idempotency_key"] is not None and not given["idempotency_key"].strip():
+        raise click.UsageError("The idempotency key is empty.")
+    return SubmitOptions(owner=_owner(), labels=labels, **given)
 
 
-def _require(wanted: str | None, known: tuple[str, ...], code: ErrorCode, what: str, model: str) -> None:
-    if wanted is not None and known and wanted.casefold() not in {name.casefold() for name in known}:
-        raise InputError(code, f"The model {model} has no {what} {wanted!r}.", f"It has: {', '.join(known)}.")
+def _owner() -> str:
+    """The name of who submits."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""
 
 
 def lacking_meters(spec: JobSpec, say: Callable[[str], None] | None = None) -> NightjarError | None:
     """What this machine lacks for the checks of a job: a meter's libraries (`model.missing_extra`) or weights (`model.unreachable`).
 
-    With `say`, for a job that runs here, weights that are not here are fetched, and `say` is told so.
+    With `say`, for a job that runs here, missing weights are downloaded, and `say` gets a note about it.
     """
     from jobs.checks import lacking, lacking_weights
 
@@ -135,7 +271,7 @@ def lacking_meters(spec: JobSpec, say: Callable[[str], None] | None = None) -> N
     lack = lacking(spec.quality.meters) or lacking_weights(spec.quality.meters, fetch=False)
     if lack is None or lack.code is not ErrorCode.MODEL_UNREACHABLE or say is None:
         return lack
-    say("Fetching the weights of the quality checks.")
+    say("Downloading the weights of the quality checks.")
     return lacking_weights(spec.quality.meters, fetch=True)
 
 
@@ -156,11 +292,3 @@ def check_source(source: str) -> str:
     if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
         raise InputError(ErrorCode.INPUT_UNREADABLE, f"{source!r} is a device.", "Give a file, or `-` for standard input.")
     return source
-
-
-def owner() -> str:
-    """The name of who submits, for the job's `owner`."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return ""

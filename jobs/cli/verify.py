@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from jobs.cli.context import common_options, found_job, job_argument
-from jobs.cli.output import FAILED, Output, printable
+from jobs.console import FAILED, Output
+from jobs.formatting import counted, printable
 from jobs.recent_jobs import out_words
 
 if TYPE_CHECKING:
@@ -24,26 +25,32 @@ if TYPE_CHECKING:
 
 @click.command()
 @job_argument
-@click.option("--sample", default=3, show_default=True, type=click.IntRange(min=0), help="Items that are made again with their seeds.")
-@click.option("--deep", is_flag=True, help="Read the objects of a bucket rather than asking for their checksums.")
-@click.option("--repair", is_flag=True, help="Make what is missing or changed again, with the same seeds.")
+@click.option(
+    "--sample", default=3, show_default=True, metavar="N", type=click.IntRange(min=0), help="Number of items to synthesize again."
+)
+@click.option("--deep", is_flag=True, help="In a bucket: read every object, instead of asking the server for checksums.")
+@click.option("--repair", is_flag=True, help="Synthesize missing and changed files again, with the same seeds.")
 @common_options
-def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, as_json: bool, quiet: bool) -> int:
-    """Check that JOB's objects are what was made, and that some of its items come out the same again.
+def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, output: Output) -> int:
+    """Check the files of JOB against the ledger, and synthesize some items again to compare.
 
-    Exit code 1: an object is missing or changed and was not made again, or an item came out different.
+    Exit code 1: a file is missing or changed and was not made again, or an item came out different.
+
+    \b
+    Examples:
+      nightjar verify JOB
+      nightjar verify JOB --repair
     """
     from jobs.store import open_store
     from jobs.verify import ObjectCheck
 
-    output = Output(as_json=as_json, quiet=quiet)
     with found_job(job, home) as (settings, ledger, found):
         store = open_store(found.store_url, settings.s3)
         check = ObjectCheck(ledger, store, found, deep=deep)
         lost: list[Expected] = []
         for expected, fault in check:
             lost.append(expected)
-            if as_json:
+            if output.as_json:
                 view = {"schema": "nightjar.fault/1", "job": found.id, "key": expected.key, "example_id": expected.example_id}
                 output.data({**view, "fault": fault.value})
             else:
@@ -65,7 +72,9 @@ def _opened(job: Job, output: Output) -> Iterator[Pipeline]:
 
     now = describe(job.spec.model).revision
     if now != job.spec.model_revision:
-        output.note(f"The job was made with revision {job.spec.model_revision or 'unknown'} of its model; here is {now or 'unknown'}.")
+        output.note(
+            f"The job was made with revision {job.spec.model_revision or 'unknown'} of the model; the installed one is {now or 'unknown'}."
+        )
     with closing(open_pipeline(job.spec.model)) as pipeline:
         yield pipeline
 
@@ -111,11 +120,14 @@ def _summarize(job: Job, objects: int, faults: int, mended: Counter[str], matche
         view = {"schema": "nightjar.verify/1", "job": job.id, "objects": objects, "faults": faults}
         output.data({**view, "repaired": repaired, "redrawn": counts})
         return
-    state = f"{faults} of them missing or changed" if faults else "all of them as they were made"
-    output.note(f"{objects} objects checked, {state}.")
+    state = f"{faults} missing or changed" if faults else "all unchanged"
+    output.note(f"{counted(objects, 'file')} checked, {state}.")
     if mended:
-        output.note(f"{mended['same']} made again as they were, {mended['other']} with other bytes, {mended['failed']} not made again.")
+        output.note(
+            f"Made again: {mended['same']} with the same bytes, {mended['other']} with other bytes. Not made again: {mended['failed']}."
+        )
     elif faults:
         output.note(f"To make them again: nightjar verify {job.id} --repair{where}")
     if matches:
-        output.note(f"{matches.total()} items made again: " + ", ".join(f"{count} {name}" for name, count in matches.items()) + ".")
+        compared = ", ".join(f"{count} {name}" for name, count in matches.items())
+        output.note(f"{counted(matches.total(), 'item')} made again: {compared}.")

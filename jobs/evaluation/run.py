@@ -20,9 +20,9 @@ import msgspec
 
 from jobs.dialogue import clean, parse_dialogue
 from jobs.evaluation.client import Answer, ChatClient, Question, RequestOptions, question
-from jobs.line_check import duplicate
+from jobs.line_check import duplicate, overlong
 from jobs.references import ReferenceReader
-from jobs.source import MAX_LINE_BYTES, Source
+from jobs.source import Source
 from pipelines.errors import ConfigError, ErrorCode, InputError
 
 SCHEMA, RECORD_SCHEMA = "nightjar.evaluation/1", "nightjar.answer/1"
@@ -264,8 +264,7 @@ class Evaluation:
         example_id = ""
         try:
             if raw is None:
-                message = f"The line is longer than {MAX_LINE_BYTES >> 20} MiB."
-                raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Split its text into several lines.")
+                raise overlong()
             dialogue = parse_dialogue(raw)
             example_id = dialogue.example_id
             # Tasks begin in the order of the lines, so the first line of an id is the one that counts.

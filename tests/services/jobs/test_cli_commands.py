@@ -173,7 +173,7 @@ def test_weights_that_are_not_here_end_a_run_at_once(folder: Path, valkey_url: s
     noted = call(folder, "submit", *strict, **hub)
     # For one of the lines was refused.
     assert (noted.returncode, len(noted.stdout.split())) == (1, 1)
-    assert "A worker that cannot fetch them waits." in noted.stderr
+    assert "A worker that cannot download them waits." in noted.stderr
 
 
 def test_models(folder: Path) -> None:

@@ -317,8 +317,8 @@ def test_the_export_of_a_user_alone_is_submitted_again(rig: Rig, capabilities: C
     job = submitted(rig, PLAIN, generation=Generation(voice="heart"), speak="auto")
     run(rig, job)
     assert [message[:2] for message in exported(rig, job, "espnet")[0]["messages"]] == [["user", "text"], ["assistant", "audio"]]
-    checker = LineChecker(replace(fake_card(), capabilities=capabilities), Generation(), str, speak="auto")
-    (good,), refused = checker.check(LineBatch(1, [(rig.folder / "espnet.jsonl").read_bytes().strip()]))
+    checker = LineChecker(replace(fake_card(), capabilities=capabilities), Generation(), speak="auto")
+    (good,), refused = checker.check(LineBatch(1, [(rig.folder / "espnet.jsonl").read_bytes().strip()]), str)
     assert (good.turns, dict(good.references), refused) == ((0,), {}, [])
 
 

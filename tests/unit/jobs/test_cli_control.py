@@ -43,7 +43,7 @@ def call(rig: Rig, *words: str) -> Result:
 def test_a_path_that_is_empty_is_wrong_usage(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli, words)
-    assert (done.exit_code, "a path is not empty" in done.output) == (2, True), done.output
+    assert (done.exit_code, "the path is empty" in done.output) == (2, True), done.output
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,7 +23,7 @@ def status(now: float, done: int, *, state: JobState = JobState.RUNNING, failed:
 def test_a_pause_of_a_day_does_not_slow_the_pace() -> None:
     pace = Pace()
     assert pace.facts(status(DAY, 500)) == ""
-    assert pace.facts(status(DAY + 10, 600)) == ", 10.00 items/s, 20.0 x real time, 40 s to go"
+    assert pace.facts(status(DAY + 10, 600)) == ", 10.00 items/s, RTFx 20.0, 40 s to go"
 
 
 def test_the_pace_is_that_of_the_last_minute() -> None:
@@ -32,7 +32,7 @@ def test_the_pace_is_that_of_the_last_minute() -> None:
         pace.facts(status(DAY + second, second // 10))
     for second in range(70, 120, 10):
         pace.facts(status(DAY + second, 6 + (second - 60) * 2))
-    assert pace.facts(status(DAY + 2 * PACE_SECONDS, 126, failed=4)) == ", 4 failed, 2.07 items/s, 4.0 x real time, 7 min 1 s to go"
+    assert pace.facts(status(DAY + 2 * PACE_SECONDS, 126, failed=4)) == ", 4 failed, 2.07 items/s, RTFx 4.0, 7 min 1 s to go"
 
 
 def test_nothing_is_promised_of_a_job_that_stands_still() -> None:
@@ -47,7 +47,7 @@ def test_nothing_is_promised_of_a_job_that_stands_still() -> None:
 def test_the_end_tells_of_the_whole_job() -> None:
     pace = Pace()
     pace.facts(status(90.0, 990))
-    assert pace.facts(status(100.0, 1000, state=JobState.COMPLETED)) == ", 10.00 items/s, 20.0 x real time"
+    assert pace.facts(status(100.0, 1000, state=JobState.COMPLETED)) == ", 10.00 items/s, RTFx 20.0"
 
 
 @pytest.mark.parametrize(("first_line_seconds", "said"), [(0.0, "reading: 10 lines, 16 % of the input\n"), (60.0, "")])

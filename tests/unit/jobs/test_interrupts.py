@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import pytest
 
-from jobs.cli.output import Interrupted, note_interrupts
 from jobs.cli.run import Signals
+from jobs.console import Interrupted, note_interrupts
 
 
 def test_a_swallowed_interrupt_ends_the_run_that_follows() -> None:

@@ -41,21 +41,19 @@ def verdict(card: ModelCard, defaults: Generation, messages: list[tuple[str, str
 @given(st.lists(MESSAGES, min_size=1, max_size=4), st.sampled_from([PLAIN, CLONING, DIALOGUE]), st.booleans())
 def test_the_quick_verdict_is_the_full_one(messages: list[tuple[str, str, str]], card: ModelCard, voice: bool) -> None:
     defaults = Generation(voice="V" if voice and card is PLAIN else None)
-    checker = LineChecker(card, defaults, lambda content: f"key of {content}")
+    checker = LineChecker(card, defaults)
     raw = json.dumps({"example_id": "a", "messages": messages}, ensure_ascii=False).encode()
-    good, rejected = checker.check(LineBatch(1, [raw]))
+    good, rejected = checker.check(LineBatch(1, [raw]), lambda content: f"key of {content}")
     assert [line.code for line in rejected] == [code for code in [verdict(card, defaults, messages)] if code]
     assert len(good) + len(rejected) == 1
 
 
 def test_a_batch() -> None:
     keys: list[str] = []
-    checker = LineChecker(
-        replace(CLONING, seconds_per_character=0.1), Generation(), lambda content: keys.append(content) or f"key-{content}"
-    )
+    checker = LineChecker(replace(CLONING, seconds_per_character=0.1), Generation())
     spoken = [["user", "audio", "v.wav"], ["user", "text", "hello"], ["assistant", "audio", "gt.wav"]]
     lines = [b"\xef", line(messages=spoken), b"", None, line("b"), b"  " + line("c", spoken) + b"\r", line("a", spoken), line("b", spoken)]
-    good, rejected = checker.check(LineBatch(11, lines))
+    good, rejected = checker.check(LineBatch(11, lines), lambda content: keys.append(content) or f"key-{content}")
     assert [(one.line, one.example_id, one.estimated_ms, one.references) for one in good] == [
         (12, "a", 500, {0: "key-v.wav"}),
         (16, "c", 500, {0: "key-v.wav"}),
@@ -88,11 +86,11 @@ def test_a_batch() -> None:
     ],
 )
 def test_settings_of_a_line_and_of_a_job(generation: dict[str, object], code: ErrorCode) -> None:
-    good, rejected = LineChecker(PLAIN, Generation(), str).check(LineBatch(1, [line(generation=generation)]))
+    good, rejected = LineChecker(PLAIN, Generation()).check(LineBatch(1, [line(generation=generation)]), str)
     assert not good
     assert rejected[0].code is code
     with pytest.raises(InputError) as caught:
-        LineChecker(PLAIN, Generation(**generation), str)  # type: ignore[arg-type]
+        LineChecker(PLAIN, Generation(**generation))  # type: ignore[arg-type]
     assert caught.value.code is code
 
 

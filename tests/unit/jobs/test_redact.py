@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.redact import redact
+from jobs.formatting import redact
 
 
 @pytest.mark.parametrize(

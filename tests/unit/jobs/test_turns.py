@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.cli.spec import SpecOptions, resolve_spec, spec_options, take_spec
+from jobs.cli.spec import job_options, take_spec
+from jobs.ledger.records import JobSpec
 from jobs.line_check import LineChecker
 from jobs.source import LineBatch
+from jobs.spec import resolve
 from jobs.turns import ASKED, Speak, reference_places, row_id, spoken_turns, turn_messages, with_audio
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
@@ -154,9 +156,9 @@ def verdict(card: ModelCard, defaults: Generation, messages: list[Triple], speak
 @given(st.lists(MESSAGES, min_size=1, max_size=4), st.sampled_from([CARD, CLONER]), st.sampled_from(ASKED), st.booleans())
 def test_the_quick_verdict_is_the_full_one(messages: list[Triple], card: ModelCard, speak: Speak, voice: bool) -> None:
     defaults = Generation(voice="A", roles={"assistant": Generation(voice="b")}) if voice and card is CARD else Generation()
-    checker = LineChecker(card, defaults, lambda content: f"key of {content}", speak=speak)
+    checker = LineChecker(card, defaults, speak=speak)
     raw = json.dumps({"example_id": "a", "messages": messages}, ensure_ascii=False).encode()
-    good, rejected = checker.check(LineBatch(1, [raw]))
+    good, rejected = checker.check(LineBatch(1, [raw]), lambda content: f"key of {content}")
     code, turns = verdict(card, defaults, messages, speak)
     assert [line.code for line in rejected] == ([code] if code else [])
     assert [(line.turns, line.items) for line in good] == ([] if code else [(turns, len(turns))])
@@ -164,7 +166,7 @@ def test_the_quick_verdict_is_the_full_one(messages: list[Triple], card: ModelCa
 
 def check(card: ModelCard, *messages: Triple, speak: Speak = "auto", **rest: object) -> list[tuple[ErrorCode, str]]:
     raw = json.dumps({"example_id": "a", "messages": messages, **rest}).encode()
-    return [(line.code, line.message) for line in LineChecker(card, Generation(), str, speak=speak).check(LineBatch(1, [raw]))[1]]
+    return [(line.code, line.message) for line in LineChecker(card, Generation(), speak=speak).check(LineBatch(1, [raw]), str)[1]]
 
 
 def test_what_is_refused_says_what_to_do() -> None:
@@ -190,15 +192,15 @@ def test_what_is_refused_says_what_to_do() -> None:
 
 def test_estimates_count_every_turn() -> None:
     raw = json.dumps({"example_id": "a", "messages": [U, A, U]}).encode()
-    (line,), _ = LineChecker(CARD, Generation(), str, speak="all").check(LineBatch(1, [raw]))
+    (line,), _ = LineChecker(CARD, Generation(), speak="all").check(LineBatch(1, [raw]), str)
     assert (line.turns, line.estimated_ms) == ((0, 1, 2), 300)
 
 
-def spec_of(*arguments: str) -> SpecOptions:
-    taken: list[SpecOptions] = []
+def spec_of(*arguments: str) -> JobSpec:
+    taken: list[JobSpec] = []
 
     @click.command()
-    @spec_options
+    @job_options
     def command(**given: Any) -> None:
         taken.append(take_spec(given))
 
@@ -210,7 +212,7 @@ def test_options_of_the_command_line() -> None:
     options = spec_of("--speak", "all", "--voice", "heart", "--voice-of", "assistant=bella", "--voice-of", "user=heart")
     assert options.speak == "all"
     assert (options.generation.of("assistant").voice, options.generation.of("user").voice) == ("bella", "heart")
-    assert (spec_of().speak, spec_of().generation) == (None, Generation())
+    assert (spec_of().speak, spec_of().generation) == (msgspec.UNSET, Generation())
     for wrong in (
         ["--voice-of", "system=a"],
         ["--voice-of", "user="],
@@ -220,6 +222,6 @@ def test_options_of_the_command_line() -> None:
         with pytest.raises(click.UsageError):
             spec_of(*wrong)
     with pytest.raises(InputError) as caught:
-        resolve_spec(spec_of("--voice-of", "assistant=nobody"))
+        resolve(spec_of("--voice-of", "assistant=nobody"))
     assert caught.value.code is ErrorCode.INPUT_UNKNOWN_VOICE
-    assert resolve_spec(spec_of()).speak is msgspec.UNSET
+    assert not resolve(spec_of()).says_speak

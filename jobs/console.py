@@ -1,7 +1,8 @@
-"""What commands print: data on stdout, everything else on stderr; and which exit code an error has."""
+"""What command lines share: output (data on stdout, everything else on stderr), exit codes, interrupts, and types of options."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -14,8 +15,11 @@ from typing import Any
 import click
 import msgspec
 
-from jobs.redact import redact
+from jobs.formatting import printable, redact
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, NotFoundError, ServiceError, StoreError
+
+#: Environment variable: the program name in the usage line of a command that another command line starts.
+PROGRAM = "NIGHTJAR_PROGRAM"
 
 FAILED, NOT_FOUND, INVALID_INPUT, UNREACHABLE = 1, 3, 4, 5
 #: `nightjar wait` and `nightjar watch` of a job that was cancelled, or that did not end in time.
@@ -36,6 +40,25 @@ _EXIT_BY_CLASS: tuple[tuple[type[NightjarError], int], ...] = (
     (ServiceError, UNREACHABLE),
     (StoreError, UNREACHABLE),
 )
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers. Infinity and NaN, which click finds in every range, are refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number.", param, ctx)
+        return number
+
+
+class NamedPath(click.Path):
+    """A path that is not empty: an empty one, as of a variable that is not set, would be the working directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.strip():
+            self.fail("the path is empty", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class ReaderLeft(BaseException):
@@ -110,13 +133,6 @@ def fail(error: BaseException, *, as_json: bool) -> None:
     # No command is running any more whose context could know of NO_COLOR.
     color = False if os.environ.get("NO_COLOR") else None
     click.echo(f"{label} {code}: {printable(message)}" + (f"\n{printable(advice)}" if advice else ""), err=True, color=color)
-
-
-def printable(text: str) -> str:
-    """The text with what could drive a terminal (control and format characters, newlines) escaped."""
-    if text.isprintable():
-        return text
-    return "".join(character if character.isprintable() else character.encode("unicode_escape").decode() for character in text)
 
 
 class Output:
