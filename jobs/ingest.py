@@ -161,7 +161,7 @@ class _Ingest:
             ThreadPoolExecutor(_S3_WRITERS, thread_name_prefix="ingest") as writers,
             ThreadPoolExecutor(1, thread_name_prefix="stage") as stager,
         ):
-            write_all = writers.map if self._store.url.startswith("s3://") else map
+            write_all = writers.map if self._store.remote else map
             staging: Future[None] | None = None
             for batch in self._source.batches(BATCH_LINES, BATCH_BYTES, self._lines):
                 good, rejected = self._checker.check(batch, self._uploader.key)

@@ -18,6 +18,7 @@ from typing import BinaryIO, Protocol, cast
 
 import zstandard
 
+from jobs.store import is_remote
 from jobs.store.s3 import S3Settings, open_s3_object
 from pipelines.errors import ErrorCode, InputError, StoreError
 
@@ -174,7 +175,7 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
 
     Raises `input.unreadable`, or `StoreError` when S3 cannot be reached.
     """
-    if address.startswith("s3://"):
+    if is_remote(address):
         with _s3_object(address, s3) as stream, _spooled(stream, address) as file:
             yield Source(file, address, Path.cwd())
         return

@@ -14,6 +14,7 @@ import structlog
 
 from jobs.layout import slug
 from jobs.ledger.records import Job
+from jobs.store import is_remote
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
     for name, schedule in settings.schedules.items():
         for wanted in schedule.exports:
             place = place_of(settings, name, schedule, wanted, _COMPARED_NIGHTS[0])
-            place = place if place.startswith("s3://") else os.path.abspath(place)
+            place = place if is_remote(place) else os.path.abspath(place)
             for other, owner in owners:
                 if owner != name and {owner, name} & set(names) and _meet(place, other):
                     reason = f"The schedules {owner!r} and {name!r} export to one place, or one into the other's."
@@ -80,7 +81,7 @@ def check_exports(settings: Settings, names: Collection[str]) -> None:
 
 def _meet(place: str, other: str) -> bool:
     """Whether two places are one, or one is in the other's folder. A prefix of a bucket holds others without harm."""
-    if place.startswith("s3://") or other.startswith("s3://"):
+    if is_remote(place) or is_remote(other):
         return place == other
     return os.path.commonpath((place, other)) in (place, other)
 
@@ -121,7 +122,7 @@ def _check_places(settings: Settings, name: str, schedule: Schedule) -> None:
             if wanted != REPORT:
                 chosen = find_format(wanted)
                 chosen.check(to, store_url, splits if chosen.splittable else None)
-            elif to.startswith("s3://"):
+            elif is_remote(to):
                 raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
         except ConfigError as error:
             reason = f"The schedule {name!r} cannot export {wanted}: {error.message}"

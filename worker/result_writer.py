@@ -109,7 +109,7 @@ class Storer:
 
     def serve(self, store: ObjectStore) -> None:
         """Makes sure that there are threads enough for this store."""
-        wanted = S3_THREADS if store.url.startswith("s3://") else FOLDER_THREADS
+        wanted = S3_THREADS if store.remote else FOLDER_THREADS
         with self._lock:
             while len(self._threads) < wanted:
                 thread = threading.Thread(target=self._run, name=f"storer-{len(self._threads)}", daemon=True)

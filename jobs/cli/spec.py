@@ -282,8 +282,9 @@ def check_source(source: str) -> str:
     except UnicodeEncodeError:
         raise InputError(ErrorCode.INPUT_UNREADABLE, "The input's name is not UTF-8.", "Rename the file.") from None
     from jobs.source import reading
+    from jobs.store import is_remote
 
-    if source == "-" or source.startswith("s3://"):
+    if source == "-" or is_remote(source):
         return source
     with reading(source):
         mode = os.stat(source).st_mode

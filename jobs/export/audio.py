@@ -33,7 +33,6 @@ class AudioReader:
         """`root`: local folder that the audio is fetched to, or None."""
         self._store = store
         self._root = root.absolute() if root is not None else None
-        self._remote = store.url.startswith("s3://")
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
 
     def __enter__(self) -> AudioReader:
@@ -55,7 +54,7 @@ class AudioReader:
         yield from self._ahead(items, self._load)
 
     def _ahead(self, items: Iterable[AudioItem], get: Callable[[Artifact], Result]) -> Iterator[tuple[AudioItem, Result]]:
-        if not self._remote:
+        if not self._store.remote:
             yield from ((item, get(item.artifact)) for item in items)
             return
         waiting: deque[tuple[AudioItem, Future[Result]]] = deque()

@@ -26,8 +26,7 @@ from jobs.export.manifest import manifest_line
 from jobs.export.plan import Part, Plan, Splits, make_plan
 from jobs.ledger.records import Job
 from jobs.provenance import exporters_record, records
-from jobs.store.base import ObjectStore
-from jobs.store.s3 import S3Settings
+from jobs.store import ObjectStore, S3Settings, is_remote
 from pipelines.errors import ConfigError, ErrorCode
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ class DatasetExport:
             return plan
 
     def _names(self, to: str) -> AudioNames:
-        absolute = self.absolute or self.audio_root is not None or to.startswith("s3://")
+        absolute = self.absolute or self.audio_root is not None or is_remote(to)
         return AudioNames(self.store, None if absolute else Path(to).absolute())
 
     def _identity(self, plan: Plan, names: AudioNames) -> _Identity:

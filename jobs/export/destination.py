@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from jobs.export.files import output_error, sha256_of
-from jobs.store import open_store
-from jobs.store.base import ObjectStore, split_key
-from jobs.store.s3 import S3Settings
+from jobs.store import ObjectStore, S3Settings, is_remote, open_store
+from jobs.store.base import split_key
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 #: Subfolder of the records of an export that is not complete.
@@ -168,7 +167,7 @@ class BucketDestination:
 @contextmanager
 def open_destination(to: str, s3: S3Settings | None) -> Generator[Destination, None, None]:
     """The destination at a path or an `s3://` address. A folder is locked: one export at a time writes to it."""
-    if to.startswith("s3://"):
+    if is_remote(to):
         with tempfile.TemporaryDirectory(prefix="nightjar-export-") as scratch:
             yield BucketDestination(open_store(to, s3), Path(scratch))
         return

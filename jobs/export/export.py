@@ -16,8 +16,7 @@ from jobs.export.items import AudioItems, AudioNames, text_answers
 from jobs.export.plan import WHOLE, Part, Splits
 from jobs.ledger.records import ItemState, Job
 from jobs.recent_jobs import out_words
-from jobs.store.base import ObjectStore
-from jobs.store.s3 import S3Settings
+from jobs.store import ObjectStore, S3Settings, is_remote
 from jobs.verify import Fault, expected_objects, listed_faults
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
@@ -81,7 +80,7 @@ def export(
             raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the splits out.")
         dataset = DatasetExport(ledger, store, job, chosen, splits or WHOLE, part_bytes, audio_root, replaces or (), absolute)
         plan = dataset.run(to, s3, on_part)
-        return ExportReport(format, to if to.startswith("s3://") else str(Path(to).absolute()), plan.items, plan.left_out)
+        return ExportReport(format, to if is_remote(to) else str(Path(to).absolute()), plan.items, plan.left_out)
     written = texts = 0
     items = AudioItems(ledger, store, job_id, whole=chosen.whole_dialogues)
     names = AudioNames(store, None if absolute or audio_root is not None or to == "-" else Path(to).absolute().parent)

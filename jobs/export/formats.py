@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from jobs.store import is_remote
 from pipelines.errors import ConfigError, ErrorCode
 
 if TYPE_CHECKING:
@@ -87,16 +88,16 @@ class ExportFormat:
     def check(self, to: str, store_url: str, splits: Splits | None = None, audio_root: Path | None = None) -> None:
         """Raises `config.invalid` for a destination or a store that this format never supports, whatever the job."""
         if self.one_file(splits):
-            if splits is not None or to.startswith("s3://"):
+            if splits is not None or is_remote(to):
                 raise _invalid(f"The format {self.name} is one file.", "Name a local file, and no splits.")
             return
         if to in ("", "-"):
             raise _invalid(f"The format {self.name} is a folder.", "Name a folder with --to.")
-        if self.local_folder and to.startswith("s3://"):
+        if self.local_folder and is_remote(to):
             raise _invalid(f"The files of {self.name} name each other by local paths.", "Export to a local folder.")
         if self.embeds_audio and audio_root is not None:
             raise _invalid(f"The files of {self.name} hold the audio.", "Leave --audio-root out.")
-        if self.local_audio and audio_root is None and store_url.startswith("s3://"):
+        if self.local_audio and audio_root is None and is_remote(store_url):
             raise _invalid(f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root.")
 
     def lines(self, job: Job, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:

@@ -14,7 +14,6 @@ from jobs.dialogue import Dialogue, spoken_text
 from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
 from jobs.shard_file import RawLine, read_raw_shard
 from jobs.store.base import ObjectStore
-from jobs.store.folder import FolderStore
 from jobs.turns import Triple, reference_places
 from pipelines.request import Generation, SpokenRole
 
@@ -206,7 +205,7 @@ class AudioNames:
     """The names of audio in the files of one export to `folder`. None (standard output, a bucket): paths are absolute."""
 
     def __init__(self, store: ObjectStore, folder: Path | None) -> None:
-        self._root = store.root if isinstance(store, FolderStore) and folder is not None else None
+        self._root = None if folder is None else store.root
         self._folder = folder
         self._prefixes: dict[str, str] = {}
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from jobs.ledger.records import Artifact
 from jobs.store.base import ObjectStore
-from jobs.store.folder import FolderStore
 from pipelines.audio import decode, encode
 from pipelines.errors import NightjarError
 
@@ -146,7 +145,7 @@ class Clips:
 
     def __init__(self, store: ObjectStore, page: Path, *, embed: bool) -> None:
         self._store = store
-        self._root = store.root if isinstance(store, FolderStore) and not embed else None
+        self._root = None if embed else store.root
         self._folder = Path(os.path.abspath(page)).parent
         self._left = MAX_EMBEDDED_BYTES
 

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from jobs.store.base import ObjectInfo, ObjectStore, PutResult
 from jobs.store.folder import FolderStore
-from jobs.store.s3 import S3Settings, S3Store, split_s3_url
+from jobs.store.s3 import S3Settings, S3Store
 from pipelines.errors import ConfigError, ErrorCode
 
-__all__ = ["FolderStore", "ObjectInfo", "ObjectStore", "PutResult", "S3Settings", "S3Store", "open_store"]
+__all__ = ["FolderStore", "ObjectInfo", "ObjectStore", "PutResult", "S3Settings", "S3Store", "is_remote", "open_store"]
+
+#: The kind of store by the scheme of its address; what a store can do is asked of its class (`ObjectStore.remote`, `root`).
+STORES: dict[str, type[FolderStore | S3Store]] = {"file": FolderStore, "s3": S3Store}
+
+
+def _scheme(address: str) -> str:
+    return address.partition("://")[0].lower() if "://" in address else "file"
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address leads to a remote store, such as `s3://bucket/prefix`, rather than to a file or folder of this host."""
+    kind = STORES.get(_scheme(address))
+    return kind is not None and kind.remote
 
 
 def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
@@ -19,15 +31,11 @@ def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
     Does no I/O, so a store that cannot be reached shows at its first use or in `check()`. Raises `config.invalid` for an
     address of another kind.
     """
-    text = str(url)
-    parts = urlsplit(text)
-    if parts.scheme == "s3":
-        bucket, prefix = split_s3_url(text)
-        return S3Store(bucket, prefix, s3)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
-        return FolderStore(Path(unquote(parts.path)))
-    if text and "://" not in text:
-        return FolderStore(Path(text))
-    raise ConfigError(
-        ErrorCode.CONFIG_INVALID, f"No store can be opened at {parts.scheme or text!r}.", "Use a folder, file:///DIR or s3://BUCKET/PREFIX."
-    )
+    kind = STORES.get(_scheme(str(url)))
+    if kind is None:
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID,
+            f"No store can be opened at {_scheme(str(url))!r}.",
+            "Use a folder, file:///DIR or s3://BUCKET/PREFIX.",
+        )
+    return kind.at(str(url), s3)

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, ClassVar, Protocol
 
 from pipelines.errors import ErrorCode, StoreError
 
@@ -38,6 +38,14 @@ class ObjectStore(Protocol):
     """A bucket or a folder. Keys are relative POSIX paths; every method raises `StoreError` with a `store.*` code."""
 
     url: str
+
+    #: Whether each request goes over a network, so that several at once are faster than one after the other.
+    remote: ClassVar[bool]
+
+    @property
+    def root(self) -> Path | None:
+        """The local folder in which every object is the file of its key; None where there is none."""
+        ...
 
     def put(
         self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None

@@ -10,13 +10,14 @@ import stat
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO, ClassVar, cast
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
 from jobs.store.base import ObjectInfo, PutResult, probe, split_key, split_prefix
 from jobs.store.handles import SYNCS_AT_ONCE, FolderHandles, Handle, sync_file_system, walk_down
-from pipelines.errors import ErrorCode, StoreError
+from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_CLOEXEC
@@ -48,13 +49,26 @@ class FolderStore:
     Data is left to the operating system until `sync`: a killed process loses nothing, a power cut what was not synced.
     """
 
+    remote: ClassVar[bool] = False
+
     def __init__(self, root: Path) -> None:
-        self.root = Path(os.path.abspath(root))
+        self.root: Path = Path(os.path.abspath(root))
         self.url = self.root.as_uri()
         self._handles = FolderHandles(self.root)
         #: Device -> a folder on it that was written to: other file systems may be mounted below the root.
         self._written: dict[int, Handle] = {}
         self._tmpfile = hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd")
+
+    @classmethod
+    def at(cls, address: str, _: object = None) -> FolderStore:
+        """The store at a path or `file:///DIR`. Raises `config.invalid`."""
+        path = address
+        if address.lower().startswith("file:"):
+            parts = urlsplit(address)
+            path = unquote(parts.path) if parts.netloc in ("", "localhost") else ""
+        if not path:
+            raise ConfigError(ErrorCode.CONFIG_INVALID, f"{address[:200]!r} is no folder.", "Use a folder or file:///DIR.")
+        return cls(Path(path))
 
     def put(
         self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None

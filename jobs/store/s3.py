@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
 from jobs.store.base import ObjectInfo, PutResult, probe, split_key, split_prefix
@@ -102,10 +102,18 @@ class S3Settings(Protocol):
 class S3Store:
     """Objects under `s3://bucket/prefix`. Made without a request; safe to share between threads."""
 
+    remote: ClassVar[bool] = True
+
+    @classmethod
+    def at(cls, address: str, settings: S3Settings | None = None) -> S3Store:
+        """The store at `s3://bucket/prefix`. Raises `config.invalid`."""
+        return cls(*split_s3_url(address), settings)
+
     def __init__(self, bucket: str, prefix: str, settings: S3Settings | None = None) -> None:
         self.bucket = bucket
         self.prefix = f"{prefix}/" if prefix else ""
         self.url = f"s3://{bucket}/{self.prefix}".rstrip("/")
+        self.root: Path | None = None
         self._client = make_client(settings)
 
     def put(

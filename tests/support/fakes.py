@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -243,6 +243,9 @@ class FakeClock:
 
 class MemoryStore:
     """An `ObjectStore` in memory. `fail_next` errors are raised by the next calls of `put` or `get`, one each."""
+
+    remote: ClassVar[bool] = False
+    root: Path | None = None
 
     def __init__(self, url: str = "memory://") -> None:
         self.url = url
