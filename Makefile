@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
 export OMP_NUM_THREADS ?= 1
-# Each may hold an engine and its own services: 4 GB a process.
 TEST_PROCESSES ?= 2
+# One more than cores: tests of services wait much of their time. Each may hold an engine and its own services: 4 GB a process.
+INTEGRATION_PROCESSES ?= 3
 
 .PHONY: install install-dev install-vllm demo check test lint unit integration mutants soak chaos bench lock clean
 
@@ -58,7 +59,7 @@ unit: install-dev
 
 # A file stays in one process: its tests share an engine. Files begin in the order of tests/conftest.py, the longest first.
 integration: install-dev
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests --ignore=tests/unit
+	$(BIN)/python -m pytest -n $(INTEGRATION_PROCESSES) --dist loadfile --no-loadscope-reorder tests --ignore=tests/unit
 
 # Planted faults, each of which a test has to see; `make mutants OPTIONS="--of-the-day 10"` tries some.
 mutants: install-dev
