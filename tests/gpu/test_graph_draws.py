@@ -1,4 +1,4 @@
-"""Drawn speech under CUDA graphs, held to the exact probabilities as `tests/unit/pipelines/test_engine_draws.py` holds the eager engine.
+"""Drawn speech under CUDA graphs, held to the exact probabilities as `tests/parity/test_engine_draws.py` holds the eager engine.
 
 The probabilities come from the logits that the draw kernels read. In bfloat16 the kernel is the one in CUDA C++ where nvcc is there, in
 float32 Triton's. Power and seeds are those of the test on CPU: a group has at least 250 draws of codebook 0 and 3,500 of the others,

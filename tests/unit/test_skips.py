@@ -41,8 +41,22 @@ def test_a_whole_run_fails_on_an_unlisted_skip(tmp_path: Path, processes: str, i
     (folder / "test_some.py").write_text(TESTS % "too tired")
     repository = str(Path(__file__).parents[2])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", processes, "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(folder)],
-        env={**os.environ, "CI": in_ci, "PYTHONPATH": repository},
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "xdist",
+            "-n",
+            processes,
+            "-p",
+            "no:cacheprovider",
+            "--rootdir",
+            str(tmp_path),
+            str(folder),
+        ],
+        env={**os.environ, "CI": in_ci, "PYTHONPATH": repository, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
