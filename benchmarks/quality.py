@@ -56,7 +56,7 @@ def measured(folder: Path, whisper: str | None, count: int) -> tuple[list[Figure
     draws: dict[int, list[Draw]] = defaultdict(list)
     with closing(Ledger.open(f"sqlite:///{folder}/out/.nightjar/ledger.sqlite")) as ledger:
         done = [row.state is ItemState.DONE for row in ledger.items(job.id)]
-        for row in ledger.draws(job.id):
+        for row in ledger.draws_of(job.id, range(count)):
             draws[row.index].append(row.draw)
     kept = {index: draw for index, drawn in draws.items() for draw in drawn if draw.kept}
     words = {index: len(normalizer_of("en")(texts[index]).split()) for index in kept}

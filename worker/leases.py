@@ -33,7 +33,7 @@ class SystemClock:
 
 T = TypeVar("T")
 #: Told of every error before a call is tried again.
-WaitNote = Callable[[NightjarError], None]
+RetryNote = Callable[[NightjarError], None]
 
 FIRST_RETRY_SECONDS = 0.1
 LONGEST_RETRY_SECONDS = 5.0
@@ -104,7 +104,7 @@ class HeldLease:
         if (reason := self.gone) is not None:
             raise LeaseGoneError(reason)
 
-    def retrying(self, call: Callable[[], T], on_retry: WaitNote) -> T:
+    def retrying(self, call: Callable[[], T], on_retry: RetryNote) -> T:
         """The result of `call`, tried again with growing pauses after every retryable error for as long as the lease lives.
 
         While the worker drains, `call` is tried once: what was made is still brought home.

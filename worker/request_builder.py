@@ -12,7 +12,7 @@ from jobs.shard_file import ShardLine
 from jobs.spec import item_seed
 from jobs.store.base import ObjectStore
 from pipelines.request import Message, SynthesisRequest
-from worker.leases import HeldLease, WaitNote
+from worker.leases import HeldLease, RetryNote
 
 
 class ReferenceCache:
@@ -44,7 +44,7 @@ class ReferenceCache:
 class RequestBuilder:
     """Builds the requests of one lease."""
 
-    def __init__(self, held: HeldLease, store: ObjectStore, references: ReferenceCache, on_retry: WaitNote) -> None:
+    def __init__(self, held: HeldLease, store: ObjectStore, references: ReferenceCache, on_retry: RetryNote) -> None:
         self._held = held
         self._store = store
         self._references = references

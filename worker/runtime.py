@@ -33,7 +33,7 @@ from worker.maintenance import Housekeeping, put_manifest_if_over
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
 from worker.quality.pool import MeterPool
-from worker.result_writer import Storer
+from worker.result_writer import ResultWriter
 from worker.shard_runner import ShardRunner
 
 if TYPE_CHECKING:
@@ -103,14 +103,14 @@ class Runtime:
         )
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
-        self._storer = Storer(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
+        self._writer = ResultWriter(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
         self._isolation = Isolation()
         self.runner = ShardRunner(
             self.ledger,
             self.store_for,
             self.pipelines,
             settings,
-            storer=self._storer,
+            writer=self._writer,
             leases=self.leases,
             metrics=self.metrics,
             clock=self._clock,
@@ -172,7 +172,7 @@ class Runtime:
         if self._stopped.is_set():
             return
         self.housekeeping.stop()
-        self._storer.close()
+        self._writer.close()
         self.pipelines.close()
         self._stop_serving()
         self.ledger.close()

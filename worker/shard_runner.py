@@ -16,12 +16,13 @@ from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Pipeline
+from worker.feeder import Feeder
 from worker.leases import Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
 from worker.request_builder import ReferenceCache, RequestBuilder
-from worker.result_writer import Storer
-from worker.shard_work import EngineMeter, ShardWork
+from worker.result_writer import ResultWriter
+from worker.shard_progress import EngineTimer, ShardProgress
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 0.5
-#: How long a shard that stops early waits for speeches that are made but not stored yet.
-STORING_SECONDS = 5.0
+#: How long a shard that stops early waits for speech that is made and not written yet.
+WRITING_SECONDS = 5.0
 
 
 class ShardEnd(StrEnum):
@@ -62,7 +63,7 @@ class ShardRunner:
         pipelines: PipelineCache,
         settings: Settings,
         *,
-        storer: Storer,
+        writer: ResultWriter,
         leases: LeaseBook,
         metrics: Metrics,
         clock: Clock | None = None,
@@ -72,12 +73,12 @@ class ShardRunner:
         self._store_for = store_for
         self._pipelines = pipelines
         self._settings = settings
-        self._storer = storer
+        self._writer = writer
         self._leases = leases
         self._metrics = metrics
         self._clock = clock or SystemClock()
         self._references = ReferenceCache()
-        self._meter = EngineMeter(self._clock)
+        self._timer = EngineTimer(self._clock)
         self._provenance = provenance
 
     def run(self, lease: Lease) -> ShardEnd:
@@ -108,7 +109,7 @@ class ShardRunner:
     def _work(self, held: HeldLease) -> None:
         lease = held.lease
         store = self._store_for(lease.job.store_url)
-        self._storer.serve(store)
+        self._writer.serve(store)
         lines = held.retrying(lambda: read_shard(store, lease.input_key, lease.input_sha256), self._metrics.waited_for)
         todo = [line for line in lines if line.index in lease.open_items]
         if missing := lease.open_items.keys() - {line.index for line in todo}:
@@ -129,23 +130,21 @@ class ShardRunner:
         if self._is_paused(held):
             # While the model was opened.
             raise LeaseGoneError(GoneReason.PAUSED)
-        work = ShardWork(
+        progress = ShardProgress(
             held,
             todo,
-            RequestBuilder(held, store, self._references, self._metrics.waited_for).build,
-            pipeline=pipeline,
-            storer=self._storer,
-            store=store,
             clock=self._clock,
-            meter=self._meter,
+            timer=self._timer,
             wake_at=self._settings.worker.commit_items,
             drawn_before=self._drawn_before(held, todo),
         )
-        work.start()
+        build = RequestBuilder(held, store, self._references, self._metrics.waited_for).build
+        feeder = Feeder(held, progress, build, pipeline=pipeline, writer=self._writer, store=store, clock=self._clock)
+        feeder.start()
         try:
-            return self._collect(held, store, work, pipeline)
+            return self._collect(held, store, progress, feeder, pipeline)
         finally:
-            left = work.close(STORING_SECONDS if held.gone in (None, GoneReason.DRAINED) else 0.0)
+            left = feeder.close(WRITING_SECONDS if held.gone in (None, GoneReason.DRAINED) else 0.0)
             self._commit_once(held, store, left)
 
     def _drawn_before(self, held: HeldLease, todo: Sequence[ShardLine]) -> Mapping[int, int]:
@@ -156,30 +155,30 @@ class ShardRunner:
         first, last = todo[0].index, todo[-1].index
         return held.retrying(lambda: self._ledger.drawn_before(job.id, first, last), self._metrics.waited_for)
 
-    def _collect(self, held: HeldLease, store: ObjectStore, work: ShardWork, pipeline: Pipeline) -> bool:
+    def _collect(self, held: HeldLease, store: ObjectStore, progress: ShardProgress, feeder: Feeder, pipeline: Pipeline) -> bool:
         worker = self._settings.worker
         committed: list[Outcome] = []
         due_at = look_at = self._clock.monotonic() + worker.commit_seconds
-        while not work.finished:
+        while not progress.finished:
             held.check()
             if self._clock.monotonic() >= look_at:
                 look_at = self._clock.monotonic() + worker.commit_seconds
                 if self._is_paused(held):
-                    work.wind_down()
-            batch = work.take(worker.commit_items, due_at, POLL_SECONDS)
+                    progress.wind_down()
+            batch = progress.take(worker.commit_items, due_at, POLL_SECONDS)
             if batch:
                 try:
                     self._commit(held, store, batch)
                 except (LeaseGoneError, NightjarError):
-                    work.put_back(batch)
+                    progress.put_back(batch)
                     raise
                 committed += batch
-            if work.expire(worker.item_timeout_seconds):
+            if feeder.expire(worker.item_timeout_seconds):
                 self._pipelines.discard(pipeline)
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine takes no more requests; it is opened anew.")
             if batch or self._clock.monotonic() >= due_at:
                 due_at = self._clock.monotonic() + worker.commit_seconds
-        if work.unfinished:
+        if progress.unfinished:
             raise LeaseGoneError(GoneReason.PAUSED)
         if _engine_is_broken(committed):
             log.warning("the engine failed every item; it is opened anew", model=held.lease.job.spec.model)

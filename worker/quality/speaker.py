@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from resemblyzer import VoiceEncoder, preprocess_wav
 
 from pipelines.audio import decode
-from worker.quality.metrics import Readings, Sample
+from worker.quality.metrics import Readings, Utterance
 
 
 class SpeakerMeter:
@@ -22,13 +22,13 @@ class SpeakerMeter:
         self._encoder: Any = VoiceEncoder("cpu", verbose=False)
         self._last: tuple[bytes, NDArray[np.float32]] | None = None
 
-    def measure(self, sample: Sample) -> Readings:
-        if sample.reference is None:
+    def measure(self, utterance: Utterance) -> Readings:
+        if utterance.reference is None:
             return {}
-        digest = hashlib.sha256(sample.reference).digest()
+        digest = hashlib.sha256(utterance.reference).digest()
         if self._last is None or self._last[0] != digest:
-            self._last = digest, self._embedding(*decode(sample.reference))
-        voice = self._embedding(sample.samples, sample.sample_rate)
+            self._last = digest, self._embedding(*decode(utterance.reference))
+        voice = self._embedding(utterance.samples, utterance.sample_rate)
         return {"similarity": (float(np.dot(voice, self._last[1])), "")}
 
     def _embedding(self, samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:

@@ -92,7 +92,7 @@ def test_it_is_resumed_where_it_stopped(home: tuple[Ledger, FolderStore], tmp_pa
     ledger.register_worker(WORKER)
     rig.runner = rig.runner_on(ledger)
     rig.run_next()
-    rig.storer.close()
+    rig.writer.close()
     rig.pipelines.close()
     (request,) = heard
     assert (request.messages, request.seed) == ((Message("user", "text", "Bye."),), item_seed(7, "last", 0))

@@ -124,7 +124,7 @@ def test_its_open_items_are_made_as_before(home: tuple[Ledger, FolderStore], tmp
     ledger.register_worker(WORKER)
     rig.runner = rig.runner_on(ledger)
     rig.run_next()
-    rig.storer.close()
+    rig.writer.close()
     rig.pipelines.close()
     (request,) = heard
     # The whole dialogue, with the seed of the place behind it.

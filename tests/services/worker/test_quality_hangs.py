@@ -18,19 +18,19 @@ from tests.support.fakes import FakePipeline
 from tests.support.ledger_kit import wake
 from tests.support.quality_kit import TextMeter
 from tests.support.worker_rig import Rig
-from worker.quality.metrics import Readings, Sample
+from worker.quality.metrics import Readings, Utterance
 from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool
 from worker.quality.process import MeterHangError
-from worker.result_writer import Storer
+from worker.result_writer import ResultWriter
 
 
 class Hanging(TextMeter):
     """Never answers on a text that begins with "Hang"."""
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
-        if sample.text.startswith("Hang"):
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
+        if utterance.text.startswith("Hang"):
             raise MeterHangError("It took long.")
-        return super().measure(meters, sample)
+        return super().measure(meters, utterance)
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     """A worker whose meters hang."""
     forget = register_pipeline("fake", fake_card(), FakePipeline)
     rig = Rig(tmp_path)
-    rig.storer = Storer(rig.metrics.waited_for, meters=MeterPool(open_host=Hanging))
+    rig.writer = ResultWriter(rig.metrics.waited_for, meters=MeterPool(open_host=Hanging))
     rig.runner = rig.runner_on(rig.ledger)
     yield rig
     rig.close()

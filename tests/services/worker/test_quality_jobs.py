@@ -28,9 +28,9 @@ from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, Markers, s
 from tests.support.quality_kit import TextMeter, UnluckyPipeline, whisper_base
 from tests.support.worker_rig import Rig
 from worker.garbage import orphans
-from worker.quality.metrics import Readings, Sample
+from worker.quality.metrics import Readings, Utterance
 from worker.quality.pool import MeterPool
-from worker.result_writer import Storer
+from worker.result_writer import ResultWriter
 from worker.shard_runner import ShardEnd
 
 BASIC = quality_of("basic")
@@ -64,7 +64,7 @@ def build(tmp_path: Path) -> Iterator[Build]:
         (tmp_path / folder).mkdir(exist_ok=True)
         rig = Rig(tmp_path / folder, pipeline=pipeline or UnluckyPipeline(), clock=clock, **options)
         if host is not None:
-            rig.storer = Storer(rig.metrics.waited_for, meters=MeterPool(in_memory=4, open_host=lambda: host))
+            rig.writer = ResultWriter(rig.metrics.waited_for, meters=MeterPool(in_memory=4, open_host=lambda: host))
             rig.runner = rig.runner_on(rig.ledger)
         rigs.append(rig)
         return rig
@@ -82,7 +82,7 @@ def orphans_of(rig: Rig, job: Job) -> list[str]:
 
 def draws_of(rig: Rig, job: Job) -> dict[int, list[Draw]]:
     found: dict[int, list[Draw]] = {}
-    for row in rig.ledger.draws(job.id):
+    for row in rig.ledger.draws_of(job.id, range(job.total_items)):
         found.setdefault(row.index, []).append(row.draw)
     return found
 
@@ -288,14 +288,14 @@ def test_draws_that_were_made_stay_known_whatever_ends_the_item(build: Build, la
 
 
 def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.shard_runner.STORING_SECONDS", 0.0)
+    monkeypatch.setattr("worker.shard_runner.WRITING_SECONDS", 0.0)
     ended = threading.Event()
 
     class Away(TextMeter):
-        def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+        def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
             if self.measured:
                 assert ended.wait(240)
-            super().measure(meters, sample)
+            super().measure(meters, utterance)
             raise ModelError(ErrorCode.MODEL_UNREACHABLE, "The hub is away.", "Wait.")
 
     meter = Away()
@@ -307,7 +307,7 @@ def test_an_outage_of_a_meter_spends_no_attempt_and_asks_for_nothing_more(build:
     assert status.outage is not None
     assert status.outage.code is ErrorCode.MODEL_UNREACHABLE
     assert (status.items.failed, status.items.pending) == (0, 20)
-    rig.storer.close()
+    rig.writer.close()
     assert len(meter.measured) <= 2
 
 

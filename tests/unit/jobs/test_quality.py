@@ -27,7 +27,7 @@ from pipelines.vad import active_frames, activity, frame_powers, trim_silence
 from tests.support.fakes import sine
 from tests.support.quality_kit import RATE, speechlike
 from worker.quality.checks import cheap_scores, clipped_share, longest_pause
-from worker.quality.metrics import Sample, open_meter
+from worker.quality.metrics import Utterance, open_meter
 from worker.quality.verdict import History, check_draw, failed_draw, meters_of, with_readings
 
 BASIC = quality_of("basic")
@@ -301,7 +301,7 @@ class TestConfig:
         assert strict_meters().keys() == {"asr", "distillmos", "peak"}
         speech = Speech(speechlike(), RATE, TEXT)
         draw = check_draw(0, 1, speech, quality, TEXT, Generation())
-        readings = open_meter("peak", {}).measure(Sample(np.full(9, 0.75, np.float32), RATE, TEXT))
+        readings = open_meter("peak", {}).measure(Utterance(np.full(9, 0.75, np.float32), RATE, TEXT))
         judged = with_readings(draw, readings, quality)
         assert (judged.record.code, judged.message) == (ErrorCode.QA_CLIPPED, "`peak` is 0.75, allowed: maximum 0.5.")
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +22,7 @@ from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.request import Message, Speech, SynthesisRequest
 from worker.quality.asr import AsrMeter
-from worker.quality.metrics import Reading, Sample, open_meter
+from worker.quality.metrics import Reading, Utterance, open_meter
 from worker.quality.pool import MeterPool, MeterTask
 from worker.quality.process import MeterError, MeterHangError, MeterProcess
 from worker.quality.weights import missing
@@ -125,7 +126,7 @@ class TestMeters:
 
         monkeypatch.setattr("faster_whisper.WhisperModel", Whisper)
         monkeypatch.setattr("worker.quality.asr._folder_of", str)
-        sample = Sample(np.zeros(RATE, np.float32), RATE, "今天天气很好。")
+        sample = Utterance(np.zeros(RATE, np.float32), RATE, "今天天气很好。")
         meter, german = AsrMeter(), AsrMeter(language="German")
         assert meter.measure(sample) == {"cer": Reading(pytest.approx(1 / 6), "今天天汽很好。", True)}
         assert set(meter.measure(replace(sample, language="zh-CN"))) == {"cer"}
@@ -143,23 +144,23 @@ class TestMeters:
     def test_silero_tells_speech_from_silence_in_a_process_of_its_own(self) -> None:
         process = MeterProcess(240)
         silence = np.zeros(2 * RATE, np.float32)
-        readings = process.measure({"silero": {}}, Sample(silence, RATE, ""))
+        readings = process.measure({"silero": {}}, Utterance(silence, RATE, ""))
         assert readings["silence"] == (1.0, "silero", True)
         with pytest.raises(ModelError) as caught:
-            process.measure({"no-such-meter": {}}, Sample(silence, RATE, ""))
+            process.measure({"no-such-meter": {}}, Utterance(silence, RATE, ""))
         assert caught.value.code is ErrorCode.MODEL_UNKNOWN
-        assert process.measure({"silero": {}}, Sample(silence, RATE, ""))["silence"][0] == 1.0
+        assert process.measure({"silero": {}}, Utterance(silence, RATE, ""))["silence"][0] == 1.0
         process.close()
         process.close()
 
     def test_a_process_that_dies_or_hangs_costs_its_draw_and_no_other(self) -> None:
         process = MeterProcess(240)
-        sample = Sample(np.zeros(RATE, np.float32), RATE, "")
+        sample = Utterance(np.zeros(RATE, np.float32), RATE, "")
         process.measure({}, sample)
         child = process._child  # pyright: ignore[reportPrivateUsage]
         assert child is not None
-        child.kill()
-        child.wait()
+        child.process.kill()
+        child.process.wait()
         assert process.measure({}, sample) == {}
         process.close()
 
@@ -176,7 +177,7 @@ class TestMeters:
             "        return {'peak': (1.0, sample.text)}\n"
         )
         monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
-        sample = Sample(np.zeros(RATE // 10, np.float32), RATE, "well")
+        sample = Utterance(np.zeros(RATE // 10, np.float32), RATE, "well")
         process = MeterProcess(draw_seconds=0.1, seconds_per_second=1.0)
         with pytest.raises(MeterHangError, match="more than 0 s") as caught:
             process.measure({"peak": {}}, replace(sample, text="hang"))
@@ -190,11 +191,11 @@ class TestMeters:
     def test_a_process_that_does_not_read_holds_nobody_up(self) -> None:
         process = MeterProcess(240, opening_seconds=0.3)
         child = process._start()  # pyright: ignore[reportPrivateUsage]
-        child.send_signal(signal.SIGSTOP)
+        child.process.send_signal(signal.SIGSTOP)
         with pytest.raises(ModelError) as caught:
-            process.measure({}, Sample(np.zeros(40 * RATE, np.float32), RATE, ""))
+            process.measure({}, Utterance(np.zeros(40 * RATE, np.float32), RATE, ""))
         assert caught.value.code is ErrorCode.MODEL_UNREACHABLE
-        assert child.returncode is not None
+        assert child.process.returncode is not None
 
     def test_closing_the_pool_cuts_a_measurement_short_and_settles_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         code = (
@@ -205,11 +206,10 @@ class TestMeters:
             "        time.sleep(600)\n"
         )
         monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
-        measuring, ended = tmp_path / "measuring", list[str]()
-        sample = Sample(np.zeros(RATE, np.float32), RATE, str(measuring))
-        task = MeterTask({"peak": {}}, sample, lambda: False, lambda *_: ended.append("done"), lambda: ended.append("dropped"))
+        measuring = tmp_path / "measuring"
+        task = MeterTask({"peak": {}}, Utterance(np.zeros(RATE, np.float32), RATE, str(measuring)))
         pool = MeterPool()
-        pool.submit(task)
+        measured = pool.submit(task)
         deadline = time.monotonic() + 240
         while not measuring.exists():
             assert time.monotonic() < deadline
@@ -218,8 +218,9 @@ class TestMeters:
         closer.start()
         closer.join(240)
         assert not closer.is_alive()
-        pool.submit(task)
-        assert ended == ["dropped", "dropped"]
+        for dropped in (measured, pool.submit(task)):
+            with pytest.raises(CancelledError):
+                dropped.result(240)
 
 
 class TestBuiltInMeters:
@@ -250,7 +251,7 @@ class TestBuiltInMeters:
         noise = np.random.default_rng(0).normal(0, 0.1, len(speech.samples)).astype(np.float32)
 
         def value(samples: NDArray[np.float32]) -> float:
-            return meter.measure(Sample(samples, speech.sample_rate, speech.text, reference=reference))[score][0]
+            return meter.measure(Utterance(samples, speech.sample_rate, speech.text, reference=reference))[score][0]
 
         heard, noisy = value(speech.samples), value(noise)
         assert heard > good
@@ -273,7 +274,7 @@ class TestBuiltInMeters:
         )
         monkeypatch.setenv("PYTHONPATH", add_meter(tmp_path, code))
         process = MeterProcess(240)
-        sample = Sample(np.array([0.25, -0.5], np.float32), RATE, "hello")
+        sample = Utterance(np.array([0.25, -0.5], np.float32), RATE, "hello")
         assert process.measure({"peak": {"times": 3}}, sample) == {"peak": (1.5, "hello", True)}
         assert process.measure({"peak": {}}, replace(sample, text="short")) == {"peak": (1.0, "too short", False)}
         with pytest.raises(MeterError) as caught:

@@ -12,13 +12,13 @@ from typing import IO
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from jobs.checks import Option
-from pipelines.errors import ErrorCode, NightjarError, StoreError
-from worker.quality.metrics import Readings, Sample
-from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask, Place, Spool
+from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError
+from worker.quality.metrics import Readings, Utterance
+from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask
 from worker.quality.process import MeterHangError
+from worker.quality.spool import Spool, SpooledSamples
 
 RATE = 16_000
 
@@ -31,12 +31,12 @@ class Blocked:
         self.fail = fail
         self.measured = 0
 
-    def measure(self, meters: Mapping[str, Mapping[str, Option]], sample: Sample) -> Readings:
+    def measure(self, meters: Mapping[str, Mapping[str, Option]], utterance: Utterance) -> Readings:
         assert self._go.wait(240)
         self.measured += 1
         if self.fail is not None:
             raise self.fail
-        return {"sum": (float(sample.samples.sum()), "")}
+        return {"sum": (float(utterance.samples.sum()), "")}
 
     def stop(self) -> None:
         """Is let go by its test."""
@@ -47,42 +47,30 @@ class Blocked:
 
 class TestPool:
     def test_submitting_never_waits_and_every_sample_comes_back_whole(self) -> None:
-        go, results, all_done = threading.Event(), {}, threading.Event()
+        go = threading.Event()
         host = Blocked(go)
         pool = MeterPool(in_memory=3, open_host=lambda: host)
-
-        def take(number: int, samples: NDArray[np.float32], readings: Readings | NightjarError) -> None:
-            results[number] = (samples, readings)
-            if len(results) == 20:
-                all_done.set()
-
-        for number in range(20):
-            samples = np.full(100 + number, number, np.float32)
-            done = lambda got, readings, number=number: take(number, got, readings)  # noqa: E731
-            pool.submit(MeterTask({}, Sample(samples, RATE, ""), lambda: False, done, lambda: None))
+        measured = [pool.submit(MeterTask({}, Utterance(np.full(100 + number, number, np.float32), RATE, ""))) for number in range(20)]
         assert (host.measured, pool.waiting >= 19) == (0, True)
         go.set()
-        assert all_done.wait(240)
-        for number, (samples, readings) in results.items():
+        for number, future in enumerate(measured):
+            samples, readings = future.result(240)
             assert np.array_equal(samples, np.full(100 + number, number, np.float32))
             assert readings == {"sum": (number * (100.0 + number), "")}
         pool.close()
 
     def test_what_nobody_waits_for_is_dropped_and_closing_drops_the_rest(self) -> None:
-        go, dropped = threading.Event(), []
+        go = threading.Event()
         host = Blocked(go)
         pool = MeterPool(open_host=lambda: host)
-        for number in range(4):
-            task = MeterTask(
-                {}, Sample(np.zeros(4, np.float32), RATE, ""), lambda number=number: number == 1, lambda *_: None,
-                lambda number=number: dropped.append(number),
-            )  # fmt: skip
-            pool.submit(task)
+        utterance = Utterance(np.zeros(4, np.float32), RATE, "")
+        measured = [pool.submit(MeterTask({}, utterance, lambda number=number: number == 1)) for number in range(4)]
         closer = threading.Thread(target=pool.close)
         closer.start()
         go.set()
         closer.join(240)
         assert not closer.is_alive()
+        dropped = [number for number, future in enumerate(measured) if future.cancelled() or future.exception() is not None]
         assert 1 in dropped
         assert host.measured + len(dropped) == 4
 
@@ -91,7 +79,7 @@ class TestPool:
         places = [spool.put(np.arange(count, dtype=np.float32)) for count in (3, 5)]
         assert [spool.take(place).tolist() for place in reversed(places)] == [[0, 1, 2, 3, 4], [0, 1, 2]]
         place = spool.put(np.ones(1, np.float32))
-        assert (place.start, place.count) == (0, 1)
+        assert (place.first_byte, place.count) == (0, 1)
         spool.close()
 
     def test_a_full_file_of_samples_goes_when_nothing_of_it_is_held(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +90,8 @@ class TestPool:
             files.append(make(**options))
             return files[-1]
 
-        monkeypatch.setattr("worker.quality.pool.tempfile.TemporaryFile", noted)
-        spool, waiting = Spool(file_bytes=100), deque[Place]()
+        monkeypatch.setattr("worker.quality.spool.tempfile.TemporaryFile", noted)
+        spool, waiting = Spool(file_bytes=100), deque[SpooledSamples]()
         for number in range(200):
             waiting.append(spool.put(np.full(10, number, np.float32)))
             if len(waiting) > 4:
@@ -120,15 +108,13 @@ class TestPoolFaults:
     def results(self, pool: MeterPool, items: list[str]) -> list[Readings | NightjarError]:
         """What comes back for one draw of each item, in turn."""
         found: list[Readings | NightjarError] = []
-        came = threading.Semaphore(0)
-
-        def done(_: NDArray[np.float32], readings: Readings | NightjarError) -> None:
-            found.append(readings)
-            came.release()
-
         for item in items:
-            pool.submit(MeterTask({"asr": {}}, Sample(np.zeros(4, np.float32), RATE, ""), lambda: False, done, lambda: None, item))
-            assert came.acquire(timeout=240)
+            try:
+                found.append(
+                    pool.submit(MeterTask({"asr": {}}, Utterance(np.zeros(4, np.float32), RATE, ""), item=item)).result(240).readings
+                )
+            except (ModelError, MeterHangError) as error:
+                found.append(error)
         return found
 
     def test_meters_that_hang_on_everything_are_an_outage_and_one_item_is_none(self) -> None:
@@ -174,7 +160,7 @@ class TestPoolFaults:
         go.set()
         pool = MeterPool(in_memory=0, open_host=lambda: Blocked(go))
         with monkeypatch.context() as patched:
-            patched.setattr("worker.quality.pool.tempfile.TemporaryFile", refuse)
+            patched.setattr("worker.quality.spool.tempfile.TemporaryFile", refuse)
             with pytest.raises(StoreError) as caught:
                 self.results(pool, ["a"])
         assert caught.value.code is code
@@ -184,8 +170,8 @@ class TestPoolFaults:
             raise OSError(number, "no")
 
         with monkeypatch.context() as patched:
-            patched.setattr("worker.quality.pool.os.pread", unreadable)
-            (found,) = self.results(pool, ["b"])
-        assert isinstance(found, StoreError)
+            patched.setattr("worker.quality.spool.os.pread", unreadable)
+            with pytest.raises(StoreError):
+                self.results(pool, ["b"])
         assert self.results(pool, ["c"]) == [{"sum": (0.0, "")}]
         pool.close()

@@ -18,9 +18,9 @@ from worker.leases import GoneReason, LeaseBook, LeaseGoneError
 from worker.maintenance import Chore
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
+from worker.quality.checks import check_speech
 from worker.request_builder import ReferenceCache, RequestBuilder
-from worker.result_writer import check_speech
-from worker.shard_work import EngineMeter
+from worker.shard_progress import EngineTimer
 
 SPEC = JobSpec("fake", seed=3, generation=Generation(voice="sine", temperature=0.5))
 JOB = Job(
@@ -113,21 +113,21 @@ class TestLeases:
             held.retrying(lambda: 7, print)
 
 
-class TestEngineMeter:
+class TestEngineTimer:
     def test_requests_that_overlap_share_the_time(self) -> None:
         clock = FakeClock()
-        meter = EngineMeter(clock)
-        first = meter.enter()
+        timer = EngineTimer(clock)
+        first = timer.enter()
         clock.advance(1)
-        second = meter.enter()
+        second = timer.enter()
         clock.advance(2)
-        assert meter.leave(first) == pytest.approx(2000)
+        assert timer.leave(first) == pytest.approx(2000)
         clock.advance(3)
-        assert meter.leave(second) == pytest.approx(4000)
+        assert timer.leave(second) == pytest.approx(4000)
         clock.advance(100)
-        third = meter.enter()
+        third = timer.enter()
         clock.advance(1)
-        assert meter.leave(third) == pytest.approx(1000)
+        assert timer.leave(third) == pytest.approx(1000)
 
 
 class TestPipelineCache:

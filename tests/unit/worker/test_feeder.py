@@ -1,4 +1,4 @@
-"""The books of a shard's work: at no time is a line that was begun on none of them."""
+"""The feeder and the progress of its shard: at no time is an item that was begun in no state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from jobs.ledger.records import Outcome
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import Speech
 from tests.support.fakes import FakeClock
-from worker.shard_work import EngineMeter, ShardWork
+from worker.feeder import Feeder
+from worker.shard_progress import EngineTimer, ShardProgress
 
 
 @pytest.mark.parametrize("how", ["refused", "broken", "late"])
@@ -21,7 +22,7 @@ def test_a_failure_is_awaited_until_it_is_settled(how: str) -> None:
     clock = FakeClock()
     seen: list[bool] = []
 
-    class Watched(ShardWork):
+    class Watched(ShardProgress):
         def settle(self, outcome: Outcome) -> None:
             self.wind_down()
             seen.append(self.finished)
@@ -30,21 +31,20 @@ def test_a_failure_is_awaited_until_it_is_settled(how: str) -> None:
     spec = SimpleNamespace(quality=None)
     held: Any = SimpleNamespace(lease=SimpleNamespace(shard_no=0, job=SimpleNamespace(spec=spec)), gone=None, on_gone=lambda _: None)
     pipeline: Any = SimpleNamespace(submit=lambda _: future, abort=lambda _: None)
-    storer: Any = SimpleNamespace(full=False)
+    writer: Any = SimpleNamespace(full=False)
     line: Any = SimpleNamespace(index=0)
     request: Any = SimpleNamespace(request_id="one")
-    work = Watched(
-        held, [line], lambda *_: request, pipeline=pipeline, storer=storer, store=storer, clock=clock, meter=EngineMeter(clock), wake_at=9
-    )
-    work.start()
-    work._feeder.join()
+    progress = Watched(held, [line], clock=clock, timer=EngineTimer(clock), wake_at=9)
+    feeder = Feeder(held, progress, lambda *_: request, pipeline=pipeline, writer=writer, store=writer, clock=clock)
+    feeder.start()
+    feeder.join()
     if how == "late":
         clock.advance(10)
-        work.expire(5)
+        feeder.expire(5)
     else:
         refusal: NightjarError = SynthesisError(ErrorCode.SYNTH_ENGINE, "Not this.")
         future.set_exception(refusal if how == "refused" else ValueError("no"))
     assert seen == [False]
-    assert not work.finished
-    assert [outcome.index for outcome in work.take(9, clock.monotonic(), 0)] == [0]
-    assert work.finished
+    assert not progress.finished
+    assert [outcome.index for outcome in progress.take(9, clock.monotonic(), 0)] == [0]
+    assert progress.finished

@@ -1,0 +1,170 @@
+"""Feeds the items of a leased shard to a pipeline, and what it makes of them to the result writer."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from functools import partial
+
+import structlog
+
+from jobs.dialogue import spoken_text
+from jobs.ledger.records import Failed, Outcome
+from jobs.ledger.states import LASTING_OUTAGES
+from jobs.shard_file import ShardLine
+from jobs.store.base import ObjectStore
+from pipelines.errors import ErrorCode, NightjarError
+from pipelines.request import Pipeline, Speech, SynthesisRequest
+from worker.leases import Clock, HeldLease, LeaseGoneError
+from worker.quality.verdict import REDRAWN, History
+from worker.result_writer import EngineResult, Redraw, ResultWriter
+from worker.shard_progress import PlannedDraw, ShardProgress
+
+log = structlog.get_logger(__name__)
+
+ROOM_POLL_SECONDS = 0.02
+
+
+class Feeder:
+    """Feeds draws to a pipeline from a thread of its own. Each item ends with one outcome in `progress`.
+
+    `build` turns a line and the number of its draw into its request, or raises a `NightjarError` that becomes the item's outcome.
+    """
+
+    def __init__(
+        self,
+        held: HeldLease,
+        progress: ShardProgress,
+        build: Callable[[ShardLine, int], SynthesisRequest],
+        *,
+        pipeline: Pipeline,
+        writer: ResultWriter,
+        store: ObjectStore,
+        clock: Clock,
+    ) -> None:
+        self._held = held
+        self._progress = progress
+        self._build = build
+        self._pipeline = pipeline
+        self._writer = writer
+        self._store = store
+        self._clock = clock
+        self._checked = held.lease.job.spec.quality is not None
+        in_context = contextvars.copy_context().run
+        self._thread = threading.Thread(target=in_context, args=(self._run,), name=f"feeder-{held.lease.shard_no}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits until everything was fed."""
+        self._thread.join()
+
+    def expire(self, timeout_seconds: float) -> bool:
+        """Fails items that were in the engine for too long (`synth.timeout`) and aborts their requests.
+
+        Returns whether the engine is stuck: it has not even accepted the next request for so long.
+        """
+        late, stuck = self._progress.take_late(timeout_seconds)
+        message = f"The item took more than {timeout_seconds:g} s in the engine."
+        for one in late:
+            # Settled first: the abort makes the future fail with `synth.aborted`, which then comes too late to count.
+            self._fail(one.index, ErrorCode.SYNTH_TIMEOUT, message, one.entry.history, one.engine_ms)
+            self._pipeline.abort(one.entry.request_id)
+        return stuck
+
+    def close(self, writing_seconds: float) -> list[Outcome]:
+        """Ends the work: nothing more is fed, and requests in the engine are aborted without an outcome.
+
+        Waits so long for what is being written, and returns the outcomes that were not taken.
+        """
+        for request_id in self._progress.halt():
+            self._pipeline.abort(request_id)
+        return self._progress.close(writing_seconds)
+
+    def _run(self) -> None:
+        try:
+            while (planned := self._progress.next_draw()) is not None:
+                while self._writer.full and not self._progress.stopped:
+                    self._clock.sleep(ROOM_POLL_SECONDS)
+                if not self._progress.begin():
+                    return
+                self._feed(planned)
+                self._progress.begun()
+        except Exception as error:
+            log.exception("feeder failed")
+            self._progress.fail(error)
+
+    def _feed(self, planned: PlannedDraw) -> None:
+        index = planned.line.index
+        try:
+            request = self._build(planned.line, planned.draw)
+            self._progress.enter(planned, request.request_id)
+            future = self._pipeline.submit(request)
+        except NightjarError as error:
+            engine_ms = self._progress.refused(index)
+            if error.code in LASTING_OUTAGES:
+                self._progress.fail(error, index)
+            else:
+                self._fail(index, error.code, str(error), planned.history, engine_ms)
+            return
+        self._progress.submitted(index)
+        if self._progress.halted:
+            self._pipeline.abort(request.request_id)
+        future.add_done_callback(partial(self._made, planned, request))
+
+    def _made(self, planned: PlannedDraw, request: SynthesisRequest, future: Future[Speech]) -> None:
+        """The engine has answered."""
+        index, error = planned.line.index, future.exception()
+        engine_ms = self._progress.answered(index, failed=error is not None)
+        if engine_ms is None:
+            return
+        if error is None:
+            self._write(planned, request, future.result(), engine_ms)
+        elif not isinstance(error, NightjarError):
+            log.error("engine error", index=index, exc_info=error)
+            self._fail(index, ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}", planned.history, engine_ms)
+        elif self._checked and error.code in REDRAWN:
+            # A failure that another seed may mend is a draw that did not pass its checks.
+            self._write(planned, request, error, engine_ms)
+        else:
+            self._fail(index, error.code, str(error), planned.history, engine_ms)
+
+    def _write(self, planned: PlannedDraw, request: SynthesisRequest, made: Speech | NightjarError, engine_ms: float) -> None:
+        line = planned.line
+        result = EngineResult(
+            self._held,
+            self._store,
+            line.index,
+            line.example_id,
+            request,
+            made,
+            round(engine_ms),
+            text=spoken_text(line.messages),
+            draw=planned.draw,
+            last_draw=self._progress.last_draw(line.index),
+            sampled=self._pipeline.capabilities.sampling and request.generation.temperature != 0,
+            history=planned.history,
+            over=lambda: self._progress.over,
+        )
+        self._writer.submit(result).add_done_callback(partial(self._written, line.index))
+
+    def _written(self, index: int, future: Future[Outcome | Redraw]) -> None:
+        """The writer has answered."""
+        try:
+            answer = future.result()
+        except (CancelledError, LeaseGoneError):
+            self._progress.drop(index)
+        except NightjarError as error:
+            self._progress.fail(error, index)
+        else:
+            if isinstance(answer, Redraw):
+                self._progress.redraw(index, answer.history)
+            else:
+                self._progress.settle(answer)
+
+    def _fail(self, index: int, code: ErrorCode, message: str, history: History, engine_ms: float) -> None:
+        """Settles an item that failed in the engine; `engine_ms` is its last draw's."""
+        self._progress.settle(Failed(index, code, message, history.draws, engine_ms=history.engine_ms + round(engine_ms)))
