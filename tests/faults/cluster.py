@@ -60,19 +60,29 @@ class Cluster:
     """Starts everything; `end` stops everything. Workers come back by themselves after `kill_worker`.
 
     What `held` makes of a text does not end before `let_go`. `timing` goes over `TIMING`. `store` is `s3` or `folder`.
+    A server that is given runs already, and goes on after `end`.
     """
 
     def __init__(
-        self, folder: Path, postgres: Postgres, timing: Mapping[str, str] | None = None, *, workers: int = 2, store: str = "s3"
+        self,
+        folder: Path,
+        postgres: Postgres,
+        timing: Mapping[str, str] | None = None,
+        *,
+        workers: int = 2,
+        store: str = "s3",
+        valkey: Valkey | None = None,
+        seaweedfs: SeaweedFS | None = None,
     ) -> None:
         self.folder = folder
         self.timing = TIMING | dict(timing or {})
         self.gate = folder / "gate"
         self.postgres = postgres
-        self.valkey = Valkey(folder / "valkey")
-        self.seaweedfs = SeaweedFS(folder / "seaweedfs") if store == "s3" else None
+        self.valkey = valkey or Valkey(folder / "valkey")
+        self.seaweedfs = seaweedfs or (SeaweedFS(folder / "seaweedfs") if store == "s3" else None)
         self.services = [service for service in (self.valkey, self.seaweedfs) if service is not None]
-        for service in self.services:
+        self._own_services = [service for service in self.services if service not in (valkey, seaweedfs)]
+        for service in self._own_services:
             service.start()
         self.database_url = postgres.create_database(f"faults_{uuid.uuid4().hex[:12]}")
         #: Of the store in a folder.
@@ -205,7 +215,7 @@ class Cluster:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self.ledger.close()
-        for service in self.services:
+        for service in self._own_services:
             service.stop()
 
 

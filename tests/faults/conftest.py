@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.cluster import PATIENCE, Cluster
 from tests.support.run_kit import shell, slow  # noqa: F401 - fixtures
-from tests.support.services import Postgres
+from tests.support.services import Postgres, SeaweedFS, Valkey
 
 
 @pytest.fixture
@@ -20,8 +20,8 @@ def cluster(tmp_path: Path, postgres: Postgres) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def patient(tmp_path: Path, postgres: Postgres) -> Iterator[Cluster]:
-    """A cluster whose leases end with their work only."""
-    cluster = Cluster(tmp_path, postgres, PATIENCE)
+def patient(tmp_path: Path, postgres: Postgres, valkey: Valkey, valkey_url: str, seaweedfs: SeaweedFS) -> Iterator[Cluster]:
+    """A cluster whose leases end with their work only, on servers that no test kills; its broker is empty."""
+    cluster = Cluster(tmp_path, postgres, PATIENCE, valkey=valkey, seaweedfs=seaweedfs)
     yield cluster
     cluster.end()

@@ -15,7 +15,7 @@ from tests.support.qwen3_golden import KINDS, Recorder, golden_model, make_core,
 POOL = 16
 #: All codebooks mix in the conformance run; here a few make room for many mixes.
 CODEBOOKS = 5
-MIXES = {"base": 90, "custom": 30, "design": 90}
+MIXES = {"base": 40, "custom": 20, "design": 40}
 
 
 @cache
