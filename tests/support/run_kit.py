@@ -96,7 +96,10 @@ class Shell:
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     def let_go(self) -> None:
-        (self.folder / "state" / "gate").touch()
+        gate = self.folder / "state" / "gate"
+        # On a slow machine no run may have come so far that it made the folder.
+        gate.parent.mkdir(exist_ok=True)
+        gate.touch()
 
     def done(self, home: str = "out") -> int:
         return len(list((self.folder / home).glob("jobs/*/audio/*/*.wav")))
