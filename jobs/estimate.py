@@ -80,7 +80,7 @@ def dry_run(
             rejected.update(line.code for line in bad)
             examples += bad[: MAX_EXAMPLES - len(examples)]
     seconds = milliseconds / 1000
-    engine_seconds = None if card.realtime_factor is None else seconds * card.realtime_factor
+    engine_seconds = None if card.rtf is None else seconds * card.rtf
     return Estimate(
         items, dict(rejected), tuple(examples), seconds, _audio_bytes(items, seconds, card, resolved.spec.format), engine_seconds
     )

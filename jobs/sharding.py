@@ -10,8 +10,8 @@ from pipelines.registry import ModelCard
 
 #: Engine time of a shard: long enough that handing it out costs nothing, short enough that losing it costs little.
 ENGINE_SECONDS = 60.0
-#: Engine seconds for a second of speech, of a model whose speed was not measured.
-_USUAL_REALTIME_FACTOR = 0.1
+#: RTF of a model whose speed was not measured.
+_USUAL_RTF = 0.1
 #: Most bytes of lines in a shard; a worker holds a shard's lines in memory.
 MAX_SHARD_BYTES = 16 << 20
 
@@ -26,7 +26,7 @@ class ShardSize:
     @classmethod
     def of(cls, card: ModelCard, target_seconds: float, max_items: int) -> ShardSize:
         """`ENGINE_SECONDS` of work, and never more than `target_seconds` of audio."""
-        seconds = min(target_seconds, ENGINE_SECONDS / (card.realtime_factor or _USUAL_REALTIME_FACTOR))
+        seconds = min(target_seconds, ENGINE_SECONDS / (card.rtf or _USUAL_RTF))
         return cls(max(1, int(seconds * 1000)), max_items)
 
 

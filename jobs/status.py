@@ -90,8 +90,8 @@ def cost_at_end(status: JobStatus, price_per_gpu_hour: float | None) -> float | 
     return spent * (ended + status.items.pending) / ended
 
 
-def real_time_factor(status: JobStatus) -> float | None:
-    """Seconds of audio made in a second in which workers held shards; None before there is any."""
+def rtfx(status: JobStatus) -> float | None:
+    """RTFx: seconds of audio made in a second in which workers held shards; None before there is any."""
     seconds = busy_seconds(status)
     return status.audio_ms / 1000 / seconds if seconds > 0 and status.audio_ms else None
 
@@ -120,7 +120,9 @@ def status_view(
         "workers": status.workers,
         "labels": dict(job.labels),
         "items_per_second": round(items_per_second(status), 3),
-        "real_time_factor": _rounded(real_time_factor(status)),
+        "rtfx": _rounded(rtfx(status)),
+        # The name of `rtfx` before RTF and RTFx were told apart.
+        "real_time_factor": _rounded(rtfx(status)),
         "eta_seconds": _rounded(eta_seconds(status)),
         "eta_error_seconds": _rounded(eta_error_seconds(status)),
         "bytes": status.bytes_out,

@@ -39,8 +39,8 @@ class ModelCard:
     revision: str = ""
     #: Seconds of speech that one character of text makes, on average; estimates of audio use it.
     seconds_per_character: float = 0.07
-    #: Seconds of engine time that one second of speech takes on one worker; None where it was not measured.
-    realtime_factor: float | None = None
+    #: RTF of one worker: engine seconds for a second of speech; None where it was not measured.
+    rtf: float | None = None
     #: How long its speech is, learned from much of it (`nightjar calibrate`); None where nobody has.
     pace: Pace | None = None
     #: What submit asks of every text, and of every recording of a voice to clone (an encoded file). Each is cheap, loads no model and

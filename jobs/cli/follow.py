@@ -16,7 +16,7 @@ from jobs.cli.show import NO_WORKER, status_lines
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
 from jobs.formatting import seconds_text
 from jobs.ledger.records import JobState, JobStatus
-from jobs.status import items_per_second, lacks_workers, real_time_factor, status_view
+from jobs.status import items_per_second, lacks_workers, rtfx, status_view
 
 if TYPE_CHECKING:
     from jobs.ingest import IngestProgress
@@ -61,7 +61,7 @@ class Pace:
         since, ended_then, audio_then = self._seen[0]
         seconds = status.now - since
         if status.job.state.final:
-            return items_per_second(status), real_time_factor(status)
+            return items_per_second(status), rtfx(status)
         if seconds < SHORTEST_PACE_SECONDS or ended == ended_then:
             return 0.0, None
         return (ended - ended_then) / seconds, (status.audio_ms - audio_then) / 1000 / seconds

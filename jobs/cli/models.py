@@ -90,7 +90,7 @@ def show(model: str | None, as_json: bool) -> None:
         for key, value in model_view(cards[0]).items():
             if key == "capabilities":
                 output.line("\n".join(f"{name}: {_words(can)}" for name, can in value.items()))
-            elif key != "schema":
+            elif key not in ("schema", "realtime_factor"):
                 output.line(f"{key}: {value}")
         return
     rows = [(card.name, card.engine, card.sample_rate, ", ".join(_abilities(card))) for card in cards]
@@ -100,7 +100,8 @@ def show(model: str | None, as_json: bool) -> None:
 def model_view(card: ModelCard) -> dict[str, Any]:
     """`nightjar.model/1`."""
     facts = {field.name: getattr(card, field.name) for field in fields(card) if not field.name.startswith("check_")}
-    return {"schema": "nightjar.model/1", **msgspec.to_builtins(facts)}
+    # The name of `rtf` before RTF and RTFx were told apart.
+    return {"schema": "nightjar.model/1", **msgspec.to_builtins(facts), "realtime_factor": card.rtf}
 
 
 def _words(value: object) -> str:

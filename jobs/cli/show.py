@@ -27,7 +27,7 @@ from jobs.status import (
     items_per_second,
     lacks_workers,
     line_error_view,
-    real_time_factor,
+    rtfx,
     status_view,
     utc,
 )
@@ -101,8 +101,7 @@ def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None) -> l
         lines.append(f"waits   {NO_WORKER}")
     if job.rejected_lines:
         lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")
-    factor = real_time_factor(state)
-    speed = f", RTFx {factor:.1f}" if factor else ""
+    speed = f", RTFx {factor:.1f}" if (factor := rtfx(state)) else ""
     lines.append(f"audio   {_hours(state.audio_ms / 1000)}{speed}, {bytes_text(state.bytes_out)}")
     elapsed, busy = elapsed_seconds(state), busy_seconds(state)
     idle = f" of work in {seconds_text(elapsed)}" if elapsed - busy > GAP_SECONDS else ""

@@ -26,7 +26,7 @@ from jobs.ledger.states import (
     Verdict,
 )
 from jobs.ledger.workers import HEARD, stale_workers
-from jobs.settings import LONGEST_LEASE_SECONDS
+from jobs.settings_groups import LONGEST_LEASE_SECONDS
 from pipelines.errors import ErrorCode
 
 _SHARDS, _WORKERS = schema.shards.c, schema.workers.c

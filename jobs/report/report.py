@@ -41,7 +41,7 @@ from jobs.status import (
     eta_error_seconds,
     eta_seconds,
     items_per_second,
-    real_time_factor,
+    rtfx,
     utc,
 )
 from jobs.store.base import ObjectStore
@@ -169,7 +169,7 @@ def _timeline(ledger: Ledger, status: JobStatus) -> Timeline | None:
 
 def _facts(status: JobStatus, price: float | None) -> list[Fact]:
     items, job = status.items, status.job
-    factor, seconds, busy = real_time_factor(status), elapsed_seconds(status), busy_seconds(status)
+    factor, seconds, busy = rtfx(status), elapsed_seconds(status), busy_seconds(status)
     whole = "" if seconds - busy <= GAP_SECONDS else f"{seconds_text(seconds)} "
     open_or_skipped = [f"{count:,} {what}" for count, what in ((items.pending, "pending"), (items.skipped, "skipped")) if count]
     facts = [
@@ -179,7 +179,7 @@ def _facts(status: JobStatus, price: float | None) -> list[Fact]:
         Fact(
             "Audio", f"{number(status.audio_ms / 3_600_000)} h", f"{seconds_text(status.audio_ms / 1000)}, {bytes_text(status.bytes_out)}"
         ),
-        Fact("Real-time factor", "unknown" if factor is None else f"{number(factor)} x", "seconds of audio a second"),
+        Fact("RTFx", "unknown" if factor is None else number(factor), "audio seconds per second"),
         Fact("Throughput", f"{number(items_per_second(status))}", "items a second"),
         Fact(
             "Time",
@@ -202,11 +202,11 @@ def _facts(status: JobStatus, price: float | None) -> list[Fact]:
 
 def _charts(line: Timeline, checks: Sequence[EtaCheck]) -> list[Lines]:
     middles = [(index + 0.5) * line.step_seconds for index in range(len(line.items))]
-    rates, factors = line.items_per_second, line.real_time_factors
+    rates, factors = line.items_per_second, line.rtfx
     summary = f"Highest {number(max(rates))}, on average {number(sum(line.items) / line.seconds)} items a second."
     found = [lines("throughput", "Throughput", "items a second", list(zip(middles, rates)), line.seconds, summary)]
     summary = f"Highest {number(max(factors))}, on average {number(sum(line.audio_seconds) / line.seconds)} seconds of audio a second."
-    found.append(lines("factor", "Real-time factor", "x", list(zip(middles, factors)), line.seconds, summary))
+    found.append(lines("factor", "RTFx", "audio seconds per second", list(zip(middles, factors)), line.seconds, summary))
     if checks:
         said = [(check.at_seconds, check.said_seconds) for check in checks]
         was = [(check.at_seconds, check.was_seconds) for check in checks]

@@ -49,7 +49,7 @@ class Timeline:
         return [items / self.step_seconds for items in self.items]
 
     @property
-    def real_time_factors(self) -> list[float]:
+    def rtfx(self) -> list[float]:
         return [seconds / self.step_seconds for seconds in self.audio_seconds]
 
 

@@ -29,7 +29,7 @@ def describe() -> ModelCard:
         CAPABILITIES,
         revision=version("hibari-tts"),
         seconds_per_character=0.068,
-        realtime_factor=0.0038,
+        rtf=0.0038,
         # 200 generated sentences of 4 to 25 words (benchmarks/sentences.py): 0.85 to 1.19 times as long. Numbers, initials
         # and single words are up to 1.5 times as long, which the slack covers.
         check_text=check_text,

@@ -43,7 +43,8 @@ def test_views_of_a_job(submitted: tuple[Path, str, str]) -> None:
     status = json.loads(call(folder, "status", job[:10], "--json").stdout)
     assert (status["schema"], status["job"], status["state"]) == ("nightjar.status/1", job, "ready")
     assert status["items"] == {"total": 2, "done": 0, "failed": 0, "skipped": 0, "pending": 2}
-    assert {"audio_seconds", "items_per_second", "eta_seconds", "rejected_lines", "real_time_factor", "engine_seconds"} <= set(status)
+    assert status["real_time_factor"] == status["rtfx"]
+    assert {"audio_seconds", "items_per_second", "eta_seconds", "rejected_lines", "rtfx", "engine_seconds"} <= set(status)
     assert status["errors"] == {"input.bad_json": 1}
     assert "cost" not in status
     priced = json.loads(call(folder, "status", job, "--json", SPEECH_PRICE_PER_GPU_HOUR="2.5").stdout)

@@ -32,7 +32,7 @@ SPEC = JobSpec("cloner")
 def cloner() -> Iterator[None]:
     """A model that can clone, takes instructions and is never opened."""
     capabilities = Capabilities(voices=("v",), cloning=True, instruct=True, max_text_characters=200)
-    card = ModelCard("cloner", "fake", "cpu", 16_000, capabilities, "r1", seconds_per_character=0.1, realtime_factor=0.5)
+    card = ModelCard("cloner", "fake", "cpu", 16_000, capabilities, "r1", seconds_per_character=0.1, rtf=0.5)
     forget = register_pipeline("cloner", card, lambda **_: pytest.fail("ingest opened a pipeline"))
     yield
     forget()

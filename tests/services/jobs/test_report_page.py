@@ -55,7 +55,7 @@ def test_the_overview_says_what_status_says(desk: Desk) -> None:
     document, result = desk.report(desk.job(MIXED, bad_lines=2), price_per_gpu_hour=36.0)
     shown = facts(document)
     assert (shown["Items done"], shown["Items failed"], shown["Lines refused"]) == ("41", "3", "2")
-    assert {"Audio", "Real-time factor", "Throughput", "Time", "Engine time", "Cost"} <= shown.keys()
+    assert {"Audio", "RTFx", "Throughput", "Time", "Engine time", "Cost"} <= shown.keys()
     assert "GPU" not in document.whole_text()
     assert (result.shown, result.measured) == (44, 41)
     assert facts(desk.report(desk.rig.ledger.jobs()[0])[0])["Cost"] == "unknown"
@@ -256,7 +256,7 @@ def test_a_job_that_waits_or_runs_has_a_report_too(desk: Desk) -> None:
 def test_the_eta_is_held_against_the_truth(desk: Desk) -> None:
     document, _ = desk.report(desk.job(TEXTS))
     captions = [caption.text.strip() for caption in document.all("figcaption")]
-    assert {"Throughput", "Real-time factor", "ETA against the truth", "ETA accuracy"} <= {text.split(" (")[0] for text in captions}
+    assert {"Throughput", "RTFx", "ETA against the truth", "ETA accuracy"} <= {text.split(" (")[0] for text in captions}
     assert len(document.all("polyline")) == 4
 
 

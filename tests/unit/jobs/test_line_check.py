@@ -115,6 +115,6 @@ def test_no_line_is_lost_in_cutting(times: list[int], most: int) -> None:
 
 
 def test_the_size_of_a_shard_comes_from_the_models_speed() -> None:
-    assert ShardSize.of(replace(PLAIN, realtime_factor=0.5), 3600, 256) == ShardSize(int(ENGINE_SECONDS * 2000), 256)
-    assert ShardSize.of(replace(PLAIN, realtime_factor=0.001), 3600, 256) == ShardSize(3_600_000, 256)
+    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256) == ShardSize(int(ENGINE_SECONDS * 2000), 256)
+    assert ShardSize.of(replace(PLAIN, rtf=0.001), 3600, 256) == ShardSize(3_600_000, 256)
     assert ShardSize.of(PLAIN, 3600, 256) == ShardSize(600_000, 256)

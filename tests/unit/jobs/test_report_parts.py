@@ -114,7 +114,7 @@ def test_a_timeline_keeps_every_item_and_its_time() -> None:
     assert sum(line.audio_seconds) == pytest.approx(150.001)
     assert line.items_per_second[0] == pytest.approx(0.5)
     assert line.items_per_second[-2] == pytest.approx(100 / 60)
-    assert line.real_time_factors[0] == pytest.approx(1.0)
+    assert line.rtfx[0] == pytest.approx(1.0)
 
 
 def test_a_commit_stands_for_the_time_before_it_but_not_for_a_pause() -> None:

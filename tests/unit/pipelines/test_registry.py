@@ -38,7 +38,7 @@ def test_hibari_is_built_in() -> None:
     card = describe("hibari")
     assert (card.name, card.engine, card.sample_rate, card.revision) == ("hibari", "cpu", 24_000, "0.2.1")
     assert card.capabilities.voices == ("heart",)
-    assert card.realtime_factor is not None
+    assert card.rtf is not None
 
 
 def test_opens_by_name_with_options() -> None:

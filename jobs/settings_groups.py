@@ -1,0 +1,190 @@
+"""The groups of settings: one frozen model for each; a field's description is its line in `nightjar config list`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+
+#: A shard may run longer, by heartbeats; a lease that ends later than this was written by a clock that went wrong.
+LONGEST_LEASE_SECONDS = 6 * 3600.0
+
+Positive = Annotated[float, Field(gt=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class SettingsGroup(BaseModel):
+    """A frozen group of settings, which refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class S3Settings(SettingsGroup):
+    """How to reach an S3 store. What is unset comes from boto3's own chain (environment, profile, instance role)."""
+
+    endpoint_url: str | None = Field(default=None, description="Address of an S3-compatible server; unset: AWS.")
+    region: str | None = Field(default=None, description="Region of the bucket.")
+    access_key_id: str | None = Field(default=None, description="Access key.")
+    secret_access_key: SecretStr | None = Field(default=None, description="Secret key.")
+    addressing_style: Literal["auto", "path", "virtual"] = Field(
+        default="auto", description="Where the bucket name stands in the URL: in the path or in the host name."
+    )
+
+
+class WorkerSettings(SettingsGroup):
+    """One worker process."""
+
+    shards_in_flight: PositiveInt = Field(
+        default=2, description="Shards that a worker runs at the same time. With two, the engine stays full when one of them ends."
+    )
+    waiting_room: PositiveInt | None = Field(
+        default=None, description="Maximum requests that wait in the engine. Unset: the engine's own value."
+    )
+    lease_seconds: Annotated[float, Field(gt=0, le=LONGEST_LEASE_SECONDS)] = Field(
+        default=60.0, description="Seconds after which a shard without a heartbeat is given to another worker; maximum 6 hours."
+    )
+    heartbeat_seconds: Positive = Field(default=15.0, description="Seconds between heartbeats; must be well below `lease_seconds`.")
+    drain_seconds: Positive = Field(default=300.0, description="Maximum seconds in which a worker finishes its items after SIGTERM.")
+    commit_items: PositiveInt = Field(default=256, description="Maximum outcomes per commit.")
+    commit_seconds: Positive = Field(default=2.0, description="Maximum seconds that an outcome waits for its commit.")
+    item_timeout_seconds: Positive = Field(default=600.0, description="Maximum seconds for one item.")
+    metrics_port: Port | None = Field(default=None, description="Port of the Prometheus metrics; unset: none.")
+    metrics_address: str = Field(default="127.0.0.1", description="Address of the metrics. `0.0.0.0` opens it to every network.")
+    restart_seconds: Positive = Field(
+        default=10.0, description="Maximum pause before `--gpu` or `--supervise` restarts a worker that died."
+    )
+    threads: PositiveInt | None = Field(default=None, description="Threads of the engine. Unset: the fastest measured number.")
+    meter_processes: PositiveInt = Field(default=1, description="Processes of the quality meters, one core each.")
+
+
+class VllmSettings(SettingsGroup):
+    """How models of the engine `vllm` are opened; unset: the best for the device and the model."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="Data type of the LM. Unset: bfloat16 on a GPU."
+    )
+    memory_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, description="Share of the GPU's memory for the LM.")
+    slots: PositiveInt | None = Field(default=None, description="Sequences that run at the same time.")
+    max_context: PositiveInt | None = Field(default=None, description="Maximum positions of a sequence (prompt and speech).")
+    tensor_parallel: PositiveInt = Field(default=1, description="GPUs that share one LM.")
+    eager: bool | None = Field(default=None, description="Run without compilation and CUDA graphs: starts faster, runs slower.")
+
+
+class LedgerSettings(SettingsGroup):
+    """Waiting on a PostgreSQL ledger."""
+
+    idle_transaction_seconds: Positive = Field(
+        default=10.0, description="PostgreSQL: a transaction that is idle for longer is rolled back and its locks are released."
+    )
+    lock_seconds: Positive = Field(
+        default=30.0,
+        description="PostgreSQL: maximum wait for a lock; must be longer than `idle_transaction_seconds` and well below a lease.",
+    )
+    statement_seconds: Positive = Field(default=3600.0, description="PostgreSQL: maximum seconds for one statement, except upgrades.")
+
+
+class DispatchSettings(SettingsGroup):
+    """How shards get from the ledger to the broker."""
+
+    interval_seconds: Positive = Field(default=5.0, description="Seconds between two runs of the dispatcher.")
+    window_factor: PositiveInt = Field(default=2, description="Shards in the queue per slot of the live workers.")
+    queued_timeout_seconds: Positive = Field(
+        default=600.0, description="Seconds after which a message that no worker claimed counts as lost."
+    )
+    reconcile_seconds: Positive = Field(default=30.0, description="Seconds between two runs of the reconciler.")
+    backoff_seconds: Positive = Field(
+        default=1.0, description="Pause before a failed shard runs again; doubles with each attempt, up to 300 s."
+    )
+
+
+class ShardSettings(SettingsGroup):
+    """How ingest cuts a job into shards."""
+
+    target_seconds: Positive = Field(
+        default=3600.0, description="Maximum estimated audio seconds of a shard; a shard is about a minute of engine time."
+    )
+    max_items: PositiveInt = Field(default=256, description="Maximum items of a shard.")
+
+
+class SweepSettings(SettingsGroup):
+    """The sweep: objects of ended jobs that nothing names."""
+
+    daily: bool = Field(default=False, description="Run the sweep every day at 5:30 UTC (sent by beat).")
+    delete: bool = Field(
+        default=False, description="Delete the orphans that the daily sweep finds. Without it they are counted and logged."
+    )
+    grace_hours: Positive = Field(
+        default=24.0, description="Minimum hours since a job ended and since an object was written, before the sweep looks at it."
+    )
+
+
+class FlowerSettings(SettingsGroup):
+    """The dashboard of the queues."""
+
+    basic_auth: SecretStr | None = Field(default=None, description="`user:password` for Flower. Flower does not start without it.")
+    address: str = Field(default="127.0.0.1", description="Address the dashboard listens at; `0.0.0.0` opens it to the network.")
+    port: Port = Field(default=5555, description="Port of the dashboard.")
+
+
+class ServeSettings(SettingsGroup):
+    """The server of `nightjar serve`."""
+
+    address: str = Field(default="127.0.0.1", description="Address of the server. `0.0.0.0` opens it to every network and needs a key.")
+    port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port of the server; 0 takes a free port.")
+    api_key: SecretStr | None = Field(default=None, description="Key that clients must send. `nightjar evaluate` sends it too.")
+    api_key_file: Path | None = Field(default=None, description="File of valid keys, one per line.")
+    slots: PositiveInt = Field(default=256, description="Maximum requests in the engine.")
+    waiting_room: Annotated[int, Field(ge=0)] = Field(
+        default=256, description="Maximum requests that wait for the engine. More get status 429."
+    )
+    max_body_bytes: PositiveInt = Field(default=32 << 20, description="Maximum bytes of a request body.")
+    max_audio_seconds: Positive = Field(default=600.0, description="Maximum seconds of audio in a request.")
+    request_seconds: Positive = Field(default=600.0, description="Maximum seconds for a request, from its slot to its last byte.")
+    body_seconds: Positive = Field(default=60.0, description="Maximum seconds for a client to send its request.")
+    header_seconds: Positive = Field(default=10.0, description="Maximum seconds for a connection to send the headers of a request.")
+    connections: PositiveInt = Field(
+        default=2048, description="Maximum open connections. A connection without a request is closed to make room for a new one."
+    )
+    stuck_seconds: Positive = Field(
+        default=60.0, description="Seconds without progress of the requests in the engine after which `/health` is 503."
+    )
+    drain_seconds: Positive = Field(default=60.0, description="Maximum seconds for running requests after SIGTERM.")
+
+
+class Schedule(SettingsGroup):
+    """A job that is submitted every night; its key in `schedules` is its name."""
+
+    input: str = Field(description="Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the night.")
+    input_format: Literal["dialogues", "openai-batch"] = Field(default="dialogues", description="Format of the file.")
+    hour: Annotated[int, Field(ge=0, le=23)] = Field(default=2, description="Hour at which beat sends it to the workers, in UTC.")
+    minute: Annotated[int, Field(ge=0, le=59)] = Field(default=0, description="Minute of the hour it runs.")
+    model: str = Field(default="hibari", description="Pipeline or checkpoint folder.")
+    speak: Literal["auto", "user", "assistant", "all"] | None = Field(default=None, description="Whose texts become speech; as `--speak`.")
+    voice: str | None = Field(default=None, description="Voice for lines without a voice.")
+    voice_of: dict[Literal["user", "assistant"], str] = Field(default={}, description="Voice for each role.")
+    language: str | None = Field(default=None, description="Language for lines without a language.")
+    instruct: str | None = Field(default=None, description="Style instruction for lines without one.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="Seed of the job.")
+    format: Literal["wav", "flac"] = Field(default="wav", description="Audio format.")
+    qa: Literal["off", "basic", "strict"] = Field(default="basic", description="Quality checks.")
+    qa_config: Path | None = Field(default=None, description="TOML file with changes to the checks.")
+    priority: int = Field(default=0, description="Jobs with a higher priority run first.")
+    weight: PositiveInt = Field(default=1, description="Share of the workers among jobs of the same priority.")
+    store_url: str | None = Field(default=None, description="Store of this schedule. Unset: `store_url`.")
+    on_error: Literal["skip", "abort"] = Field(default="skip", description="`skip`: leave bad lines out. `abort`: refuse the whole file.")
+    exports: tuple[str, ...] = Field(
+        default=(), description="Export formats that `nightjar nightly` writes after the job, separated by `,`. `report` is also possible."
+    )
+    export_to: str | None = Field(
+        default=None,
+        description="Path of each export. `{format}` is replaced by the format and `{date}` by the night. If the path ends in one of them, "
+        "a format of one file adds its extension. Unset: `datasets/NAME/{date}/{format}` in `home`.",
+    )
+    splits: str | None = Field(default=None, description="Splits of the exports, for example train=0.98,dev=0.01,test=0.01.")
+
+    @field_validator("exports", mode="before")
+    @classmethod
+    def _split_exports(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
