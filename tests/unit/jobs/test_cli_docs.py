@@ -15,7 +15,8 @@ from jobs.cli import COMMANDS, cli
 from jobs.cli.admin import markdown_rows
 from jobs.settings import ServeSettings
 from pipelines.errors import ErrorCode
-from tests.support.docs_kit import PAGES, ROOT, name_of
+from tests.support.docs_kit import PAGES, ROOT, check_call, name_of
+from worker.__main__ import cli as worker_cli
 
 
 def rows(page: str) -> list[list[str]]:
@@ -59,7 +60,7 @@ def test_the_limits_of_the_security_page_are_the_codes() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere_and_commands_exist(page: Path) -> None:
     text = page.read_text()
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
+    for link in re.findall(r"\]\((?!https://)([^)#]+)\)", text):
         assert (page.parent / link).exists(), link
     code = [*re.findall(r"`([^`]*)`", text), *re.findall(r"(?m)^    (.*)$", text)]
     for command in re.findall(r"(?:^|[(/]|\$\(|&& )nightjar ([a-z]+)\b", "\n".join(code), re.MULTILINE):
@@ -106,3 +107,27 @@ def test_no_text_shows_a_command_that_shells_take_for_their_builtin() -> None:
     assert BARE.search("Start one with `jobs worker`.")
     assert BARE.search("    jobs submit x.jsonl")
     assert not BARE.search("see `jobs.manifest`, `env jobs status`")
+
+
+def commands() -> Iterator[tuple[str, click.Command]]:
+    """(name, command) of every command, those of the worker with the names that they have under `nightjar`."""
+    waiting: list[tuple[str, click.Command]] = [("nightjar", cli)]
+    while waiting:
+        name, command = waiting.pop()
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            found = [(child, command.get_command(context, child)) for child in command.list_commands(context)]
+            waiting += [(f"{name} {child}", known) for child, known in found if known is not None]
+        if command.context_settings.get("ignore_unknown_options") and not command.add_help_option:
+            command = worker_cli.commands["run" if name == "nightjar worker" else name.removeprefix("nightjar ")]
+        yield name, command
+
+
+@pytest.mark.parametrize(("name", "command"), list(commands()), ids=lambda value: value if isinstance(value, str) else "")
+def test_the_help_of_every_command_has_examples_that_can_be_given(name: str, command: click.Command) -> None:
+    text = command.get_help(click.Context(command, info_name=name))
+    examples = re.findall(r"(?m)^ *(?:eval \"\$\()?(nightjar [^|&;)>#\n]*)", text.partition("Examples:")[2].partition("\n\n")[0])
+    assert examples, text
+    for example in examples:
+        check_call(example)
+    assert not re.search(r"\b(TEXT|INTEGER RANGE|FLOAT RANGE)\b", re.sub(r"--instruct TEXT", "", text)), text
