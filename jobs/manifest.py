@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -85,12 +85,14 @@ def encode_entries(lines: Iterable[ManifestEntry]) -> Iterator[bytes]:
 
 
 def put_shard_manifest(
-    store: ObjectStore, job: Job, shard_no: int, items: Iterable[MadeAudio], spoken: Mapping[int, Spoken]
+    store: ObjectStore, job: Job, shard_no: int, items: Iterable[MadeAudio], lines: Iterable[ShardLine]
 ) -> tuple[str, str]:
-    """Writes the manifest of a shard. Returns its key and SHA-256 for the ledger. `spoken`: by index."""
+    """Writes the manifest of a shard, of whose lines `items` are made. Returns its key and SHA-256, which the ledger may name now."""
+    spoken = {line.index: spoken_by(job, line) for line in lines}
     data = b"".join(encode_entries(entry(audio.example_id, audio, job.spec_sha, spoken[audio.index]) for audio in items))
     sha256 = hashlib.sha256(data).hexdigest()
     info = put_numbered(store, shard_manifest_key(job.id, shard_no), data, sha256, CONTENT_TYPE).info
+    store.sync()
     return info.key, info.sha256
 
 

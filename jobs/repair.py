@@ -18,7 +18,7 @@ import numpy as np
 from jobs.dialogue import Dialogue, parse_dialogue
 from jobs.layout import CONTENT_TYPES, object_metadata
 from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
-from jobs.manifest import put_shard_manifest, spoken_by
+from jobs.manifest import put_shard_manifest
 from jobs.openai_batch import LineForm, line_form
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.reproduce import made_again, request_of
@@ -164,10 +164,8 @@ class Repair:
             renewed.discard(shard_no)
 
     def _renew_manifest(self, shard_no: int, where: tuple[str, str]) -> None:
-        spoken = {line.index: spoken_by(self.job, line) for line in read_shard(self.store, *where)}
         made = self.ledger.shard_audio(self.job.id, shard_no)
-        key, sha256 = put_shard_manifest(self.store, self.job, shard_no, made, spoken)
-        self.store.sync()
+        key, sha256 = put_shard_manifest(self.store, self.job, shard_no, made, read_shard(self.store, *where))
         self.ledger.set_shard_manifest(self.job.id, shard_no, key, sha256)
 
 

@@ -1,4 +1,4 @@
-"""The part of a worker that listens to the broker: whatever comes from there, it listens again."""
+"""The part of a worker that listens to the broker. After any error it connects again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from queue import Empty
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from celery import Task
 from celery.worker import state
 from celery.worker.consumer import Consumer
+from celery.worker.request import Request
 from kombu.transport import virtual
 from redis.exceptions import DataError, RedisError
 from vine import promise
@@ -30,6 +32,43 @@ LONGEST_PAUSE_SECONDS = 5.0
 HEALTHY_SECONDS = 30.0
 #: Between two looks whether the worker is to end.
 LOOK_SECONDS = 0.1
+
+
+class _AckLog:
+    """Takes kombu's complaint about an acknowledgement that failed: one line, for the ledger knows that the shard ran."""
+
+    def critical(self, message: str, *arguments: object, exc_info: object = None) -> None:
+        log.warning("message not acknowledged", reason=message % arguments)
+
+
+class ShardRequest(Request):
+    """A request whose late acknowledgement may fail.
+
+    A connection that kombu closed after an error has no client any more, so that acknowledging over it is an
+    AttributeError; Celery takes that for a fault of its own and ends the worker. A message that is delivered again for
+    want of an acknowledgement is dropped at its claim.
+    """
+
+    def acknowledge(self) -> None:
+        if not self.acknowledged:
+            self._on_ack(_AckLog(), self._errors())
+            self.acknowledged = True
+
+    def reject(self, requeue: bool = False) -> None:
+        if not self.acknowledged:
+            self._on_reject(_AckLog(), self._errors(), requeue)
+            self.acknowledged = True
+            self.send_event("task-rejected", requeue=requeue)
+
+    def _errors(self) -> tuple[type[BaseException], ...]:
+        errors: Any = self._connection_errors
+        return (*errors, AttributeError)
+
+
+class ShardTask(Task):
+    """The base of tasks that are acknowledged late."""
+
+    Request = ShardRequest
 
 
 class SteadyConsumer(Consumer):
@@ -170,9 +209,9 @@ def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
 
 def _metrics() -> Metrics | None:
     """Those of the worker of this process, if it has one."""
-    from worker import celery_app
+    from worker import engine_pool
 
     try:
-        return celery_app.runtime().metrics
+        return engine_pool.runtime().metrics
     except RuntimeError:
         return None

@@ -1,4 +1,4 @@
-"""Who may share a worker: a shard whose next crash decides over its items runs with no other beside it."""
+"""A lock for shards: a shard whose next crash would fail its items runs with no other beside it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import contextmanager
 POLL_SECONDS = 0.2
 
 
-class Isolation:
-    """Lets shards run side by side, or one of them alone. Who waits to be alone goes before those who come later. Thread-safe."""
+class ExclusiveLock:
+    """Many may hold it together, or one alone. Who waits to be alone goes before those who come later. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._running = 0
-        self._occupied = False
+        self._taken_alone = False
         self._waiting = 0
 
     @contextmanager
-    def place(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool, None, None]:
-        """Waits for a place and holds it inside the block; yields False, without one, once `give_up` says so."""
+    def hold(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool, None, None]:
+        """Waits for the lock and holds it inside the block. Yields False, without the lock, when `give_up` returns True."""
         if not self._enter(alone, give_up):
             yield False
             return
@@ -29,7 +29,7 @@ class Isolation:
         finally:
             with self._changed:
                 self._running -= 1
-                self._occupied = False
+                self._taken_alone = False
                 self._changed.notify_all()
 
     def _enter(self, alone: bool, give_up: Callable[[], bool]) -> bool:
@@ -44,10 +44,10 @@ class Isolation:
                 self._waiting -= alone
                 self._changed.notify_all()
             self._running += 1
-            self._occupied = alone
+            self._taken_alone = alone
             return True
 
     def _free(self, alone: bool) -> bool:
         if alone:
             return self._running == 0
-        return not self._occupied and self._waiting == 0
+        return not self._taken_alone and self._waiting == 0

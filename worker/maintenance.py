@@ -1,4 +1,4 @@
-"""What every worker process does beside its shards, so that workers, ledger and broker heal with no other process."""
+"""What every worker process does beside its shards: heartbeats, dispatch, repair of the ledger's state, manifests of ended jobs."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ UP, DRAINING = "up", "draining"
 NUDGE_SECONDS = 0.02
 
 
-class Chore:
-    """One kind of upkeep in a thread of its own: every `seconds`, and soon after a nudge. Errors are logged, once while they last."""
+class PeriodicTask:
+    """A task that runs in a thread of its own: every `seconds`, and soon after a nudge. An error is logged once while it lasts."""
 
     def __init__(self, name: str, seconds: float, work: Callable[[], None]) -> None:
         self._name = name
@@ -58,13 +58,13 @@ class Chore:
             self._work()
         except NightjarError as error:
             if error.code is not self._failing:
-                log.warning("upkeep fails", chore=self._name, code=error.code.value, error=str(error))
+                log.warning("periodic task fails", task=self._name, code=error.code.value, error=str(error))
             self._failing = error.code
         except Exception:
-            log.exception("upkeep failed unexpectedly", chore=self._name)
+            log.exception("periodic task failed unexpectedly", task=self._name)
         else:
             if self._failing is not None:
-                log.info("upkeep works again", chore=self._name)
+                log.info("periodic task works again", task=self._name)
             self._failing = None
 
     def _run(self) -> None:
@@ -76,7 +76,7 @@ class Chore:
                 self.run_once()
 
 
-class Housekeeping:
+class Maintenance:
     """Registers the worker, extends its leases, hands out shards and reconciles.
 
     Heartbeats have a thread of their own: a broker that hangs must not cost a lease.
@@ -107,8 +107,8 @@ class Housekeeping:
         self._registered = False
         self._reconciled_at = float("-inf")
         self._depth_at = float("-inf")
-        self._heartbeats = Chore("heartbeats", settings.worker.heartbeat_seconds, self.beat)
-        self._dispatch = Chore("dispatch", settings.dispatch.interval_seconds, self.dispatch)
+        self._heartbeats = PeriodicTask("heartbeats", settings.worker.heartbeat_seconds, self.beat)
+        self._dispatch = PeriodicTask("dispatch", settings.dispatch.interval_seconds, self.dispatch)
 
     def start(self) -> None:
         """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this worker."""

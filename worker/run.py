@@ -17,7 +17,7 @@ def run_worker(settings: Settings, model: str | None, parent_pid: int | None) ->
     from celery.exceptions import CPendingDeprecationWarning
     from celery.platforms import SecurityWarning
 
-    from worker import celery_app
+    from worker import engine_pool
     from worker.celery_app import create_app
     from worker.runtime import WorkerOptions
 
@@ -25,9 +25,9 @@ def run_worker(settings: Settings, model: str | None, parent_pid: int | None) ->
     warnings.filterwarnings("ignore", category=SecurityWarning)
     # And of what becomes of tasks when a connection is lost, at each loss; that is set.
     warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
-    celery_app.configure(settings, WorkerOptions(model, parent_pid))
+    engine_pool.configure(settings, WorkerOptions(model, parent_pid))
     worker = create_app(settings).Worker(
-        pool_cls=celery_app.EnginePool,
+        pool_cls=engine_pool.EnginePool,
         concurrency=settings.worker.shards_in_flight,
         hostname=f"nightjar-{os.getpid()}@{socket.gethostname()}",
         loglevel=settings.log_level.upper(),
@@ -37,7 +37,7 @@ def run_worker(settings: Settings, model: str | None, parent_pid: int | None) ->
         without_mingle=True,
     )
     worker.start()
-    failure = celery_app.start_failure()
+    failure = engine_pool.start_failure()
     if failure is not None:
         raise failure
     return int(worker.exitcode or 0)

@@ -27,9 +27,9 @@ from jobs.store.base import ObjectStore
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError
 from pipelines.registry import describe, open_pipeline
 from pipelines.request import Pipeline
-from worker.exclusive import Isolation
+from worker.exclusive import ExclusiveLock
 from worker.leases import Clock, LeaseBook, SystemClock
-from worker.maintenance import Housekeeping, put_manifest_if_over
+from worker.maintenance import Maintenance, put_manifest_if_over
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
 from worker.quality.pool import MeterPool
@@ -104,7 +104,7 @@ class Runtime:
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
         self._writer = ResultWriter(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
-        self._isolation = Isolation()
+        self._exclusive = ExclusiveLock()
         self.runner = ShardRunner(
             self.ledger,
             self.store_for,
@@ -116,7 +116,7 @@ class Runtime:
             clock=self._clock,
             provenance=ProvenanceBook(),
         )
-        self.housekeeping = Housekeeping(
+        self.maintenance = Maintenance(
             self.ledger, settings, self.worker, self.leases, self.metrics, self._clock, Publisher(settings), self._end_job
         )
 
@@ -132,7 +132,7 @@ class Runtime:
         if self.options.parent_pid is not None:
             threading.Thread(target=self._watch_parent, name="parent-watch", daemon=True).start()
         self._serve_metrics()
-        for step in (self.ledger.check_schema, self._load_model, self.housekeeping.start):
+        for step in (self.ledger.check_schema, self._load_model, self.maintenance.start):
             if not self._done(step):
                 return
         say_up()
@@ -145,11 +145,11 @@ class Runtime:
             if refusal is not None:
                 return refusal
             on_trial = self._asking(lambda: self.ledger.on_trial(ticket))
-            with self._isolation.place(bool(on_trial), lambda: self.draining) as placed:
+            with self._exclusive.hold(bool(on_trial), lambda: self.draining) as placed:
                 ran = placed and self._run(ticket)
             if not ran:
                 return Handling.REFUSED if self.draining else Handling.DROPPED
-            self.housekeeping.nudge()
+            self.maintenance.nudge()
             self._end_job(ticket.job_id)
             return Handling.RAN
 
@@ -171,7 +171,7 @@ class Runtime:
         """Frees everything, once the last shard has ended. May be called more than once."""
         if self._stopped.is_set():
             return
-        self.housekeeping.stop()
+        self.maintenance.stop()
         self._writer.close()
         self.pipelines.close()
         self._stop_serving()
@@ -255,7 +255,7 @@ class Runtime:
         put_manifest_if_over(self.ledger, self.store_for, job_id)
 
     def _end_drain(self) -> None:
-        self.housekeeping.drain()
+        self.maintenance.drain()
         self._hurry.wait(self.settings.worker.drain_seconds)
         self.leases.drain()
         if not self._stopped.wait(LAST_SECONDS):

@@ -10,7 +10,7 @@ import structlog
 
 from jobs.ledger.records import Done, Failed, JobState, Outcome
 from jobs.ledger.states import WORKING
-from jobs.manifest import put_shard_manifest, spoken_by
+from jobs.manifest import put_shard_manifest
 from jobs.provenance import ProvenanceBook
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
@@ -217,13 +217,10 @@ class ShardRunner:
         lease = held.lease
         manifest: tuple[str, str] | tuple[None, None] = (None, None)
         if not retry_later:
-            spoken = {line.index: spoken_by(lease.job, line) for line in lines}
 
             def put_manifest() -> tuple[str, str]:
                 made = self._ledger.shard_audio(lease.job.id, lease.shard_no)
-                manifest = put_shard_manifest(store, lease.job, lease.shard_no, made, spoken)
-                store.sync()
-                return manifest
+                return put_shard_manifest(store, lease.job, lease.shard_no, made, lines)
 
             manifest = held.retrying(put_manifest, self._metrics.waited_for)
         if not held.retrying(lambda: self._ledger.finish_shard(lease.ticket, *manifest), self._metrics.waited_for):

@@ -10,7 +10,7 @@ from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import FakeClock
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Rig
-from worker.maintenance import Housekeeping, put_manifest_if_over
+from worker.maintenance import Maintenance, put_manifest_if_over
 
 
 class NoBroker:
@@ -29,7 +29,7 @@ class Keeper:
     def __init__(self, rig: Rig) -> None:
         self.rig, self.clock, self.asked = rig, FakeClock(), 0
         settings, leases, metrics = rig.settings, rig.leases, rig.metrics
-        self.housekeeping = Housekeeping(rig.ledger, settings, WORKER, leases, metrics, self.clock, NoBroker(), self.end_job)  # type: ignore[arg-type]
+        self.maintenance = Maintenance(rig.ledger, settings, WORKER, leases, metrics, self.clock, NoBroker(), self.end_job)  # type: ignore[arg-type]
 
     def end_job(self, job_id: str) -> None:
         self.asked += 1
@@ -39,7 +39,7 @@ class Keeper:
         """One pass; how many jobs it ended or wrote the manifest of."""
         before = self.asked
         self.clock.advance(self.rig.settings.dispatch.reconcile_seconds)
-        self.housekeeping.dispatch()
+        self.maintenance.dispatch()
         return self.asked - before
 
 

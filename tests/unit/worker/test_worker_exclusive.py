@@ -6,18 +6,18 @@ import random
 import threading
 import time
 
-from worker.exclusive import Isolation
+from worker.exclusive import ExclusiveLock
 
 
 def test_a_shard_alone_has_no_neighbour() -> None:
-    isolation, rules = Isolation(), random.Random(5)
+    exclusive, rules = ExclusiveLock(), random.Random(5)
     kinds = [rules.random() < 0.3 for _ in range(60)]
     inside: list[bool] = []
     seen: list[tuple[bool, int]] = []
     lock = threading.Lock()
 
     def run(alone: bool) -> None:
-        with isolation.place(alone, lambda: False) as placed:
+        with exclusive.hold(alone, lambda: False) as placed:
             assert placed
             with lock:
                 inside.append(alone)
@@ -33,12 +33,12 @@ def test_a_shard_alone_has_no_neighbour() -> None:
         thread.join(240)
     assert len(seen) == len(kinds)
     assert all(count == 1 for with_one_alone, count in seen if with_one_alone)
-    with isolation.place(False, lambda: True) as first, isolation.place(False, lambda: True) as second:
+    with exclusive.hold(False, lambda: True) as first, exclusive.hold(False, lambda: True) as second:
         assert (first, second) == (True, True)
 
 
 def test_who_waits_to_be_alone_goes_before_later_ones() -> None:
-    isolation = Isolation()
+    exclusive = ExclusiveLock()
     order: list[str] = []
     first_may_end = threading.Event()
     told = {name: threading.Event() for name in ("first", "alone", "later")}
@@ -49,12 +49,12 @@ def test_who_waits_to_be_alone_goes_before_later_ones() -> None:
         return False
 
     def first() -> None:
-        with isolation.place(False, lambda: False):
+        with exclusive.hold(False, lambda: False):
             told["first"].set()
             first_may_end.wait(240)
 
     def later(name: str, alone: bool) -> None:
-        with isolation.place(alone, lambda: waits(name)):
+        with exclusive.hold(alone, lambda: waits(name)):
             order.append(name)
 
     threads = [
@@ -73,12 +73,12 @@ def test_who_waits_to_be_alone_goes_before_later_ones() -> None:
 
 
 def test_a_worker_that_drains_gives_up_its_place_in_the_queue() -> None:
-    isolation = Isolation()
-    with isolation.place(True, lambda: False) as placed:
+    exclusive = ExclusiveLock()
+    with exclusive.hold(True, lambda: False) as placed:
         assert placed
-        with isolation.place(False, lambda: True) as second:
+        with exclusive.hold(False, lambda: True) as second:
             assert not second
-        with isolation.place(True, lambda: True) as third:
+        with exclusive.hold(True, lambda: True) as third:
             assert not third
-    with isolation.place(False, lambda: True) as free:
+    with exclusive.hold(False, lambda: True) as free:
         assert free

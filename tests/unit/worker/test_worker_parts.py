@@ -15,7 +15,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, ServiceError,
 from pipelines.request import Generation, Message, Pipeline, Speech
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from worker.leases import GoneReason, LeaseBook, LeaseGoneError
-from worker.maintenance import Chore
+from worker.maintenance import PeriodicTask
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
 from worker.quality.checks import check_speech
@@ -219,7 +219,7 @@ class TestPipelineCache:
         cache.close()
 
 
-class TestChore:
+class TestPeriodicTask:
     def test_failures_are_survived_and_nudges_heard(self) -> None:
         calls: list[int] = []
 
@@ -230,14 +230,14 @@ class TestChore:
             if len(calls) == 2:
                 raise ValueError("a bug")
 
-        chore = Chore("test", 3600, work)
-        chore.start()
+        task = PeriodicTask("test", 3600, work)
+        task.start()
         for count in (1, 2, 3):
-            chore.nudge()
+            task.nudge()
             deadline = time.monotonic() + 240
             while len(calls) < count and time.monotonic() < deadline:
                 time.sleep(0.005)
-        chore.stop()
+        task.stop()
         assert len(calls) == 3
 
 

@@ -22,7 +22,7 @@ from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.support.ledger_kit import failed, lease_next, rows, states, submit
 from tests.support.worker_rig import WORKER, Rig
 from worker.leases import GoneReason
-from worker.maintenance import Housekeeping
+from worker.maintenance import Maintenance
 from worker.runtime import Handling, Runtime
 
 
@@ -125,7 +125,7 @@ def test_a_lease_is_renewed_from_the_moment_the_heartbeat_was_sent(rig: Rig, mon
 
     monkeypatch.setattr(rig.ledger, "heartbeat", slow)
     clock.advance(30)
-    Housekeeping(rig.ledger, rig.settings, WORKER, rig.leases, rig.metrics, clock, SimpleNamespace()).beat()  # type: ignore[arg-type]
+    Maintenance(rig.ledger, rig.settings, WORKER, rig.leases, rig.metrics, clock, SimpleNamespace()).beat()  # type: ignore[arg-type]
     clock.advance(5)
     assert held.gone is None
     clock.advance(10)
