@@ -132,12 +132,6 @@ class Cluster:
         process.wait()
         self.start_worker(number)
 
-    def restart_workers(self, **environment: str) -> None:
-        """New processes with other settings in the place of those that run."""
-        for number in list(self.workers):
-            self.end_worker(number)
-            self.start_worker(number, **environment)
-
     def end_worker(self, number: int) -> None:
         """SIGKILL, and no other process in its place."""
         self.signal_worker(number, signal.SIGKILL)

@@ -130,9 +130,9 @@ def test_wrong_clocks_of_workers_change_nothing(patient: Cluster) -> None:
     assert set(patient.attempts(job)) == {"done"}
 
 
+# No shard comes out of its turn because its message waits for long.
+@pytest.mark.parametrize("patient", [{"SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS": "600"}], indirect=True)
 def test_a_draining_worker_finishes_its_shards_and_spends_no_attempt(patient: Cluster) -> None:
-    # No shard comes out of its turn because its message waits for long.
-    patient.restart_workers(SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS="600")
     patient.end_worker(1)
     shard_items = int(patient.timing["SPEECH_SHARD__MAX_ITEMS"])
     texts = sentences(10 * shard_items)
@@ -156,8 +156,8 @@ def test_a_draining_worker_finishes_its_shards_and_spends_no_attempt(patient: Cl
     assert set(patient.attempts(job)) == {"done"}
 
 
+@pytest.mark.parametrize("patient", [{"SPEECH_WORKER__DRAIN_SECONDS": "3"}], indirect=True)
 def test_past_the_deadline_a_draining_worker_gives_its_shards_back(patient: Cluster) -> None:
-    patient.restart_workers(SPEECH_WORKER__DRAIN_SECONDS="3")
     patient.end_worker(1)
     texts = {**sentences(40), "slow": patient.held("A very long sentence.")}
     job = patient.submit(texts)
@@ -173,9 +173,8 @@ def test_past_the_deadline_a_draining_worker_gives_its_shards_back(patient: Clus
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("patient", [{"SPEECH_DISPATCH__BACKOFF_SECONDS": "0.1"}], indirect=True)
 def test_an_item_that_kills_its_workers_is_found_and_the_others_are_made(patient: Cluster) -> None:
-    quick = {"SPEECH_DISPATCH__BACKOFF_SECONDS": "0.1"}
-    patient.restart_workers(**quick)
     texts = {**sentences(100), "poison": "[[crash]]"}
     job = patient.submit(texts)
     deadline = time.monotonic() + 900
@@ -183,7 +182,7 @@ def test_an_item_that_kills_its_workers_is_found_and_the_others_are_made(patient
         assert time.monotonic() < deadline, status
         for number, process in list(patient.workers.items()):
             if process.poll() is not None:
-                patient.start_worker(number, **quick)
+                patient.start_worker(number)
         expire_leases_of_the_dead(patient.ledger)
         time.sleep(0.2)
     assert status.job.state == JobState.COMPLETED_WITH_ERRORS
