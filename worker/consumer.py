@@ -75,7 +75,7 @@ class SteadyConsumer(Consumer):
     """Celery's consumer, which ends its worker on any error but a lost connection, connects anew after every error.
 
     A broker that was killed, or is a replica now, raises more kinds of errors than those (in kombu's cleaning up, too). A
-    message that is none of ours is dropped and counted; where it broke the consumer, the next worker would meet it otherwise.
+    message that cannot be read is dropped and counted, or it would break the next worker too.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -143,12 +143,12 @@ class SteadyConsumer(Consumer):
         message.reject_log_error(log, BROKER_ERRORS)
 
     def _drop(self, error: Exception | None) -> None:
-        log.warning("message dropped: it is none of ours", reason="it names no task" if error is None else repr(error))
+        log.warning("message dropped: this worker cannot read it", reason="it names no task" if error is None else repr(error))
         if (metrics := _metrics()) is not None:
             metrics.dropped_messages.inc()
 
     def _note(self, error: BaseException) -> None:
-        log.warning("broker lost; connecting anew", error=repr(error))
+        log.warning("broker lost; connecting again", error=repr(error))
         if (metrics := _metrics()) is not None:
             metrics.consumer_restarts.inc()
         self._rest()

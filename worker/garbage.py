@@ -1,4 +1,4 @@
-"""The sweep: objects that a job left in the store and that nothing names."""
+"""Finds and deletes orphans: objects of ended jobs that no artifact names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 GRACE_SECONDS = 24 * 3600.0
 FINAL_STATES = tuple(state for state in JobState if state.final)
-_MOST_JOBS = 1_000_000
+_MAX_JOBS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +51,14 @@ class Orphan:
 def sweep(ledger: Ledger, store_for: Callable[[str], ObjectStore], grace_seconds: float = GRACE_SECONDS, *, delete: bool) -> SweepReport:
     """Looks through the objects of every job that ended more than `grace_seconds` ago; deletes orphans if told to.
 
-    Orphans come from items that were stored and never committed: of a cancelled job, or of a worker that was killed. Left
-    alone are jobs that may still run, what `nightjar retry` needs, objects younger than the grace by their own time, and
+    Orphans come from items that were stored and never committed: of a cancelled job, or of a worker that was killed. Not
+    touched are jobs that may still run, what `nightjar retry` needs, objects younger than the grace by their own time, and
     keys that this ledger would not write. Before it deletes an object it locks the job and asks the ledger for that very
     key again. Raises `ServiceError` where the ledger cannot be reached.
     """
     report = SweepReport()
     before = ledger.now() - grace_seconds
-    for job in ledger.jobs(_MOST_JOBS, FINAL_STATES):
+    for job in ledger.jobs(_MAX_JOBS, FINAL_STATES):
         if job.finished_at is not None and job.finished_at <= before:
             report += _sweep_job(ledger, store_for, job, before, delete=delete)
     return report

@@ -1,4 +1,4 @@
-"""The leases of this process: held, renewed by heartbeats, given up when they are lost or the worker drains."""
+"""The leases of this process: held, renewed by heartbeats, given up when they are lost or when the worker drains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelines.errors import NightjarError
 
 
 class Clock(Protocol):
-    """Seconds that only rise. Deadlines of leases are the ledger's business; this clock measures waits inside a worker."""
+    """A monotonic clock, in seconds. It measures waits inside a worker; the deadlines of leases are on the ledger's clock."""
 
     def monotonic(self) -> float: ...
 
@@ -32,7 +32,7 @@ class SystemClock:
 
 
 T = TypeVar("T")
-#: Told of every error before a call is tried again.
+#: Gets each error before the call is retried.
 RetryNote = Callable[[NightjarError], None]
 
 FIRST_RETRY_SECONDS = 0.1
@@ -59,7 +59,7 @@ class LeaseGoneError(Exception):
 
 
 class HeldLease:
-    """One lease while its shard runs here. `gone` is set once and for all; callbacks of `on_gone` then run, once each."""
+    """One lease while its shard runs here. `gone` is set once and stays; then each callback of `on_gone` runs once."""
 
     def __init__(self, lease: Lease, lease_seconds: float, clock: Clock) -> None:
         self.lease = lease
@@ -105,10 +105,10 @@ class HeldLease:
             raise LeaseGoneError(reason)
 
     def retrying(self, call: Callable[[], T], on_retry: RetryNote) -> T:
-        """The result of `call`, tried again with growing pauses after every retryable error for as long as the lease lives.
+        """The result of `call`, retried with growing pauses after every retryable error for as long as the lease lives.
 
-        While the worker drains, `call` is tried once: what was made is still brought home.
-        Raises the error when it is not retryable or a person has to mend it, and `LeaseGoneError` when the lease ends first.
+        While the worker drains, `call` is tried once, so that finished work is still saved. Raises the error when it is not retryable
+        or needs a person, and `LeaseGoneError` when the lease ends first.
         """
         if (reason := self.gone) is not None and reason is not GoneReason.DRAINED:
             raise LeaseGoneError(reason)
@@ -158,12 +158,12 @@ class LeaseBook:
             self._held.pop(held.lease.ticket, None)
 
     def tickets(self) -> list[Ticket]:
-        """Leases a heartbeat should extend; those given up are left to run out or to be released."""
+        """The leases that a heartbeat extends; those given up expire or are released."""
         with self._lock:
             return [ticket for ticket, held in self._held.items() if held.gone is None]
 
     def renewed(self, tickets: Collection[Ticket], lost: Collection[Ticket], at: float) -> int:
-        """Takes in the answer to a heartbeat sent at `at`; returns how many leases turned out lost."""
+        """Handles the answer to a heartbeat sent at `at`. Returns how many leases were lost."""
         lost_here = 0
         for ticket in tickets:
             with self._lock:
@@ -178,7 +178,7 @@ class LeaseBook:
         return lost_here
 
     def drain(self) -> None:
-        """Gives every lease up, those to come too."""
+        """Gives up every lease, and each later one."""
         with self._lock:
             self._draining = True
             held = list(self._held.values())

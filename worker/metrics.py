@@ -1,4 +1,4 @@
-"""Prometheus metrics of one worker process. Labels are few and closed: never a job, a shard or an item."""
+"""Prometheus metrics of one worker process. Labels have few, fixed values: never a job, a shard or an item."""
 
 from __future__ import annotations
 
@@ -22,31 +22,29 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.registry.register(VllmMetrics())
         self.items = Counter("speech_items", "Items that ended, by outcome and error code.", ["outcome", "code"], registry=self.registry)
-        self.audio_seconds = Counter("speech_audio_seconds", "Seconds of speech that were made and committed.", registry=self.registry)
-        self.bytes_stored = Counter("speech_stored_bytes", "Bytes of audio that were committed.", registry=self.registry)
+        self.audio_seconds = Counter("speech_audio_seconds", "Seconds of committed speech.", registry=self.registry)
+        self.bytes_stored = Counter("speech_stored_bytes", "Bytes of committed audio.", registry=self.registry)
         self.refused_draws = Counter(
             "speech_refused_draws", "Draws that did not pass their quality checks, by code.", ["code"], registry=self.registry
         )
-        self.shards = Counter("speech_shards", "Shards that ended here, by outcome.", ["outcome"], registry=self.registry)
-        self.lease_lost = Counter("speech_lease_lost", "Leases that were lost to another worker or ran out.", registry=self.registry)
+        self.shards = Counter("speech_shards", "Shards that ended on this worker, by outcome.", ["outcome"], registry=self.registry)
+        self.lease_lost = Counter("speech_lease_lost", "Leases that another worker took or that expired.", registry=self.registry)
         self.retries = Counter(
-            "speech_service_retries", "Calls of ledger or store that were tried again.", ["code"], registry=self.registry
+            "speech_service_retries", "Retried calls to the ledger or the store, by error code.", ["code"], registry=self.registry
         )
-        self.reconciled = Counter("speech_reconciled", "What the reconciler put right.", ["what"], registry=self.registry)
-        self.dispatched = Counter("speech_dispatched", "Shards that were sent to the broker.", registry=self.registry)
+        self.reconciled = Counter("speech_reconciled", "Repairs by the reconciler, by kind.", ["what"], registry=self.registry)
+        self.dispatched = Counter("speech_dispatched", "Shards sent to the broker.", registry=self.registry)
         self.dropped_messages = Counter(
-            "speech_dropped_messages", "Messages of the broker that were none of ours and were dropped.", registry=self.registry
+            "speech_dropped_messages", "Dropped messages of the broker that this worker cannot read.", registry=self.registry
         )
-        self.consumer_restarts = Counter(
-            "speech_consumer_restarts", "Times that this worker connected to the broker anew.", registry=self.registry
-        )
-        self.leases_held = Gauge("speech_leases_held", "Shards in flight.", registry=self.registry)
-        self.batch_size = Gauge("speech_engine_batch_size", "Requests in the running batch.", registry=self.registry)
-        self.engine_waiting = Gauge("speech_engine_waiting", "Requests that wait for a slot of the engine.", registry=self.registry)
-        self.queue_depth = Gauge("speech_queue_depth", "Messages that wait in the broker.", registry=self.registry)
+        self.consumer_restarts = Counter("speech_consumer_restarts", "Reconnections of this worker to the broker.", registry=self.registry)
+        self.leases_held = Gauge("speech_leases_held", "Shards in flight on this worker.", registry=self.registry)
+        self.batch_size = Gauge("speech_engine_batch_size", "Requests in the engine's running batch.", registry=self.registry)
+        self.engine_waiting = Gauge("speech_engine_waiting", "Requests that wait for a slot in the engine.", registry=self.registry)
+        self.queue_depth = Gauge("speech_queue_depth", "Messages waiting in the broker.", registry=self.registry)
         self.commit_seconds = Histogram(
             "speech_commit_seconds",
-            "Time of a micro-batch commit, with its retries.",
+            "Seconds of a micro-batch commit, with its retries.",
             buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 60),
             registry=self.registry,
         )
@@ -72,12 +70,12 @@ class Metrics:
         self.bytes_stored.inc(stored)
 
     def waited_for(self, error: NightjarError) -> None:
-        """Notes a call that will be tried again."""
+        """Counts a call that will be retried."""
         self.retries.labels(code=error.code.value).inc()
         log.warning("waiting for a service", code=error.code.value, error=str(error))
 
     def watch(self, leases_held: Callable[[], int], running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Gauges that are read when they are scraped."""
+        """Sets the functions of gauges that are read at each scrape."""
         self.leases_held.set_function(leases_held)
         self.batch_size.set_function(running)
         self.engine_waiting.set_function(waiting)

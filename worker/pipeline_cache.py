@@ -1,4 +1,4 @@
-"""The loaded models of this process: opened at first use, shared by all shards of a model, closed to make room."""
+"""The loaded models of this process: opened at the first use, shared by all shards of a model, closed to make room."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 class _Loaded:
     pipeline: Pipeline
     users: int = 0
-    #: Broken: closed as soon as nobody uses it, and opened anew at the next use.
+    #: Broken: closed as soon as nobody uses it, and opened again at the next use.
     discarded: bool = False
 
 

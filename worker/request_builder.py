@@ -1,4 +1,4 @@
-"""From a line of a shard to a request for a pipeline."""
+"""Builds the requests for a pipeline from the lines of a shard."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RequestBuilder:
     def build(self, line: ShardLine, draw: int = 0) -> SynthesisRequest:
         """The request of a line, with its reference audio and the seed of its draw; the first draw is 0.
 
-        Raises `InputError` when a reference is gone, and `StoreError` for what waiting does not mend.
+        Raises `InputError` when a reference is gone, and `StoreError` for an error that a retry does not solve.
         """
         lease = self._held.lease
         spec = lease.job.spec
@@ -65,7 +65,7 @@ class RequestBuilder:
         )
 
     def _loaded(self, message: Message) -> Message:
-        """A user's audio message with the encoded file in the place of its key; other roles' audio is never heard."""
+        """A user's audio message with the encoded file in place of its key; audio of other roles is not used."""
         key = message.content
         if message.role != "user" or not isinstance(key, str):
             return message

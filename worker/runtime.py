@@ -1,4 +1,4 @@
-"""Everything one worker process holds: ledger, pipelines, leases, upkeep. Celery hands it tickets."""
+"""Everything that one worker process holds: ledger, pipelines, leases, maintenance. Celery gives it tickets."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: How long a pinned worker waits before it puts a message of another model back.
+#: How long a worker of one model waits before it returns a message of another model.
 REST_SECONDS = 0.5
-#: Between the drain deadline and the end of the process, whatever hangs then.
+#: Between the drain deadline and the end of the process, even if something hangs.
 LAST_SECONDS = 20.0
 
 
@@ -125,7 +125,7 @@ class Runtime:
         return self._draining.is_set()
 
     def start(self) -> None:
-        """Registers this worker, after it loaded the model it is pinned to; waits for services that are away, until a signal.
+        """Loads the model that it is restricted to and registers this worker; waits for services that are away, until a signal.
 
         Raises `NightjarError` when it cannot work.
         """
@@ -139,7 +139,7 @@ class Runtime:
         log.info("worker up", worker=self.worker.id, slots=self.worker.slots, model=self.worker.model or "any")
 
     def handle(self, ticket: Ticket) -> Handling:
-        """Claims the shard of a message and runs it to its end. Raises nothing that a retry of the message would mend."""
+        """Claims the shard of a message and runs it to its end. Raises no error that a retry of the message would solve."""
         with bound_contextvars(job=ticket.job_id, shard=ticket.shard_no, worker=self.worker.id):
             refusal = self._refusal(ticket)
             if refusal is not None:
@@ -154,7 +154,7 @@ class Runtime:
             return Handling.RAN
 
     def drain(self) -> None:
-        """Takes no more shards and finishes those in flight; after `drain_seconds`, or a second call, it gives them back."""
+        """Takes no more shards and finishes those in flight; after `drain_seconds` or a second call it gives them back."""
         if self._draining.is_set():
             self._hurry.set()
             return
@@ -208,7 +208,7 @@ class Runtime:
         return True
 
     def _refusal(self, ticket: Ticket) -> Handling | None:
-        """Why this worker does not run the shard, if so. A pinned worker leaves other models to others, after a short rest."""
+        """Why this worker does not run the shard, or None. A worker of one model leaves other models to others, after a short wait."""
         if self.draining:
             return Handling.REFUSED
         if self.options.model is None:
@@ -225,14 +225,14 @@ class Runtime:
         return Handling.REFUSED
 
     def _asking(self, call: Callable[[], T]) -> T | None:
-        """The ledger's answer, asked for until it comes or the worker drains; None for what it does not know."""
+        """The ledger's answer. Asks again until it comes or the worker drains; None where the ledger does not know the job."""
         answers: list[T] = []
         with suppress(NotFoundError):
             self._done(lambda: answers.append(call()))
         return answers[0] if answers else None
 
     def _done(self, step: Callable[[], None]) -> bool:
-        """Takes a step, again after every error that may pass, with growing pauses; False: the worker drains instead."""
+        """Runs a step, and retries it with growing pauses after every retryable error; False: the worker drains instead."""
         pause_seconds = 0.2
         while not self.draining:
             try:

@@ -1,4 +1,4 @@
-"""The shard runner: one leased shard from its payload to its manifest."""
+"""The shard runner: one leased shard, from its input to its manifest."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ShardRunner:
     """Runs leased shards; safe to use from several threads at once, one shard each.
 
     Every open item goes to the pipeline at once, so the engine sees the items of all shards in flight. Outcomes are
-    committed in micro-batches, fenced by the lease's epoch. Failures of ledger and store are waited out for as long as
+    committed in micro-batches, fenced by the lease's epoch. Calls to a ledger or store that is away are retried for as long as
     the lease lives.
     """
 
@@ -123,9 +123,9 @@ class ShardRunner:
         self._finish(held, store, lines, retry_later)
 
     def _synthesize(self, held: HeldLease, store: ObjectStore, todo: Sequence[ShardLine], pipeline: Pipeline) -> bool:
-        """Brings every line to a committed outcome; returns whether some are left for another attempt.
+        """Makes a committed outcome of every line. Returns whether some items are left for another attempt.
 
-        Raises `LeaseGoneError` once what was begun is committed, where the job was paused meanwhile.
+        Raises `LeaseGoneError` when the job was paused meanwhile, after the items that were begun are committed.
         """
         if self._is_paused(held):
             # While the model was opened.
@@ -148,7 +148,7 @@ class ShardRunner:
             self._commit_once(held, store, left)
 
     def _drawn_before(self, held: HeldLease, todo: Sequence[ShardLine]) -> Mapping[int, int]:
-        """Draws that open items have behind them: `nightjar retry` goes on with the next ones, a lost worker's are made again."""
+        """How many draws open items have had: `nightjar retry` continues with the next ones; those of a lost worker are made again."""
         job = held.lease.job
         if job.spec.quality is None:
             return {}
@@ -175,18 +175,18 @@ class ShardRunner:
                 committed += batch
             if feeder.expire(worker.item_timeout_seconds):
                 self._pipelines.discard(pipeline)
-                raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine takes no more requests; it is opened anew.")
+                raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine takes no more requests; it is opened again.")
             if batch or self._clock.monotonic() >= due_at:
                 due_at = self._clock.monotonic() + worker.commit_seconds
         if progress.unfinished:
             raise LeaseGoneError(GoneReason.PAUSED)
         if _engine_is_broken(committed):
-            log.warning("the engine failed every item; it is opened anew", model=held.lease.job.spec.model)
+            log.warning("the engine failed every item; it is opened again", model=held.lease.job.spec.model)
             self._pipelines.discard(pipeline)
         return any(_runs_again(held.lease, outcome) for outcome in committed)
 
     def _is_paused(self, held: HeldLease) -> bool:
-        """Whether the job was paused. Raises `LeaseGoneError` for one that was cancelled: no heartbeat need tell of it."""
+        """Whether the job was paused. Raises `LeaseGoneError` for a cancelled job, without waiting for a heartbeat."""
         state = held.retrying(lambda: self._ledger.job_state(held.lease.job.id), self._metrics.waited_for)
         if state not in WORKING:
             held.give_up(GoneReason.LOST)
@@ -196,7 +196,7 @@ class ShardRunner:
     def _commit(self, held: HeldLease, store: ObjectStore, batch: Sequence[Outcome]) -> None:
         ticket = held.lease.ticket
         with self._metrics.commit_seconds.time():
-            # What the ledger calls done must be there after a power cut.
+            # Objects of done items must survive a power cut.
             held.retrying(store.sync, self._metrics.waited_for)
             result = held.retrying(lambda: self._ledger.commit(ticket, batch), self._metrics.waited_for)
         if result.lost:
@@ -205,7 +205,7 @@ class ShardRunner:
         self._metrics.count(batch)
 
     def _commit_once(self, held: HeldLease, store: ObjectStore, left: Sequence[Outcome]) -> None:
-        """Saves what is left of a shard that stops early. A failure costs time, not items: they run again and are adopted."""
+        """Commits what is left of a shard that stops early. A failure costs time only: the items run again, and adopt their objects."""
         if not left or held.gone not in (None, GoneReason.DRAINED):
             return
         try:
@@ -235,7 +235,7 @@ class ShardRunner:
         try:
             self._ledger.release(held.lease.ticket, "drain" if reason is GoneReason.DRAINED else "pause")
         except NightjarError as error:
-            log.warning("lease not released; it runs out by itself", error=str(error))
+            log.warning("lease not released; it will expire", error=str(error))
         return ShardEnd.RELEASED
 
     def _fail(self, held: HeldLease, code: ErrorCode, message: str) -> ShardEnd:
@@ -245,7 +245,7 @@ class ShardRunner:
         except LeaseGoneError as gone:
             return self._give_up(held, gone.reason)
         except NightjarError as error:
-            log.warning("failed shard not reported; its lease runs out by itself", error=str(error))
+            log.warning("failed shard not reported; its lease will expire", error=str(error))
         return ShardEnd.FAILED
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +18,14 @@ from jobs.settings import Settings
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode
 from pipelines.registry import register_pipeline
+from pipelines.request import Generation, Message, Speech, SynthesisRequest
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, sine
 from tests.support.ledger_kit import failed, lease_next, rows, states, submit
 from tests.support.worker_rig import WORKER, Rig
-from worker.leases import GoneReason
+from worker.leases import GoneReason, LeaseGoneError
 from worker.maintenance import Maintenance
+from worker.result_writer import EngineResult
 from worker.runtime import Handling, Runtime
 
 
@@ -52,8 +55,10 @@ def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(tmp_path:
         told.append(f"begin {lease.shard_no}")
         begun[lease.shard_no].set()
         if lease.shard_no == 0:
-            # Time for the other one to begin, if nothing holds it.
-            begun[1].wait(1.0)
+            # The other one waits for the lock, or has begun if nothing holds it.
+            deadline = time.monotonic() + 240
+            while not (begun[1].is_set() or runtime._exclusive._waiting) and time.monotonic() < deadline:  # pyright: ignore[reportPrivateUsage]
+                time.sleep(0.002)
         told.append(f"end {lease.shard_no}")
 
     monkeypatch.setattr(runtime.ledger, "on_trial", lambda ticket: ticket.shard_no == 1)
@@ -84,6 +89,18 @@ def test_an_adopted_object_is_described_as_it_is(rig: Rig) -> None:
     assert (item.artifact.samples, item.artifact.sample_rate, item.artifact.bytes) == (len(made), SAMPLE_RATE, len(data))
     assert item.artifact.duration_ms == round(len(made) * 1000 / SAMPLE_RATE)
     assert item.artifact.sha256 == hashlib.sha256(data).hexdigest()
+
+
+def test_a_result_whose_lease_is_lost_is_not_stored(rig: Rig) -> None:
+    rig.submit(["text"])
+    held = rig.leases.hold(rig.claim_next())
+    held.give_up(GoneReason.LOST)
+    rig.writer.serve(rig.store)
+    request = SynthesisRequest("one", (Message("user", "text", "text"),), Generation(), 1)
+    written = rig.writer.submit(EngineResult(held, rig.store, 0, "item-0", request, Speech(sine("text", 1), SAMPLE_RATE), 5))
+    with pytest.raises(LeaseGoneError):
+        written.result(240)
+    assert rig.audio() == {}
 
 
 def test_retry_and_cancel_come_to_the_last_shard(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
