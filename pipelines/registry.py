@@ -31,7 +31,8 @@ class ModelCard:
     #: What `open_pipeline` takes: a registry name, or the absolute path of a checkpoint folder.
     name: str
     family: str
-    engine: Literal["cpu", "megakernel", "vllm"]
+    #: What decodes its requests: `native` is ours.
+    engine: Literal["cpu", "native", "vllm"]
     #: Hz of the speech it makes.
     sample_rate: int
     capabilities: Capabilities
@@ -39,6 +40,8 @@ class ModelCard:
     revision: str = ""
     #: Seconds of speech that one character of text makes, on average; estimates of audio use it.
     seconds_per_character: float = 0.07
+    #: How the engine can run a frame, by the names that its option `executor` takes; empty where there is no choice.
+    executors: tuple[str, ...] = ()
     #: RTF of one worker: engine seconds for a second of speech; None where it was not measured.
     rtf: float | None = None
     #: How long its speech is, learned from much of it (`nightjar calibrate`); None where nobody has.
@@ -57,42 +60,50 @@ class Provider(Protocol):
     def load(self, **options: Any) -> Pipeline: ...
 
 
-class CheckpointFamily(Protocol):
-    """What the module of a checkpoint family offers."""
-
-    def describe_checkpoint(self, path: Path) -> ModelCard:
-        """Reads the configs of the folder, no weights. Raises `ModelError` (`model.bad_checkpoint`)."""
-        ...
-
-    def open_checkpoint(self, path: Path, **options: Any) -> Pipeline: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How the folder of a checkpoint family is recognised, and the module that reads it (imported only then)."""
-
-    name: str
-    module: str
-    #: The extra that installs the libraries of the module.
-    extra: str
-    #: Values of `model_type` in the folder's config.json.
-    model_types: tuple[str, ...] = ()
-    #: Subfolders that mark the family where the folder has no config.json of its own.
-    subfolders: tuple[str, ...] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class Published:
     """A checkpoint on the model hub. Its card says what was published; `describe` reads the checkpoint itself."""
 
     hub_id: str
-    family: str
     card: ModelCard
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How the folder of a checkpoint family is recognised, and the package that reads it.
+
+    The package has a module `config` with `describe(folder) -> ModelCard`, which reads configs and imports no torch, and a module
+    `pipeline` with `open_pipeline(folder, **options) -> Pipeline`. Both raise `ModelError` (`model.bad_checkpoint`) for a faulty folder.
+    Each is imported when it is needed.
+    """
+
+    name: str
+    #: The extra that installs the libraries of the package.
+    extra: str
+    #: Values of `model_type` in the folder's config.json.
+    model_types: tuple[str, ...] = ()
+    #: Subfolders that mark the family where the folder has no config.json of its own.
+    subfolders: tuple[str, ...] = ()
+    #: Checkpoints that have a name of their own.
+    published: tuple[Published, ...] = ()
+    #: The package; empty: `pipelines.<name>`.
+    package: str = ""
+
+    def describe(self, folder: Path) -> ModelCard:
+        """The card of a checkpoint folder."""
+        return self._module("config").describe(folder)
+
+    def open(self, folder: Path, options: dict[str, Any]) -> Pipeline:
+        """Loads a checkpoint folder."""
+        return self._module("pipeline").open_pipeline(folder, **options)
+
+    def _module(self, name: str) -> Any:
+        return importlib.import_module(f"{self.package or f'pipelines.{self.name}'}.{name}")
+
+
 def _qwen3_tts(kind: str, hub_name: str, capabilities: Capabilities) -> Published:
-    name = f"qwen3-tts-{kind}"
-    return Published(f"Qwen/Qwen3-TTS-12Hz-{hub_name}", "qwen3_tts", ModelCard(name, "qwen3_tts", "megakernel", 24_000, capabilities))
+    card = ModelCard(f"qwen3-tts-{kind}", "qwen3_tts", "native", 24_000, capabilities, executors=("eager", "graph"))
+    return Published(f"Qwen/Qwen3-TTS-12Hz-{hub_name}", card)
 
 
 # Published values of codec_language_id and spk_id in config.json; dialects are spoken by their voices and cannot be asked for.
@@ -101,24 +112,24 @@ _VOICES = ("serena", "vivian", "uncle_fu", "ryan", "aiden", "ono_anna", "sohee",
 _BASE = Capabilities(languages=_LANGUAGES, cloning=True, needs_reference=True, streaming=True)
 _CUSTOM = Capabilities(voices=_VOICES, languages=_LANGUAGES, instruct=True, streaming=True)
 _DESIGN = Capabilities(languages=_LANGUAGES, instruct=True, streaming=True)
-
-BUILT_IN: dict[str, str] = {"hibari": "pipelines.hibari.provider"}
-FAMILIES: tuple[Family, ...] = (
-    Family("qwen3_tts", "pipelines.qwen3_tts", "gpu", model_types=("qwen3_tts",)),
-    Family("speechlm", "pipelines.speechlm", "vllm", model_types=("speechlm", "bagpiper")),
-    Family("spark_tts", "pipelines.spark_tts", "vllm", subfolders=("LLM", "BiCodec")),
-    Family("fish_speech", "pipelines.fish_speech", "vllm", model_types=("fish_qwen3_omni",)),
+_QWEN3_TTS = (
+    _qwen3_tts("0.6b-base", "0.6B-Base", _BASE),
+    _qwen3_tts("0.6b-customvoice", "0.6B-CustomVoice", replace(_CUSTOM, instruct=False)),
+    _qwen3_tts("1.7b-base", "1.7B-Base", _BASE),
+    _qwen3_tts("1.7b-customvoice", "1.7B-CustomVoice", _CUSTOM),
+    _qwen3_tts("1.7b-voicedesign", "1.7B-VoiceDesign", _DESIGN),
 )
-PUBLISHED: dict[str, Published] = {
-    published.card.name: published
-    for published in (
-        _qwen3_tts("0.6b-base", "0.6B-Base", _BASE),
-        _qwen3_tts("0.6b-customvoice", "0.6B-CustomVoice", replace(_CUSTOM, instruct=False)),
-        _qwen3_tts("1.7b-base", "1.7B-Base", _BASE),
-        _qwen3_tts("1.7b-customvoice", "1.7B-CustomVoice", _CUSTOM),
-        _qwen3_tts("1.7b-voicedesign", "1.7B-VoiceDesign", _DESIGN),
-    )
-}
+
+#: Models that need no checkpoint: name -> the module that is its `Provider`.
+BUILT_IN: dict[str, str] = {"hibari": "pipelines.hibari"}
+#: Families of checkpoints, a row each; the first that recognises a folder reads it.
+FAMILIES: tuple[Family, ...] = (
+    Family("qwen3_tts", "gpu", model_types=("qwen3_tts",), published=_QWEN3_TTS),
+    Family("speechlm", "vllm", model_types=("speechlm", "bagpiper")),
+    Family("spark_tts", "vllm", subfolders=("LLM", "BiCodec")),
+    Family("fish_speech", "vllm", model_types=("fish_qwen3_omni",)),
+)
+PUBLISHED: dict[str, tuple[Family, Published]] = {one.card.name: (family, one) for family in FAMILIES for one in family.published}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +167,7 @@ def describe(model: str) -> ModelCard:
         return replace(provider.describe(), name=model)
     family, folder, commit = _locate(model, _DESCRIPTION_FILES)
     with _extra_of(family):
-        card = _module(family).describe_checkpoint(folder)
+        card = family.describe(folder)
     return replace(card, name=model, revision=commit) if commit else replace(card, name=str(folder))
 
 
@@ -171,12 +182,12 @@ def open_pipeline(model: str, **options: Any) -> Pipeline:
         return provider.load(**options)
     family, folder, _ = _locate(model, _WEIGHT_FILES)
     with _extra_of(family):
-        return _module(family).open_checkpoint(folder, **options)
+        return family.open(folder, options)
 
 
 def list_models() -> list[ModelCard]:
     """The cards of all registry names, by name. Touches no network: published checkpoints show what was published."""
-    cards = {name: published.card for name, published in PUBLISHED.items()}
+    cards = {name: published.card for name, (_, published) in PUBLISHED.items()}
     for name in (*_entry_point_names(), *BUILT_IN, *_registered):
         provider = _provider(name)
         if provider is not None:
@@ -267,17 +278,13 @@ def _folder(model: str) -> Path:
 
 def _locate(model: str, hub_files: Sequence[str]) -> tuple[Family, Path, str]:
     """The family and folder of a published name or a path; the commit for a published name, else empty."""
-    if (published := PUBLISHED.get(model)) is not None:
-        family = next(family for family in FAMILIES if family.name == published.family)
+    if model in PUBLISHED:
+        family, published = PUBLISHED[model]
         with _extra_of(family):
             folder = _download(published.hub_id, hub_files)
         return family, folder, folder.name
     folder = _folder(model)
     return recognise(folder, FAMILIES), folder, ""
-
-
-def _module(family: Family) -> CheckpointFamily:
-    return cast(CheckpointFamily, importlib.import_module(family.module))
 
 
 @contextmanager

@@ -91,7 +91,7 @@ def show(model: str | None, as_json: bool) -> None:
             if key == "capabilities":
                 output.line("\n".join(f"{name}: {_words(can)}" for name, can in value.items()))
             elif key not in ("schema", "realtime_factor"):
-                output.line(f"{key}: {value}")
+                output.line(f"{key}: {_words(value)}")
         return
     rows = [(card.name, card.engine, card.sample_rate, ", ".join(_abilities(card))) for card in cards]
     output.table(("MODEL", "ENGINE", "HZ", "CAN"), rows)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pipelines.audio import normalize_loudness
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
-from pipelines.hibari.provider import CAPABILITIES, SAMPLE_RATE
+from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader
 from pipelines.request import AudioChunk, EngineStats, Speech, SynthesisRequest
 from pipelines.validation import speech_task

@@ -270,11 +270,12 @@ def describe(folder: Path) -> ModelCard:
     return ModelCard(
         name=str(folder),
         family="qwen3_tts",
-        engine="megakernel",
+        engine="native",
         sample_rate=_sample_rate(folder / "speech_tokenizer" / "config.json"),
         capabilities=capabilities(config),
         revision=revision(folder, (".json", ".safetensors")),
         seconds_per_character=SECONDS_PER_CHARACTER,
+        executors=("eager", "graph"),
         check_reference=check_encoded,
     )
 

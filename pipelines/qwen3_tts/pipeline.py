@@ -144,7 +144,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameOrder]):
         self._voices = VoiceCache(speaker, self.codec) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
         executor = open_executor(model, sizes, options.executor, options.reproducible)
-        self._meta = {"engine": "megakernel", "executor": executor.name, "dtype": type_name(dtype)}
+        self._meta = {"engine": "native", "executor": executor.name, "dtype": type_name(dtype)}
         stage = open_stage(self.codec.decoder)
         self.engine = Engine(executor, sizes, options.waiting_room, stage)
         super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)

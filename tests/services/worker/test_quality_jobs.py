@@ -344,8 +344,8 @@ def test_whisper_hears_what_was_said_and_refuses_another_text(build: Build, tmp_
     weights = whisper_base(tmp_path / "whisper")
     if weights is None:
         pytest.skip("the ASR weights of the tests are not installed")
+    from pipelines.hibari import describe
     from pipelines.hibari.pipeline import HibariPipeline
-    from pipelines.hibari.provider import describe
     from tests.support.quality_kit import FaultyVoice
 
     forget = register_pipeline("faulty-hibari", describe(), HibariPipeline)

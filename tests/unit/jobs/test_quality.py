@@ -21,7 +21,7 @@ from jobs.quality import PRESETS, Quality, quality_of
 from jobs.spec import frozen_spec, spec_sha
 from pipelines.duration import Pace, is_prose, pace_of, text_units
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
-from pipelines.hibari.provider import describe as describe_hibari
+from pipelines.hibari import describe as describe_hibari
 from pipelines.request import Generation, Speech
 from pipelines.vad import active_frames, activity, frame_powers, trim_silence
 from tests.support.fakes import sine

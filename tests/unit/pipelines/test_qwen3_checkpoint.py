@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipelines.errors import ConfigError, ErrorCode, ModelError
-from pipelines.qwen3_tts import describe_checkpoint, open_checkpoint
-from pipelines.qwen3_tts.config import Qwen3TTSConfig
+from pipelines.qwen3_tts.config import Qwen3TTSConfig, describe
+from pipelines.qwen3_tts.pipeline import open_pipeline
 from pipelines.qwen3_tts.tokenizer import TextTokenizer
 from tests.support.qwen3_golden import GOLDEN, KINDS
 
@@ -47,8 +47,8 @@ def test_published_shapes_come_from_the_config(kind: str) -> None:
 
 def test_describe_imports_no_torch() -> None:
     code = (
-        "import sys; from pipelines.qwen3_tts import describe_checkpoint; "
-        f"card = describe_checkpoint({str(GOLDEN / 'checkpoint-custom')!r}); "
+        "import sys; from pathlib import Path; from pipelines.qwen3_tts.config import describe; "
+        f"card = describe(Path({str(GOLDEN / 'checkpoint-custom')!r})); "
         "assert 'ryan' in card.capabilities.voices; assert card.sample_rate == 24000; "
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
@@ -56,19 +56,19 @@ def test_describe_imports_no_torch() -> None:
 
 
 def test_cards_tell_modes_apart() -> None:
-    base, custom, design = (describe_checkpoint(GOLDEN / f"checkpoint-{kind}").capabilities for kind in KINDS)
+    base, custom, design = (describe(GOLDEN / f"checkpoint-{kind}").capabilities for kind in KINDS)
     assert (base.cloning, base.needs_reference, base.instruct, base.voices) == (True, True, False, ())
     assert (custom.cloning, custom.instruct, len(custom.voices)) == (False, True, 9)
     assert (design.cloning, design.instruct, design.voices) == (False, True, ())
 
 
 def test_revision_follows_the_weights(folder: Path) -> None:
-    before = describe_checkpoint(folder).revision
+    before = describe(folder).revision
     weights = load_file(folder / "model.safetensors")
     first = sorted(weights)[0]
     weights[first] = weights[first] + 1
     save_file(weights, folder / "model.safetensors")
-    assert describe_checkpoint(folder).revision != before
+    assert describe(folder).revision != before
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_revision_follows_the_weights(folder: Path) -> None:
 def test_a_wrong_config_is_named(folder: Path, change: Callable[[dict[str, Any]], None], words: str) -> None:
     edit(folder, change)
     with pytest.raises(ModelError, match=words) as caught:
-        describe_checkpoint(folder)
+        describe(folder)
     assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
     assert "config.json" in str(caught.value)
 
@@ -103,7 +103,7 @@ def test_a_wrong_config_is_named(folder: Path, change: Callable[[dict[str, Any]]
 def test_a_wrong_generation_config_is_named(folder: Path, key: str, value: object) -> None:
     (folder / "generation_config.json").write_text(json.dumps({key: value}))
     with pytest.raises(ModelError, match=rf"generation_config\.json: {key}"):
-        describe_checkpoint(folder)
+        describe(folder)
 
 
 def test_settings_that_are_null_or_absent_are_the_published_ones(folder: Path) -> None:
@@ -118,13 +118,13 @@ def test_a_foreign_tokenizer_is_refused(folder: Path) -> None:
     tokenizer["model"]["vocab"]["far"] = 900
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match="text_vocab_size"):
-        open_checkpoint(folder, slots=1, pages=4)
+        open_pipeline(folder, slots=1, pages=4)
 
 
 def test_a_config_that_is_no_json_is_named(folder: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
-        describe_checkpoint(folder)
+        describe(folder)
 
 
 @pytest.mark.parametrize(
@@ -147,21 +147,21 @@ def test_a_wrong_tensor_is_named(folder: Path, name: str, change: str, words: st
         weights[name] = torch.zeros(3)
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(ModelError, match=words) as caught:
-        open_checkpoint(folder)
+        open_pipeline(folder)
     assert caught.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
 
 
 def test_stored_rope_buffers_are_ignored(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file({**weights, "talker.model.rotary_emb.inv_freq": torch.ones(4)}, folder / "model.safetensors")
-    open_checkpoint(folder, slots=1, pages=4).close()
+    open_pipeline(folder, slots=1, pages=4).close()
 
 
 def test_a_truncated_file_is_named(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ModelError, match=r"model\.safetensors is truncated"):
-        open_checkpoint(folder)
+        open_pipeline(folder)
 
 
 def test_a_foreign_codec_is_refused(folder: Path) -> None:
@@ -170,12 +170,12 @@ def test_a_foreign_codec_is_refused(folder: Path) -> None:
     values["decoder_config"]["num_quantizers"] = 8
     path.write_text(json.dumps(values))
     with pytest.raises(ModelError):
-        open_checkpoint(folder)
+        open_pipeline(folder)
 
 
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(ConfigError, match="'batch'"):
-        open_checkpoint(GOLDEN / "checkpoint-base", batch=3)
+        open_pipeline(GOLDEN / "checkpoint-base", batch=3)
 
 
 def test_tokenizer_is_the_same_from_both_kinds_of_files(tmp_path: Path) -> None:

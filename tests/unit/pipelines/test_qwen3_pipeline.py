@@ -96,7 +96,7 @@ def test_speech_says_what_it_is(base: Qwen3TTSPipeline) -> None:
     assert speech.samples.dtype == np.float32
     assert len(speech.samples) == int(speech.meta["frames"]) * 1920
     assert speech.meta["finish"] in ("eos", "length")
-    assert speech.meta["engine"] == "megakernel"
+    assert speech.meta["engine"] == "native"
 
 
 def test_max_seconds_is_the_limit(base: Qwen3TTSPipeline) -> None:

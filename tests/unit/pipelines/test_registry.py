@@ -17,8 +17,8 @@ from pipelines.registry import Family, ModelCard, describe, list_models, open_pi
 from pipelines.request import Capabilities, Pipeline
 
 FAMILIES = (
-    Family("alpha", "tests.alpha", "gpu", model_types=("alpha", "alpha_old")),
-    Family("beta", "tests.beta", "vllm", subfolders=("LLM", "Codec")),
+    Family("alpha", "gpu", model_types=("alpha", "alpha_old")),
+    Family("beta", "vllm", subfolders=("LLM", "Codec")),
 )
 
 
@@ -90,7 +90,7 @@ def test_entry_points_add_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: night-voice\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[nightjar.pipelines]\nnight-voice = night_voice\nbroken = night_voice_missing\n")
     (tmp_path / "night_voice.py").write_text(
-        "from pipelines.hibari.provider import load\n"
+        "from pipelines.hibari import load\n"
         "from pipelines.registry import ModelCard\n"
         "from pipelines.request import Capabilities\n"
         "def describe(): return ModelCard('x', 'night', 'cpu', 24000, Capabilities())\n"
@@ -150,9 +150,10 @@ def test_only_plain_files_are_read(tmp_path: Path) -> None:
 
 
 def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "needs_much.py").write_text("import a_library_that_nobody_has\n")
+    (tmp_path / "needs_much").mkdir()
+    (tmp_path / "needs_much" / "pipeline.py").write_text("import a_library_that_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "FAMILIES", (Family("much", "needs_much", "gpu", model_types=("much",)),))
+    monkeypatch.setattr(registry, "FAMILIES", (Family("much", "gpu", model_types=("much",), package="needs_much"),))
     folder = checkpoint(tmp_path, json.dumps({"model_type": "much"}).encode())
     with pytest.raises(ModelError, match=r"a_library_that_nobody_has.*nightjar-speech\[gpu\]") as caught:
         open_pipeline(str(folder))
@@ -160,20 +161,23 @@ def test_a_missing_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_family_describes_its_folder_under_its_full_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "small_family.py").write_text(
-        "from pipelines.registry import ModelCard, open_pipeline\n"
+    (tmp_path / "small_family").mkdir()
+    (tmp_path / "small_family" / "config.py").write_text(
+        "from pipelines.registry import ModelCard\n"
         "from pipelines.request import Capabilities\n"
-        "def describe_checkpoint(path): return ModelCard('x', 'small', 'megakernel', 24000, Capabilities(), revision=path.name)\n"
-        "def open_checkpoint(path, **options): return open_pipeline('hibari', **options)\n"
+        "def describe(path): return ModelCard('x', 'small', 'native', 24000, Capabilities(), revision=path.name)\n"
+    )
+    (tmp_path / "small_family" / "pipeline.py").write_text(
+        "from pipelines import registry\ndef open_pipeline(path, **options): return registry.open_pipeline('hibari', **options)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "FAMILIES", (Family("small", "small_family", "gpu", model_types=("small",)),))
+    monkeypatch.setattr(registry, "FAMILIES", (Family("small", "gpu", model_types=("small",), package="small_family"),))
     folder = tmp_path / "weights"
     folder.mkdir()
     checkpoint(folder, b'{"model_type": "small"}')
     monkeypatch.chdir(tmp_path)
     for model in ("weights", "./weights", str(folder)):
-        assert describe(model) == ModelCard(str(folder.resolve()), "small", "megakernel", 24_000, Capabilities(), revision="weights")
+        assert describe(model) == ModelCard(str(folder.resolve()), "small", "native", 24_000, Capabilities(), revision="weights")
     open_pipeline("weights", threads=1).close()
 
 
