@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.engine.executor import FrameCodes, FrameExecutor, PendingFrames
-from pipelines.engine.model import FrameSettings, PrefillRun
+from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 
 ROOT = Path(__file__).resolve().parents[1]
 

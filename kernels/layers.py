@@ -8,6 +8,9 @@ from torch.nn import functional
 
 from kernels.registry import op
 
+#: Tensors of a decoder layer, in the order in which ops take them.
+LAYER_TENSORS = ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down")
+
 
 @op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -21,7 +21,7 @@ from kernels.lm_triton import SplitScratch, add_norm, decode_attention, predicto
 
 @dataclass(frozen=True, slots=True)
 class StackTensors:
-    """A stack of decoder layers; each layer holds the tensors named in `kernels.predictor.LAYER_TENSORS`, in that order."""
+    """A stack of decoder layers; each layer holds the tensors named in `kernels.layers.LAYER_TENSORS`, in that order."""
 
     layers: Sequence[Sequence[Tensor]]
     norm: Tensor

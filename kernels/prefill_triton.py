@@ -7,9 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.attention import attend_padded, padded_places
 from kernels.lm_frame import StackTensors
 from kernels.lm_triton import add_norm, swiglu
-from kernels.prefill import attend_padded, places
 
 # ruff: noqa: N803
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false
@@ -70,7 +70,7 @@ def prefill_padded(
     embeddings: [runs, new, hidden], kept as they are; caches: [layers, pages, kv_heads, page_size, head_dim].
     """
     runs, new, hidden = embeddings.shape
-    positions, held, offsets = places(pages, counts, new, start, k_cache.shape[3], scratch)
+    positions, held, offsets = padded_places(pages, counts, new, start, k_cache.shape[3], scratch)
     x = embeddings.reshape(runs * new, hidden).clone()
     normed, pending = torch.empty_like(x), None
     q = x.new_empty(runs * new, stack.heads, k_cache.shape[4])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -9,9 +11,7 @@ from torch.nn import functional
 from kernels.attention import paged_decode_attention
 from kernels.layers import codec_embedding_sum, qk_norm_rope_append, rms_norm, swiglu
 from kernels.lm_frame import DrawTensors, FrameTensors, StateTensors
-from kernels.philox import frame_noise
-from kernels.predictor import predictor_frame
-from kernels.sampler import process_first, sample
+from kernels.sampler import frame_noise, process_first, sample
 
 
 def talker_step(weights: FrameTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, rows: Tensor) -> Tensor:
@@ -35,9 +35,16 @@ def _settings(draw: DrawTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def twin_frame(
-    weights: FrameTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, rows: Tensor, forced: Tensor | None = None
+    weights: FrameTensors,
+    state: StateTensors,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rows: Tensor,
+    predict: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    forced: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One frame; `forced` int64 [n, codebooks] is fed in place of what was drawn.
+    """One frame; `predict` is the twin of its codebooks 1 and on, as the op `predictor_frame`; `forced` int64 [n, codebooks] is fed in
+    place of what was drawn.
 
     Returns codes int64 [n, codebooks], flags uint8 [n], codebook-0 logits [n, vocab], residual logits float32 [residuals, n, codes].
     """
@@ -51,7 +58,7 @@ def twin_frame(
     drawn = sample(processed, noise[:, 0], *_settings(state.first, rows), weights.head.shape[0], True, False)
     first = drawn if forced is None else forced[:, 0]
     projected = hidden if weights.project is None else functional.linear(hidden, *weights.project)
-    codes, finite, residual_logits = predictor_frame(
+    codes, finite, residual_logits = predict(
         projected, first, [tensor for layer in predictor.layers for tensor in layer], predictor.norm, weights.heads, weights.inputs,
         weights.starts, predictor.rope_table, predictor.kv_heads, predictor.eps, predictor.scale, noise[:, 1:],
         *_settings(state.residual, rows), weights.heads.shape[1], True, False, forced,

@@ -1,17 +1,26 @@
-"""What a recording of a voice to clone must be. Imports no model library: submit looks at every recording as the models do."""
+"""Recordings of voices to clone: what they must be, how they are read, and a cache of what a model made of them.
+
+Imports no model library: submit looks at every recording as the models do.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import MAX_REFERENCE_SECONDS
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-LEAST_SECONDS = 0.5
+T = TypeVar("T")
+
+MIN_SECONDS = 0.5
 #: Root mean square below which a recording holds no voice (-60 dBFS).
 SILENCE = 1e-3
 _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
@@ -42,11 +51,56 @@ def check_recording(samples: NDArray[np.float32], sample_rate: int) -> None:
     import numpy as np  # only where there is audio to read
 
     seconds = len(samples) / sample_rate
-    if not LEAST_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
+    if not MIN_SECONDS <= seconds <= MAX_REFERENCE_SECONDS:
         raise InputError(
             ErrorCode.INPUT_REFERENCE_LENGTH,
-            f"The reference audio is {seconds:.2f} s long; it must have {LEAST_SECONDS:g} to {MAX_REFERENCE_SECONDS:g} s.",
+            f"The reference audio is {seconds:.2f} s long; it must have {MIN_SECONDS:g} to {MAX_REFERENCE_SECONDS:g} s.",
             _BEST_LENGTH,
         )
     if float(np.sqrt(np.mean(np.square(samples, dtype=np.float64)))) < SILENCE:
         raise InputError(ErrorCode.INPUT_REFERENCE_SILENT, "The reference audio is silent.", "Give a recording with a clear voice.")
+
+
+def read_recording(
+    recording: bytes, sample_rate: int, *, channel: int | None = None, quality: Literal["HQ", "VHQ"] = "HQ"
+) -> NDArray[np.float32]:
+    """Samples [n] of an encoded audio file at `sample_rate`; `channel` and `quality` are those of `pipelines.audio.decode`.
+
+    Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`.
+    """
+    samples, _ = decode_recording(recording, sample_rate, channel=channel, quality=quality)
+    check_recording(samples, sample_rate)
+    return samples
+
+
+class RecordingCache(Generic[T]):
+    """What was made of the last `capacity` recordings, by their content. One recording is worked on at a time."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._kept: OrderedDict[tuple[str, Hashable], T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, recording: bytes, variant: Hashable, make: Callable[[], T]) -> T:
+        """What `make` made of this recording when first asked for in this variant.
+
+        Raises `SynthesisError` (`synth.oom`) when the device has no room for it, and what `make` raises.
+        """
+        key = hashlib.sha256(recording).hexdigest(), variant
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            try:
+                made = make()
+            except RuntimeError as error:
+                import torch  # whoever makes something of a recording has imported it
+
+                if not isinstance(error, torch.OutOfMemoryError):
+                    raise
+                message = f"The device ran out of memory over the reference audio: {error}."
+                raise SynthesisError(ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine.") from error
+            self._kept[key] = made
+            if len(self._kept) > self.capacity:
+                self._kept.popitem(last=False)
+            return made

@@ -39,7 +39,7 @@ def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
     """
     import torch
 
-    from pipelines.speechlm.convert import convert as write
+    from pipelines.speechlm.weights import convert as write
 
     count = write(source, like, out, None if dtype == "same" else getattr(torch, dtype))
     Output(as_json=False).line(f"{count} tensors written to {out}.")

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.engine.executor import FrameExecutor, PendingFrames
-from pipelines.engine.model import ENDED, NOT_FINITE, FrameSettings, PrefillRun
+from pipelines.engine.executor import ENDED, NOT_FINITE, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import DrawFlags, Placement
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError

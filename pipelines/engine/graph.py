@@ -13,10 +13,8 @@ from torch import Tensor
 from kernels.lm_frame import DrawTensors, FrameTensors, FusedFrame, StateTensors, plan_for
 from kernels.prefill_triton import prefill_padded
 from kernels.registry import to_device
-from pipelines.engine.executor import FrameCodes, PendingFrames
-from pipelines.engine.kv import SCRATCH_PAGE, PagedKV
-from pipelines.engine.model import FrameModel, FrameSettings, PrefillRun
-from pipelines.engine.state import DrawSettings, SlotState
+from pipelines.engine.executor import FrameCodes, FrameModel, FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.state import SCRATCH_PAGE, DrawSettings, PagedKV, SlotState
 from pipelines.errors import ConfigError, ErrorCode
 
 #: (prompts, pages of new positions, pages before them) that a graph is captured for, by pages, then prompts.

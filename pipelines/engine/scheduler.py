@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.engine.kv import PagedKV
-from pipelines.engine.model import PromptLike
-from pipelines.engine.state import SamplingParams
+from pipelines.engine.executor import PromptLike
+from pipelines.engine.state import PagedKV, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, eq=False)

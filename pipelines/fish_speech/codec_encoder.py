@@ -16,7 +16,7 @@ from pipelines.codec.blocks import RESIDUAL_DILATIONS, CausalConv, ConvNeXt, Res
 from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer, angles
 from pipelines.fish_speech.config import CodecConfig, CodecStackConfig
 from pipelines.fish_speech.weights import CodecLoader, NormedSource, halves
-from pipelines.nn.recordings import RecordingCache, check_recording, decode_recording
+from pipelines.recording import RecordingCache, check_recording, decode_recording
 
 STEM_KERNEL, HEAD_KERNEL = 7, 3
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.philox import philox
+from kernels.sampler import philox
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.fast_ar import FastAr, Pieces
 

@@ -47,7 +47,7 @@ class LayerWeights:
     down: Tensor
 
     def tensors(self) -> list[Tensor]:
-        """In the order of `kernels.predictor.LAYER_TENSORS`."""
+        """In the order of `kernels.layers.LAYER_TENSORS`."""
         return [self.input_norm, self.qkv, self.q_norm, self.k_norm, self.o, self.post_norm, self.gate_up, self.down]
 
 

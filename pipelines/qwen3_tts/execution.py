@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor
 
+from kernels.layers import rope_table
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor, FrameExecutor
 from pipelines.errors import ConfigError, ErrorCode
+from pipelines.nn.stack import StackWeights
 from pipelines.qwen3_tts.codec import CodecDecoder
+from pipelines.qwen3_tts.config import CONTROL_IDS, StackConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.weights import predictor_inputs
+
+if TYPE_CHECKING:
+    from kernels.lm_frame import FrameTensors, StackTensors
+    from pipelines.engine.graph import GraphExecutor
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +34,7 @@ _ADMIT_TURNS = 4
 _FRAMES_PER_TURN = 2
 #: On a GPU: seconds that an utterance waits to be decoded with others, and frames and utterances that are company enough.
 _GATHER_SECONDS = 0.2
-_GATHER_FRAMES, _MOST_UTTERANCES = 16384, 256
+_GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
 
 
 def engine_options(model: Qwen3TTSModel, slots: int | None, pages: int | None, page_size: int, max_context: int) -> EngineOptions:
@@ -75,8 +84,6 @@ def _open_graphs(model: Qwen3TTSModel, sizes: EngineOptions, reproducible: bool)
     if fault is not None:
         return None, fault
     try:
-        from pipelines.qwen3_tts.fused import graph_executor
-
         executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible)
         executor.warm(sizes.slots)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -87,8 +94,43 @@ def _open_graphs(model: Qwen3TTSModel, sizes: EngineOptions, reproducible: bool)
     return executor, None
 
 
+def frame_tensors(model: Qwen3TTSModel) -> FrameTensors:
+    """A model's weights as the fused frame's kernels take them: views, nothing big is copied. Needs Triton."""
+    from kernels.lm_frame import FrameTensors, StackTensors
+
+    config, weights = model.config, model.weights
+    table = rope_table(config.codebooks, config.predictor.head_dim, config.predictor.rope_theta, model.dtype, model.device)
+
+    def stack(shape: StackConfig, tensors: StackWeights, rope: Tensor) -> StackTensors:
+        layers = [layer.tensors() for layer in tensors.layers]
+        return StackTensors(layers, tensors.norm, rope, shape.heads, shape.kv_heads, shape.eps, shape.scale)
+
+    return FrameTensors(
+        talker=stack(config.talker, weights.talker.stack, model.rope),
+        head=weights.talker.head,
+        predictor=stack(config.predictor, weights.predictor.stack, table),
+        heads=weights.predictor.heads,
+        project=weights.predictor.projection,
+        inputs=weights.codec_table if weights.predictor.projection is None else predictor_inputs(weights),
+        starts=weights.codec_starts,
+        codec_table=weights.codec_table,
+        text=model.text.rows,
+        end=config.ids.eos,
+        suppress_from=config.talker.vocab - CONTROL_IDS,
+    )
+
+
+def graph_executor(
+    model: Qwen3TTSModel, slots: int, pages: int, page_size: int, max_context: int, reproducible: bool = False
+) -> GraphExecutor:
+    """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor` for `reproducible` and what it raises."""
+    from pipelines.engine.graph import GraphExecutor
+
+    return GraphExecutor(model, frame_tensors(model), slots, pages, page_size, max_context, reproducible)
+
+
 def open_stage(decoder: CodecDecoder) -> CodecStage[CodecState]:
     """The codec's stage: on a GPU it gathers utterances into large batches."""
     if decoder.device.type == "cpu":
         return CodecStage(decoder)
-    return CodecStage(decoder, _MOST_UTTERANCES, decoder.device, _GATHER_SECONDS, _GATHER_FRAMES)
+    return CodecStage(decoder, _MAX_UTTERANCES, decoder.device, _GATHER_SECONDS, _GATHER_FRAMES)

@@ -10,19 +10,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import prefill
-from kernels.attention import paged_decode_attention, paged_prefill_attention
+from kernels.attention import attend_padded, padded_places, paged_decode_attention, paged_prefill_attention
 from kernels.layers import codec_embedding_sum, rms_norm, rope_table
-from kernels.philox import frame_noise
-from kernels.predictor import predictor_frame
 from kernels.registry import to_device
-from kernels.sampler import all_finite, process_first, sample
+from kernels.sampler import all_finite, frame_noise, process_first, sample
 from kernels.varlen_attention import PackedRuns
-from pipelines.engine.kv import SCRATCH_PAGE, PagedKV
-from pipelines.engine.model import ENDED, NOT_FINITE, FrameOutput, FrameSettings, PrefillRun
-from pipelines.engine.state import SlotState
+from pipelines.engine.executor import ENDED, NOT_FINITE, FrameOutput, FrameSettings, PrefillRun
+from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
 from pipelines.nn.stack import Places, run_stack
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig
+from pipelines.qwen3_tts.predictor import predictor_frame
 from pipelines.qwen3_tts.weights import ModelWeights, TextTable, predictor_inputs
 
 if TYPE_CHECKING:
@@ -99,10 +96,10 @@ class Qwen3TTSModel:
 
     def prefill_padded(self, embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, kv: PagedKV) -> None:
         """`prefill` of new positions from `start` on, in shapes that depend on no prompt, so that it can be captured; see `FrameModel`."""
-        places = Places(*prefill.places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE))
+        places = Places(*padded_places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE))
 
         def attend(layer: int, q: Tensor) -> Tensor:
-            return prefill.attend_padded(q, kv.k[layer], kv.v[layer], pages, start, self.config.talker.scale)
+            return attend_padded(q, kv.k[layer], kv.v[layer], pages, start, self.config.talker.scale)
 
         self._talker(embeddings.flatten(0, 1), places, kv, attend, keys_only=True)
 

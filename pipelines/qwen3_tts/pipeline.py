@@ -25,9 +25,8 @@ from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefa
 from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
-from pipelines.qwen3_tts.speaker import SpeakerEncoder
+from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache
 from pipelines.qwen3_tts.tokenizer import TextTokenizer
-from pipelines.qwen3_tts.voices import PreparedVoice, VoiceCache
 from pipelines.qwen3_tts.weights import take_weights
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import OnDone, Order, SpeechPipeline, Streamer, UtteranceFuture, Uttered, no_audio

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from pipelines.nn.checkpoint import bad_checkpoint, read_json
-from pipelines.nn.recordings import RecordingCache, read_recording
+from pipelines.recording import RecordingCache, read_recording
 from pipelines.spark_tts.bicodec import Tokenizer
 from pipelines.spark_tts.config import SparkConfig
 

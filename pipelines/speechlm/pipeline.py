@@ -16,17 +16,16 @@ from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
-from pipelines.nn.recordings import RecordingCache
+from pipelines.recording import RecordingCache
 from pipelines.request import AudioChunk, Generation, Message, Mode, SynthesisRequest
 from pipelines.results import SpeechPipeline
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
 from pipelines.speechlm.codec import Xcodec, XcodecDecoder, load_codec
 from pipelines.speechlm.config import CAPABILITIES, TOWER_SECONDS, SpeechLmConfig
-from pipelines.speechlm.convert import refuse_pickle
 from pipelines.speechlm.lm import Draw, Script, model_spec
 from pipelines.speechlm.prompt import Prompt, TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.results import Talker, TalkOrder, TalkStreamer
-from pipelines.speechlm.weights import check_names
+from pipelines.speechlm.weights import check_names, refuse_pickle
 from pipelines.validation import bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm

@@ -21,8 +21,8 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
-from kernels.philox import frame_noise
 from kernels.registry import to_device
+from kernels.sampler import frame_noise
 from pipelines.vllm_engine.options import CODE_SPAN, refuse
 
 #: Codes of removed requests that are kept, as a multiple of the slots: more than can be preempted and not yet resumed.

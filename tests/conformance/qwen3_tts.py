@@ -14,8 +14,7 @@ from torch import Tensor
 
 from kernels.sampler import WEIGHT_BITS, process_first, token_weights
 from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.executor import EagerExecutor
-from pipelines.engine.model import ENDED, FrameOutput, FrameSettings, PrefillRun
+from pipelines.engine.executor import ENDED, EagerExecutor, FrameOutput, FrameSettings, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import DrawFlags, Placement, SamplingParams
 from pipelines.qwen3_tts.config import CONTROL_IDS

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from kernels.philox import frame_noise
-from kernels.sampler import sample
+from kernels.sampler import frame_noise, sample
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.config_keys import Keys
 from pipelines.speechlm.config import SpeechLmConfig

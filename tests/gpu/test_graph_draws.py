@@ -19,7 +19,7 @@ from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.dummy import dummy_model
-from pipelines.qwen3_tts.fused import graph_executor
+from pipelines.qwen3_tts.execution import graph_executor
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from tests.support.drawn import ALL_SETTINGS, Heard, Places, drawn, independent, lagged, uniform
 from tests.support.gpu_taps import tapped

@@ -17,7 +17,7 @@ from pipelines.engine.executor import EagerExecutor, FrameExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.dummy import dummy_model
-from pipelines.qwen3_tts.fused import graph_executor
+from pipelines.qwen3_tts.execution import graph_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from tests.conformance.qwen3_tts import forced_frames

@@ -13,11 +13,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from kernels.layers import qk_norm_rope_append, rope_table
 from kernels.lm_frame import StackTensors
 from kernels.prefill_triton import norm_rope_append, prefill_padded
+from pipelines.engine.executor import PrefillRun
 from pipelines.engine.graph import PrefillGraphs, Sharing
-from pipelines.engine.kv import SCRATCH_PAGE, PagedKV
-from pipelines.engine.model import PrefillRun
+from pipelines.engine.state import SCRATCH_PAGE, PagedKV
 from pipelines.qwen3_tts.dummy import dummy_model
-from pipelines.qwen3_tts.fused import frame_tensors
+from pipelines.qwen3_tts.execution import frame_tensors
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kernels.attention import paged_decode_attention
-from kernels.philox import frame_noise
-from kernels.sampler import draw, token_weights
+from kernels.sampler import draw, frame_noise, token_weights
 from pipelines.qwen3_tts.dummy import dummy_model
 from tests.conformance.__main__ import main
 

@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.executor import EagerExecutor
-from pipelines.engine.model import FrameOutput
+from pipelines.engine.executor import EagerExecutor, FrameOutput
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.config import SamplingDefaults

@@ -29,8 +29,7 @@ from transformers import (
 )
 
 from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.executor import FrameExecutor, PendingFrames
-from pipelines.engine.model import FrameSettings
+from pipelines.engine.executor import FrameExecutor, FrameSettings, PendingFrames
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults

@@ -15,9 +15,9 @@ from kernels.layers import qk_norm_rope_append, rms_norm, rope
 from kernels.lm_frame import FrameTensors, FusedFrame, Plan, StackTensors, StateTensors
 from kernels.lm_gemm import RESIDUAL, SWIGLU, Tiles, product
 from kernels.lm_triton import SplitScratch, decode_attention, predictor_attention
-from kernels.philox import frame_noise
 from kernels.reference import twin_frame
-from kernels.sampler import process_first, sample
+from kernels.sampler import frame_noise, process_first, sample
+from pipelines.qwen3_tts.predictor import predictor_frame
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -196,8 +196,8 @@ def check_frame(maker: Maker, shape: Shape, batch: int, plan: Plan, name: str, e
         codes = torch.full((batch + 1, shape.codebooks), -1, device="cuda")
         flags = torch.full((batch + 1,), 9, device="cuda", dtype=torch.uint8)
         runner.run(rows, codes, flags)
-        drawn, twin_flags, _, twin_logits = twin_frame(weights, twin, k2, v2, rows, None if exact else codes)
-        *_, truth = twin_frame(wide_weights, wide, k3, v3, rows, codes)
+        drawn, twin_flags, _, twin_logits = twin_frame(weights, twin, k2, v2, rows, predictor_frame, None if exact else codes)
+        *_, truth = twin_frame(wide_weights, wide, k3, v3, rows, predictor_frame, codes)
         logits = runner._logits[: (batch + 1) * shape.codes].view(batch + 1, -1)
         plain = error(twin_logits[-1][live], truth[-1][live])
         if exact:

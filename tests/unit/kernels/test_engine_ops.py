@@ -8,9 +8,8 @@ from torch import Tensor
 
 import kernels.attention
 import kernels.layers
-import kernels.philox
-import kernels.predictor
 import kernels.sampler
+import pipelines.qwen3_tts.predictor  # noqa: F401  (registers its op)
 from kernels.registry import NAMESPACE, TWINS
 
 torch.manual_seed(0)

@@ -8,8 +8,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from kernels.philox import frame_noise, philox
-from kernels.sampler import WEIGHT_BITS, all_finite, draw, process_first, sample, token_weights
+from kernels.sampler import WEIGHT_BITS, all_finite, draw, frame_noise, philox, process_first, sample, token_weights
 
 
 def words(*values: int) -> tuple[Tensor, ...]:

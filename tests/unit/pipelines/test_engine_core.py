@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from pipelines.engine.core import EngineCore
-from pipelines.engine.kv import PagedKV
-from pipelines.engine.model import FrameOutput, FrameSettings, PrefillRun
+from pipelines.engine.executor import FrameOutput, FrameSettings, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
-from pipelines.engine.state import SamplingParams, SlotState
+from pipelines.engine.state import PagedKV, SamplingParams, SlotState
 from pipelines.errors import ErrorCode, SynthesisError
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
 

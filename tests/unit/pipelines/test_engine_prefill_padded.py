@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from pipelines.engine import graph
+from pipelines.engine.executor import PrefillRun
 from pipelines.engine.graph import PrefillGraphs, Sharing
-from pipelines.engine.kv import PagedKV
-from pipelines.engine.model import PrefillRun
-from pipelines.engine.state import SlotState
+from pipelines.engine.state import PagedKV, SlotState
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from tests.support.qwen3_golden import golden_model
 

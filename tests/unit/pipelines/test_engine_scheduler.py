@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from pipelines.engine.kv import PagedKV
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
-from pipelines.engine.state import SamplingParams
+from pipelines.engine.state import PagedKV, SamplingParams
 
 
 @dataclass(frozen=True)

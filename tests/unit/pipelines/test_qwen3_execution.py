@@ -90,13 +90,11 @@ def test_a_kernel_that_does_not_compile_falls_back_too(
 
 
 def test_a_lack_of_memory_is_not_a_missing_compiler(gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pipelines.qwen3_tts import fused
-
     def full(*_sizes: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(execution, "triton_fault", lambda: None)
-    monkeypatch.setattr(fused, "graph_executor", full)
+    monkeypatch.setattr(execution, "graph_executor", full)
     with pytest.raises(torch.OutOfMemoryError):
         open_executor(gpu_model, SIZES)
 

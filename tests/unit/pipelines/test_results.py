@@ -20,7 +20,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.nn.config_keys import Keys
 from pipelines.nn.options import TokenModelOptions, read_options
-from pipelines.nn.recordings import RecordingCache, read_recording
+from pipelines.recording import RecordingCache, read_recording
 from pipelines.request import EngineStats, Generation, Message, SynthesisRequest
 from pipelines.results import SpeechPipeline, Uttered, no_audio
 from pipelines.validation import frames_within

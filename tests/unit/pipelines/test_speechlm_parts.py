@@ -24,12 +24,11 @@ from pipelines.request import Message
 from pipelines.speechlm.audio_encoder import check_length, feature_count, load_tower, window_ends
 from pipelines.speechlm.codec import load_codec
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.convert import convert, refuse_pickle
 from pipelines.speechlm.lm import Draw, Script
 from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after, read_answer
 from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.results import Talker, TalkOrder
-from pipelines.speechlm.weights import check_names
+from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.vllm_engine.options import EngineMoment, TokenRequest, Tokens, refuse
 from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
 

@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.layers import rms_norm, rope, swiglu
+from kernels.layers import LAYER_TENSORS, rms_norm, rope, swiglu
 from kernels.registry import op
 from kernels.sampler import all_finite, sample
-
-#: Tensors a layer, in the order of `predictor_frame`'s weights.
-LAYER_TENSORS = ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down")
 
 
 @op(
