@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.qwen3_tts_load import FRAMES_PER_SECOND, MOST_TOKENS, ClosedLoop, Load, Pool, Tally, memory, requests
+from benchmarks.qwen3_tts_load import FRAMES_PER_SECOND, MAX_TOKENS, ClosedLoop, Load, Pool, Tally, memory, requests
 from benchmarks.roofline import device_named, floor_ms, mean_context
 from benchmarks.watched import Watched, profile
 from pipelines.errors import NightjarError
@@ -101,7 +101,7 @@ class Bench:
         on_cpu = self.device.type == "cpu"
         executor = Watched(open_executor(self.model, options, reproducible=reproducible and not on_cpu))
         opened = time.perf_counter() - began
-        most = min(MOST_TOKENS, options.pages * PAGE_SIZE - 64)
+        most = min(MAX_TOKENS, options.pages * PAGE_SIZE - 64)
         pool = requests(self.model, self.load, max(4 * slots, 64), most)
         context = mean_context((len(request.prompt), frames) for request, frames in pool)
         decoder = dummy_decoder(self.decoder.config, self.device, self.decoder.dtype, reproducible=True) if reproducible else self.decoder

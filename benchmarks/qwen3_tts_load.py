@@ -26,7 +26,7 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.execution import open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.pipeline import FrameOrder, FrameUtteranceFuture
+from pipelines.qwen3_tts.pipeline import FrameRequestInfo, FrameUtteranceFuture
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from pipelines.request import Speech
 
@@ -34,7 +34,7 @@ FRAMES_PER_SECOND = 12.5
 SAMPLE_RATE = 24_000
 #: Text tokens of a second of speech.
 TOKENS_PER_SECOND = 3.3
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 
 Pool = Sequence[tuple[GenerationRequest, int]]
 
@@ -55,7 +55,7 @@ class Load:
 
 
 def requests(
-    model: Qwen3TTSModel, load: Load, count: int, most_tokens: int = MOST_TOKENS, seed: int = 0
+    model: Qwen3TTSModel, load: Load, count: int, most_tokens: int = MAX_TOKENS, seed: int = 0
 ) -> list[tuple[GenerationRequest, int]]:
     """Requests with the frames each will have; texts as long as the speech suggests."""
     draw = np.random.default_rng(seed)
@@ -129,7 +129,7 @@ def uttered(loop: ClosedLoop, wanted: int, stage: CodecStage[CodecState], probe:
         loop.room.release()
 
     kind = _Probe if probe else FrameUtteranceFuture
-    utterer = kind(FrameOrder("", SAMPLE_RATE, {}, keep_unfinished=True), stage, lambda _seconds: None)
+    utterer = kind(FrameRequestInfo("", SAMPLE_RATE, {}, keep_unfinished=True), stage, lambda _seconds: None)
     if isinstance(utterer, _Probe):
         utterer.tally = loop.tally
     utterer.future.add_done_callback(heard)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pipelines.errors import NightjarError
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Draw, Script
+from pipelines.speechlm.lm import Script, StreamSampling
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP
 from pipelines.vllm_engine.options import TokenRequest, Tokens
@@ -143,12 +143,12 @@ def _fixed(request: TokenRequest, steps: int, stops: tuple[int, ...]) -> TokenRe
 def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
     """Runs a load to its end; tokens are stream-0 steps of the requests themselves, without null branches."""
     done = threading.Semaphore(0)
-    draw = Draw(0.8, 20)
+    draw = StreamSampling(0.8, 20)
     span = config.text_end - config.text_start
     talks = []
     for number in range(load.requests):
         prompt = [config.specials.bos, *((config.text_start + (number * 7919 + n * 104_729) % span) for n in range(load.prompt - 1))]
-        script = Script(f"{load.name}-{number}", prompt, 1 << 20, number, Draw(0.6, 20), draw, load.rows > 0, load.cfg)
+        script = Script(f"{load.name}-{number}", prompt, 1 << 20, number, StreamSampling(0.6, 20), draw, load.rows > 0, load.cfg)
         talks.append(_Talk(load, config, host, script, done))
     moment = host._moment
     steps, sequences, preempted = moment.steps, moment.sequence_steps, moment.preemptions

@@ -23,7 +23,7 @@ OnDone = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RequestInfo:
     """What is known of a request before its codes come. A family adds what its own receivers need."""
 
     text: str
@@ -45,7 +45,7 @@ def no_audio(message: str) -> SynthesisError:
 
 
 @dataclass(frozen=True, slots=True)
-class Uttered(Generic[S]):
+class FinishedCodes(Generic[S]):
     """A whole utterance as the codec takes it."""
 
     #: int64 [frames, codebooks].
@@ -61,16 +61,16 @@ class Uttered(Generic[S]):
 class UtteranceFuture(Generic[S]):
     """Resolves the future of one whole utterance. Whatever comes first settles it."""
 
-    def __init__(self, order: Order, stage: CodecStage[S], settled: OnDone) -> None:
+    def __init__(self, info: RequestInfo, stage: CodecStage[S], settled: OnDone) -> None:
         self.future: Future[Speech] = Future()
         self.future.set_running_or_notify_cancel()
-        self._order = order
+        self._info = info
         self._stage = stage
         self._settled = settled
         self._lock = threading.Lock()
         self._open = True
 
-    def utter(self, made: Uttered[S]) -> None:
+    def decode(self, made: FinishedCodes[S]) -> None:
         """Has an utterance decoded; its audio resolves the future."""
         self._stage.decode(made.codes, lambda heard: self._decoded(heard, made), made.start)
 
@@ -78,13 +78,13 @@ class UtteranceFuture(Generic[S]):
         if self._settle(0.0):
             self.future.set_exception(error)
 
-    def _decoded(self, heard: NDArray[np.float32] | NightjarError, made: Uttered[S]) -> None:
-        order = self._order
+    def _decoded(self, heard: NDArray[np.float32] | NightjarError, made: FinishedCodes[S]) -> None:
+        info = self._info
         if isinstance(heard, NightjarError):
             self.failed(heard)
-        elif self._settle(len(heard) / order.sample_rate):
-            meta = {**order.meta, "frames": len(made.codes), "finish": made.finish}
-            self.future.set_result(Speech(heard, order.sample_rate, order.text, made.text_out, meta))
+        elif self._settle(len(heard) / info.sample_rate):
+            meta = {**info.meta, "frames": len(made.codes), "finish": made.finish}
+            self.future.set_result(Speech(heard, info.sample_rate, info.text, made.text_out, meta))
 
     def _settle(self, seconds: float) -> bool:
         with self._lock:
@@ -103,8 +103,8 @@ class Streamer(Generic[S]):
     #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for fewer calls.
     chunk_frames: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 12)
 
-    def __init__(self, order: Order, stage: CodecStage[S], settled: OnDone, state: S | None = None) -> None:
-        self._order = order
+    def __init__(self, info: RequestInfo, stage: CodecStage[S], settled: OnDone, state: S | None = None) -> None:
+        self._info = info
         self._stage = stage
         self._settled = settled
         #: Where the codec is; frames are kept while it is not known.
@@ -143,7 +143,7 @@ class Streamer(Generic[S]):
 
     def chunks(self) -> Iterator[AudioChunk]:
         """Audio as it comes; raises the error that ended the stream early."""
-        rate, samples = self._order.sample_rate, 0
+        rate, samples = self._info.sample_rate, 0
         try:
             while (heard := self._heard.get()) is not None:
                 if isinstance(heard, NightjarError):
@@ -184,7 +184,7 @@ class EngineRequest(Protocol):
 
 R = TypeVar("R", bound=EngineRequest)
 R_contra = TypeVar("R_contra", bound=EngineRequest, contravariant=True)
-O = TypeVar("O", bound=Order)  # noqa: E741
+O = TypeVar("O", bound=RequestInfo)  # noqa: E741
 
 
 class SpeechEngine(Protocol[R_contra]):
@@ -200,30 +200,30 @@ class SpeechEngine(Protocol[R_contra]):
 class SpeechPipeline(Generic[R, O]):
     """The part of `pipelines.request.Pipeline` that is the same in every family; a family has its own `_prepare`.
 
-    `utterer` and `streamer` make the engine's receivers of one order, with the stage and the word that the request is over.
+    `future_class` and `streamer_class` make the engine's receivers of one request, with the codec stage and what is called at its end.
     """
 
     def __init__(
         self,
         engine: SpeechEngine[R],
         stage: CodecStage[Any],
-        utterer: Callable[[O, CodecStage[Any], OnDone], UtteranceFuture[Any]],
-        streamer: Callable[[O, CodecStage[Any], OnDone], Streamer[Any]],
+        future_class: Callable[[O, CodecStage[Any], OnDone], UtteranceFuture[Any]],
+        streamer_class: Callable[[O, CodecStage[Any], OnDone], Streamer[Any]],
     ) -> None:
         self._engine = engine
         self._stage = stage
-        self._utterer = utterer
-        self._streamer = streamer
+        self._future_class = future_class
+        self._streamer_class = streamer_class
         self._receivers: dict[str, list[UtteranceFuture[Any] | Streamer[Any]]] = {}
         self._lock = threading.Lock()
         self._audio_seconds = 0.0
 
     def submit(self, request: SynthesisRequest) -> Future[Speech]:
         """Queues a request; see `Pipeline.submit`."""
-        wanted, order = self._prepare(request)
-        utterer = self._utterer(order, self._stage, lambda seconds: self._forget(wanted, utterer, seconds))
-        self._send(wanted, utterer)
-        return utterer.future
+        wanted, info = self._prepare(request)
+        receiver = self._future_class(info, self._stage, lambda seconds: self._forget(wanted, receiver, seconds))
+        self._send(wanted, receiver)
+        return receiver.future
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
         """Audio as it is made; the first `next` queues the request, closing the iterator ends it. See `Pipeline.stream`."""
@@ -249,8 +249,8 @@ class SpeechPipeline(Generic[R, O]):
         """The engine's request and what its receivers must know. Raises `InputError` for what this model cannot do."""
         raise NotImplementedError
 
-    def _chunks(self, wanted: R, order: O) -> Iterator[AudioChunk]:
-        streamer = self._streamer(order, self._stage, lambda seconds: self._forget(wanted, streamer, seconds))
+    def _chunks(self, wanted: R, info: O) -> Iterator[AudioChunk]:
+        streamer = self._streamer_class(info, self._stage, lambda seconds: self._forget(wanted, streamer, seconds))
         self._send(wanted, streamer)
         try:
             yield from streamer.chunks()

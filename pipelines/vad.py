@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 FRAME_SECONDS = 0.02
 #: A frame is silent that is 40 dB below the loudest one, or below -60 dBFS.
-_RELATIVE_POWER, _LEAST_POWER = 1e-4, 1e-6
+_RELATIVE_POWER, _MIN_POWER = 1e-4, 1e-6
 
 
 def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.float32]:
@@ -24,7 +24,7 @@ def frame_powers(samples: NDArray[np.float32], sample_rate: int) -> NDArray[np.f
 
 def active_frames(powers: NDArray[np.float32]) -> NDArray[np.bool_]:
     """Which frames hold sound, [frames]: an energy detector, which takes a loud noise for speech."""
-    return powers > max(float(powers.max()) * _RELATIVE_POWER, _LEAST_POWER)
+    return powers > max(float(powers.max()) * _RELATIVE_POWER, _MIN_POWER)
 
 
 def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
@@ -33,7 +33,7 @@ def activity(powers: NDArray[np.float32]) -> tuple[int, int, float]:
     The same as by `active_frames`; a loop over the few frames of an utterance is quicker than the calls of numpy.
     """
     levels: list[float] = powers.tolist()
-    floor = max(max(levels) * _RELATIVE_POWER, _LEAST_POWER)
+    floor = max(max(levels) * _RELATIVE_POWER, _MIN_POWER)
     sounding, longest, total, last = 0, 0, 0.0, -1
     for place, level in enumerate(levels):
         if level > floor:

@@ -18,10 +18,10 @@ _VISIBLE = re.compile("[!-~]|[^\\W_\u115f\u1160\u3164\uffa0]")
 _INVISIBLE_SYMBOLS = frozenset("\u2800\u115f\u1160\u3164\uffa0")
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl", "Zp", "Mn", "Me"})
 _INFINITY = float("inf")
-_MOST_SEED = 2**63 - 1
+_MAX_SEED = 2**63 - 1
 #: Where float32 stays finite and an int32 can count. Settings beyond say the same, and would harm others of the batch.
-_LEAST_SETTING, _MOST_SETTING = 1e-4, 1e4
-_MOST_TOP_K = 2**31 - 1
+_MIN_SETTING, _MAX_SETTING = 1e-4, 1e4
+_MAX_TOP_K = 2**31 - 1
 #: Of a frame: seconds that are whole frames must not become one more.
 _ROUNDING = 1e-6
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
@@ -125,7 +125,7 @@ def check_generation(generation: Generation) -> None:
 
 def check_seed(seed: int) -> None:
     """Raises `InputError` (`input.bad_generation`) for the seed of a request that is outside 0 <= seed < 2**63."""
-    if not 0 <= seed <= _MOST_SEED:
+    if not 0 <= seed <= _MAX_SEED:
         raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"The seed is {seed}.", "Give a whole number from 0 to 2**63 - 1.")
 
 
@@ -150,12 +150,12 @@ def frames_within(seconds: float, frames_per_second: float, most: int) -> int:
 
 def bounded(setting: float) -> float:
     """A temperature, penalty or scale as an engine takes it: 0, or 1e-4 to 1e4, whatever a request says."""
-    return setting and min(max(setting, _LEAST_SETTING), _MOST_SETTING)
+    return setting and min(max(setting, _MIN_SETTING), _MAX_SETTING)
 
 
 def bounded_top_k(top_k: int) -> int:
     """A top_k as an engine takes it: at most 2**31 - 1."""
-    return min(top_k, _MOST_TOP_K)
+    return min(top_k, _MAX_TOP_K)
 
 
 def either(asked: T | None, default: T) -> T:

@@ -20,7 +20,7 @@ from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 log = logging.getLogger(__name__)
 
 #: Batches that a device may have to do at once: one that it decodes, and one that keeps it busy after that.
-_MOST_STARTED = 2
+_MAX_STARTED = 2
 #: How often the stage looks whether a device is done, a hundredth of what it takes for a full batch.
 _LOOK_SECONDS = 0.001
 S = TypeVar("S")
@@ -181,7 +181,7 @@ class CodecStage(Generic[S]):
 
     def _due(self, started: int) -> bool:
         """Whether the next batch should be started beside so many others."""
-        if not self._jobs or started >= _MOST_STARTED:
+        if not self._jobs or started >= _MAX_STARTED:
             return False
         return self._closing or self._patience() == 0
 

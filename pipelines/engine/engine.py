@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 _REST_SECONDS = 0.001
 
 
-class Receiver(Protocol):
+class FrameReceiver(Protocol):
     """Who waits for one request. Called on the engine's thread, so it must be quick."""
 
     def frames(self, codes: NDArray[np.int64]) -> None:
@@ -59,8 +59,8 @@ class Engine:
 
     def __init__(self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64, follower: Follower | None = None) -> None:
         self.core = EngineCore(executor, options, self)
-        self._receivers: dict[GenerationRequest, Receiver] = {}
-        self._inbox: list[tuple[GenerationRequest, Receiver]] = []
+        self._receivers: dict[GenerationRequest, FrameReceiver] = {}
+        self._inbox: list[tuple[GenerationRequest, FrameReceiver]] = []
         self._aborts: list[str | GenerationRequest] = []
         self._wake = threading.Condition()
         self._room = waiting_room
@@ -71,7 +71,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def submit(self, request: GenerationRequest, receiver: Receiver) -> None:
+    def submit(self, request: GenerationRequest, receiver: FrameReceiver) -> None:
         """Queues a request; blocks while the waiting room is full (never on the engine's own thread or its follower's, which empty it).
 
         Raises `SynthesisError`: `synth.oom` for a request that can never fit, `synth.aborted` once the engine is closed.
@@ -150,7 +150,7 @@ class Engine:
             self._turn(arrived, aborts)
         self._stop()
 
-    def _turn(self, arrived: list[tuple[GenerationRequest, Receiver]], aborts: list[str | GenerationRequest]) -> None:
+    def _turn(self, arrived: list[tuple[GenerationRequest, FrameReceiver]], aborts: list[str | GenerationRequest]) -> None:
         for request, receiver in arrived:
             self._receivers[request] = receiver
             self.core.add(request)

@@ -158,7 +158,7 @@ class CodecEncoder:
 #: Zero crossings of the resampling filter on either side, and its cutoff as a share of the lower Nyquist frequency.
 _ZEROS, _ROLLOFF = 6, 0.99
 #: Filter banks that are kept, and the values of the largest one: rates that share next to nothing would need gigabytes.
-_FILTERS, _MOST_VALUES = 16, 1 << 22
+_FILTERS, _MAX_VALUES = 16, 1 << 22
 
 
 class ReferenceEncoder:
@@ -181,7 +181,7 @@ class ReferenceEncoder:
         samples, rate = decode_recording(recording)
         check_recording(samples, rate)
         wanted = self._encoder.config.sample_rate
-        if (rate // math.gcd(rate, wanted)) * (wanted // math.gcd(rate, wanted)) > _MOST_VALUES:
+        if (rate // math.gcd(rate, wanted)) * (wanted // math.gcd(rate, wanted)) > _MAX_VALUES:
             samples, rate = decode_recording(recording, wanted, quality="VHQ")
         return resample(torch.from_numpy(samples).to(self._encoder.device), rate, wanted)
 

@@ -250,11 +250,11 @@ def _counts(keys: Keys, key: str) -> tuple[int, ...]:
 #: Average of English read speech, for estimates.
 SECONDS_PER_CHARACTER = 0.067
 #: Recordings of one line: as many speakers as a prompt of the published code joins turns of.
-MOST_REFERENCES = 5
+MAX_REFERENCES = 5
 CAPABILITIES = Capabilities(
     cloning=True,
     needs_reference_text=True,
-    references=MOST_REFERENCES,
+    references=MAX_REFERENCES,
     streaming=True,
     max_text_characters=20_000,
 )

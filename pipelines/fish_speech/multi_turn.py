@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.fish_speech.prompt import Conversation, Prompt
 from pipelines.request import EngineStats
-from pipelines.vllm_engine.host import Receiver, VllmHost
+from pipelines.vllm_engine.host import TokenReceiver, VllmHost
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
 
 #: Apart by this much, the seeds of an item's turns meet those of no other turn of it (2**64 / golden ratio).
@@ -21,7 +21,7 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 _SEEDS = 1 << 63
 
 
-class Course:
+class TurnPlan:
     """What is left to say of one item, and the sequence under way."""
 
     def __init__(
@@ -98,11 +98,11 @@ class TurnEngine:
     def __init__(self, host: VllmHost) -> None:
         self._host = host
         self._lock = threading.Lock()
-        self._courses: dict[str, list[Course]] = {}
+        self._plans: dict[str, list[TurnPlan]] = {}
 
-    def submit(self, request: Course, receiver: Receiver) -> None:
+    def submit(self, request: TurnPlan, receiver: TokenReceiver) -> None:
         with self._lock:
-            self._courses.setdefault(request.request_id, []).append(request)
+            self._plans.setdefault(request.request_id, []).append(request)
         try:
             self._host.submit(request.current, _Turns(self, self._host, request, receiver))
         except BaseException:
@@ -111,11 +111,11 @@ class TurnEngine:
 
     def abort(self, request_id: str) -> None:
         with self._lock:
-            for course in self._courses.get(request_id, ()):
-                course.closed = True
+            for plan in self._plans.get(request_id, ()):
+                plan.closed = True
         self._host.abort(request_id)
 
-    def cancel(self, request: Course) -> None:
+    def cancel(self, request: TurnPlan) -> None:
         request.closed = True
         self._host.cancel(request.current)
 
@@ -125,22 +125,22 @@ class TurnEngine:
     def close(self) -> None:
         self._host.close()
 
-    def forget(self, course: Course) -> None:
-        """A course is over."""
+    def forget(self, plan: TurnPlan) -> None:
+        """A request has ended."""
         with self._lock:
-            left = [one for one in self._courses.pop(course.request_id, []) if one is not course]
+            left = [one for one in self._plans.pop(plan.request_id, []) if one is not plan]
             if left:
-                self._courses[course.request_id] = left
+                self._plans[plan.request_id] = left
 
 
 class _Turns:
-    """Receives the turns of a course one after the other. Called on the host's loop, where submitting never waits."""
+    """Receives the turns of a request one after the other. Called on the host's loop, where submitting never waits."""
 
-    def __init__(self, engine: TurnEngine, host: VllmHost, course: Course, receiver: Receiver) -> None:
+    def __init__(self, engine: TurnEngine, host: VllmHost, plan: TurnPlan, receiver: TokenReceiver) -> None:
         self.streamed = receiver.streamed
         self._engine = engine
         self._host = host
-        self._course = course
+        self._plan = plan
         self._receiver = receiver
         self._columns = 0
         self._parts: list[NDArray[np.int64]] = []
@@ -148,34 +148,34 @@ class _Turns:
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
         assert codes is not None
         # Whatever the last possible column holds, it is no speech, as in the published loop.
-        whole = codes[: max(self._course.most - 1 - self._columns, 0)]
+        whole = codes[: max(self._plan.most - 1 - self._columns, 0)]
         self._columns += len(ids)
-        spoken = _spoken(whole, self._course.current)
+        spoken = _spoken(whole, self._plan.current)
         if len(spoken):
             self._receiver.tokens(ids[: len(spoken)], spoken)
 
     def finished(self, tokens: Tokens) -> None:
         assert tokens.codes is not None
-        frames = _spoken(tokens.codes[: self._course.most - 1], self._course.current)
+        frames = _spoken(tokens.codes[: self._plan.most - 1], self._plan.current)
         self._parts.append(frames)
         self._columns = 0
         try:
-            if self._course.heard(frames, tokens.finish == "length"):
-                if self._course.closed:
+            if self._plan.heard(frames, tokens.finish == "length"):
+                if self._plan.closed:
                     raise SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted.")
-                self._host.submit(self._course.current, self)
-                if self._course.closed:  # by another thread meanwhile, which may have found no sequence to end
-                    self._host.cancel(self._course.current)
+                self._host.submit(self._plan.current, self)
+                if self._plan.closed:  # by another thread meanwhile, which may have found no sequence to end
+                    self._host.cancel(self._plan.current)
                 return
         except NightjarError as error:
             self.failed(error)
             return
-        self._engine.forget(self._course)
+        self._engine.forget(self._plan)
         codes = np.concatenate(self._parts) if len(frames) else frames
-        self._receiver.finished(Tokens(codes[:, 0].tolist(), "length" if self._course.cut else "stop", codes))
+        self._receiver.finished(Tokens(codes[:, 0].tolist(), "length" if self._plan.cut else "stop", codes))
 
     def failed(self, error: NightjarError) -> None:
-        self._engine.forget(self._course)
+        self._engine.forget(self._plan)
         self._receiver.failed(error)
 
 

@@ -16,32 +16,32 @@ from pipelines.fish_speech.codec import Codec, CodecDecoder, load_codec
 from pipelines.fish_speech.codec_encoder import ReferenceEncoder
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
 from pipelines.fish_speech.language_model import LanguageModel, as_extra
-from pipelines.fish_speech.multi_turn import Course, TurnEngine
+from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, groups
 from pipelines.fish_speech.weights import check_language_model
 from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
 from pipelines.request import Generation, SynthesisRequest
-from pipelines.results import SpeechPipeline, Uttered, no_audio
+from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
 from pipelines.validation import check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
 from pipelines.vllm_engine.options import Tokens
-from pipelines.vllm_engine.tokens import TokenOrder, TokenStreamer, TokenUtteranceFuture, token_sampling
+from pipelines.vllm_engine.tokens import TokenRequestInfo, TokenStreamer, TokenUtteranceFuture, token_sampling
 
 
 @dataclass(frozen=True, slots=True)
-class FishOrder(TokenOrder[CodecState]):
-    """An order, and the codec that its streams start in."""
+class FishRequestInfo(TokenRequestInfo[CodecState]):
+    """What results need to know of a request, and the codec that its streams start in."""
 
     decoder: CodecDecoder
 
-    def read(self, tokens: Tokens) -> Uttered[CodecState]:
+    def read(self, tokens: Tokens) -> FinishedCodes[CodecState]:
         """The frames of all turns. Raises `SynthesisError`: `synth.no_eos`, `synth.no_audio` when a turn has none."""
         assert tokens.codes is not None
         self.check_end(tokens.finish, len(tokens.codes))
         if not len(tokens.codes):
             raise no_audio("The model ended a turn before its first frame.")
-        return Uttered(tokens.codes, tokens.finish)
+        return FinishedCodes(tokens.codes, tokens.finish)
 
     def reader(self) -> FishReader:
         return FishReader(self.decoder)
@@ -97,7 +97,7 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     return FishPipeline(config, vocabulary, codec, model, host, keep_unfinished=chosen.keep_unfinished)
 
 
-class FishPipeline(SpeechPipeline[Course, FishOrder]):
+class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
 
     def __init__(
@@ -128,7 +128,7 @@ class FishPipeline(SpeechPipeline[Course, FishOrder]):
         super().close()
         self._model.close()
 
-    def _prepare(self, request: SynthesisRequest) -> tuple[Course, FishOrder]:
+    def _prepare(self, request: SynthesisRequest) -> tuple[TurnPlan, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""
         task = speech_task(request.messages, request.generation, self.capabilities)
         check_seed(request.seed)
@@ -144,10 +144,10 @@ class FishPipeline(SpeechPipeline[Course, FishOrder]):
         conversation = Conversation(self.vocabulary, self.config.codebooks, references)
         sampling = token_sampling(defaults, request.generation, defaults.max_new_tokens, request.seed, (self.config.end,))
         frames = self._frames(request.generation)
-        course = Course(request.request_id, conversation, texts, sampling, frames, context, as_extra, self._keep_unfinished)
-        self._check_room(len(course.prompt.ids) + sum(words[1:]))
-        meta = {**self._meta, "prompt_positions": len(course.prompt.ids), "turns": len(texts)}
-        return course, FishOrder(task.text, self.sample_rate, meta, self._keep_unfinished, self.codec.decoder)
+        plan = TurnPlan(request.request_id, conversation, texts, sampling, frames, context, as_extra, self._keep_unfinished)
+        self._check_room(len(plan.prompt.ids) + sum(words[1:]))
+        meta = {**self._meta, "prompt_positions": len(plan.prompt.ids), "turns": len(texts)}
+        return plan, FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, self.codec.decoder)
 
     def _check_room(self, positions: int) -> None:
         """Raises `InputError` (`input.too_long`) where so many positions leave no room for speech."""

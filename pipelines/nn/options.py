@@ -80,7 +80,7 @@ class TokenModelOptions:
     #: CPU threads of the codec and the reference encoder.
     threads: int | None = None
 
-    def vllm(self, memory_share: float, context: int, most_positions: int) -> VllmOptions:
+    def vllm(self, memory_share: float, context: int, max_positions: int) -> VllmOptions:
         """What vLLM is told, with a model's own memory share and context where nothing was asked for."""
         return VllmOptions(
             dtype=self.dtype,
@@ -88,7 +88,7 @@ class TokenModelOptions:
             cpu_kv_gib=self.cpu_kv_gib,
             max_sequences=self.slots,
             waiting_room=self.waiting_room,
-            max_context=min(self.max_context or context, most_positions),
+            max_context=min(self.max_context or context, max_positions),
             step_tokens=self.step_tokens,
             tensor_parallel=self.tensor_parallel,
             eager=self.eager,

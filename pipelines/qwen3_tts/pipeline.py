@@ -29,13 +29,13 @@ from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCach
 from pipelines.qwen3_tts.tokenizer import TextTokenizer
 from pipelines.qwen3_tts.weights import take_weights
 from pipelines.request import Generation, SynthesisRequest
-from pipelines.results import OnDone, Order, SpeechPipeline, Streamer, UtteranceFuture, Uttered, no_audio
+from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechPipeline, Streamer, UtteranceFuture, no_audio
 from pipelines.validation import SpeechTask, bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
 
 
 @dataclass(frozen=True, slots=True)
-class FrameOrder(Order):
-    """An order and where the codec starts: after the reference's codes when cloning in context, else None."""
+class FrameRequestInfo(RequestInfo):
+    """A request's info, and where the codec starts: after the reference's codes when cloning in context, else None."""
 
     start: CodecState | None = None
 
@@ -49,9 +49,9 @@ class FrameOrder(Order):
 class FrameUtteranceFuture(UtteranceFuture[CodecState]):
     """Receives one whole utterance."""
 
-    def __init__(self, order: FrameOrder, stage: CodecStage[CodecState], settled: OnDone) -> None:
-        super().__init__(order, stage, settled)
-        self._frames = order
+    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], settled: OnDone) -> None:
+        super().__init__(info, stage, settled)
+        self._frames = info
 
     def frames(self, codes: NDArray[np.int64]) -> None:
         """Whole utterances wait for their end."""
@@ -62,15 +62,15 @@ class FrameUtteranceFuture(UtteranceFuture[CodecState]):
         except SynthesisError as error:
             self.failed(error)
         else:
-            self.utter(Uttered(codes, finish, self._frames.start))
+            self.decode(FinishedCodes(codes, finish, self._frames.start))
 
 
 class FrameStreamer(Streamer[CodecState]):
     """Receives one utterance frame by frame."""
 
-    def __init__(self, order: FrameOrder, stage: CodecStage[CodecState], settled: OnDone) -> None:
-        super().__init__(order, stage, settled, order.start.copy() if order.start else stage.new_state())
-        self._frames = order
+    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], settled: OnDone) -> None:
+        super().__init__(info, stage, settled, info.start.copy() if info.start else stage.new_state())
+        self._frames = info
 
     def frames(self, codes: NDArray[np.int64]) -> None:
         self.push(codes)
@@ -86,7 +86,7 @@ class FrameStreamer(Streamer[CodecState]):
 
 
 #: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
-MOST_TOKENS = 2048
+MAX_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
 
 
-class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameOrder]):
+class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
 
     def __init__(self, folder: Path, options: PipelineOptions) -> None:
@@ -148,7 +148,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameOrder]):
         self.engine = Engine(executor, sizes, options.waiting_room, stage)
         super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)
 
-    def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameOrder]:
+    def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
         """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""
         check_seed(request.seed)
         task = self._task(request)
@@ -162,8 +162,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameOrder]):
         )
         start = voice.codec_state if voice else None
         meta = {**self._meta, "prompt_positions": len(prompt)}
-        order = FrameOrder(task.text, self.sample_rate, meta, self._options.keep_unfinished, start)
-        return generation, order
+        info = FrameRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, start)
+        return generation, info
 
     def _task(self, request: SynthesisRequest) -> SpeechTask:
         return speech_task(request.messages, request.generation, self.capabilities)
@@ -186,7 +186,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameOrder]):
 
     def _token_limit(self, generation: Generation) -> int:
         """Draws of codebook 0: the frames asked for, and one that may be the end."""
-        limit = min(self.config.sampling.max_new_tokens, MOST_TOKENS)
+        limit = min(self.config.sampling.max_new_tokens, MAX_TOKENS)
         if generation.max_seconds is None:
             return limit
         return frames_within(generation.max_seconds, self.sample_rate / self.codec.decoder.samples_per_frame, limit - 1) + 1

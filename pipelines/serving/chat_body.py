@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from pipelines.request import Mode
 from pipelines.serving.errors import Body
 
-MOST_MESSAGES = 1000
+MAX_MESSAGES = 1000
 
 
 class TextPart(Body):
@@ -61,7 +61,7 @@ Part = Annotated[
     Discriminator(_part_tag, custom_error_type="part_type", custom_error_message="A part has the type text, input_audio or audio_url"),
 ]
 Content = Annotated[
-    Annotated[str, Tag("of:string")] | Annotated[list[Part], Tag("of:parts"), Field(min_length=1, max_length=MOST_MESSAGES)],
+    Annotated[str, Tag("of:string")] | Annotated[list[Part], Tag("of:parts"), Field(min_length=1, max_length=MAX_MESSAGES)],
     Discriminator(_content_tag),
 ]
 
@@ -103,7 +103,7 @@ class ChatBody(Body):
     """The whole request."""
 
     model: str
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     vllm_xargs: Xargs = Xargs()
     modalities: list[Literal["text", "audio"]] | None = None
     audio: AudioOut = AudioOut()

@@ -15,7 +15,7 @@ from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
 from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
 from pipelines.request import Generation, SynthesisRequest
-from pipelines.results import SpeechPipeline, Uttered, no_audio
+from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary, clone_prompt, creation_prompt
@@ -25,12 +25,12 @@ from pipelines.validation import SpeechTask, check_room, check_seed, frames_with
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm, qwen2_overrides
 from pipelines.vllm_engine.options import ModelSpec, TokenRequest, Tokens, VllmOptions
-from pipelines.vllm_engine.tokens import TokenOrder, TokenStreamer, TokenUtteranceFuture, token_sampling
+from pipelines.vllm_engine.tokens import TokenRequestInfo, TokenStreamer, TokenUtteranceFuture, token_sampling
 
 
 @dataclass(frozen=True, slots=True)
-class SparkOrder(TokenOrder[Voice]):
-    """An order and how its tokens are read."""
+class SparkRequestInfo(TokenRequestInfo[Voice]):
+    """What results need to know of a request, and how its tokens are read."""
 
     vocabulary: Vocabulary
     #: The global tokens of a cloned voice; None where the LM makes them itself.
@@ -52,9 +52,9 @@ class SparkOrder(TokenOrder[Voice]):
             raise no_audio(f"The model wrote {len(voice)} tokens of a voice instead of {self.voice_tokens}.")
         return SparkCodes(found.semantic, voice)
 
-    def read(self, tokens: Tokens) -> Uttered[Voice]:
+    def read(self, tokens: Tokens) -> FinishedCodes[Voice]:
         codes = self.codes(tokens)
-        return Uttered(column(codes.semantic), tokens.finish, Voice(torch.tensor(codes.voice)))
+        return FinishedCodes(column(codes.semantic), tokens.finish, Voice(torch.tensor(codes.voice)))
 
     def reader(self) -> SparkReader:
         return SparkReader(self)
@@ -63,19 +63,19 @@ class SparkOrder(TokenOrder[Voice]):
 class SparkReader:
     """A `pipelines.vllm_engine.tokens.TokenReader` of semantic tokens and the voice before them."""
 
-    def __init__(self, order: SparkOrder) -> None:
-        self._order = order
+    def __init__(self, info: SparkRequestInfo) -> None:
+        self._info = info
         self._ids: list[int] = []
 
     def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
         self._ids += ids
-        return column(self._order.vocabulary.parse(ids).semantic)
+        return column(self._info.vocabulary.parse(ids).semantic)
 
     def start(self) -> Voice | None:
         """The voice, whose tokens all stand before the first semantic one; None when it is not whole."""
-        order = self._order
-        voice = order.vocabulary.parse(self._ids).voice if order.voice is None else order.voice
-        return Voice(torch.tensor(voice)) if len(voice) == order.voice_tokens else None
+        info = self._info
+        voice = info.vocabulary.parse(self._ids).voice if info.voice is None else info.voice
+        return Voice(torch.tensor(voice)) if len(voice) == info.voice_tokens else None
 
 
 class SparkStreamer(TokenStreamer[Voice]):
@@ -154,7 +154,7 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     return SparkPipeline(config, vocabulary, references, codec, host, keep_unfinished=chosen.keep_unfinished)
 
 
-class SparkPipeline(SpeechPipeline[TokenRequest, SparkOrder]):
+class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`."""
 
     def __init__(
@@ -180,7 +180,7 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkOrder]):
         stage = CodecStage(BiCodecDecoder(codec), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS)
         super().__init__(host, stage, TokenUtteranceFuture, SparkStreamer)
 
-    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkOrder]:
+    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""
         task = speech_task(request.messages, request.generation, self.capabilities)
         check_seed(request.seed)
@@ -192,8 +192,8 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkOrder]):
         sampling = token_sampling(self.config.sampling, request.generation, most, request.seed, stops)
         meta = {**self._meta, "prompt_positions": len(prompt)}
         tokens = self.config.bicodec.speaker.tokens
-        order = SparkOrder(task.text, self.sample_rate, meta, self._keep_unfinished, self.vocabulary, voice, tokens)
-        return TokenRequest(request.request_id, prompt, sampling), order
+        info = SparkRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, self.vocabulary, voice, tokens)
+        return TokenRequest(request.request_id, prompt, sampling), info
 
     def _prompt(self, task: SpeechTask) -> tuple[list[int], tuple[int, ...] | None]:
         """The prompt of a task and the voice it clones; None for a voice that the LM creates."""

@@ -101,7 +101,7 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 #: Of the published volume normalisation (utils/audio.py, `audio_volume_normalize`).
-_QUIET_PEAK, _PEAK_FLOOR, _HEARD, _LEAST_HEARD, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.01, 10, 0.2, (0.1, 10.0)
+_QUIET_PEAK, _PEAK_FLOOR, _HEARD, _MIN_HEARD, _LOUDNESS, _GAINS = 0.1, 1e-3, 0.01, 10, 0.2, (0.1, 10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def normalize_volume(samples: NDArray[np.floating]) -> NDArray[np.floating]:
     if levels[-1] < _QUIET_PEAK:
         samples = samples / max(levels[-1], _PEAK_FLOOR) * _QUIET_PEAK
     levels = levels[levels > _HEARD]
-    if len(levels) <= _LEAST_HEARD:
+    if len(levels) <= _MIN_HEARD:
         return samples
     loud = np.mean(levels[int(0.9 * len(levels)) : int(0.99 * len(levels))])
     samples = samples * np.clip(_LOUDNESS / loud, *_GAINS)

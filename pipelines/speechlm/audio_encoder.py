@@ -21,7 +21,7 @@ from pipelines.speechlm.weights import ADAPTOR, TOWER
 SAMPLE_RATE = 16_000
 _HOP = 160
 #: Samples of the shortest recording: one frame of the mel's window.
-_LEAST_SAMPLES = 400
+_MIN_SAMPLES = 400
 
 
 class AudioEncoder:
@@ -75,7 +75,7 @@ class AudioEncoder:
 
 def check_length(samples: int) -> None:
     """Raises `InputError` for a recording that the tower was not made for. It is refused whole, never cut."""
-    if samples < _LEAST_SAMPLES:
+    if samples < _MIN_SAMPLES:
         raise InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, f"The audio has {samples} samples at 16 kHz.", "Give at least 25 ms of audio.")
     if samples > TOWER_SECONDS * SAMPLE_RATE:
         message = f"The audio is {samples / SAMPLE_RATE:.1f} s long; this model hears at most {TOWER_SECONDS} s at once."

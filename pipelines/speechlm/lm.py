@@ -33,7 +33,7 @@ def model_spec(config: SpeechLmConfig, share_prefixes: bool | None = None) -> Mo
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class StreamSampling:
     """How one modality is drawn; a temperature of 0 is greedy, a top_k of 0 all."""
 
     temperature: float
@@ -53,8 +53,8 @@ class Script:
     #: Stream-0 steps, text and audio together.
     max_tokens: int
     seed: int
-    text: Draw
-    audio: Draw
+    text: StreamSampling
+    audio: StreamSampling
     #: Whether audio follows the text, and its guidance: 1 or less is none.
     with_audio: bool = True
     cfg: float = 1.0

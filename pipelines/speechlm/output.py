@@ -19,7 +19,7 @@ End = Literal["eos", "eot", "length"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelOutput:
     """Stream-0 ids with the forced ones and the end, as published models write them, and the rows of audio."""
 
     ids: list[int]
@@ -29,7 +29,7 @@ class Answer:
     end: End
 
 
-def read_answer(config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.int64] | None, *, finished: bool) -> Answer:
+def read_output(config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.int64] | None, *, finished: bool) -> ModelOutput:
     """Reads the ids of a request; `codes` [len(ids), streams] where it may have audio; `finished` unless max_tokens ended it."""
     special = config.specials
     ids = list(ids)
@@ -38,7 +38,7 @@ def read_answer(config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.in
     text_ids = [one for one in written if config.text_start <= one < config.text_end]
     if begin is None or codes is None:
         last = ids[-1] if ids and finished else None
-        return Answer(ids, text_ids, None, "eos" if last == special.eos else "eot" if last == special.eot else "length")
+        return ModelOutput(ids, text_ids, None, "eos" if last == special.eos else "eot" if last == special.eot else "length")
     rows = codes[begin:].copy()
     end: End = "length"
     if finished and len(rows) and rows[-1, 0] == special.eos:
@@ -49,7 +49,7 @@ def read_answer(config: SpeechLmConfig, ids: Sequence[int], codes: NDArray[np.in
     rows[:, 0] -= config.codec_base
     # Codes beside the token are 1 + their place in their stream's ids; a pad stands in place 0.
     rows[:, 1:] -= 1
-    return Answer(ids, text_ids, rows, end)
+    return ModelOutput(ids, text_ids, rows, end)
 
 
 def interleave(codes: NDArray[np.int64]) -> NDArray[np.int64]:

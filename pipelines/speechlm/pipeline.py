@@ -22,9 +22,9 @@ from pipelines.results import SpeechPipeline
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
 from pipelines.speechlm.codec import Xcodec, XcodecDecoder, load_codec
 from pipelines.speechlm.config import CAPABILITIES, TOWER_SECONDS, SpeechLmConfig
-from pipelines.speechlm.lm import Draw, Script, model_spec
+from pipelines.speechlm.lm import Script, StreamSampling, model_spec
 from pipelines.speechlm.prompt import Prompt, TextCoder, build_prompt, chosen_messages
-from pipelines.speechlm.results import Talker, TalkOrder, TalkStreamer
+from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo, SpeechLmStreamer
 from pipelines.speechlm.weights import check_names, refuse_pickle
 from pipelines.validation import bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
@@ -81,7 +81,7 @@ def open_pipeline(folder: Path, **options: Any) -> SpeechLmPipeline:
     return SpeechLmPipeline(config, coder, encoder, codec, host, chosen)
 
 
-class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
+class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
     """A loaded checkpoint with its engine. Implements `pipelines.request.Pipeline`.
 
     A result of mode `text_only` has no samples. `stream` gives the text while it is written, and the audio whole behind it.
@@ -109,10 +109,10 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
         self._frames_per_second = config.sample_rate / codec.samples_per_frame
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
         stage = CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
-        super().__init__(host, stage, Talker, TalkStreamer)  # pyright: ignore[reportArgumentType]
+        super().__init__(host, stage, SpeechLmFuture, SpeechLmStreamer)  # pyright: ignore[reportArgumentType]
 
-    def _chunks(self, wanted: TokenRequest, order: TalkOrder) -> Iterator[AudioChunk]:
-        streamer = TalkStreamer(order, self._stage, lambda seconds: self._forget(wanted, streamer, seconds))
+    def _chunks(self, wanted: TokenRequest, info: SpeechLmRequestInfo) -> Iterator[AudioChunk]:
+        streamer = SpeechLmStreamer(info, self._stage, lambda seconds: self._forget(wanted, streamer, seconds))
         self._send(wanted, streamer)
         try:
             yield from streamer.chunks()
@@ -120,7 +120,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
             streamer.hang_up()
             self._engine.cancel(wanted)
 
-    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, TalkOrder]:
+    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SpeechLmRequestInfo]:
         """The engine's first request and what delivery must know. Raises `InputError` for what this model cannot do."""
         generation = request.generation
         task = speech_task(request.messages, generation, self.capabilities)
@@ -135,7 +135,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
         check_room(len(prompt.ids), self.host.max_context, room, "a larger max_context")
         script = self._script(request, mode, prompt, features, salt, room)
         meta = {**self._meta, "mode": mode, "cfg": script.cfg, "prompt_positions": len(prompt.ids)}
-        order = TalkOrder(
+        info = SpeechLmRequestInfo(
             task.text,
             self.sample_rate,
             meta,
@@ -147,7 +147,7 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
             self.host.submit,
             self.host.cancel,
         )
-        return script.first_request(self.config), order
+        return script.first_request(self.config), info
 
     def _script(self, request: SynthesisRequest, mode: Mode, prompt: Prompt, features: list[Tensor], salt: str | None, room: int) -> Script:
         asked, config = request.generation, self.config
@@ -161,8 +161,10 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, TalkOrder]):
             prompt.ids,
             min(either(asked.max_tokens, _STEPS[mode]), room),
             request.seed,
-            Draw(bounded(temperatures[0]), bounded_top_k(either(asked.top_k, config.text_top_k)), top_p),
-            Draw(bounded(temperatures[1]), bounded_top_k(either(asked.audio_top_k, either(asked.top_k, config.audio_top_k))), top_p),
+            StreamSampling(bounded(temperatures[0]), bounded_top_k(either(asked.top_k, config.text_top_k)), top_p),
+            StreamSampling(
+                bounded(temperatures[1]), bounded_top_k(either(asked.audio_top_k, either(asked.top_k, config.audio_top_k))), top_p
+            ),
             with_audio=mode == "text_audio",
             cfg=bounded(either(asked.cfg, 1.0)),
             min_rows=self._options.min_rows,

@@ -13,12 +13,12 @@ from tokenizers.decoders import DecodeStream
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError, SynthesisError
 from pipelines.request import AudioChunk, Speech
-from pipelines.results import OnDone, Order, UtteranceFuture, Uttered
+from pipelines.results import FinishedCodes, OnDone, RequestInfo, UtteranceFuture
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script
-from pipelines.speechlm.output import Answer, deinterleave, read_answer
+from pipelines.speechlm.output import ModelOutput, deinterleave, read_output
 from pipelines.speechlm.prompt import TextCoder
-from pipelines.vllm_engine.host import Receiver
+from pipelines.vllm_engine.host import TokenReceiver
 from pipelines.vllm_engine.options import TokenRequest, Tokens
 
 #: Characters of the text that an error without audio quotes.
@@ -28,7 +28,7 @@ _REDOS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class TalkOrder(Order):
+class SpeechLmRequestInfo(RequestInfo):
     """What delivery must know of a request, and how it asks the engine for more."""
 
     config: SpeechLmConfig
@@ -36,19 +36,19 @@ class TalkOrder(Order):
     script: Script
     #: A name for a pair that no other pair has.
     pair_name: Callable[[], str]
-    submit: Callable[[TokenRequest, Receiver], None]
+    submit: Callable[[TokenRequest, TokenReceiver], None]
     cancel: Callable[[TokenRequest], None]
 
 
-class Talker(UtteranceFuture[None]):
+class SpeechLmFuture(UtteranceFuture[None]):
     """Receives a request's text and audio, and asks for the guided audio once the text is there."""
 
     streamed = False
 
-    def __init__(self, order: TalkOrder, stage: CodecStage[None], settled: OnDone) -> None:
-        super().__init__(order, stage, settled)
-        self._talk = order
-        self._answer: Answer | None = None
+    def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], settled: OnDone) -> None:
+        super().__init__(info, stage, settled)
+        self._request = info
+        self._output: ModelOutput | None = None
         self._written: list[int] = []
         self._redone = 0
         #: The pair that is under way.
@@ -61,7 +61,7 @@ class Talker(UtteranceFuture[None]):
         try:
             if self._pair is not None:
                 self._pair_finished(tokens)
-            elif self._talk.script.guided and self._goes_on(tokens):
+            elif self._request.script.guided and self._goes_on(tokens):
                 self._written = list(tokens.ids)
                 self._ask_for_audio()
             else:
@@ -77,32 +77,32 @@ class Talker(UtteranceFuture[None]):
 
     def _end_pair(self) -> None:
         if self._pair is not None:
-            self._talk.cancel(self._pair)
+            self._request.cancel(self._pair)
 
     def _goes_on(self, tokens: Tokens) -> bool:
         """Whether the text ended with eot and room is left for the assistant token, the marker and audio."""
-        ended = tokens.finish == "stop" and tokens.ids[-1] == self._talk.config.specials.eot
-        return ended and len(tokens.ids) + 2 < self._talk.script.max_tokens
+        ended = tokens.finish == "stop" and tokens.ids[-1] == self._request.config.specials.eot
+        return ended and len(tokens.ids) + 2 < self._request.script.max_tokens
 
     def _forced_to_the_limit(self, tokens: Tokens) -> list[int]:
         """What of the assistant token and the marker still counts where guided audio has no room behind them."""
-        config, script = self._talk.config, self._talk.script
+        config, script = self._request.config, self._request.script
         if not script.guided or tokens.finish != "stop" or tokens.ids[-1] != config.specials.eot:
             return []
         return [config.specials.assistant, config.specials.audio][: script.max_tokens - len(tokens.ids)]
 
     def _ask_for_audio(self) -> None:
-        order = self._talk
+        info = self._request
         with self._lock:
             if not self._open:
                 return
-            self._pair = order.script.audio_pair(order.config, self._written, order.pair_name())
-        order.submit(self._pair, self)
+            self._pair = info.script.audio_pair(info.config, self._written, info.pair_name())
+        info.submit(self._pair, self)
         if not self._open:  # aborted meanwhile
             self._end_pair()
 
     def _pair_finished(self, tokens: Tokens) -> None:
-        special = self._talk.config.specials
+        special = self._request.config.specials
         if tokens.finish == "stop" and tokens.ids[-1] == special.pad:
             self._redone += 1
             if self._redone > _REDOS:
@@ -118,26 +118,26 @@ class Talker(UtteranceFuture[None]):
 
     def _deliver(self, ids: list[int], codes: NDArray[np.int64] | None, finished: bool) -> None:
         """Text alone settles the future; audio goes to the codec first."""
-        order = self._talk
-        answer = read_answer(order.config, ids, codes, finished=finished)
-        self._answer = answer
-        text = order.coder.decode(answer.text_ids)
-        order.meta["tokens"] = len(answer.ids)
+        info = self._request
+        answer = read_output(info.config, ids, codes, finished=finished)
+        self._output = answer
+        text = info.coder.decode(answer.text_ids)
+        info.meta["tokens"] = len(answer.ids)
         finish = "length" if answer.end == "length" else "stop"
-        if not order.script.with_audio:
+        if not info.script.with_audio:
             if self._settle(0.0):
                 none = np.zeros(0, np.float32)
-                self.future.set_result(Speech(none, order.sample_rate, order.text, text, {**order.meta, "finish": finish}))
+                self.future.set_result(Speech(none, info.sample_rate, info.text, text, {**info.meta, "finish": finish}))
             return
-        frames = np.zeros((0, order.config.streams), np.int64) if answer.rows is None else deinterleave(answer.rows)
+        frames = np.zeros((0, info.config.streams), np.int64) if answer.rows is None else deinterleave(answer.rows)
         if not len(frames):
             message = f"{_why(answer)} It wrote: {text[:_QUOTED]!r}."
-            raise NoAudioError(message, "Try another seed, or a prompt that asks for audio.", text, {**order.meta, "finish": finish})
-        order.check_end(finish, len(frames))
-        self.utter(Uttered(frames, finish, text_out=text))
+            raise NoAudioError(message, "Try another seed, or a prompt that asks for audio.", text, {**info.meta, "finish": finish})
+        info.check_end(finish, len(frames))
+        self.decode(FinishedCodes(frames, finish, text_out=text))
 
 
-def _why(answer: Answer) -> str:
+def _why(answer: ModelOutput) -> str:
     if answer.rows is not None:
         return f"The model wrote {len(answer.rows)} rows of audio, too few for a frame."
     if answer.end == "length":
@@ -145,31 +145,31 @@ def _why(answer: Answer) -> str:
     return "The model ended its answer after the text."
 
 
-class TalkStreamer(Talker):
-    """A talker whose text is heard while it is written; the audio comes whole, behind it."""
+class SpeechLmStreamer(SpeechLmFuture):
+    """Streams the text of a request while it is written; the audio comes whole, behind it."""
 
     streamed = True
 
-    def __init__(self, order: TalkOrder, stage: CodecStage[None], settled: OnDone) -> None:
-        super().__init__(order, stage, settled)
+    def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], settled: OnDone) -> None:
+        super().__init__(info, stage, settled)
         self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._text_over = False
         self.future.add_done_callback(lambda _: self._pieces.put(None))
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        config = self._talk.config
+        config = self._request.config
         for one in ids:
             if one in (config.specials.assistant, config.specials.audio):
                 self._text_over = True
             if self._pair is None and not self._text_over and config.text_start <= one < config.text_end:
-                piece = self._decoder.step(self._talk.coder.tokenizer, one)
+                piece = self._decoder.step(self._request.coder.tokenizer, one)
                 if piece:
                     self._pieces.put(piece)
 
     def chunks(self) -> Iterator[AudioChunk]:
         """Pieces of text, then the audio, then an empty final chunk with the whole result; raises the error that ended it."""
-        rate, silence = self._talk.sample_rate, np.zeros(0, np.float32)
+        rate, silence = self._request.sample_rate, np.zeros(0, np.float32)
         sent = ""
         while (piece := self._pieces.get()) is not None:
             sent += piece

@@ -25,7 +25,7 @@ _CANDIDATES = 64
 
 
 @dataclass(slots=True)
-class _Slot:
+class _RunningRequest:
     """What the host knows of a running request."""
 
     text: tuple[float, int, float]
@@ -56,7 +56,7 @@ class SpeechLmState(FrameState):
         self._forced = torch.tensor(forced, device=device)
         self._ends_ids = torch.tensor(model.ends, device=device)
         self._text_ids = torch.arange(start, end, device=device)
-        self._held: list[_Slot | None] = [None] * slots
+        self._held: list[_RunningRequest | None] = [None] * slots
         self._hearing: set[int] = set()
 
     def admit(self, request: Admitted) -> None:
@@ -68,7 +68,7 @@ class SpeechLmState(FrameState):
         self.audio_starts[slot] = len(request.prompt_ids) + before
         self.min_rows[slot] = extra["min_rows"]
         self.max_rows[slot] = extra["max_rows"]
-        held = _Slot(tuple(extra["text"]), tuple(extra["audio"]), half_of(extra), self._features(extra))
+        held = _RunningRequest(tuple(extra["text"]), tuple(extra["audio"]), half_of(extra), self._features(extra))
         self._held[slot] = held
         self.wide[slot] = _wide(held.text)
         self._hearing.discard(slot)
@@ -127,7 +127,7 @@ class SpeechLmState(FrameState):
         rows[mains] = scales[:, None] * rows[mains] + (1 - scales[:, None]) * rows[nulls]
         return mains, nulls
 
-    def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, held: list[_Slot | None]) -> Tensor:
+    def _draw_audio(self, rows: Tensor, step: FrameStep, noise: Tensor, held: list[_RunningRequest | None]) -> Tensor:
         """Places [n, streams] in each stream's ids; for stream 0 one place more is eos and two is eot."""
         count, streams, layer = len(rows), self.model.streams, self.model.layer_size
         logits = rows.new_full((count, streams, layer + 2), _NEVER)
@@ -143,7 +143,7 @@ class SpeechLmState(FrameState):
         drawn = drawn.view(count, streams)
         return torch.cat((drawn[:, :1], drawn[:, 1:].clamp(max=layer - 1)), 1)
 
-    def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, held: list[_Slot | None]) -> Tensor:
+    def _draw_text(self, logits: Tensor, step: FrameStep, noise: Tensor, held: list[_RunningRequest | None]) -> Tensor:
         """Text ids, eos or eot [n]. A row looks at the likeliest alone where its own top_k allows it: the vocabulary is wide."""
         start, end = self.model.text_span
         span, ends = logits[:, start:end], logits.index_select(1, self._ends_ids)

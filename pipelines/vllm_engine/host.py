@@ -27,7 +27,7 @@ _STOP_SECONDS = 30.0
 _GRACE_SECONDS = 2.0
 
 
-class Receiver(Protocol):
+class TokenReceiver(Protocol):
     """Who waits for one sequence. Called on the host's loop, so it must be quick."""
 
     #: Whether `tokens` is wanted while the sequence grows.
@@ -102,7 +102,7 @@ class VllmHost:
     def dtype(self) -> str:
         return self._arguments["dtype"]
 
-    def submit(self, request: TokenRequest, receiver: Receiver) -> None:
+    def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
         """Queues a sequence; blocks while the waiting room is full or a new engine core starts (never on the host's own loop).
 
         Raises `SynthesisError`: `synth.aborted` once the host is closed, `synth.engine` when it has given up on the engine.
@@ -171,7 +171,7 @@ class VllmHost:
             message = f"vLLM did not start: {type(error).__name__}: {error}."
             raise SynthesisError(ErrorCode.SYNTH_ENGINE, message, "See the log above; the model may need fewer max_sequences.") from error
 
-    def _enter(self, number: int, request: TokenRequest, receiver: Receiver) -> None:
+    def _enter(self, number: int, request: TokenRequest, receiver: TokenReceiver) -> None:
         task = self._loop.create_task(self._sequence(number, request, receiver))
         self._tasks[number] = request, task
         # A task that is cancelled before its first step runs no line of its own: what must happen at the end happens here.
@@ -187,7 +187,7 @@ class VllmHost:
             if not self._stopped:
                 self._loop.call_soon_threadsafe(cancel)
 
-    def _ended(self, task: asyncio.Task[Tokens], number: int, receiver: Receiver) -> None:
+    def _ended(self, task: asyncio.Task[Tokens], number: int, receiver: TokenReceiver) -> None:
         """Frees the room of a sequence and tells its receiver, however it ended."""
         outcome: Tokens | NightjarError
         if number in self._lost:
@@ -209,7 +209,7 @@ class VllmHost:
             self._changed.notify_all()
         _tell(receiver, outcome)
 
-    async def _sequence(self, number: int, request: TokenRequest, receiver: Receiver) -> Tokens:
+    async def _sequence(self, number: int, request: TokenRequest, receiver: TokenReceiver) -> Tokens:
         llm = await self._core.living()
         self._users.add(number)
         try:
@@ -236,7 +236,7 @@ class VllmHost:
                 task.cancel()
             await asyncio.gather(first, second, return_exceptions=True)
 
-    async def _collect(self, llm: Any, name: str, request: TokenRequest, receiver: Receiver) -> Tokens:
+    async def _collect(self, llm: Any, name: str, request: TokenRequest, receiver: TokenReceiver) -> Tokens:
         ids: list[int] = []
         codes: list[NDArray[np.int64]] = []
         finish = None
@@ -311,7 +311,7 @@ def _failure(error: BaseException) -> NightjarError:
     return SynthesisError(ErrorCode.SYNTH_ENGINE, f"vLLM failed: {type(error).__name__}: {error}.", "See the log.")
 
 
-def _tell(receiver: Receiver, outcome: Tokens | NightjarError) -> None:
+def _tell(receiver: TokenReceiver, outcome: Tokens | NightjarError) -> None:
     """A receiver that raises must not end the loop's work."""
     try:
         if isinstance(outcome, Tokens):

@@ -77,7 +77,7 @@ class VllmMetrics(Collector):
 #: Key of the config that keeps the width of the stored heads.
 STORED_WIDTH = "nightjar_stored_head_dim"
 #: The narrowest heads of Triton's attention, which float32 runs on; FlashAttention knows narrower ones, that no published model has.
-LEAST_CUDA_WIDTH = 32
+MIN_CUDA_WIDTH = 32
 
 
 def qwen2_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def head_overrides(head_dim: int, rope_theta: float) -> dict[str, Any]:
 def head_width(head_dim: int) -> int:
     """The narrowest heads, of `head_dim` at least, that the attention kernels of this vLLM know. Call it after `load_vllm`."""
     if not on_cpu():
-        return max(head_dim, LEAST_CUDA_WIDTH)
+        return max(head_dim, MIN_CUDA_WIDTH)
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     widths = sorted(CPUAttentionBackend.get_supported_head_sizes())

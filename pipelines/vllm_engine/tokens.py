@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import Generation
-from pipelines.results import OnDone, Order, Streamer, UtteranceFuture, Uttered
+from pipelines.results import FinishedCodes, OnDone, RequestInfo, Streamer, UtteranceFuture
 from pipelines.validation import bounded, bounded_top_k, check_seed, either
 from pipelines.vllm_engine.options import Tokens, TokenSampling
 
 #: The highest temperature that vLLM takes.
-MOST_TEMPERATURE = 2.0
+MAX_TEMPERATURE = 2.0
 
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
@@ -35,10 +35,10 @@ class TokenReader(Protocol[S_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenOrder(Order, Generic[S]):
-    """An order that knows what its tokens mean. A family overrides both methods, the second only where it streams."""
+class TokenRequestInfo(RequestInfo, Generic[S]):
+    """A request's info, and what its tokens mean. A family overrides both methods, the second only where it streams."""
 
-    def read(self, tokens: Tokens) -> Uttered[S]:
+    def read(self, tokens: Tokens) -> FinishedCodes[S]:
         """The utterance that a finished sequence holds.
 
         Raises `SynthesisError`: `synth.no_eos` (`check_end`) when it did not end, `synth.no_audio` (`no_audio`) when it holds no speech.
@@ -51,13 +51,13 @@ class TokenOrder(Order, Generic[S]):
 
 
 class TokenUtteranceFuture(UtteranceFuture[S]):
-    """A `pipelines.vllm_engine.host.Receiver` of whole utterances."""
+    """A `pipelines.vllm_engine.host.TokenReceiver` of whole utterances."""
 
     streamed = False
 
-    def __init__(self, order: TokenOrder[S], stage: CodecStage[S], settled: OnDone) -> None:
-        super().__init__(order, stage, settled)
-        self._read = order.read
+    def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], settled: OnDone) -> None:
+        super().__init__(info, stage, settled)
+        self._read = info.read
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
         """Whole utterances wait for their end."""
@@ -68,20 +68,20 @@ class TokenUtteranceFuture(UtteranceFuture[S]):
         except SynthesisError as error:
             self.failed(error)
         else:
-            self.utter(made)
+            self.decode(made)
 
 
 class TokenStreamer(Streamer[S]):
-    """A `pipelines.vllm_engine.host.Receiver` of streams."""
+    """A `pipelines.vllm_engine.host.TokenReceiver` of streams."""
 
     streamed = True
     #: Whether the codec looks ahead, so that empty codes must tell it of the end.
     looks_ahead: ClassVar[bool] = False
 
-    def __init__(self, order: TokenOrder[S], stage: CodecStage[S], settled: OnDone) -> None:
-        super().__init__(order, stage, settled)
-        self._read = order.read
-        self._reader = order.reader()
+    def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], settled: OnDone) -> None:
+        super().__init__(info, stage, settled)
+        self._read = info.read
+        self._reader = info.reader()
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
         frames = self._reader.read(ids, codes)
@@ -121,8 +121,8 @@ def token_sampling(defaults: Drawing, generation: Generation, max_tokens: int, s
     """
     check_seed(seed)
     temperature = either(generation.temperature, defaults.temperature)
-    if temperature > MOST_TEMPERATURE:
-        message = f"`temperature` is {temperature!r}; this model takes 0 to {MOST_TEMPERATURE:g}."
+    if temperature > MAX_TEMPERATURE:
+        message = f"`temperature` is {temperature!r}; this model takes 0 to {MAX_TEMPERATURE:g}."
         raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Correct the `generation` object.")
     return TokenSampling(
         max_tokens=max_tokens,

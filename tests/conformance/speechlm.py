@@ -22,7 +22,7 @@ from pipelines.request import Message, Mode
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, feature_count, load_tower
 from pipelines.speechlm.codec import XcodecDecoder, load_codec
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Draw, Script
+from pipelines.speechlm.lm import Script, StreamSampling
 from pipelines.speechlm.output import deinterleave, interleave
 from pipelines.speechlm.prompt import Prompt, TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.weights import check_names
@@ -150,8 +150,8 @@ class Golden:
             prompt.ids,
             case["max_tokens"],
             seed=0,
-            text=Draw(case["text_temperature"], 0),
-            audio=Draw(case["audio_temperature"], 0),
+            text=StreamSampling(case["text_temperature"], 0),
+            audio=StreamSampling(case["audio_temperature"], 0),
             with_audio=case["mode"] == "text_audio",
             cfg=case["cfg"] or 1.0,
             min_rows=case["audio_min_step"],
@@ -256,7 +256,7 @@ class Golden:
         ends = torch.from_numpy(self.array(f"{item['case']}/{source}_eos_eot"))
         first = self.array(f"{item['id']}/probs_stream0")
         others = self.array(f"{item['id']}/probs_streams1to7")
-        how = Draw(item["temperature"], item["top_k"])
+        how = StreamSampling(item["temperature"], item["top_k"])
         for step in range(len(others)):
             # The first stream may also draw one of the ends.
             rows = [(torch.cat((logits[step, 0], ends[step])), first[step])]
@@ -291,7 +291,7 @@ class Golden:
             same(f"n_window {window}", [feature_count(frames, window) for frames in table["frames"]], table[f"n_window_{window}"])
 
 
-def drawn_share(logits: torch.Tensor, how: Draw) -> NDArray[np.float64]:
+def drawn_share(logits: torch.Tensor, how: StreamSampling) -> NDArray[np.float64]:
     """The share of evenly spread draws that falls on each place of logits [places]."""
     noise = (torch.arange(SPREAD) * 2 + 1) * ((1 << 32) // (2 * SPREAD))
     places = drawn(logits.expand(SPREAD, -1), noise, how)

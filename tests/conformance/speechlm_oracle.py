@@ -14,7 +14,7 @@ from kernels.sampler import frame_noise, sample
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.config_keys import Keys
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Draw, Script
+from pipelines.speechlm.lm import Script, StreamSampling
 from pipelines.speechlm.weights import STREAMS, backbone_names
 
 
@@ -144,7 +144,7 @@ class Oracle:
         return self.hidden(self.embed(_column([token], self.config.streams)), cache)[-1]
 
 
-def drawn(logits: Tensor, noise: Tensor, how: Draw) -> Tensor:
+def drawn(logits: Tensor, noise: Tensor, how: StreamSampling) -> Tensor:
     """One place of each row [n, places]."""
     count = len(logits)
     greedy = how.temperature == 0

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from pipelines.speechlm.config import MODEL_TYPES
 from pipelines.speechlm.lm import Script, model_spec
-from pipelines.speechlm.output import read_answer
-from pipelines.speechlm.results import Talker, TalkOrder
+from pipelines.speechlm.output import read_output
+from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm, on_cpu
 from pipelines.vllm_engine.options import VllmOptions
@@ -90,7 +90,7 @@ class Opened:
             return f"pair-{self._pairs}"
 
         golden, host = self.golden, self.host
-        order = TalkOrder("", 16_000, {}, True, golden.config, golden.coder, script, pair_name, host.submit, host.cancel)
+        order = SpeechLmRequestInfo("", 16_000, {}, True, golden.config, golden.coder, script, pair_name, host.submit, host.cancel)
         heard = Heard(order)
         host.submit(script.first_request(golden.config), heard)
         return heard
@@ -115,10 +115,10 @@ class Opened:
         assert not problems, "; ".join(problems)
 
 
-class Heard(Talker):
+class Heard(SpeechLmFuture):
     """A talker that keeps ids and rows instead of having them decoded."""
 
-    def __init__(self, order: TalkOrder) -> None:
+    def __init__(self, order: SpeechLmRequestInfo) -> None:
         super().__init__(order, None, lambda _: None)  # pyright: ignore[reportArgumentType]
 
     def result(self, seconds: float) -> tuple[list[int], NDArray[np.int64]]:
@@ -132,8 +132,8 @@ class Heard(Talker):
         return self._redone
 
     def _deliver(self, ids: list[int], codes: NDArray[np.int64] | None, finished: bool) -> None:
-        config = self._talk.config
-        answer = read_answer(config, ids, codes, finished=finished)
+        config = self._request.config
+        answer = read_output(config, ids, codes, finished=finished)
         bases = config.codec_base + config.layer_size * np.arange(config.streams)
         rows = np.zeros((0, config.streams), np.int64) if answer.rows is None else answer.rows + bases
         made: Any = (answer.ids, rows)

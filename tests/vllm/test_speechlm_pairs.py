@@ -16,7 +16,7 @@ from tests.support.vllm_v2 import require_v2
 require_v2()
 
 from pipelines.errors import ErrorCode, NightjarError  # noqa: E402
-from pipelines.speechlm.lm import Draw, Script  # noqa: E402
+from pipelines.speechlm.lm import Script, StreamSampling  # noqa: E402
 from pipelines.vllm_engine.options import TokenRequest, VllmOptions  # noqa: E402
 from tests.conformance.speechlm import Golden  # noqa: E402
 from tests.conformance.speechlm_vllm import Heard, Opened  # noqa: E402
@@ -71,14 +71,14 @@ def test_staggered_arrivals_change_nothing(opened: Opened, golden: Golden) -> No
 
 def drawn(golden: Golden, name: str, seed: int) -> Script:
     script = replace(golden.script(golden.cases[name]), request_id=f"{name}-{seed}", seed=seed, max_tokens=60)
-    return replace(script, text=Draw(0.6, 20), audio=Draw(0.8, 20, 0.95))
+    return replace(script, text=StreamSampling(0.6, 20), audio=StreamSampling(0.8, 20, 0.95))
 
 
 def test_draws_are_those_of_the_plain_loop_alone_and_together(opened: Opened, golden: Golden) -> None:
     names = ("a0", "a0_cfg30", "t_eot", "u_d", "short_cfg", "a2_cfg15", "max_rows9")
     scripts = [drawn(golden, name, seed) for seed, name in enumerate(names, 1)]
     # One that draws among all text: its neighbours' draws must not notice.
-    scripts.append(replace(drawn(golden, "t_think", 40), text=Draw(1.0, 0)))
+    scripts.append(replace(drawn(golden, "t_think", 40), text=StreamSampling(1.0, 0)))
     expected = [golden.oracle.write(script) for script in scripts]
     assert any(one.rows for one in expected)
     asked = [opened.ask(script) for script in scripts]

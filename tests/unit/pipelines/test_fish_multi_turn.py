@@ -13,8 +13,8 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisErro
 from pipelines.fish_speech.codec import CodecDecoder
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.language_model import PROMPT_CODES, as_extra
-from pipelines.fish_speech.multi_turn import Course, TurnEngine
-from pipelines.fish_speech.pipeline import FishOrder
+from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
+from pipelines.fish_speech.pipeline import FishRequestInfo
 from pipelines.fish_speech.prompt import Conversation, Vocabulary
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
 from tests.support.fish_checkpoint import whole
@@ -76,13 +76,13 @@ class Heard:
 
 def start(
     texts: Sequence[str], heard: Heard, most: int = 20, frames: int | None = None, context: int = 400, keep: bool = False
-) -> tuple[FakeHost, TurnEngine, Course]:
+) -> tuple[FakeHost, TurnEngine, TurnPlan]:
     host = FakeHost()
     engine = TurnEngine(host)  # pyright: ignore[reportArgumentType]
     sampling = TokenSampling(most, 0.8, 30, 0.8, seed=7, stop_ids=(END,))
-    course = Course("item", Conversation(VOCABULARY, 10), texts, sampling, frames, context, as_extra, keep)
-    engine.submit(course, heard)
-    return host, engine, course
+    plan = TurnPlan("item", Conversation(VOCABULARY, 10), texts, sampling, frames, context, as_extra, keep)
+    engine.submit(plan, heard)
+    return host, engine, plan
 
 
 def codes_of(request: TokenRequest) -> list[int]:
@@ -154,16 +154,16 @@ def test_a_turn_without_a_frame_fails_the_item() -> None:
     host, _, _ = start(["One.", "Two."], heard)
     host.answer([1])
     host.answer([])
-    order = FishOrder("", 44_100, {}, False, None)  # pyright: ignore[reportArgumentType]
+    info = FishRequestInfo("", 44_100, {}, False, None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(SynthesisError) as caught:
-        order.read(end_of(heard))
+        info.read(end_of(heard))
     assert caught.value.code is ErrorCode.SYNTH_NO_AUDIO
 
 
 def test_a_dialogue_that_outgrows_the_engine_says_where() -> None:
     heard = Heard()
-    host, _, course = start(["One.", "Two."], heard, most=300, context=300)
-    assert host.sent[0][0].sampling.max_tokens == 300 - len(course.prompt.ids)
+    host, _, plan = start(["One.", "Two."], heard, most=300, context=300)
+    assert host.sent[0][0].sampling.max_tokens == 300 - len(plan.prompt.ids)
     host.answer(range(24), "stop")
     host.sent.clear()
     heard = Heard()
@@ -188,7 +188,7 @@ def test_an_abort_between_two_turns_starts_no_further_one() -> None:
 def test_an_abort_while_the_next_turn_starts_ends_that_turn(before: bool) -> None:
     """The host hears of the abort before it knows the turn, or after."""
     heard = Heard()
-    host, engine, course = start(["One.", "Two."], heard)
+    host, engine, plan = start(["One.", "Two."], heard)
     send = host.submit
 
     def submit(request: TokenRequest, receiver: Any) -> None:
@@ -201,15 +201,15 @@ def test_an_abort_while_the_next_turn_starts_ends_that_turn(before: bool) -> Non
 
     host.submit = submit
     host.answer([1, 2])
-    assert course.current is host.sent[1][0]
-    assert course.current in host.cancelled
+    assert plan.current is host.sent[1][0]
+    assert plan.current in host.cancelled
 
 
 def test_a_stream_that_is_left_cancels_the_turn_under_way() -> None:
     heard = Heard(True)
-    host, engine, course = start(["One.", "Two."], heard)
+    host, engine, plan = start(["One.", "Two."], heard)
     host.answer([1])
-    engine.cancel(course)
+    engine.cancel(plan)
     assert host.cancelled == [host.sent[1][0]]
 
 
@@ -219,7 +219,7 @@ def test_a_host_that_refuses_a_turn_fails_the_item_and_forgets_it() -> None:
     host.refusal = SynthesisError(ErrorCode.SYNTH_ENGINE, "gone")
     host.answer([1])
     assert heard.end is host.refusal
-    assert engine._courses == {}
+    assert engine._plans == {}
 
 
 def test_a_stream_starts_with_a_state_of_its_own() -> None:
@@ -227,6 +227,6 @@ def test_a_stream_starts_with_a_state_of_its_own() -> None:
         def new_state(self) -> object:
             return object()
 
-    order = FishOrder("", 44_100, {}, False, Decoder())  # pyright: ignore[reportArgumentType]
-    assert order.reader().start() is not order.reader().start()
+    info = FishRequestInfo("", 44_100, {}, False, Decoder())  # pyright: ignore[reportArgumentType]
+    assert info.reader().start() is not info.reader().start()
     assert hasattr(CodecDecoder, "new_state")

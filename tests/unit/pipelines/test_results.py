@@ -22,10 +22,10 @@ from pipelines.nn.config_keys import Keys
 from pipelines.nn.options import TokenModelOptions, read_options
 from pipelines.recording import RecordingCache, read_recording
 from pipelines.request import EngineStats, Generation, Message, SynthesisRequest
-from pipelines.results import SpeechPipeline, Uttered, no_audio
+from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
 from pipelines.validation import frames_within
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
-from pipelines.vllm_engine.tokens import TokenOrder, TokenStreamer, TokenUtteranceFuture, token_sampling
+from pipelines.vllm_engine.tokens import TokenRequestInfo, TokenStreamer, TokenUtteranceFuture, token_sampling
 
 RATE = 100
 
@@ -46,31 +46,31 @@ class Ramp:
 
 
 @dataclass(frozen=True, slots=True)
-class Order(TokenOrder[list[int]]):
+class RequestInfo(TokenRequestInfo[list[int]]):
     state: list[int] = field(default_factory=list)
     #: A stream's state is known once so many tokens came.
     known_after: int = 0
 
-    def read(self, tokens: Tokens) -> Uttered[list[int]]:
+    def read(self, tokens: Tokens) -> FinishedCodes[list[int]]:
         self.check_end(tokens.finish, len(tokens.ids), "tokens")
         if not tokens.ids:
             raise no_audio("Nothing was said.")
-        return Uttered(np.array(tokens.ids)[:, None], tokens.finish, text_out="words")
+        return FinishedCodes(np.array(tokens.ids)[:, None], tokens.finish, text_out="words")
 
     def reader(self) -> Reader:
         return Reader(self)
 
 
 class Reader:
-    def __init__(self, order: Order) -> None:
-        self._order, self._heard = order, 0
+    def __init__(self, info: RequestInfo) -> None:
+        self._info, self._heard = info, 0
 
     def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
         self._heard += len(ids)
         return np.array(ids, np.int64)[:, None]
 
     def start(self) -> list[int] | None:
-        return self._order.state if self._heard >= self._order.known_after else None
+        return self._info.state if self._heard >= self._info.known_after else None
 
 
 class Streamer(TokenStreamer[list[int]]):
@@ -106,11 +106,11 @@ class Host:
         """Its threads end by themselves."""
 
 
-class Pipeline(SpeechPipeline[TokenRequest, Order]):
-    order = Order("text", RATE, {"engine": "none"}, False)
+class Pipeline(SpeechPipeline[TokenRequest, RequestInfo]):
+    info = RequestInfo("text", RATE, {"engine": "none"}, False)
 
-    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, Order]:
-        return TokenRequest(request.request_id, [1], TokenSampling(9)), self.order
+    def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, RequestInfo]:
+        return TokenRequest(request.request_id, [1], TokenSampling(9)), self.info
 
 
 REQUEST = SynthesisRequest("one", (Message("user", "text", "text"),))
@@ -166,10 +166,10 @@ def test_what_is_no_speech_fails_as_a_whole_and_as_a_stream(
 
 @pytest.mark.parametrize("known_after", [0, 5])
 def test_a_stream_comes_in_chunks_from_a_state_that_may_come_late(host: Host, pipeline: Pipeline, known_after: int) -> None:
-    pipeline.order = Order("text", RATE, {}, False, [], known_after)
+    pipeline.info = RequestInfo("text", RATE, {}, False, [], known_after)
     host.play = say([1, 2, 3, 4, 5, 6])
     chunks = list(pipeline.stream(REQUEST))
-    assert pipeline.order.state == [1, 3, 2, 0], "chunks of 1 and 3, the rest, and the end"
+    assert pipeline.info.state == [1, 3, 2, 0], "chunks of 1 and 3, the rest, and the end"
     assert np.concatenate([chunk.samples for chunk in chunks]).tolist() == [code for code in range(1, 7) for _ in range(4)] + [1]
     assert [chunk.final for chunk in chunks] == [False] * 4 + [True]
     assert len(host.cancelled) == 1, "a stream's request is over when its reader is"

@@ -8,7 +8,7 @@ import pytest
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import Generation
 from pipelines.spark_tts.config import LLM, SamplingDefaults, SparkConfig
-from pipelines.spark_tts.pipeline import SparkOrder
+from pipelines.spark_tts.pipeline import SparkRequestInfo
 from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import normalize_volume, reference_clip
 from pipelines.vllm_engine.options import Finish, Tokens
@@ -50,41 +50,41 @@ def test_what_only_looks_like_a_control_token_is_spoken(vocabulary: Vocabulary) 
     assert vocabulary.spoken("a <|unknown|> b < | c")
 
 
-def order(vocabulary: Vocabulary, voice: tuple[int, ...] | None, keep_unfinished: bool = False) -> SparkOrder:
-    return SparkOrder("text", 16_000, {}, keep_unfinished, vocabulary, voice, len(VOICE))
+def info(vocabulary: Vocabulary, voice: tuple[int, ...] | None, keep_unfinished: bool = False) -> SparkRequestInfo:
+    return SparkRequestInfo("text", 16_000, {}, keep_unfinished, vocabulary, voice, len(VOICE))
 
 
-def code_of(order: SparkOrder, ids: list[int], finish: Finish = "stop") -> ErrorCode:
+def code_of(info: SparkRequestInfo, ids: list[int], finish: Finish = "stop") -> ErrorCode:
     with pytest.raises(SynthesisError) as caught:
-        order.codes(Tokens(ids, finish))
+        info.codes(Tokens(ids, finish))
     return caught.value.code
 
 
 def test_a_clone_keeps_its_own_voice(vocabulary: Vocabulary) -> None:
     ids = vocabulary.encode("<|start_semantic_token|><|bicodec_semantic_5|> noise <|pitch_value_3|><|bicodec_semantic_2|><|im_end|>")
-    codes = order(vocabulary, VOICE).codes(Tokens(ids, "stop"))
+    codes = info(vocabulary, VOICE).codes(Tokens(ids, "stop"))
     assert (codes.semantic, codes.voice) == ((5, 2), VOICE)
 
 
 def test_a_created_voice_is_read_from_the_tokens(vocabulary: Vocabulary) -> None:
     ids = [*vocabulary.voice_ids(VOICE), *vocabulary.semantic_ids((9,))]
-    assert order(vocabulary, None).codes(Tokens(ids, "stop")).voice == VOICE
+    assert info(vocabulary, None).codes(Tokens(ids, "stop")).voice == VOICE
 
 
 @pytest.mark.parametrize("missing", [1, 16])
 def test_a_created_voice_that_is_not_whole_is_no_audio(vocabulary: Vocabulary, missing: int) -> None:
     ids = [*vocabulary.voice_ids(VOICE[missing:]), *vocabulary.semantic_ids((9,))]
-    assert code_of(order(vocabulary, None), ids) is ErrorCode.SYNTH_NO_AUDIO
+    assert code_of(info(vocabulary, None), ids) is ErrorCode.SYNTH_NO_AUDIO
     one_more = [*vocabulary.voice_ids((*VOICE, 1)), *vocabulary.semantic_ids((9,))]
-    assert code_of(order(vocabulary, None), one_more) is ErrorCode.SYNTH_NO_AUDIO
+    assert code_of(info(vocabulary, None), one_more) is ErrorCode.SYNTH_NO_AUDIO
 
 
 def test_no_speech_token_is_no_audio_and_no_end_is_no_speech(vocabulary: Vocabulary) -> None:
-    assert code_of(order(vocabulary, VOICE), []) is ErrorCode.SYNTH_NO_AUDIO
-    assert code_of(order(vocabulary, VOICE), vocabulary.encode("only text")) is ErrorCode.SYNTH_NO_AUDIO
+    assert code_of(info(vocabulary, VOICE), []) is ErrorCode.SYNTH_NO_AUDIO
+    assert code_of(info(vocabulary, VOICE), vocabulary.encode("only text")) is ErrorCode.SYNTH_NO_AUDIO
     ids = vocabulary.semantic_ids((1, 2))
-    assert code_of(order(vocabulary, VOICE), ids, "length") is ErrorCode.SYNTH_NO_EOS
-    assert order(vocabulary, VOICE, keep_unfinished=True).codes(Tokens(ids, "length")).semantic == (1, 2)
+    assert code_of(info(vocabulary, VOICE), ids, "length") is ErrorCode.SYNTH_NO_EOS
+    assert info(vocabulary, VOICE, keep_unfinished=True).codes(Tokens(ids, "length")).semantic == (1, 2)
 
 
 def test_a_line_draws_as_it_asks_and_else_as_the_model_does() -> None:

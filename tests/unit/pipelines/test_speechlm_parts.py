@@ -24,10 +24,10 @@ from pipelines.request import Message
 from pipelines.speechlm.audio_encoder import check_length, feature_count, load_tower, window_ends
 from pipelines.speechlm.codec import load_codec
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Draw, Script
-from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after, read_answer
+from pipelines.speechlm.lm import Script, StreamSampling
+from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after, read_output
 from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
-from pipelines.speechlm.results import Talker, TalkOrder
+from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.vllm_engine.options import EngineMoment, TokenRequest, Tokens, refuse
 from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
@@ -124,7 +124,7 @@ def test_kv_is_private_where_frames_are_in_it(config: SpeechLmConfig) -> None:
     """Text alone may be shared; audio, guided or not, on both halves of a pair, has more in it than its token ids say."""
 
     def script(**changes: object) -> Script:
-        return Script("r", [1, 6], 50, 0, Draw(0, 0), Draw(0, 0), **changes)  # pyright: ignore[reportArgumentType]
+        return Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), **changes)  # pyright: ignore[reportArgumentType]
 
     def private(request: TokenRequest) -> bool:
         return request.extra["private_kv"]
@@ -145,26 +145,26 @@ def test_an_answer_says_what_ended_it(config: SpeechLmConfig) -> None:
     codes[5:7, 1:] = 1
     for mark, end, last in ((0, "eos", 2), (ENDED_BY_EOT, "eot", 3), (ENDED_BY_LIMIT, "length", 2)):
         codes[7, 1] = mark
-        answer = read_answer(config, ids, codes, finished=True)
+        answer = read_output(config, ids, codes, finished=True)
         assert (answer.end, answer.ids[-1], answer.text_ids) == (end, last, [300])
         assert answer.rows is not None
         assert answer.rows.tolist() == [[0] * 8, [1] + [0] * 7]
-    cut = read_answer(config, ids[:-1], codes[:-1], finished=False)
+    cut = read_output(config, ids[:-1], codes[:-1], finished=False)
     assert cut.rows is not None
     assert (cut.end, len(cut.rows)) == ("length", 2)
-    assert read_answer(config, [7, 300, 2], None, finished=True).end == "eos"
-    assert read_answer(config, [7, 300], None, finished=False).end == "length"
+    assert read_output(config, [7, 300, 2], None, finished=True).end == "eos"
+    assert read_output(config, [7, 300], None, finished=False).end == "length"
 
 
 def test_whoever_hangs_up_leaves_no_guided_audio_behind(config: SpeechLmConfig) -> None:
     submitted: list[TokenRequest] = []
     cancelled: list[TokenRequest] = []
 
-    def talker() -> Talker:
-        script = Script("r", [1, 6], 50, 0, Draw(0, 0), Draw(0, 0), cfg=3.0)
+    def talker() -> SpeechLmFuture:
+        script = Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), cfg=3.0)
         send = lambda request, receiver: submitted.append(request)  # noqa: E731
-        order = TalkOrder("", 16_000, {}, True, config, TextCoder(config), script, lambda: "pair", send, cancelled.append)
-        return Talker(order, None, lambda seconds: None)  # pyright: ignore[reportArgumentType]
+        order = SpeechLmRequestInfo("", 16_000, {}, True, config, TextCoder(config), script, lambda: "pair", send, cancelled.append)
+        return SpeechLmFuture(order, None, lambda seconds: None)  # pyright: ignore[reportArgumentType]
 
     text = Tokens([config.specials.text, config.text_start, config.specials.eot], "stop")
     gone = talker()
@@ -195,7 +195,7 @@ def test_the_benchmark_waits_for_nothing_that_the_engine_did_not_take(tmp_path: 
 
 def test_cfg_of_one_and_less_is_no_guidance(config: SpeechLmConfig) -> None:
     def request(cfg: float, with_audio: bool = True) -> tuple[bool, tuple[int, ...]]:
-        script = Script("r", [1, 6], 50, 0, Draw(0, 0), Draw(0, 0), with_audio, cfg)
+        script = Script("r", [1, 6], 50, 0, StreamSampling(0, 0), StreamSampling(0, 0), with_audio, cfg)
         return script.guided, script.first_request(config).sampling.stop_ids
 
     assert request(0.0) == request(0.5) == request(1.0) == (False, (2,))
@@ -204,7 +204,9 @@ def test_cfg_of_one_and_less_is_no_guidance(config: SpeechLmConfig) -> None:
 
 
 def test_a_null_branch_is_zeros_of_the_same_length(config: SpeechLmConfig) -> None:
-    script = Script("r", [1, 5, 300, 2, 6], 50, 9, Draw(0, 0), Draw(0, 0), cfg=3.0, features=[(2, torch.ones(1, 64))], salt="s")
+    script = Script(
+        "r", [1, 5, 300, 2, 6], 50, 9, StreamSampling(0, 0), StreamSampling(0, 0), cfg=3.0, features=[(2, torch.ones(1, 64))], salt="s"
+    )
     pair = script.audio_pair(config, [7, 301, 3], "p")
     assert list(pair.prompt_ids) == [1, 5, 300, 2, 6, 7, 301, 3, 6, 8]
     assert pair.shadow is not None
