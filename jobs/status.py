@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
-from jobs.ledger.records import ItemRow, Job, JobState, JobStatus, RejectedLine, ShardState
+from jobs.ledger.records import ItemRow, JobState, RejectedLine, ShardState
+from jobs.ledger.status import JobStatus
 from pipelines.errors import ErrorCode
 
 #: Fewer ended shards say nothing of how shards differ.
@@ -139,29 +138,6 @@ def status_view(
     if errors is not None:
         view["errors"] = {code.value: count for code, count in errors.items()}
     return view
-
-
-def job_view(job: Job) -> dict[str, Any]:
-    """`nightjar.job/1`: the job and its frozen spec."""
-    return {
-        "schema": "nightjar.job/1",
-        "job": job.id,
-        "name": job.name,
-        "state": job.state.value,
-        "owner": job.owner,
-        "priority": job.priority,
-        "weight": job.weight,
-        "labels": dict(job.labels),
-        "spec": msgspec.to_builtins(job.spec),
-        "spec_sha": job.spec_sha,
-        "input": job.input_uri,
-        "input_sha256": job.input_sha256,
-        "store": job.store_url,
-        "items": job.total_items,
-        "rejected_lines": job.rejected_lines,
-        "created_at": utc(job.created_at),
-        "finished_at": utc(job.finished_at),
-    }
 
 
 def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:

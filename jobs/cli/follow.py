@@ -15,7 +15,8 @@ from jobs.cli.context import common_options, found_job, job_argument
 from jobs.cli.show import NO_WORKER, status_lines
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
 from jobs.formatting import seconds_text
-from jobs.ledger.records import JobState, JobStatus
+from jobs.ledger.records import JobState
+from jobs.ledger.status import JobStatus
 from jobs.status import items_per_second, lacks_workers, rtfx, status_view
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ from jobs.console import Interrupted, Output, check_interrupts, undisturbed
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome, embedded_overrides
 from jobs.formatting import counted, redact
 from jobs.layout import job_prefix
-from jobs.ledger.records import Job, JobState, JobStatus, ShardState
+from jobs.ledger.records import Job, JobState, ShardState
 from jobs.ledger.states import LASTING_OUTAGES
+from jobs.ledger.status import JobStatus
 from jobs.recent_jobs import out_words, remember
 from jobs.settings import Settings, load_settings
 from jobs.status import status_view

@@ -11,8 +11,8 @@ import click
 from jobs.cli.context import F, common_options, found_job, job_argument, label_option, labels_of, price_option, reading_ledger
 from jobs.console import Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
-from jobs.ledger.records import ItemState, Job, JobState, JobStatus
-from jobs.ledger.status import GAP_SECONDS, Reader, newest_statuses, read_with_driver, status_and_errors
+from jobs.ledger.records import ItemState, Job, JobState
+from jobs.ledger.status import GAP_SECONDS, JobStatus, Reader, newest_statuses, read_with_driver, status_and_errors
 from jobs.recent_jobs import keep_remembered, out_words, settings_for_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from jobs.status import (

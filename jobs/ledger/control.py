@@ -1,4 +1,4 @@
-"""What is decided about jobs from outside: pause, resume, cancel, retry, priority; and which nights ran."""
+"""What users decide about jobs: pause, resume, cancel, retry, priority; and the record of the nights that ran."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Collection
 import sqlalchemy as sa
 
 from jobs.ledger import schema
-from jobs.ledger.lifecycle import UNHELD, end_attempt, hold, update_shard
-from jobs.ledger.mapping import insert, items_of, lock_job
+from jobs.ledger.lifecycle import end_attempt, ended_items, move_to, pause_job, update_job, update_shard
+from jobs.ledger.mapping import insert, items_of, lock_job, lock_known_job
 from jobs.ledger.records import ItemState, JobState, ShardState
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, db_now, item_is, state_is
 from jobs.ledger.states import BROKEN_ITEMS, DISPATCHED, OPEN_SHARDS, RETRYABLE_JOBS, AttemptOutcome
-from jobs.ledger.status import no_such_job
 from pipelines.errors import ErrorCode, ServiceError
 
 #: Shards that one transaction of a cancel or a retry changes.
@@ -20,40 +19,38 @@ SHARDS_AT_ONCE = 500
 
 
 def pause(connection: sa.Connection, job_id: str) -> None:
-    """Stops claims at once; workers that hold leases look at the job's state and give back what they have not begun."""
-    job = _lock(connection, job_id)
+    """Stops claims at once; workers give back what of their leases is not in the engine. Raises `ServiceError` with `ledger.state`."""
+    job = lock_known_job(connection, job_id)
     if job["state"] != JobState.PAUSED:
         _require(job, "paused", *DISPATCHED)
-        hold(connection, job_id, "paused by a person")
+        pause_job(connection, job_id, "paused by a person")
 
 
 def resume(connection: sa.Connection, job_id: str) -> None:
-    """Lets a paused job go on; its error budget starts anew."""
-    job = _lock(connection, job_id)
+    """Continues a paused job; its error budget starts anew. Raises `ServiceError` with `ledger.state`."""
+    job = lock_known_job(connection, job_id)
     if JobState(job["state"]) in DISPATCHED:
         return
     _require(job, "resumed", JobState.PAUSED)
-    columns = schema.shards.c
-    sums = sa.select(sa.func.coalesce(sa.func.sum(columns.n_done), 0), sa.func.coalesce(sa.func.sum(columns.n_failed), 0))
-    done, failed = connection.execute(sums.where(columns.job_id == job_id)).one()
-    _update(
+    done, failed = ended_items(connection, job_id)
+    update_job(
         connection,
         job_id,
         state=(JobState.READY if job["started_at"] is None else JobState.RUNNING).value,
         state_reason="",
         paused_at=None,
-        budget_from_done=int(done),
-        budget_from_failed=int(failed),
+        budget_from_done=done,
+        budget_from_failed=failed,
     )
 
 
 def begin_cancel(connection: sa.Connection, job_id: str) -> None:
     """From here on no claim, heartbeat or commit of the job is accepted; `cancel_some` ends its items."""
-    job = _lock(connection, job_id)
+    job = lock_known_job(connection, job_id)
     if job["state"] in {JobState.CANCELLING.value, JobState.CANCELLED.value}:
         return
     _require(job, "cancelled", JobState.INGESTING, JobState.READY, JobState.RUNNING, JobState.PAUSED)
-    _update(connection, job_id, state=JobState.CANCELLING.value, state_reason="cancelled by a person", cancel_requested_at=db_now())
+    update_job(connection, job_id, state=JobState.CANCELLING.value, state_reason="cancelled by a person", cancel_requested_at=db_now())
 
 
 def cancel_some(connection: sa.Connection, job_id: str) -> bool:
@@ -70,12 +67,12 @@ def cancel_some(connection: sa.Connection, job_id: str) -> bool:
         ).rowcount
         if shard["state"] == ShardState.LEASED:
             end_attempt(connection, shard, AttemptOutcome.CANCELLED)
-        update_shard(connection, shard, state=ShardState.CANCELLED.value, n_skipped=columns.n_skipped + skipped, not_before=None, **UNHELD)
+        move_to(connection, shard, ShardState.CANCELLED, n_skipped=columns.n_skipped + skipped, not_before=None)
     if len(chunk) == SHARDS_AT_ONCE:
         return True
     totals = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(columns.n_items), 0)).where(columns.job_id == job_id)
     shards, items = connection.execute(totals).one()
-    _update(connection, job_id, state=JobState.CANCELLED.value, finished_at=db_now(), total_shards=int(shards), total_items=int(items))
+    update_job(connection, job_id, state=JobState.CANCELLED.value, finished_at=db_now(), total_shards=int(shards), total_items=int(items))
     return False
 
 
@@ -86,7 +83,7 @@ def retry_some(
 
     Returns (items opened, the last shard looked at, or None after the last).
     """
-    job = _lock(connection, job_id)
+    job = lock_known_job(connection, job_id)
     _require(job, "retried", *RETRYABLE_JOBS)
     columns, items = schema.shards.c, schema.items.c
     query = sa.select(schema.shards).where(columns.job_id == job_id, columns.no > after, columns.n_failed > 0)
@@ -102,16 +99,17 @@ def retry_some(
             opened += count
     if opened:
         # What failed before the last resume and is open again may fail again.
-        _update(connection, job_id, budget_from_failed=max(0, job["budget_from_failed"] - opened))
+        update_job(connection, job_id, budget_from_failed=max(0, job["budget_from_failed"] - opened))
         if JobState(job["state"]).final:
-            _update(connection, job_id, state=JobState.RUNNING.value, state_reason="", finished_at=None)
+            update_job(connection, job_id, state=JobState.RUNNING.value, state_reason="", finished_at=None)
     return opened, chunk[-1]["no"] if len(chunk) == SHARDS_AT_ONCE else None
 
 
 def _reopen(connection: sa.Connection, shard: sa.RowMapping, count: int) -> None:
     values: dict[str, object] = {"n_failed": schema.shards.c.n_failed - count}
     if ShardState(shard["state"]) not in OPEN_SHARDS:
-        values.update(state=ShardState.READY.value, attempts=0, outages=0, not_before=None, **UNHELD)
+        move_to(connection, shard, ShardState.READY, attempts=0, outages=0, not_before=None, **values)
+        return
     if shard["state"] == ShardState.LEASED:
         # Else the items that are open again would hide what this lease has ended.
         values["claimed_failed"] = schema.shards.c.claimed_failed - count
@@ -119,28 +117,22 @@ def _reopen(connection: sa.Connection, shard: sa.RowMapping, count: int) -> None
 
 
 def wake(connection: sa.Connection, job_id: str) -> int:
-    """Ends the backoff of a job's shards: a person may have mended what they wait for."""
-    _lock(connection, job_id)
+    """Ends the backoff of a job's shards, because the user may have repaired what they wait for; returns how many run at once."""
+    lock_known_job(connection, job_id)
     columns = schema.shards.c
     statement = sa.update(schema.shards).where(columns.job_id == job_id, state_is(columns.state, ShardState.READY), columns.not_before > 0)
     return connection.execute(statement.values(not_before=None)).rowcount
 
 
 def check_writable(connection: sa.Connection, job_id: str) -> None:
-    """Writes a job's row as it is."""
-    _update(connection, job_id, priority=schema.jobs.c.priority)
+    """Changes nothing; raises `ServiceError` where the ledger can be read but not written, as on a full disk."""
+    update_job(connection, job_id, priority=schema.jobs.c.priority)
 
 
 def set_priority(connection: sa.Connection, job_id: str, priority: int) -> None:
-    _lock(connection, job_id)
-    _update(connection, job_id, priority=priority)
-
-
-def _lock(connection: sa.Connection, job_id: str) -> sa.RowMapping:
-    job = lock_job(connection, job_id)
-    if job is None:
-        raise no_such_job(job_id)
-    return job
+    """Sets the priority of a job; higher runs first."""
+    lock_known_job(connection, job_id)
+    update_job(connection, job_id, priority=priority)
 
 
 def _require(job: sa.RowMapping, verb: str, *states: JobState) -> None:
@@ -148,21 +140,19 @@ def _require(job: sa.RowMapping, verb: str, *states: JobState) -> None:
         raise ServiceError(ErrorCode.LEDGER_STATE, f"Job {job['id']} is {job['state']}, so it cannot be {verb}.", "")
 
 
-def _update(connection: sa.Connection, job_id: str, **values: object) -> None:
-    connection.execute(sa.update(schema.jobs).where(schema.jobs.c.id == job_id).values(**values))
-
-
 def schedule_ran(connection: sa.Connection, name: str, night: str) -> bool:
-    """Records a night; False if it was recorded before."""
+    """Records that a night ran; False if it was recorded before."""
     statement = insert(connection, schema.schedules).values(name=name, night=night, ran_at=db_now()).on_conflict_do_nothing()
     return connection.execute(statement.returning(schema.schedules.c.name)).one_or_none() is not None
 
 
 def schedule_forget(connection: sa.Connection, name: str, night: str) -> None:
+    """Lets a night run again."""
     columns = schema.schedules.c
     connection.execute(sa.delete(schema.schedules).where(columns.name == name, columns.night == night))
 
 
 def schedule_history(connection: sa.Connection, name: str) -> list[str]:
+    """The nights that ran, in order."""
     columns = schema.schedules.c
     return list(connection.scalars(sa.select(columns.night).where(columns.name == name).order_by(columns.night)))

@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 BUSY_TIMEOUT_MS = 30_000
 CONNECT_TIMEOUT_SECONDS = 5
-#: When either end takes a silent PostgreSQL connection for lost: idle before the first probe, between probes, unanswered data.
+#: When either end considers a silent PostgreSQL connection lost: idle before the first probe, between probes, unanswered data.
 KEEPALIVE_IDLE_SECONDS, KEEPALIVE_INTERVAL_SECONDS, KEEPALIVES, UNANSWERED_SECONDS = 30, 10, 3, 30
-#: A transaction that lost against another one is tried this often.
+#: How many times a transaction that lost against another one is tried.
 TRANSACTION_TRIES = 6
 
 _READ_ONLY, _BACKOFF, _PLACE = "nightjar_read_only", "nightjar_backoff_seconds", "nightjar_place"
@@ -44,9 +44,9 @@ _TIMED_OUT = {"55P03", "57014"}
 class LedgerLimits:
     """How long a connection to PostgreSQL may keep others waiting, or wait for them, in seconds."""
 
-    #: A transaction whose process says nothing for so long is rolled back: a process that is stopped holds no lock for ever.
+    #: A transaction whose process is silent for this long is rolled back, so that a stopped process does not keep its locks.
     idle_transaction_seconds: float = 10.0
-    #: Longest wait for a lock; longer than the above, so that who waits for a stopped process outlasts it.
+    #: Maximum wait for a lock; longer than the above, so that a transaction that waits for a stopped process outlasts it.
     lock_seconds: float = 30.0
     statement_seconds: float = 3600.0
 
@@ -97,7 +97,7 @@ class Database:
         return Reader(lambda statement, values: connection.exec_driver_sql(with_percent_names(statement), values), "postgresql", self.place)
 
     def use_write_ahead_log(self) -> None:
-        """Readers and a writer side by side, for good: the file remembers it."""
+        """Lets readers and a writer work side by side. The file remembers it."""
         with self._explained(), self.engine.connect() as connection:
             driver: Any = connection.connection.driver_connection
             driver.execute("PRAGMA journal_mode = WAL")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from jobs.ledger import schema
+from jobs.ledger.lifecycle import UNQUEUED
 from jobs.ledger.records import JobState, ShardState, Ticket
 from jobs.ledger.schema import db_now, state_is
 from jobs.ledger.states import DISPATCHED
@@ -131,7 +132,7 @@ def give_back(connection: sa.Connection, tickets: Sequence[Ticket]) -> int:
                 columns.enqueued_epoch == ticket.epoch,
                 state_is(columns.state, ShardState.QUEUED),
             )
-            .values(state=ShardState.READY.value, enqueued_epoch=None, enqueued_at=None)
+            .values(**UNQUEUED)
         ).rowcount
     return returned
 

@@ -11,8 +11,9 @@ from sqlalchemy import exc
 
 from jobs.ledger import schema
 from jobs.ledger.database import place
+from jobs.ledger.lifecycle import update_job
 from jobs.ledger.location import recorded
-from jobs.ledger.mapping import insert, job_of, lock_job, new_job_id, number_of, read_job
+from jobs.ledger.mapping import insert, job_of, lock_known_job, new_job_id, number_of, read_job
 from jobs.ledger.records import Job, JobState, NewJob, NewShard, RejectedLine, clean
 from jobs.ledger.schema import db_now
 from jobs.ledger.status import no_such_job
@@ -25,7 +26,7 @@ class DuplicateRowsError(Exception):
     """A row of a `bulk_copy` breaks a unique constraint; the transaction has to be rolled back."""
 
 
-def add_missing(connection: sa.Connection, table: sa.Table, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+def insert_missing(connection: sa.Connection, table: sa.Table, columns: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
     """Inserts `rows` as tuples of `columns`, in the driver's own types; rows whose key is there already are left as they are."""
     if rows:
         mark = "?" if connection.dialect.name == "sqlite" else "%s"
@@ -79,7 +80,7 @@ FROM json_each(?) AS item
 
 
 class DuplicateExamples(InputError):  # noqa: N818 - the word of the contract
-    """Example ids that stand in the job more than once; nothing of the batch was written."""
+    """Example ids that occur in the job more than once; nothing of the batch was written."""
 
     def __init__(self, example_ids: Sequence[str]) -> None:
         self.example_ids = tuple(example_ids)
@@ -141,11 +142,7 @@ def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], re
         ],
     )
     _add_rejected(connection, job_id, rejected)
-    connection.execute(
-        sa.update(schema.jobs)
-        .where(schema.jobs.c.id == job_id)
-        .values(lines_read=lines_read, rejected_lines=schema.jobs.c.rejected_lines + len(rejected))
-    )
+    update_job(connection, job_id, lines_read=lines_read, rejected_lines=schema.jobs.c.rejected_lines + len(rejected))
     return True
 
 
@@ -172,7 +169,7 @@ def _numbered(shard: NewShard) -> list[tuple[int, str, int]]:
 
 
 def duplicates(connection: sa.Connection, job_id: str, shards: Sequence[NewShard]) -> list[str]:
-    """The example ids of `shards` that stand there twice or are in the job already, in the order of the input."""
+    """The example ids of `shards` that occur twice or are in the job already, in the order of the input."""
     seen: set[str] = set()
     twice: dict[str, None] = {}
     # The items of a dialogue share its id: its first one stands for it.
@@ -190,23 +187,18 @@ def duplicates(connection: sa.Connection, job_id: str, shards: Sequence[NewShard
 
 
 def seal_job(connection: sa.Connection, job_id: str) -> Job:
-    """Sets the totals and opens the job for dispatch; a job without items fails with `input.no_items`."""
-    row = lock_job(connection, job_id)
-    if row is None:
-        raise no_such_job(job_id)
-    if row["state"] == JobState.INGESTING:
+    """Sets the totals and makes an ingesting job ready, or failed (`input.no_items`) where it has no item."""
+    if lock_known_job(connection, job_id)["state"] == JobState.INGESTING:
         shards, items = _totals(connection, job_id)
         empty = items == 0
-        connection.execute(
-            sa.update(schema.jobs)
-            .where(schema.jobs.c.id == job_id)
-            .values(
-                state=(JobState.FAILED if empty else JobState.READY).value,
-                state_reason=ErrorCode.INPUT_NO_ITEMS.value if empty else "",
-                finished_at=db_now() if empty else None,
-                total_shards=shards,
-                total_items=items,
-            )
+        update_job(
+            connection,
+            job_id,
+            state=(JobState.FAILED if empty else JobState.READY).value,
+            state_reason=ErrorCode.INPUT_NO_ITEMS.value if empty else "",
+            finished_at=db_now() if empty else None,
+            total_shards=shards,
+            total_items=items,
         )
     return read_job(connection, job_id)
 
@@ -221,8 +213,9 @@ def abandon_job(connection: sa.Connection, job_id: str) -> None:
 
 
 def staged_shards(connection: sa.Connection, job_id: str) -> tuple[int, int, int]:
-    """(shards, items, lines_read) that are committed, in one statement: another process may stage between two."""
+    """(shards, items, lines_read) that are committed: where a broken ingest continues."""
     job, shards = schema.jobs.c, schema.shards.c
+    # One statement, because another process may stage between two.
     query = (
         sa.select(sa.func.count(shards.no), sa.func.coalesce(sa.func.sum(shards.n_items), 0), job.lines_read)
         .select_from(schema.jobs.outerjoin(schema.shards, shards.job_id == job.id))
@@ -236,9 +229,7 @@ def staged_shards(connection: sa.Connection, job_id: str) -> tuple[int, int, int
 
 
 def _lock_ingesting(connection: sa.Connection, job_id: str) -> sa.RowMapping:
-    row = lock_job(connection, job_id)
-    if row is None:
-        raise no_such_job(job_id)
+    row = lock_known_job(connection, job_id)
     if row["state"] != JobState.INGESTING:
         raise ServiceError(ErrorCode.LEDGER_STATE, f"Job {job_id} is {row['state']}, so nothing can be added to it.", "Submit a new job.")
     return row

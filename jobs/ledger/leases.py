@@ -8,16 +8,16 @@ import sqlalchemy as sa
 
 from jobs.ledger import schema
 from jobs.ledger.lifecycle import (
-    UNHELD,
     complete_if_over,
     crash,
     end_attempt,
     end_items,
     lock_shard,
+    move_to,
+    next_attempt_at,
     pause_if_over_budget,
     progressed,
     update_shard,
-    wait,
 )
 from jobs.ledger.mapping import items_of, lock_job, open_items, read_job
 from jobs.ledger.records import ItemState, JobState, Lease, ShardState, Ticket
@@ -70,14 +70,17 @@ _OPEN_ITEMS = (
 
 
 def on_trial(connection: sa.Connection, ticket: Ticket) -> bool:
-    """Whether the next crash of this shard halves it or ends its item, so that nothing else may share its worker's fate."""
+    """Whether the next crash of this shard splits it or ends its item: it should run with no other shard beside it."""
     of = {"of_job": ticket.job_id, "of_shard": ticket.shard_no, "of_epoch": ticket.epoch}
     row = connection.execute(_ON_TRIAL, of).one_or_none()
     return row is not None and last_attempt(row.attempts, row.max_attempts)
 
 
 def claim(connection: sa.Connection, ticket: Ticket, worker_id: str, lease_seconds: float) -> Lease | None:
-    """Compare-and-set on state and epoch; None: the message is old, a duplicate, or its job does not run."""
+    """The lease on a queued shard, by compare-and-set on state and epoch.
+
+    None: the message is old, a duplicate, or its job does not run, so drop it.
+    """
     of = {"of_job": ticket.job_id, "of_shard": ticket.shard_no, "of_epoch": ticket.epoch}
     state = connection.scalar(_STATE_OF_JOB, of)
     if state is None or JobState(state) not in DISPATCHED:
@@ -112,7 +115,7 @@ def _lease(connection: sa.Connection, shard: sa.RowMapping) -> Lease:
 
 
 def heartbeat(connection: sa.Connection, worker_id: str, tickets: Sequence[Ticket], lease_seconds: float) -> set[Ticket]:
-    """Extends the worker's leases and returns those that are lost: the epoch is gone or the job is cancelled."""
+    """Extends the worker's leases and returns those that are lost (taken over, or the job was cancelled): stop their work."""
     if not tickets:
         return set()
     jobs, columns = schema.jobs.c, schema.shards.c
@@ -146,14 +149,14 @@ def finish_shard(connection: sa.Connection, ticket: Ticket, manifest_key: str | 
         update_shard(connection, shard, manifest_key=manifest_key, manifest_sha256=manifest_sha256)
     if open_items(shard) == 0:
         end_attempt(connection, shard, AttemptOutcome.DONE)
-        update_shard(connection, shard, state=ShardState.DONE.value, attempts=0, outages=0, **UNHELD)
+        move_to(connection, shard, ShardState.DONE, attempts=0, outages=0)
         if complete_if_over(connection, ticket.job_id):
             return True
     elif progressed(shard) or _recorded_errors(connection, shard):
         end_attempt(connection, shard, AttemptOutcome.PARTIAL)
         items = schema.items.c
         tries = connection.scalar(sa.select(sa.func.max(items.attempts)).where(items_of(shard), item_is(ItemState.PENDING))) or 0
-        update_shard(connection, shard, state=ShardState.READY.value, attempts=0, outages=0, not_before=wait(connection, tries), **UNHELD)
+        move_to(connection, shard, ShardState.READY, attempts=0, outages=0, not_before=next_attempt_at(connection, tries))
     else:
         message = "The worker ended the shard without an outcome for any of its open items."
         end_attempt(connection, shard, AttemptOutcome.FAILED, ErrorCode.WORKER_CRASH, message)
@@ -172,10 +175,10 @@ def release(connection: sa.Connection, ticket: Ticket, reason: str) -> bool:
     end_attempt(connection, shard, AttemptOutcome.RELEASED, None, reason)
     attempts = 0 if progressed(shard) else shard["attempts"]
     if open_items(shard) == 0:
-        update_shard(connection, shard, state=ShardState.DONE.value, attempts=0, outages=0, **UNHELD)
+        move_to(connection, shard, ShardState.DONE, attempts=0, outages=0)
         complete_if_over(connection, job["id"])
     else:
-        update_shard(connection, shard, state=ShardState.READY.value, attempts=attempts, not_before=None, **UNHELD)
+        move_to(connection, shard, ShardState.READY, attempts=attempts, not_before=None)
     return True
 
 
@@ -192,20 +195,12 @@ def fail_shard(connection: sa.Connection, ticket: Ticket, code: ErrorCode, messa
     if code in OUTAGES:
         outages = 1 if progressed(shard) else shard["outages"] + 1
         attempts = 0 if progressed(shard) else shard["attempts"]
-        update_shard(
-            connection,
-            shard,
-            state=ShardState.READY.value,
-            attempts=attempts,
-            outages=outages,
-            not_before=wait(connection, outages),
-            **UNHELD,
-        )
+        move_to(connection, shard, ShardState.READY, attempts=attempts, outages=outages, not_before=next_attempt_at(connection, outages))
     elif code.retryable:
         crash(connection, job, shard, code, message)
     else:
         end_items(connection, shard, ItemState.FAILED, code, message)
-        update_shard(connection, shard, state=ShardState.DONE.value, **UNHELD)
+        move_to(connection, shard, ShardState.DONE)
         if complete_if_over(connection, ticket.job_id):
             return True
     pause_if_over_budget(connection, job)

@@ -16,8 +16,8 @@ from jobs.ledger.database import Database, LedgerLimits
 from jobs.ledger.ingest import DuplicateExamples, DuplicateRowsError
 from jobs.ledger.location import recorded
 from jobs.ledger.outcomes import commit as commit_outcomes
-from jobs.ledger.records import CommitResult, DrawRow, ItemRow, ItemState, Job, JobStatus, NewShard, Outcome, RejectedLine, Ticket
-from jobs.ledger.status import Reader
+from jobs.ledger.records import CommitResult, DrawRow, ItemRow, ItemState, Job, NewShard, Outcome, RejectedLine, Ticket
+from jobs.ledger.status import JobStatus, Reader
 from pipelines.errors import ErrorCode, ServiceError
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Ledger:
 
     def reconcile(self, queued_timeout_seconds: float = 600, worker_timeout_seconds: float = 60) -> reconciler.ReconcileReport:
         """One pass over expired leases, lost messages, stale workers, wrong times, error budgets and unfinished cancels; one
-        transaction for each thing that has to be put right."""
+        transaction for each repair."""
         return reconciler.reconcile(self.database, queued_timeout_seconds, worker_timeout_seconds)
 
     def note_manifest(self, job: Job) -> None:
@@ -209,7 +209,6 @@ class Ledger:
     find_job = _reads_plainly(job_status.find_job)
     jobs = _reads_plainly(job_status.newest_jobs)
     statuses = _reads_plainly(job_status.newest_statuses)
-    last_outage = _reads_plainly(job_status.last_outage)
     error_counts = _reads_plainly(job_status.error_counts)
     failed_counts = _reads_plainly(job_status.failed_counts)
 

@@ -30,7 +30,9 @@ from jobs.ledger.states import (
 from pipelines.errors import ErrorCode
 
 #: What a shard without a lease and without a message holds.
-UNHELD = {"worker_id": None, "lease_until": None, "heartbeat_at": None, "enqueued_epoch": None, "enqueued_at": None}
+_UNHELD = {"worker_id": None, "lease_until": None, "heartbeat_at": None, "enqueued_epoch": None, "enqueued_at": None}
+#: What a queued shard becomes whose message is void.
+UNQUEUED = {"state": ShardState.READY.value, "enqueued_epoch": None, "enqueued_at": None}
 
 
 _LOCKED_SHARD = (
@@ -50,8 +52,8 @@ _END_ATTEMPT = (
         **{name: sa.bindparam(name) for name in ("outcome", "n_ok", "n_failed", "error_code", "error_message")},
     )
 )
-#: One question a state, so that each is answered from its partial index; in one statement, so that a shard that changes its state
-#: meanwhile is in one of them.
+#: One EXISTS for each state, so that each uses its partial index; in one statement, so that a shard that changes its state meanwhile
+#: is in one of them.
 _HAS_OPEN_SHARD = sa.select(
     sa.or_(
         *[
@@ -76,6 +78,24 @@ def update_shard(connection: sa.Connection, shard: sa.RowMapping, **values: obje
     connection.execute(statement, {"of_job": shard["job_id"], "of_shard": shard["no"], **plain})
 
 
+def move_to(connection: sa.Connection, shard: sa.RowMapping, state: ShardState, **values: object) -> None:
+    """Puts a shard into a state in which it has no lease and no message, and sets other columns with it."""
+    update_shard(connection, shard, state=state.value, **values, **_UNHELD)
+
+
+def update_job(connection: sa.Connection, job_id: str, **values: object) -> None:
+    """Sets columns of a job to values or to expressions."""
+    connection.execute(sa.update(schema.jobs).where(schema.jobs.c.id == job_id).values(**values))
+
+
+def ended_items(connection: sa.Connection, job_id: str) -> tuple[int, int]:
+    """(items done, items failed) of a job."""
+    columns = schema.shards.c
+    sums = sa.select(sa.func.coalesce(sa.func.sum(columns.n_done), 0), sa.func.coalesce(sa.func.sum(columns.n_failed), 0))
+    done, failed = connection.execute(sums.where(columns.job_id == job_id)).one()
+    return int(done), int(failed)
+
+
 @lru_cache(maxsize=64)
 def _set_columns(names: tuple[str, ...]) -> sa.Update:
     columns = schema.shards.c
@@ -86,22 +106,22 @@ def _set_columns(names: tuple[str, ...]) -> sa.Update:
     )
 
 
-def wait(connection: sa.Connection, attempts: int) -> sa.ColumnElement[float]:
-    """The time of the next attempt."""
+def next_attempt_at(connection: sa.Connection, attempts: int) -> sa.ColumnElement[float]:
+    """When the next attempt is due: now and the backoff after `attempts`."""
     return db_now() + backoff_seconds(attempts, random.random(), base_backoff_seconds(connection))
 
 
 def end_attempt(
     connection: sa.Connection, shard: sa.RowMapping, outcome: AttemptOutcome, code: ErrorCode | None = None, message: str | None = None
 ) -> None:
-    """Closes the row of the lease in `attempts`; one that ran out ended then, whenever that is found."""
+    """Closes the row of the lease in `attempts`; a lease that ran out ended at that time, not when that is found."""
     connection.execute(
         _END_ATTEMPT,
         {
             "of_job": shard["job_id"],
             "of_shard": shard["no"],
             "of_epoch": shard["epoch"],
-            # No lease ends before the last heartbeat that was heard.
+            # No lease ends before its last heartbeat.
             "at": max(shard["lease_until"], shard["heartbeat_at"]) if outcome is AttemptOutcome.EXPIRED else None,
             "outcome": outcome.value,
             "n_ok": shard["n_done"] - shard["claimed_done"],
@@ -118,20 +138,18 @@ def progressed(shard: sa.RowMapping) -> bool:
 
 
 def crash(connection: sa.Connection, job: sa.RowMapping, shard: sa.RowMapping, code: ErrorCode, message: str) -> Verdict:
-    """A lease ended without an answer for its open items: another attempt, halves, or the death of a single item."""
+    """Ends a lease that gave no outcome for its open items: another attempt, a bisection, or a single item that is dead."""
     still_open = open_items(shard)
     after = after_crash(still_open, shard["attempts"], job["max_attempts"], progressed(shard))
     if after.verdict is Verdict.RETRY:
-        update_shard(
-            connection, shard, state=ShardState.READY.value, attempts=after.attempts, not_before=wait(connection, after.attempts), **UNHELD
-        )
+        move_to(connection, shard, ShardState.READY, attempts=after.attempts, not_before=next_attempt_at(connection, after.attempts))
     elif after.verdict is Verdict.BISECT:
         bisect(connection, job, shard)
     elif after.verdict is Verdict.MARK_DEAD:
         end_items(connection, shard, ItemState.DEAD, ErrorCode.POISON_WORKER_CRASH, message)
-        update_shard(connection, shard, state=ShardState.DEAD.value, attempts=after.attempts, **UNHELD)
+        move_to(connection, shard, ShardState.DEAD, attempts=after.attempts)
     else:
-        update_shard(connection, shard, state=ShardState.DONE.value, attempts=after.attempts, **UNHELD)
+        move_to(connection, shard, ShardState.DONE, attempts=after.attempts)
     complete_if_over(connection, shard["job_id"])
     return after.verdict
 
@@ -156,27 +174,24 @@ def bisect(connection: sa.Connection, job: sa.RowMapping, shard: sa.RowMapping) 
             last_index=upper[-1],
             n_items=moved,
             estimated_ms=upper_estimate,
-            # Epochs go on rising for an item whichever shard it is in.
+            # The epoch of an item rises, whichever shard the item is in.
             epoch=shard["epoch"],
             attempts=attempts_after_bisection(moved, job["max_attempts"]),
-            not_before=wait(connection, 1),
+            not_before=next_attempt_at(connection, 1),
             input_key=shard["input_key"],
             input_sha256=shard["input_sha256"],
         )
     )
-    update_shard(
+    move_to(
         connection,
         shard,
-        state=ShardState.READY.value,
+        ShardState.READY,
         n_items=shard["n_items"] - moved,
         estimated_ms=shard["estimated_ms"] - upper_estimate,
         attempts=attempts_after_bisection(kept, job["max_attempts"]),
-        not_before=wait(connection, 1),
-        **UNHELD,
+        not_before=next_attempt_at(connection, 1),
     )
-    connection.execute(
-        sa.update(schema.jobs).where(schema.jobs.c.id == shard["job_id"]).values(total_shards=schema.jobs.c.total_shards + 1)
-    )
+    update_job(connection, shard["job_id"], total_shards=schema.jobs.c.total_shards + 1)
 
 
 def end_items(connection: sa.Connection, shard: sa.RowMapping, state: ItemState, code: ErrorCode, message: str) -> int:
@@ -223,19 +238,19 @@ def complete_if_over(connection: sa.Connection, job_id: str) -> bool:
     """Completes a job whose shards have all ended. The lock on the job makes the last shard the only one to do so."""
     if has_open_shards(connection, job_id):
         return False
-    jobs, columns = schema.jobs.c, schema.shards.c
-    failed = connection.scalar(sa.select(sa.func.sum(columns.n_failed)).where(columns.job_id == job_id)) or 0
+    jobs = schema.jobs.c
+    _, failed = ended_items(connection, job_id)
     rejected = connection.scalar(sa.select(jobs.rejected_lines).where(jobs.id == job_id)) or 0
     statement = (
         sa.update(schema.jobs)
         .where(jobs.id == job_id, state_is(jobs.state, *WORKING))
-        .values(state=final_state(int(failed), rejected).value, state_reason="", finished_at=db_now())
+        .values(state=final_state(failed, rejected).value, state_reason="", finished_at=db_now())
     )
     return connection.execute(statement).rowcount == 1
 
 
 def judge_budget(connection: sa.Connection, job_id: str) -> None:
-    """Pauses a job that fails too often; for after a commit, whose transaction has locked a shard and must not lock the job."""
+    """Pauses a job that fails too often. Runs after a commit, whose own transaction has locked a shard and must not lock the job."""
     job = lock_job(connection, job_id)
     if job is not None:
         pause_if_over_budget(connection, job)
@@ -245,31 +260,24 @@ def pause_if_over_budget(connection: sa.Connection, job: sa.RowMapping) -> None:
     """Pauses a job that fails too often."""
     reason = spent_budget(connection, job)
     if reason is not None:
-        hold(connection, job["id"], reason)
+        pause_job(connection, job["id"], reason)
 
 
 def spent_budget(connection: sa.Connection, job: sa.RowMapping) -> str | None:
     """Why a job that is dispatched should pause, or None."""
     if job["error_budget"] is None or JobState(job["state"]) not in DISPATCHED:
         return None
-    columns = schema.shards.c
-    sums = sa.select(sa.func.coalesce(sa.func.sum(columns.n_done), 0), sa.func.coalesce(sa.func.sum(columns.n_failed), 0))
-    done, failed = connection.execute(sums.where(columns.job_id == job["id"])).one()
-    pending = max(0, job["total_items"] - int(done) - int(failed))
-    done, failed = max(0, int(done) - job["budget_from_done"]), max(0, int(failed) - job["budget_from_failed"])
+    done, failed = ended_items(connection, job["id"])
+    pending = max(0, job["total_items"] - done - failed)
+    done, failed = max(0, done - job["budget_from_done"]), max(0, failed - job["budget_from_failed"])
     if not over_budget(job["error_budget"], done, failed, pending):
         return None
     return f"error budget: {failed} of {done + failed} items failed, more than {job['error_budget']:.1%}"
 
 
-def hold(connection: sa.Connection, job_id: str, reason: str) -> None:
+def pause_job(connection: sa.Connection, job_id: str, reason: str) -> None:
     """Pauses a job: its messages are void at once; its leases go on."""
-    jobs, columns = schema.jobs.c, schema.shards.c
-    connection.execute(
-        sa.update(schema.jobs).where(jobs.id == job_id).values(state=JobState.PAUSED.value, state_reason=clean(reason), paused_at=db_now())
-    )
-    connection.execute(
-        sa.update(schema.shards)
-        .where(columns.job_id == job_id, state_is(columns.state, ShardState.QUEUED))
-        .values(state=ShardState.READY.value, enqueued_epoch=None, enqueued_at=None)
-    )
+    update_job(connection, job_id, state=JobState.PAUSED.value, state_reason=clean(reason), paused_at=db_now())
+    columns = schema.shards.c
+    queued = sa.update(schema.shards).where(columns.job_id == job_id, state_is(columns.state, ShardState.QUEUED))
+    connection.execute(queued.values(**UNQUEUED))

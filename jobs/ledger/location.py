@@ -38,8 +38,8 @@ def recorded(store_url: str, place: Path | None) -> str:
 def located(address: str, place: Path | None, job_id: str) -> str:
     """The URL of the store that is recorded as `address`.
 
-    Earlier versions recorded full addresses only: where the inputs of the job stand in `place`, or in a folder of it that is
-    named as the end of such an address, the job has come along with its ledger.
+    Earlier versions recorded full addresses only. If the job's inputs are in `place`, or in a folder of it with the name of the end of
+    such an address, the job was moved together with its ledger.
     """
     if place is None:
         return address

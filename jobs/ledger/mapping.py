@@ -1,4 +1,4 @@
-"""Between rows of the database and the records of the ledger; and the few statements that every noun needs."""
+"""From rows of the database to the records of the ledger, and the statements that several modules need."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def new_job_id() -> str:
 
 def insert(connection: sa.Connection, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
     """An INSERT that knows ON CONFLICT."""
-    # A dialect is a tenth of the start-up of `nightjar status`, so only the one in use is imported.
+    # A dialect takes time to import, so only the one in use is.
     if connection.dialect.name == "sqlite":
         from sqlalchemy.dialects.sqlite import insert as insert_into
 
@@ -52,7 +52,7 @@ def read_row(connection: sa.Connection, job_id: str) -> sa.RowMapping | None:
 
 
 def read_job(connection: sa.Connection, job_id: str) -> Job:
-    """Raises `NotFoundError`."""
+    """The job with this id. Raises `NotFoundError`."""
     row = read_row(connection, job_id)
     if row is None:
         raise no_such_job(job_id)
@@ -60,8 +60,16 @@ def read_job(connection: sa.Connection, job_id: str) -> Job:
 
 
 def lock_job(connection: sa.Connection, job_id: str) -> sa.RowMapping | None:
-    """The row of a job, locked until the end of the transaction: before any of its shards, or deadlocks follow."""
+    """The row of a job, locked until the end of the transaction. Lock it before any of its shards; otherwise transactions deadlock."""
     return connection.execute(_LOCKED_JOB, {"job_id": job_id}).mappings().one_or_none()
+
+
+def lock_known_job(connection: sa.Connection, job_id: str) -> sa.RowMapping:
+    """As `lock_job`. Raises `NotFoundError`."""
+    row = lock_job(connection, job_id)
+    if row is None:
+        raise no_such_job(job_id)
+    return row
 
 
 def number_of(job_id: str) -> sa.ScalarSelect[int]:
@@ -84,11 +92,14 @@ def items_of(shard: sa.RowMapping) -> sa.ColumnElement[bool]:
     )
 
 
+def artifact_from(row: sa.RowMapping) -> Artifact:
+    """The artifact of a row of `artifacts`."""
+    values: dict[str, Any] = {name: row[name] for name in Artifact.__struct_fields__ if name != "index"}
+    return Artifact(index=row["idx"], **values)
+
+
 def item_from(row: sa.RowMapping, *, speaks_turns: bool) -> ItemRow:
-    artifact = None
-    if row["kind"] is not None:
-        values: dict[str, Any] = {name: row[name] for name in Artifact.__struct_fields__ if name != "index"}
-        artifact = Artifact(index=row["idx"], **values)
+    """The item of a row of `items` with the columns of its audio."""
     return ItemRow(
         index=row["idx"],
         example_id=row["example_id"],
@@ -97,7 +108,7 @@ def item_from(row: sa.RowMapping, *, speaks_turns: bool) -> ItemRow:
         attempts=row["attempts"],
         error_code=None if row["error_code"] is None else ErrorCode(row["error_code"]),
         error_message=row["error_message"],
-        artifact=artifact,
+        artifact=None if row["kind"] is None else artifact_from(row),
         turn=row["turn"],
         several=bool(row["several"]),
         speaks_turns=speaks_turns,

@@ -101,7 +101,7 @@ def _run(connection: sa.Connection, direction: str, revision: str) -> None:
     from alembic import command
 
     if connection.dialect.name == "postgresql":
-        # To rewrite a large table takes its time, and so does waiting for a process that does.
+        # A migration may rewrite a large table, or wait for a process that does so.
         connection.execute(set_limits(NO_LIMITS, local=True))
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(MIGRATION_LOCK)))
         if direction == "upgrade" and revision == "head" and _revision(connection) == SCHEMA_REVISION:

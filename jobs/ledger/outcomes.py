@@ -9,7 +9,7 @@ import msgspec
 import sqlalchemy as sa
 
 from jobs.ledger import schema
-from jobs.ledger.ingest import add_missing
+from jobs.ledger.ingest import insert_missing
 from jobs.ledger.lifecycle import lock_shard, record_errors, update_shard
 from jobs.ledger.mapping import number_of
 from jobs.ledger.records import (
@@ -50,7 +50,7 @@ def add_draws(connection: sa.Connection, job_no: int, draws: Iterable[tuple[int,
         )
         for index, draw in draws
     ]
-    add_missing(connection, schema.draws, _COLUMNS, rows)
+    insert_missing(connection, schema.draws, _COLUMNS, rows)
 
 
 def draws_page(connection: sa.Connection, job_id: str, after: int, limit: int) -> list[DrawRow]:
@@ -108,7 +108,7 @@ _ARTIFACT_COLUMNS = tuple(column.name for column in schema.artifacts.columns)
 def commit(connection: sa.Connection, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:
     """Writes outcomes of open items in one transaction; nothing where the lease is lost.
 
-    Doing it twice changes nothing more: an item ends once, and fails at most once under one lease.
+    Committing twice changes nothing more: an item ends once, and fails a maximum of once under one lease.
     """
     lease = {"job_id": ticket.job_id, "shard_no": ticket.shard_no, "epoch": ticket.epoch}
     shard = connection.execute(_LEASED, lease).mappings().one_or_none()
@@ -147,7 +147,7 @@ def _commit_done(connection: sa.Connection, shard: sa.RowMapping, done: list[Don
     if not done:
         return 0
     if again := [outcome.index for outcome in done if outcome.draws and outcome.draws[0].draw]:
-        _leave_quarantine(connection, shard, again)
+        _forget_quarantined(connection, shard, again)
     _add_artifacts(connection, shard, [artifact for outcome in done for artifact in outcome.artifacts])
     add_draws(connection, shard["job_no"], [(outcome.index, draw) for outcome in done for draw in outcome.draws])
     ended = _pending(shard, [outcome.index for outcome in done])
@@ -175,10 +175,10 @@ def _add_artifacts(connection: sa.Connection, shard: sa.RowMapping, artifacts: l
         )
         for artifact in artifacts
     ]
-    add_missing(connection, schema.artifacts, _ARTIFACT_COLUMNS, rows)
+    insert_missing(connection, schema.artifacts, _ARTIFACT_COLUMNS, rows)
 
 
-def _leave_quarantine(connection: sa.Connection, shard: sa.RowMapping, indexes: list[int]) -> None:
+def _forget_quarantined(connection: sa.Connection, shard: sa.RowMapping, indexes: list[int]) -> None:
     """Forgets what earlier draws of these items left in quarantine; the sweep removes the objects."""
     artifacts = schema.artifacts.c
     of_items = (artifacts.job_no == shard["job_no"], artifacts.idx.in_(indexes), artifacts.kind == QUARANTINE)
@@ -186,21 +186,22 @@ def _leave_quarantine(connection: sa.Connection, shard: sa.RowMapping, indexes: 
 
 
 def _pending(shard: sa.RowMapping, indexes: Iterable[int]) -> str:
-    """SQL for the open items of a shard among `indexes`: as text, since binding hundreds of numbers one by one is most of a commit."""
+    """SQL for the open items of a shard among `indexes`."""
+    # As text: binding hundreds of numbers one by one takes more time than the rest of a commit.
     numbers = ", ".join([str(int(index)) for index in indexes])
     return f"job_no = {shard['job_no']:d} AND idx IN ({numbers}) AND shard_no = {shard['no']:d} AND state = {_PENDING}"
 
 
 def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list[Failed], attempts: dict[int, int]) -> tuple[int, int, int]:
-    """(items that failed for good, items that wait for another attempt, engine time in milliseconds of what was not told before)."""
-    told = _told_before(connection, shard, [outcome.index for outcome in failed])
+    """(items that failed for good, items that wait for another attempt, engine milliseconds of what was not recorded before)."""
+    recorded = _recorded_before(connection, shard, [outcome.index for outcome in failed])
     ended = waiting = engine_ms = 0
     errors = []
     refused: list[Failed] = []
     for outcome in failed:
-        tries = attempts[outcome.index] + (outcome.index not in told)
+        tries = attempts[outcome.index] + (outcome.index not in recorded)
         state = after_failure(tries, shard["max_attempts"], outcome.code)
-        if state is ItemState.PENDING and outcome.index in told:
+        if state is ItemState.PENDING and outcome.index in recorded:
             continue
         engine_ms += outcome.engine_ms
         errors.append((outcome.index, outcome.code, outcome.message))
@@ -218,14 +219,14 @@ def _commit_failed(connection: sa.Connection, shard: sa.RowMapping, failed: list
                 refused.append(outcome)
     record_errors(connection, shard, errors)
     if refused:
-        _leave_quarantine(connection, shard, [outcome.index for outcome in refused])
+        _forget_quarantined(connection, shard, [outcome.index for outcome in refused])
         _add_artifacts(connection, shard, [artifact for outcome in refused for artifact in outcome.artifacts])
         add_draws(connection, shard["job_no"], [(outcome.index, draw) for outcome in refused for draw in outcome.draws])
     return ended, waiting, engine_ms
 
 
-def _told_before(connection: sa.Connection, shard: sa.RowMapping, indexes: list[int]) -> set[int]:
-    """Items whose failure under this lease is written already."""
+def _recorded_before(connection: sa.Connection, shard: sa.RowMapping, indexes: list[int]) -> set[int]:
+    """Items whose failure under this lease is recorded already."""
     if not indexes:
         return set()
     errors = schema.item_errors.c

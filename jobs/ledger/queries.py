@@ -1,4 +1,4 @@
-"""What people and reports ask of the ledger. Status comes from shard counters, never from a scan of items."""
+"""What commands and reports ask of the ledger. For the status of jobs see `status`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 import sqlalchemy as sa
 
 from jobs.ledger import schema
-from jobs.ledger.mapping import item_from, job_of, number_of
+from jobs.ledger.mapping import artifact_from, item_from, job_of, number_of
 from jobs.ledger.outcomes import draw_from
 from jobs.ledger.records import (
     Artifact,
@@ -58,11 +58,12 @@ _STATE = sa.select(schema.jobs.c.state).where(schema.jobs.c.id == sa.bindparam("
 
 
 def now(connection: sa.Connection) -> float:
+    """The database's clock, UTC epoch seconds."""
     return float(connection.scalar(sa.select(db_now())) or 0.0)
 
 
 def job_state(connection: sa.Connection, job_id: str) -> JobState:
-    """Raises `NotFoundError`."""
+    """The state of a job alone: what a worker asks often. Raises `NotFoundError`."""
     state = connection.scalar(_STATE, {"job_id": job_id})
     if state is None:
         raise no_such_job(job_id)
@@ -97,7 +98,7 @@ def items_page(
 
 
 def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[MadeAudio]:
-    """The audio of one shard's items in index order."""
+    """The audio of one shard's items in index order, for its manifest."""
     rows = connection.execute(_SHARD_AUDIO, {"job_id": job_id, "shard_no": shard_no})
     return [MadeAudio(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
 
@@ -113,7 +114,7 @@ def artifacts_page(connection: sa.Connection, job_id: str, after: int, limit: in
 
 
 def shard_inputs(connection: sa.Connection, job_id: str) -> dict[int, tuple[str, str]]:
-    """Key and SHA-256 of the input object of each shard."""
+    """Key and SHA-256 of the input object of each shard; the two halves of a bisected shard share one."""
     columns = schema.shards.c
     rows = connection.execute(sa.select(columns.no, columns.input_key, columns.input_sha256).where(columns.job_id == job_id))
     return {no: (key, sha256) for no, key, sha256 in rows}
@@ -206,9 +207,4 @@ def artifacts_of(connection: sa.Connection, job_id: str, kind: str, indexes: Col
     """Index -> artifact of one kind, of those of these items that have one."""
     columns = schema.artifacts.c
     query = sa.select(schema.artifacts).where(columns.job_no == number_of(job_id), columns.kind == kind, columns.idx.in_(indexes))
-    return {row["idx"]: _artifact(row) for row in connection.execute(query).mappings()}
-
-
-def _artifact(row: sa.RowMapping) -> Artifact:
-    values: dict[str, Any] = {name: row[name] for name in Artifact.__struct_fields__ if name != "index"}
-    return Artifact(index=row["idx"], **values)
+    return {row["idx"]: artifact_from(row) for row in connection.execute(query).mappings()}

@@ -1,4 +1,4 @@
-"""Puts right what died in between: expired leases, lost messages, stale workers, wrong times, unfinished cancels, missing manifests."""
+"""Repairs what crashes leave behind: expired leases, lost messages, stale workers, wrong times, unfinished cancels, missing manifests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from jobs.layout import draw_of, index_of, is_reference_key, job_prefix, shard_o
 from jobs.ledger import schema
 from jobs.ledger.control import cancel_some
 from jobs.ledger.database import Database
-from jobs.ledger.lifecycle import complete_if_over, crash, end_attempt, has_open_shards, lock_shard, pause_if_over_budget, spent_budget
+from jobs.ledger.lifecycle import (
+    UNQUEUED,
+    complete_if_over,
+    crash,
+    end_attempt,
+    has_open_shards,
+    lock_shard,
+    pause_if_over_budget,
+    spent_budget,
+)
 from jobs.ledger.mapping import lock_job, read_job, read_row
 from jobs.ledger.records import ItemState, JobState, ShardState
 from jobs.ledger.schema import db_now, state_is
@@ -49,13 +58,13 @@ _REPAIRS = (
 )
 
 
-def any_ahead(connection: sa.Connection) -> bool:
-    """Whether some time lies further ahead than possible."""
+def has_future_times(connection: sa.Connection) -> bool:
+    """Whether a time lies further in the future than is possible."""
     return any(connection.scalar(sa.select(sa.exists().where(ahead))) for _, ahead, _ in _REPAIRS)
 
 
-def bring_back(connection: sa.Connection) -> int:
-    """Brings such times back; returns how many rows."""
+def correct_times(connection: sa.Connection) -> int:
+    """Corrects times that lie too far in the future; returns the number of rows."""
     return sum(connection.execute(sa.update(table).where(ahead).values(**values)).rowcount for table, ahead, values in _REPAIRS)
 
 
@@ -65,9 +74,9 @@ _FINAL = tuple(state for state in JobState if state.final)
 
 
 def without_manifest(connection: sa.Connection) -> list[str]:
-    """Some jobs that ended a while ago and whose manifest of that end was not noted, the longest ended first."""
+    """Some jobs that ended a while ago and whose manifest is not recorded, the oldest end first."""
     jobs = schema.jobs.c
-    # A job that a clock gone wrong ended tomorrow ended a while ago, too.
+    # A wrong clock may have ended a job in the future; it ended a while ago, too.
     ended = sa.or_(jobs.finished_at < db_now() - MANIFEST_GRACE_SECONDS, jobs.finished_at > db_now() + CLOCK_SLACK_SECONDS)
     query = sa.select(jobs.id).where(
         state_is(jobs.state, *_FINAL), ended, sa.or_(jobs.manifest_finished_at.is_(None), jobs.manifest_finished_at != jobs.finished_at)
@@ -76,7 +85,7 @@ def without_manifest(connection: sa.Connection) -> list[str]:
 
 
 def note_manifest(connection: sa.Connection, job_id: str, finished_at: float | None) -> None:
-    """Notes that nothing is left to write for this end of a job; does nothing where the job went on meanwhile."""
+    """Records that the manifest of this end of a job is written; does nothing where the job continued meanwhile."""
     jobs = schema.jobs.c
     statement = sa.update(schema.jobs).where(jobs.id == job_id, jobs.finished_at == finished_at)
     connection.execute(statement.values(manifest_finished_at=finished_at))
@@ -84,7 +93,7 @@ def note_manifest(connection: sa.Connection, job_id: str, finished_at: float | N
 
 @dataclass(frozen=True, slots=True)
 class ReconcileReport:
-    """What one pass of the reconciler put right."""
+    """What one pass of the reconciler repaired."""
 
     expired_leases: int = 0
     lost_messages: int = 0
@@ -100,7 +109,7 @@ class ReconcileReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What there was to put right in the ledger, by kind."""
+        """What was repaired in the ledger, by kind."""
         return {name: value for name in self.__dataclass_fields__ if isinstance(value := getattr(self, name), int)}
 
     @property
@@ -109,8 +118,8 @@ class ReconcileReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Damage:
-    """What a look at the ledger, without any lock, finds to be put right."""
+class _Findings:
+    """What a read of the ledger, without any lock, finds to repair."""
 
     expired: list[tuple[str, int]]
     lost_messages: list[tuple[str, int]]
@@ -123,18 +132,18 @@ class _Damage:
 
 
 def reconcile(database: Database, queued_timeout_seconds: float, worker_timeout_seconds: float) -> ReconcileReport:
-    """One pass; any process may run it, also several at once. Writes only where there is something to put right."""
-    damage = database.read(_look, queued_timeout_seconds, worker_timeout_seconds)
-    times_ahead = database.write(bring_back) if damage.times_ahead else 0
-    verdicts = Counter(database.write(_expire, job_id, no) for job_id, no in damage.expired)
-    lost = sum(database.write(_requeue, job_id, no, queued_timeout_seconds) for job_id, no in damage.lost_messages)
-    stale = database.write(stale_workers, worker_timeout_seconds) if damage.stale_workers else 0
-    for job_id in damage.cancelling:
+    """One pass; any process may run it, also several at once. Writes only where there is something to repair."""
+    found = database.read(_find, queued_timeout_seconds, worker_timeout_seconds)
+    times_ahead = database.write(correct_times) if found.times_ahead else 0
+    verdicts = Counter(database.write(_expire, job_id, no) for job_id, no in found.expired)
+    lost = sum(database.write(_requeue, job_id, no, queued_timeout_seconds) for job_id, no in found.lost_messages)
+    stale = database.write(stale_workers, worker_timeout_seconds) if found.stale_workers else 0
+    for job_id in found.cancelling:
         while database.write(cancel_some, job_id):
             pass
-    for job_id in damage.judged:
+    for job_id in found.judged:
         database.write(_judge, job_id)
-    touched = {job_id for job_id, _ in damage.expired}.union(damage.cancelling, damage.judged)
+    touched = {job_id for job_id, _ in found.expired}.union(found.cancelling, found.judged)
     return ReconcileReport(
         expired_leases=verdicts.total() - verdicts[None],
         lost_messages=lost,
@@ -143,11 +152,11 @@ def reconcile(database: Database, queued_timeout_seconds: float, worker_timeout_
         stale_workers=stale,
         times_ahead=times_ahead,
         ended_jobs=tuple(sorted(job_id for job_id in touched if database.read(read_job, job_id).state.final)),
-        without_manifest=tuple(damage.without_manifest),
+        without_manifest=tuple(found.without_manifest),
     )
 
 
-def _look(connection: sa.Connection, queued_timeout_seconds: float, worker_timeout_seconds: float) -> _Damage:
+def _find(connection: sa.Connection, queued_timeout_seconds: float, worker_timeout_seconds: float) -> _Findings:
     jobs, columns, workers = schema.jobs.c, schema.shards.c, schema.workers.c
     # Not sorted by SQL, which would walk the primary key instead of the small partial indexes.
     shards = sa.select(columns.job_id, columns.no)
@@ -157,19 +166,19 @@ def _look(connection: sa.Connection, queued_timeout_seconds: float, worker_timeo
     )
     stale = sa.select(sa.func.count()).where(HEARD, workers.heartbeat_at < db_now() - worker_timeout_seconds)
     working = connection.execute(sa.select(schema.jobs).where(state_is(jobs.state, *WORKING)).order_by(jobs.id)).mappings().all()
-    return _Damage(
+    return _Findings(
         expired=sorted((job_id, no) for job_id, no in expired),
         lost_messages=sorted((job_id, no) for job_id, no in lost),
         stale_workers=connection.scalar(stale) or 0,
         cancelling=list(connection.scalars(sa.select(jobs.id).where(state_is(jobs.state, JobState.CANCELLING)))),
         judged=[job["id"] for job in working if spent_budget(connection, job) or not has_open_shards(connection, job["id"])],
-        times_ahead=any_ahead(connection),
+        times_ahead=has_future_times(connection),
         without_manifest=without_manifest(connection),
     )
 
 
 def _expire(connection: sa.Connection, job_id: str, shard_no: int) -> Verdict | None:
-    """Ends a lease that ran out; None: it did not, after all."""
+    """Ends a lease that ran out; None: it has not run out."""
     job = lock_job(connection, job_id)
     shard = lock_shard(connection, job_id, shard_no)
     if job is None or shard is None or JobState(job["state"]) not in WORKING or shard["state"] != ShardState.LEASED:
@@ -192,7 +201,7 @@ def _requeue(connection: sa.Connection, job_id: str, shard_no: int, timeout_seco
             state_is(columns.state, ShardState.QUEUED),
             columns.enqueued_at < db_now() - timeout_seconds,
         )
-        .values(state=ShardState.READY.value, enqueued_epoch=None, enqueued_at=None)
+        .values(**UNQUEUED)
     )
     return connection.execute(statement).rowcount
 

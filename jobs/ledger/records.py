@@ -95,7 +95,7 @@ class NewJob:
     #: Share of the window against jobs of the same priority.
     weight: int = 1
     max_attempts: int = 3
-    #: Most shards of this job queued or leased at once; None: no limit.
+    #: Maximum number of shards of this job that are queued or leased at once; None: no limit.
     max_in_flight: int | None = None
     #: Share of failed items that pauses the job, see `states.over_budget`; None: never.
     error_budget: float | None = None
@@ -103,7 +103,7 @@ class NewJob:
 
     def __post_init__(self) -> None:
         """Raises `config.invalid` for an error budget that would never, or always, be spent."""
-        # So also not a number.
+        # The comparison is also false for NaN.
         if self.error_budget is not None and not 0 <= self.error_budget <= 1:
             message = f"The error budget is {self.error_budget}."
             raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Give the share of failed items that pauses the job, from 0 to 1.")
@@ -140,8 +140,8 @@ class Job:
 
     @property
     def speaks_turns(self) -> bool:
-        """Whether a dialogue of it may have several spoken turns: not in jobs of before turns could be chosen, nor where a model
-        answers whole dialogues; a line of a batch has one text."""
+        """Whether a dialogue of the job may have several spoken turns. Not in jobs of before turns could be chosen, nor where a model
+        answers whole dialogues, nor in batches, whose lines have one text each."""
         return self.spec.speak not in (msgspec.UNSET, "answer") and self.labels.get(INPUT_FORMAT) != "openai-batch"
 
 
@@ -293,60 +293,6 @@ class CommitResult:
     failed: int = field(default=0, compare=False)
 
 
-@dataclass(frozen=True, slots=True)
-class ItemCounts:
-    total: int = 0
-    done: int = 0
-    failed: int = 0
-    skipped: int = 0
-
-    @property
-    def pending(self) -> int:
-        return self.total - self.done - self.failed - self.skipped
-
-
-@dataclass(frozen=True, slots=True)
-class Outage:
-    """What the last lease of a shard that waits met: a service that was down, full or forbidden."""
-
-    code: ErrorCode
-    message: str
-    #: When that lease ended, by the ledger's clock.
-    at: float
-
-
-@dataclass(frozen=True, slots=True)
-class ShardSpread:
-    """How much the shards that ended differ in engine time: what an ETA's error is made of."""
-
-    #: Shards that ended and made speech.
-    shards: int = 0
-    #: Sum over them of the engine time of one item that ended, in milliseconds, and the sum of its squares.
-    item_ms: float = 0.0
-    item_ms_squared: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class JobStatus:
-    """A job with its sums, all from shard counters."""
-
-    job: Job
-    items: ItemCounts
-    shards: Mapping[ShardState, int]
-    audio_ms: int
-    engine_ms: int
-    bytes_out: int
-    #: Ledger's clock at the time of reading.
-    now: float
-    #: Why open shards wait, if they do.
-    outage: Outage | None = None
-    spread: ShardSpread = ShardSpread()
-    #: Time in which shards were leased; None: that from the first claim to the end, or to now.
-    busy_seconds: float | None = None
-    #: Live workers that take shards of the job's model; None: nobody looked.
-    workers: int | None = None
-
-
 class ItemRow(msgspec.Struct, frozen=True):
     """An item with its audio artifact, if it has one."""
 
@@ -405,6 +351,6 @@ class WorkerRow:
     heartbeat_at: float
 
 
-# msgspec learns a class at its first use, and crashes where two threads do so at once. Here the import's lock keeps them apart.
+# msgspec inspects a class at its first use and crashes where two threads do so at once. Here the lock of the import keeps them apart.
 msgspec.json.Decoder(JobSpec)
 msgspec.json.Decoder(Score)

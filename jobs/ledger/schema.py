@@ -88,7 +88,7 @@ def _partial_index(name: str, *columns: sa.Column[Any], where: str) -> None:
 jobs = sa.Table(
     "jobs",
     metadata,
-    # Short key of the tables with a row an item: with the id in its place they would be twice as large and half as fast.
+    # The short key of the tables that have a row for each item: with the id instead, they would be twice as large and half as fast.
     sa.Column("no", sa.Integer, primary_key=True),
     sa.Column("id", sa.Text, nullable=False),
     sa.Column("name", sa.Text, nullable=False),

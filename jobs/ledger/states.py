@@ -20,14 +20,14 @@ OPEN_SHARDS = (ShardState.READY, ShardState.QUEUED, ShardState.LEASED)
 #: Items that ended with an error.
 BROKEN_ITEMS = (ItemState.FAILED, ItemState.DEAD)
 
-#: From this many ended items on their share of failures is compared with the error budget as it is.
+#: From this number of ended items, their share of failures is compared with the error budget as it is.
 BUDGET_MIN_ITEMS = 100
-#: Of fewer it is spent by as many failures as one job in a thousand would show that keeps its budget.
+#: With fewer, the budget is spent when a job within its budget would have that many failures in one of a thousand cases.
 BUDGET_CHANCE = 0.001
 MAX_BACKOFF_SECONDS = 300.0
-#: A time of the ledger may lie so much ahead of its clock: one statement reads it a moment before another writes.
+#: How far a time of the ledger may lie ahead of its clock: one statement reads the clock a moment before another writes.
 CLOCK_SLACK_SECONDS = 10.0
-#: So long the worker that ended a job may take to write its manifest.
+#: How long the worker that ended a job may take to write its manifest.
 MANIFEST_GRACE_SECONDS = 60.0
 
 #: A service was down or refused: says nothing about the shard, so it spends no attempt.
@@ -44,10 +44,10 @@ OUTAGES = frozenset(
 
 #: States of a worker process: it works; it gave back what it held and ended; its heartbeats stopped.
 UP, RETIRED, LOST = "up", "retired", "lost"
-#: A worker without a heartbeat for so long is not counted as live.
+#: A worker whose last heartbeat is older is not counted as live.
 LIVE_SECONDS = 60.0
 
-#: Outages that end a lease at once: a person mends them, and until then others may need the worker.
+#: Outages that end a lease at once: a person has to repair them, and other jobs may need the worker until then.
 LASTING_OUTAGES = frozenset({ErrorCode.STORE_FULL, ErrorCode.STORE_FORBIDDEN})
 
 
@@ -119,8 +119,8 @@ def backoff_seconds(attempts: int, jitter: float, base_seconds: float = 1.0) -> 
 def over_budget(error_budget: float | None, done: int, failed: int, pending: int) -> bool:
     """Whether a job has failed too often since its start or its last resume.
 
-    It has where it cannot end within its budget any more, whatever becomes of the pending items. Before that the items that have ended
-    are judged: a hundred and more by their share of failures, fewer by how probable as many failures are at the budget's rate.
+    It has when it cannot end within its budget any more, even if all pending items succeed. Before that, the ended items count: a
+    hundred and more by their share of failures, fewer by the probability of that many failures at the budget's rate.
     """
     ended = done + failed
     if error_budget is None or not failed or failed / ended <= error_budget:

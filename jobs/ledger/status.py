@@ -19,13 +19,13 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from jobs.ledger.location import located, place_of
-from jobs.ledger.records import SCHEMA_REVISION, ItemCounts, Job, JobSpec, JobState, JobStatus, Outage, ShardSpread, ShardState, clean
+from jobs.ledger.records import SCHEMA_REVISION, Job, JobSpec, JobState, ShardState, clean
 from jobs.ledger.states import LIVE_SECONDS, LOST, OUTAGES, RETIRED
 from pipelines.errors import ErrorCode, NotFoundError
 
 CONNECT_SECONDS = 5
 BUSY_SECONDS = 30
-#: Between two leases this long at most is the handing out of work; longer is a gap in which nobody worked.
+#: A longer pause between two leases is a gap in which nobody worked; a shorter one is the time to hand out work.
 GAP_SECONDS = 10.0
 
 #: UTC epoch seconds by each engine's clock.
@@ -37,7 +37,7 @@ NOW = {
 T = TypeVar("T")
 _SUMS = ("n_items", "n_done", "n_failed", "n_skipped", "audio_ms", "engine_ms", "bytes_out")
 _JOBS = f"SELECT {', '.join(Job.__dataclass_fields__)} FROM jobs"  # noqa: S608 - names of ours
-#: Engine time of one item of a shard, see `records.ShardSpread`.
+#: Engine time of one item of a shard, see `ShardSpread`.
 _ITEM_MS = "CASE WHEN n_done > 0 THEN 1.0 * engine_ms / (n_done + n_failed) END"
 _SHARDS = f"""
 SELECT job_id, state, count(*), count(NULLIF(n_done, 0)), sum({_ITEM_MS}), sum({_ITEM_MS} * {_ITEM_MS}),
@@ -80,6 +80,60 @@ SELECT job_id, min(began), max(ended) FROM numbered GROUP BY job_id, span ORDER 
 
 
 @dataclass(frozen=True, slots=True)
+class ItemCounts:
+    total: int = 0
+    done: int = 0
+    failed: int = 0
+    skipped: int = 0
+
+    @property
+    def pending(self) -> int:
+        return self.total - self.done - self.failed - self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Why the last lease of a waiting shard ended: a service that was down, full or forbidden."""
+
+    code: ErrorCode
+    message: str
+    #: When that lease ended, by the ledger's clock.
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpread:
+    """How much the shards that ended differ in engine time: what an ETA's error is made of."""
+
+    #: Shards that ended and made speech.
+    shards: int = 0
+    #: Sum over them of the engine time of one item that ended, in milliseconds, and the sum of its squares.
+    item_ms: float = 0.0
+    item_ms_squared: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobStatus:
+    """A job with its sums, all from shard counters."""
+
+    job: Job
+    items: ItemCounts
+    shards: Mapping[ShardState, int]
+    audio_ms: int
+    engine_ms: int
+    bytes_out: int
+    #: Ledger's clock at the time of reading.
+    now: float
+    #: Why open shards wait, if they do.
+    outage: Outage | None = None
+    spread: ShardSpread = ShardSpread()
+    #: Time in which shards were leased; None: that from the first claim to the end, or to now.
+    busy_seconds: float | None = None
+    #: Live workers that take shards of the job's model; None: nobody looked.
+    workers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Reader:
     """A transaction that reads."""
 
@@ -104,8 +158,8 @@ def with_percent_names(statement: str) -> str:
 def read_with_driver(url: str, work: Callable[[Reader], T]) -> T | None:
     """What `work` reads by the bare driver, in one snapshot.
 
-    None where something is not plain: another schema, a database that cannot be read, a driver that is missing. `Ledger` has the
-    words for it.
+    None where it cannot be read so: another schema, a database that is away, a driver that is missing. `Ledger` then raises the error
+    that says why.
     """
     scheme = url.partition(":")[0]
     opened = {"sqlite": _sqlite, "postgresql": _postgresql, "postgres": _postgresql}.get(scheme)
@@ -210,7 +264,7 @@ def status_of(reader: Reader, job: Job) -> JobStatus:
     if job.state.final:
         return status
     (workers,) = reader.execute(_LIVE_WORKERS.replace("<now>", NOW[reader.engine]), {"model": job.spec.model}).fetchone()
-    return replace(status, outage=last_outage(reader, job.id), workers=workers)
+    return replace(status, outage=_last_outage(reader, job.id), workers=workers)
 
 
 def newest_statuses(
@@ -266,8 +320,8 @@ def _of_jobs(reader: Reader, statement: str, job_ids: Sequence[str]) -> list[tup
     return reader.execute(statement.replace("<jobs>", marks), ids).fetchall() if ids else []
 
 
-def last_outage(reader: Reader, job_id: str) -> Outage | None:
-    """What the shards that wait for a service met last; None where none waits for one."""
+def _last_outage(reader: Reader, job_id: str) -> Outage | None:
+    """The last outage of the shards that wait for a service; None where no shard waits for one."""
     row = reader.execute(_OUTAGE, {"job": job_id}).fetchone()
     if row is None or row[0] not in OUTAGES:
         return None

@@ -32,7 +32,7 @@ _LIVE_SLOTS = (
 
 
 def register_worker(connection: sa.Connection, info: WorkerInfo) -> None:
-    """Raises `ServiceError` with `ledger.shared_sqlite` where a worker of another host uses the same SQLite file."""
+    """Adds a worker. Raises `ServiceError` with `ledger.shared_sqlite` where a worker of another host uses the same SQLite file."""
     columns = schema.workers.c
     if connection.dialect.name == "sqlite":
         other = connection.scalar(sa.select(columns.host).where(_live(LIVE_SECONDS), columns.host != clean(info.host)).limit(1))
@@ -65,6 +65,7 @@ def worker_heartbeat(connection: sa.Connection, worker_id: str, state: str = UP)
 
 
 def retire_worker(connection: sa.Connection, worker_id: str) -> None:
+    """Marks a worker that gave back what it held and ends."""
     connection.execute(sa.update(schema.workers).where(schema.workers.c.id == worker_id).values(state=RETIRED, heartbeat_at=db_now()))
 
 
@@ -76,8 +77,8 @@ def stale_workers(connection: sa.Connection, timeout_seconds: float) -> int:
 
 
 def lose_worker(connection: sa.Connection, host: str, pid: int) -> int:
-    """Ends the leases of a worker whose process is known to be dead with its last sign of life, so that the reconciler need not wait
-    them out; returns how many. Should it live after all, the epoch fences it."""
+    """Ends the leases of a worker whose process is known to be dead, so that the next `reconcile` need not wait for their end; returns
+    how many. If the process lives after all, the epoch fences it."""
     workers, shards = schema.workers.c, schema.shards.c
     of_process = (workers.host == clean(host), workers.pid == pid)
     ids = sa.select(workers.id).where(*of_process)

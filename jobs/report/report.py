@@ -13,8 +13,8 @@ from jobs.checks import CHECKS
 from jobs.dialogue import clean
 from jobs.export.files import output
 from jobs.formatting import bytes_text, redact, seconds_text
-from jobs.ledger.records import ItemState, Job, JobStatus, RejectedLine
-from jobs.ledger.status import GAP_SECONDS
+from jobs.ledger.records import ItemState, Job, RejectedLine
+from jobs.ledger.status import GAP_SECONDS, JobStatus
 from jobs.report.charts import Histogram, Lines, histogram, lines, number
 from jobs.report.clips import Clip, Clips
 from jobs.report.page import ErrorRow, Fact, Page, Row, render

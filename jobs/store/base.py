@@ -1,4 +1,4 @@
-"""The object store as the rest of the house sees it: write-once keys, content hashes, nothing else."""
+"""The protocol of an object store: write-once keys, content hashes, nothing else."""
 
 from __future__ import annotations
 

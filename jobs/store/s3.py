@@ -125,7 +125,7 @@ class S3Store:
     def put_file(
         self, key: str, path: Path, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
     ) -> PutResult:
-        """As `put`, with the content of a local file, streamed; S3 takes at most 5 GiB."""
+        """As `put`, with the content of a local file, streamed; S3 takes a maximum of 5 GiB."""
         with path.open("rb") as file:
             digest, size = hashlib.file_digest(file, "sha256").digest(), file.tell()
 

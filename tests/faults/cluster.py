@@ -23,7 +23,8 @@ import sqlalchemy as sa
 
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger, schema
-from jobs.ledger.records import ItemState, Job, JobSpec, JobState, JobStatus, ShardState
+from jobs.ledger.records import ItemState, Job, JobSpec, JobState, ShardState
+from jobs.ledger.status import JobStatus
 from jobs.settings import load_settings
 from jobs.spec import item_seed
 from jobs.store import open_store

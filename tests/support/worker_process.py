@@ -17,7 +17,8 @@ from types import TracebackType
 from jobs.dispatch import Dispatcher, Publisher
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
-from jobs.ledger.records import Job, JobSpec, JobStatus
+from jobs.ledger.records import Job, JobSpec
+from jobs.ledger.status import JobStatus
 from jobs.settings import Settings, load_settings
 from jobs.store import open_store
 from tests.support.fake_worker import register

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
-from jobs.ledger.records import CommitResult, ItemRow, Job, JobSpec, JobStatus, Lease, Outcome, Ticket, WorkerInfo
+from jobs.ledger.records import CommitResult, ItemRow, Job, JobSpec, Lease, Outcome, Ticket, WorkerInfo
+from jobs.ledger.status import JobStatus
 from jobs.settings import Settings, WorkerSettings
 from pipelines.errors import ErrorCode, ServiceError
 from pipelines.request import Pipeline

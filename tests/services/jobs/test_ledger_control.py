@@ -176,20 +176,19 @@ class TestViews:
 
     def test_a_job_says_what_it_waits_for(self, ledger: Ledger) -> None:
         job = submit(ledger, (2, 2))
-        assert ledger.last_outage(job.id) is None
+        assert ledger.status(job.id).outage is None
         assert ledger.fail_shard(lease_next(ledger).ticket, ErrorCode.STORE_FULL, "No space is left.")
-        outage = ledger.last_outage(job.id)
+        outage = ledger.status(job.id).outage
         assert outage is not None
         assert (outage.code, outage.message) == (ErrorCode.STORE_FULL, "No space is left.")
-        assert ledger.status(job.id).outage == outage
         ledger.check_writable(job.id)
         assert [ticket.shard_no for ticket in ledger.take_ready(9)] == [1], "the other one waits"
         assert ledger.wake(job.id) == 1
         lease = lease_next(ledger)
-        assert ledger.last_outage(job.id) == outage, "until a lease ends otherwise"
+        assert ledger.status(job.id).outage == outage, "until a lease ends otherwise"
         ledger.commit(lease.ticket, [done(0), done(1)])
         ledger.finish_shard(lease.ticket)
-        assert ledger.last_outage(job.id) is None
+        assert ledger.status(job.id).outage is None
 
     def test_workers_and_clock(self, ledger: Ledger) -> None:
         before = ledger.now()

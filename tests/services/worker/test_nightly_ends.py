@@ -15,7 +15,8 @@ import pytest
 import jobs.export
 from jobs.export.destination import FolderDestination
 from jobs.ledger import Ledger
-from jobs.ledger.records import JobState, JobStatus
+from jobs.ledger.records import JobState
+from jobs.ledger.status import JobStatus
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.fakes import SAMPLE_RATE, sine

@@ -7,7 +7,8 @@ import pytest
 from jobs.cli import follow
 from jobs.cli.follow import PACE_SECONDS, Pace, Progress
 from jobs.ingest import IngestProgress
-from jobs.ledger.records import ItemCounts, Job, JobSpec, JobState, JobStatus
+from jobs.ledger.records import Job, JobSpec, JobState
+from jobs.ledger.status import ItemCounts, JobStatus
 
 DAY = 86_400.0
 
