@@ -14,7 +14,7 @@ import pytest
 
 from jobs.export import export
 from jobs.ingest import SubmitOptions, submit
-from jobs.ledger import Ledger
+from jobs.ledger import Ledger, migrate
 from jobs.ledger.records import ItemState, JobSpec
 from jobs.settings import Schedule, Settings
 from jobs.spec import item_seed
@@ -49,6 +49,17 @@ def home(tmp_path: Path) -> Iterator[tuple[Ledger, FolderStore]]:
     ledger.migrate()
     yield ledger, store
     ledger.close()
+
+
+def test_it_opens_from_the_tables_of_the_first_version(home: tuple[Ledger, FolderStore]) -> None:
+    ledger, _ = home
+    now = list(ledger.items(JOB))
+    migrate.downgrade(ledger.database, "0001")
+    with pytest.raises(ServiceError, match="older version"):
+        ledger.check_schema()
+    ledger.migrate()
+    assert list(ledger.items(JOB)) == now
+    assert ledger.status(JOB).items.done == 2
 
 
 def test_its_exports_pair_audio_with_the_users_text(home: tuple[Ledger, FolderStore], tmp_path: Path) -> None:
