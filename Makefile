@@ -55,7 +55,7 @@ lint: install-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: install-dev
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/unit
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/unit benchmarks
 
 # A file stays in one process: its tests share an engine. Files begin in the order of tests/conftest.py, the longest first.
 integration: install-dev

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,12 +32,18 @@ class Figure:
 
 def commit() -> str:
     """The commit that was measured, with `+` when the tree had changes."""
+    if shutil.which("git") is None:
+        return ""
     head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     dirty = subprocess.run(["git", "status", "--porcelain"], capture_output=True, text=True, check=False).stdout.strip()
     return head + ("+" if dirty else "")
 
 
 def show(title: str, figures: Sequence[Figure]) -> None:
+    # A GPU machine may have no more than the models need.
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table(title=title)
     for heading in ("figure", "value", "aim", "machine's limit", "share"):
         table.add_column(heading, overflow="fold")

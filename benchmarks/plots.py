@@ -96,7 +96,7 @@ def svg(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
 
 
 def plot(result: dict[str, Any]) -> str:
-    """Batch size against throughput, of one result of `benchmarks.qwen3_tts_gpu`."""
+    """Batch size against throughput, of one result of `benchmarks.qwen3_tts`."""
     title = f"Qwen3-TTS, {result['device']}, commit {result.get('commit') or 'unknown'}"
     return svg(title, "utterances at a time (slots, or rows of the reference)", "audio-seconds a second", lines_of(result["rows"]))
 

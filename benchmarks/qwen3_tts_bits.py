@@ -6,28 +6,22 @@ python -m benchmarks.qwen3_tts_bits --device cpu --tiny
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.qwen3_tts_gpu import clean
+from benchmarks.gpu import Bench, parser
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.graph import PrefillGraphs
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError
-from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.execution import open_executor
@@ -139,37 +133,27 @@ def check(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--size", default="0b6")
-    parser.add_argument("--slots", type=int, default=128)
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try this on a CPU")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    device = open_device(options.device)
-    on_cpu = device.type == "cpu"
-    dtype = torch.float32 if on_cpu else torch.bfloat16
-    clean(device)
-    slots = 8 if options.tiny else options.slots
+    made = parser(__doc__)
+    made.add_argument("--size", default="0b6")
+    made.add_argument("--slots", type=int, default=128)
+    options = made.parse_args()
+    bench = Bench("qwen3_tts_bits", options)
+    slots, context = 8 if options.tiny else options.slots, 1024
     size = {"requests": 96, "alone": 24, "longest": 700, "frames": 40}
     if options.tiny:
         size = {"requests": 6, "alone": 2, "longest": 80, "frames": 5}
-    pages, context = slots * 13 + 40, 1024
 
     def sizes(frames_per_turn: int) -> EngineOptions:
-        return EngineOptions(slots, pages, PAGE_SIZE, context, frames_per_turn=frames_per_turn)
+        return EngineOptions(slots, slots * 13 + 40, PAGE_SIZE, context, frames_per_turn=frames_per_turn)
 
     with torch.inference_mode():
-        model = dummy_model("tiny" if options.tiny else options.size, device, dtype, context)
-        decoder = dummy_decoder(TINY_CODEC if options.tiny else PUBLISHED_CODEC, device, dtype, reproducible=True)
-        found = check(model, decoder, lambda: open_executor(model, sizes(1), reproducible=not on_cpu), sizes, size)
-    name = "cpu" if on_cpu else torch.cuda.get_device_name(device)
-    found = {"commit": os.environ.get("NIGHTJAR_COMMIT", ""), "device": name or platform.machine(), "torch": torch.__version__, **found}
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        model = dummy_model("tiny" if options.tiny else options.size, bench.device, bench.dtype, context)
+        decoder = dummy_decoder(TINY_CODEC if options.tiny else PUBLISHED_CODEC, bench.device, bench.dtype, reproducible=True)
+        found = check(model, decoder, lambda: open_executor(model, sizes(1), reproducible=bench.on_gpu), sizes, size)
+    bench.keep(**found)
     print(json.dumps(found, indent=1))
     return 0 if found["same_bits"] else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,7 +1,7 @@
 """The reference implementation (`qwen-tts` 0.1.1) on random weights of the published shapes: frames and audio a second by batch.
 
     NIGHTJAR_REFERENCE_SITE=reference python -m benchmarks.qwen3_tts_reference --sizes 0b6 1b7 --batches 256 512 --json reference.json
-    NIGHTJAR_REFERENCE_SITE=reference python -m benchmarks.qwen3_tts_reference --device cpu --tiny --golden tests/golden/qwen3_tts
+    NIGHTJAR_REFERENCE_SITE=reference python -m benchmarks.qwen3_tts_reference --device cpu --tiny
 
 `NIGHTJAR_REFERENCE_SITE` is a folder with the packages of `requirements-reference.txt`, which pin an older transformers than ours: a
 process of its own runs with that folder before all others. It favours the reference: all rows of a batch have one length, contexts
@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.machinery
-import json
 import os
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import Bench, parser
+from pipelines.nn.dummy import fill
 from pipelines.qwen3_tts.dummy import published_config
 
 SITE = "NIGHTJAR_REFERENCE_SITE"
@@ -53,24 +54,10 @@ TINY_CODEC = {**CODEC, "codebook_dim": 32, "hidden_size": 24, "latent_dim": 40, 
               "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2, "decoder_dim": 64}  # fmt: skip
 
 
-class _Stub(types.ModuleType):
-    """A module whose every name is None."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-def stub_modules(names: Sequence[str] = STUBS) -> None:
+def stub_modules() -> None:
     """Puts empty modules where the package imports what is not needed here."""
-    for name in names:
-        module = _Stub(name)
-        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        module.__path__ = []
-        sys.modules[name] = module
-        parent, _, child = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], child, module)
+    for name in STUBS:
+        sys.modules[name] = MagicMock(__path__=[], __spec__=importlib.machinery.ModuleSpec(name, None, is_package=True))
 
 
 def reference_config(size: str) -> dict[str, Any]:
@@ -97,25 +84,15 @@ def _made_in(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-@torch.no_grad()
-def fill(module: torch.nn.Module, seed: int) -> None:
+def values(name: str, noise: Tensor) -> Tensor:
     """Random weights: norms and scales around one, matrices that keep the variance."""
-    generator: dict[torch.device, torch.Generator] = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if not tensor.is_floating_point() or "inv_freq" in name:
-            continue
-        draw = generator.setdefault(tensor.device, torch.Generator(tensor.device).manual_seed(seed))
-        noise = torch.randn(tensor.shape, generator=draw, device=tensor.device)
-        fan = tensor[0].numel() if tensor.dim() > 1 else 1
-        if name.endswith("cluster_usage"):
-            noise = noise.abs() + 0.5
-        elif name.endswith(("alpha", "beta", "bias")):
-            noise = 0.1 * noise
-        elif tensor.dim() == 1:
-            noise = 1 + 0.1 * noise
-        elif not name.endswith("embedding_sum"):
-            noise = noise * fan**-0.5
-        tensor.copy_(noise)
+    if name.endswith("cluster_usage"):
+        return noise.abs() + 0.5
+    if name.endswith(("alpha", "beta", "bias")):
+        return 0.1 * noise
+    if noise.dim() == 1:
+        return 1 + 0.1 * noise
+    return noise if name.endswith("embedding_sum") else noise * noise[0].numel() ** -0.5
 
 
 def open_talker(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> Any:
@@ -127,7 +104,7 @@ def open_talker(config: dict[str, Any], device: torch.device, dtype: torch.dtype
     with _made_in(device, dtype), no_init_weights():
         model = Qwen3TTSForConditionalGeneration._from_config(Qwen3TTSConfig(**config), attn_implementation="sdpa")
     model.eval()
-    fill(model, 0)
+    fill(model, values)
     with torch.no_grad():
         model.talker.codec_head.weight[config["talker_config"]["codec_eos_token_id"]] = 0
     return model
@@ -142,7 +119,7 @@ def open_decoder(config: dict[str, Any], device: torch.device, dtype: torch.dtyp
     with _made_in(device, dtype), no_init_weights():
         decoder = Qwen3TTSTokenizerV2Decoder._from_config(Qwen3TTSTokenizerV2DecoderConfig(**config), attn_implementation="sdpa")
     decoder.eval()
-    fill(decoder, 1)
+    fill(decoder, values, 1)
     return decoder
 
 
@@ -199,13 +176,6 @@ def row(batch: int, frames: int, lm_seconds: float, decode_us: float) -> dict[st
     }
 
 
-def best(rows: Sequence[dict[str, Any]], size: str) -> dict[str, Any] | None:
-    """The row of this size with the most audio a second."""
-    return max(
-        (one for one in rows if one.get("size") == size and "audio_s_per_s" in one), key=lambda one: one["audio_s_per_s"], default=None
-    )
-
-
 @torch.inference_mode()
 def measure(size: str, batches: Sequence[int], frames: int, device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """One row a batch, smallest first; ends at the first that does not fit the device's memory."""
@@ -230,37 +200,6 @@ def measure(size: str, batches: Sequence[int], frames: int, device: torch.device
         yield {"size": size, **row(batch, frames, seconds, decode_us), **peak}
 
 
-@torch.inference_mode()
-def golden_differences(folder: Path) -> list[str]:
-    """Cases of the CustomVoice golden checkpoint whose greedy codes differ from the recorded ones: the loader runs the real thing."""
-    import numpy as np
-    from safetensors.torch import load_file
-
-    from tests.support.golden_arrays import read_arrays
-    from tests.support.golden_checkpoint import whole
-
-    content = json.loads((folder / "cases.json").read_text(encoding="utf-8"))
-    checkpoint = whole(folder / "checkpoint-custom")
-    config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
-    config = {key: value for key, value in config.items() if key not in ("model_type", "architectures", "transformers_version", "dtype")}
-    model = open_talker({**config, "speaker_encoder_config": {}}, torch.device("cpu"), torch.float32)
-    model.load_state_dict({name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()})
-    arrays = read_arrays(folder / "arrays_custom.npz")
-    named = [case for case in content["cases"] if case["name"] in ("custom_nonstreaming", "custom_streaming")]
-    assert named, "the folder has other cases"
-    differ = []
-    for case in named:
-        (wanted,) = case["rows"]
-        ids = [torch.tensor([wanted["text_ids"]])]
-        codes, _ = model.generate(
-            input_ids=ids, languages=[wanted["language"]], speakers=[wanted["speaker"]],
-            non_streaming_mode=case["non_streaming_mode"], **case["generation"],
-        )  # fmt: skip
-        if not np.array_equal(codes[0].numpy(), arrays[f"{case['name']}.0.codes"]):
-            differ.append(case["name"])
-    return differ
-
-
 def in_its_own_site(arguments: Sequence[str]) -> int:
     """Runs this module again with the reference's packages before all others."""
     site = os.environ.get(SITE, "")
@@ -273,44 +212,26 @@ def in_its_own_site(arguments: Sequence[str]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sizes", nargs="*", default=["0b6", "1b7"])
-    parser.add_argument("--batches", nargs="+", type=int, default=[256, 512])
-    parser.add_argument("--frames", type=int, default=48, help="frames of each row")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try this on a CPU")
-    parser.add_argument("--golden", type=Path, help="compare greedy codes with this golden folder first")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--sizes", nargs="*", default=["0b6", "1b7"])
+    made.add_argument("--batches", nargs="+", type=int, default=[256, 512])
+    made.add_argument("--frames", type=int, default=48, help="frames of each row")
+    made.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = made.parse_args()
     if not options.here:
         return in_its_own_site(sys.argv[1:])
     stub_modules()
     import transformers
 
-    device = torch.device(options.device)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     torch.backends.cudnn.benchmark = True
     torch.set_num_threads(1)  # the loop is bound by launches, and tiny models by the hand-over between threads
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    result: dict[str, Any] = {"commit": os.environ.get("NIGHTJAR_COMMIT", ""), "device": name, "torch": torch.__version__,
-                              "transformers": transformers.__version__, "rows": []}  # fmt: skip
-    failed = 0
-    if options.golden:
-        try:
-            result["golden_differences"] = golden_differences(options.golden)
-        except (OSError, RuntimeError, ValueError) as error:  # what follows is worth having all the same
-            result["golden_differences"] = [f"{type(error).__name__}: {error}"[:500]]
-        failed = len(result["golden_differences"])
-        print(f"golden cases that differ: {result['golden_differences'] or 'none'}", flush=True)
+    bench = Bench("qwen3_tts_reference", options, transformers=transformers.__version__)
+    batches, frames = ([2, 4], 4) if options.tiny else (options.batches, options.frames)
     for size in ["tiny"] if options.tiny else options.sizes:
-        for found in measure(size, [2, 4] if options.tiny else options.batches, 4 if options.tiny else options.frames, device, dtype):
-            result["rows"].append(found)
-            print(json.dumps({key: round(value, 3) if isinstance(value, float) else value for key, value in found.items()}), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 1 if failed else 0
+        for found in measure(size, batches, frames, bench.device, bench.dtype):
+            bench.add(found)
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -9,12 +9,8 @@ one with the same seed. At the end everything is drained: every slot and page mu
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
-import platform
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.qwen3_tts_gpu import MAX_CONTEXT, PAGE_SIZE, clean
-from benchmarks.qwen3_tts_load import ClosedLoop, Load, requests
-from benchmarks.watched import Watched
-from pipelines.nn.options import open_device
+from benchmarks.gpu import Bench, parser
+from benchmarks.qwen3_load import ClosedLoop, Load, Watched, requests
+from benchmarks.qwen3_tts import MAX_CONTEXT, PAGE_SIZE
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.execution import engine_options, open_executor
 
@@ -92,15 +87,14 @@ def verdict(samples: Sequence[dict[str, float]], count: int, slots: int, pages: 
     return found
 
 
-def soak(size: str, slots: int, count: int, device: torch.device, reproducible: bool, most_seconds: float) -> dict[str, Any]:
+def soak(bench: Bench, size: str, slots: int, count: int, reproducible: bool, most_seconds: float) -> dict[str, Any]:
     """Runs `count` utterances and gives samples and verdict."""
-    tiny = size == "tiny"
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    tiny, device, dtype = size == "tiny", bench.device, bench.dtype
     load = Load(0.3, 0.6, 0) if tiny else Load(0.4, 2.0, 0)
     decoder = dummy_decoder(TINY_CODEC if tiny else PUBLISHED_CODEC, device, dtype, reproducible=reproducible)
     model = dummy_model(size, device, dtype, MAX_CONTEXT, ends=True)
     options = engine_options(model, slots, slots * -(-load.positions // PAGE_SIZE), PAGE_SIZE, MAX_CONTEXT)
-    executor = Watched(open_executor(model, options, reproducible=reproducible and device.type != "cpu"))
+    executor = Watched(open_executor(model, options, reproducible=reproducible and bench.on_gpu))
     pool = requests(model, load, 4 * slots, min(256, options.pages * PAGE_SIZE - 64))
     loop = ClosedLoop(executor, options, pool, decoder, probe_every=10 if tiny else 100)
     try:
@@ -110,7 +104,7 @@ def soak(size: str, slots: int, count: int, device: torch.device, reproducible: 
         while loop.tally.utterances - before < count and loop.tally.wrong == 0 and time.perf_counter() - began < most_seconds:
             time.sleep(0.25)
             samples.append(sample(loop, device, began))
-        drained = loop.drain(30 if device.type == "cuda" else 240)
+        drained = loop.drain(30 if bench.on_gpu else 240)
         gc.collect()
         end = {
             "utterances": loop.tally.utterances - before,
@@ -132,28 +126,21 @@ def soak(size: str, slots: int, count: int, device: torch.device, reproducible: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--size", default="0b6")
-    parser.add_argument("--slots", type=int, default=512)
-    parser.add_argument("--count", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=90.0, help="seconds at most")
-    parser.add_argument("--reproducible", action="store_true")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try this on a CPU")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    device = open_device(options.device)
-    clean(device)
+    made = parser(__doc__)
+    made.add_argument("--size", default="0b6")
+    made.add_argument("--slots", type=int, default=512)
+    made.add_argument("--count", type=int, default=10_000)
+    made.add_argument("--seconds", type=float, default=90.0, help="seconds at most")
+    made.add_argument("--reproducible", action="store_true")
+    options = made.parse_args()
+    bench = Bench("qwen3_tts_soak", options)
     size, slots = ("tiny", 8) if options.tiny else (options.size, options.slots)
-    found = soak(size, slots, options.count, device, options.reproducible, options.seconds)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    found = {"commit": os.environ.get("NIGHTJAR_COMMIT", ""), "device": name, "torch": torch.__version__, **found}
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    found = soak(bench, size, slots, options.count, options.reproducible, options.seconds)
+    bench.keep(**found)
     print(json.dumps({key: value for key, value in found.items() if key != "samples"}, indent=1))
     print(f"soak: {', '.join(found['problems']) or 'nothing leaked, drifted or went wrong'}")
     return 1 if found["problems"] else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

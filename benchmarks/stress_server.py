@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.figures import RESULTS, commit
-from benchmarks.hibari import SENTENCES
+from benchmarks.jobs import SENTENCES
 
 CHAT, SPEECH = "/v1/chat/completions", "/v1/audio/speech"
 _TEXT = {"temperature": 0.6, "top_k": 20}

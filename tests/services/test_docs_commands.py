@@ -34,7 +34,7 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"docker compose .*", "there is no Docker; tests/services/test_compose.py starts the command of every service"),
     (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
     (
-        r"python -m benchmarks\.speechlm_\w+",
+        r"python -m benchmarks\.speechlm",
         "a benchmark of minutes, or for a GPU; tests/unit/benchmarks runs its parts",
     ),
     (r"nightjar run dialogues\.jsonl --qa strict", "its meters download models; tests/services/worker/test_quality_jobs.py"),

@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from benchmarks.speechlm_load import Load, run, write_shape
 from jobs.cli.models import models
 from pipelines.errors import ErrorCode, InputError, ModelError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint
@@ -29,7 +28,7 @@ from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_
 from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
-from pipelines.vllm_engine.options import EngineMoment, TokenRequest, Tokens, refuse
+from pipelines.vllm_engine.options import TokenRequest, Tokens, refuse
 from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "speechlm" / "checkpoint"
@@ -178,19 +177,6 @@ def test_whoever_hangs_up_leaves_no_guided_audio_behind(config: SpeechLmConfig) 
     speaking.hang_up()
     assert cancelled == submitted
     assert isinstance(speaking.future.exception(0), SynthesisError)
-
-
-def test_the_benchmark_waits_for_nothing_that_the_engine_did_not_take(tmp_path: Path) -> None:
-    class GivenUp:
-        _moment = EngineMoment()
-
-        def submit(self, *_: object) -> None:
-            raise SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM is given up.")
-
-    for text in (0, 2):
-        load = Load("pairs", 3, 5, text, 2, 3.0)
-        row = run(load, write_shape(tmp_path, published=False), GivenUp())  # pyright: ignore[reportArgumentType]
-        assert len(row["failures"]) == 3
 
 
 def test_cfg_of_one_and_less_is_no_guidance(config: SpeechLmConfig) -> None:

@@ -1,25 +1,32 @@
-"""A closed loop over the real Qwen3-TTS engine: utterances of known lengths, kept coming, and what is made in equal windows of time."""
+"""A closed loop over the real Qwen3-TTS engine: utterances of known lengths, kept coming, and what is made in equal windows of time.
+
+Beside it a stopwatch around its executor, and a profile of its threads.
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from benchmarks.watched import GpuUse, Watched
+from benchmarks.gpu import GpuUse, ThreadUse
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions, Finish
 from pipelines.engine.engine import Engine
+from pipelines.engine.executor import FrameCodes, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
@@ -30,6 +37,7 @@ from pipelines.qwen3_tts.pipeline import FrameRequestInfo, FrameUtteranceFuture
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from pipelines.request import Speech
 
+ROOT = Path(__file__).resolve().parents[1]
 FRAMES_PER_SECOND = 12.5
 SAMPLE_RATE = 24_000
 #: Text tokens of a second of speech.
@@ -37,6 +45,7 @@ TOKENS_PER_SECOND = 3.3
 MAX_TOKENS = 2048
 
 Pool = Sequence[tuple[GenerationRequest, int]]
+Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,18 +187,6 @@ def rates(marks: Sequence[Mark], slots: int) -> dict[str, Any]:
     }
 
 
-def thread_seconds() -> dict[str, float]:
-    """CPU seconds of this process's Python threads by name, where the system tells; threads of one name add up."""
-    ticks = 100.0  # of /proc, fixed on Linux
-    found: dict[str, float] = {}
-    for thread in threading.enumerate():
-        stat = Path(f"/proc/self/task/{thread.native_id}/stat")
-        if stat.exists():
-            fields = stat.read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
-            found[thread.name] = found.get(thread.name, 0.0) + (int(fields[11]) + int(fields[12])) / ticks
-    return found
-
-
 class ClosedLoop:
     """Keeps every slot taken with requests of a pool, over and over, until it is drained or closed.
 
@@ -240,7 +237,7 @@ class ClosedLoop:
 
     def measure(self, seconds: float, windows: int) -> dict[str, Any]:
         """The figures of so many windows one after the other."""
-        use, cpu, began = GpuUse(self._executor.device), thread_seconds(), time.process_time()
+        use, threads, began = GpuUse(self._executor.device), ThreadUse(), time.process_time()
         self._executor.start()
         marks = [self.mark()]
         for _ in range(windows):
@@ -248,8 +245,7 @@ class ClosedLoop:
             marks.append(self.mark())
         watched = self._executor.stop()
         found = rates(marks, self.slots)
-        busy, after = use.stop(), thread_seconds()
-        shares = {name: (spent - cpu.get(name, 0.0)) / found["seconds"] for name, spent in after.items()}
+        busy, shares = use.stop(), threads.shares()
         return {
             **found,
             "wrong_lengths": self.tally.wrong,
@@ -275,15 +271,120 @@ class ClosedLoop:
         self._feeder.join()
 
 
-def memory(device: torch.device) -> dict[str, float]:
-    """GiB of the device's memory since the last call: most allocated at once, most kept by the allocator; and in use by all now."""
-    if device.type != "cuda":
-        return {}
-    free, total = torch.cuda.mem_get_info(device)
-    found = {
-        "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30,
-        "reserved_gib": torch.cuda.max_memory_reserved(device) / 2**30,
-        "used_gib": (total - free) / 2**30,
-    }
-    torch.cuda.reset_peak_memory_stats(device)
+class Watched:
+    """Passes everything on. Between `start` and `stop` it marks each piece of work on the device's stream and adds up the host's time."""
+
+    def __init__(self, executor: FrameExecutor) -> None:
+        self._executor = executor
+        self.name, self.lag = executor.name, executor.lag
+        self.state, self.kv = executor.state, executor.kv
+        self.device = executor.kv.k.device
+        self._on = False
+        self._began = 0.0
+        self._spans: dict[str, list[Span]] = {}
+        self._host: dict[str, float] = {}
+        self._turns = self._admitted = 0
+
+    def start(self) -> None:
+        self._spans, self._host = {"prefill": [], "frames": []}, {"embed": 0.0, "prefill": 0.0, "frames": 0.0, "wait": 0.0}
+        self._turns = self._admitted = 0
+        self._began, self._on = time.perf_counter(), True
+
+    def stop(self) -> dict[str, Any]:
+        """Shares of the time between: what the host did, `host_other` being the scheduler; the device's stream with this executor."""
+        self._on, seconds = False, time.perf_counter() - self._began
+        found: dict[str, Any] = {f"host_{name}": spent / seconds for name, spent in self._host.items()}
+        found["host_other"] = 1 - sum(found.values())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            for name, spans in self._spans.items():
+                found[f"stream_{name}"] = sum(begin.elapsed_time(end) for begin, end in spans) / 1000 / seconds
+            found["stream_idle"] = 1 - found["stream_prefill"] - found["stream_frames"]
+        return {**found, "turns": self._turns, "prefills": len(self._spans["prefill"]), "admitted": self._admitted}
+
+    def embed(self, prompt: object) -> Tensor:
+        begin = time.perf_counter()
+        found = self._executor.embed(prompt)
+        self._spent("embed", begin)
+        self._admitted += 1
+        return found
+
+    def prefill(self, runs: Sequence[PrefillRun]) -> None:
+        begin, first = time.perf_counter(), self._mark()
+        self._executor.prefill(runs)
+        self._between("prefill", first)
+        self._spent("prefill", begin)
+
+    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
+        begin, first = time.perf_counter(), self._mark()
+        pending = self._executor.frames(slots, count, settings)
+        self._between("frames", first)
+        self._spent("frames", begin)
+        self._turns += 1
+        return _Waited(self, pending)
+
+    def waited(self, begin: float) -> None:
+        self._spent("wait", begin)
+
+    def _spent(self, name: str, begin: float) -> None:
+        if self._on:
+            self._host[name] += time.perf_counter() - begin
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if not self._on or self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, name: str, first: torch.cuda.Event | None) -> None:
+        if first is not None and (last := self._mark()) is not None:
+            self._spans[name].append((first, last))
+
+
+class _Waited:
+    """Frames on their way; the wait for them is counted."""
+
+    def __init__(self, watched: Watched, pending: PendingFrames) -> None:
+        self._watched, self._pending = watched, pending
+
+    def result(self) -> FrameCodes:
+        begin = time.perf_counter()
+        found = self._pending.result()
+        self._watched.waited(begin)
+        return found
+
+
+def profile(names: Sequence[str], seconds: float, functions: int = 12) -> dict[str, Any]:
+    """What threads do, by sampling: for each name, the functions of this project that were seen running, with their share of the samples.
+
+    A function stands for all that it calls outside of the project, waiting included.
+    """
+    threads = {thread.ident: thread.name for thread in threading.enumerate() if thread.name in names}
+    seen: dict[str, dict[str, int]] = {name: {} for name in names}
+    samples, before, until = 0, sys.getswitchinterval(), time.perf_counter() + seconds
+    sys.setswitchinterval(1e-4)  # so that a sample is taken where a thread is, not where it next lets go of the interpreter
+    try:
+        while not samples or time.perf_counter() < until:
+            frames = sys._current_frames()
+            for ident, name in threads.items():
+                place = _place(frames.get(ident or 0))
+                seen[name][place] = seen[name].get(place, 0) + 1
+            samples += 1
+            time.sleep(0.001)
+    finally:
+        sys.setswitchinterval(before)
+    found: dict[str, Any] = {"samples": samples, "seconds": seconds}
+    for name, places in seen.items():
+        found[name] = {place: count / samples for place, count in sorted(places.items(), key=lambda item: -item[1])[:functions]}
     return found
+
+
+def _place(frame: FrameType | None) -> str:
+    """The innermost function of this project in a stack."""
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if ROOT in file.parents and "site-packages" not in file.parts:
+            return f"{file.relative_to(ROOT)} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"

@@ -1,22 +1,21 @@
-"""The arithmetic behind the GPU benchmarks: floors, sustained rates, tables, plots, verdicts, and a session that nothing stops."""
+"""The arithmetic behind the benchmarks, and runs on a CPU at sizes whose figures mean nothing."""
 
 from __future__ import annotations
 
 import json
-import sys
-import threading
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import gpu_session, plots, qwen3_tts_reference, qwen3_tts_soak, roofline
+from benchmarks import fish_speech, gpu_session, plots, qwen3_tts_reference, qwen3_tts_soak, roofline, structure
+from benchmarks.gpu import Bench, ThreadUse
 from benchmarks.gpu_session import Outcome, Step
+from benchmarks.qwen3_load import Load, Mark, Tally, rates
+from benchmarks.qwen3_tts import codec_alone, headlines, share, table
 from benchmarks.qwen3_tts_bits import differing
-from benchmarks.qwen3_tts_gpu import codec_alone, headlines, share, table
-from benchmarks.qwen3_tts_load import Load, Mark, Tally, rates, thread_seconds
-from benchmarks.watched import profile
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder
 
@@ -86,39 +85,7 @@ def test_tally_counts_what_is_wrong_and_probes() -> None:
     assert sorted(tally.probes.values()) == [1, 2]
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_threads_are_told_apart() -> None:
-    assert "MainThread" in thread_seconds()
-
-
 WHOLE = {"size": "0b6", "part": "all", "slots": 512, "reproducible": False}
-
-
-def test_a_profile_tells_waiting_from_work() -> None:
-    done, begun = threading.Event(), threading.Barrier(3)
-
-    def wait_for_it() -> None:
-        begun.wait()
-        done.wait()
-
-    def work_on_it() -> None:
-        begun.wait()
-        while not done.is_set():
-            sum(range(100))
-
-    threads = [threading.Thread(target=work, name=name) for work, name in ((wait_for_it, "waiter"), (work_on_it, "worker"))]
-    for thread in threads:
-        thread.start()
-    begun.wait()
-    found = profile(("waiter", "worker", "absent"), 0.1)
-    done.set()
-    for thread in threads:
-        thread.join()
-    (waiter,), (worker,) = found["waiter"], found["worker"]
-    assert waiter == "tests/unit/benchmarks/test_gpu_benchmarks.py wait_for_it"
-    assert worker == "tests/unit/benchmarks/test_gpu_benchmarks.py work_on_it"
-    assert found["worker"][worker] == 1
-    assert found["absent"] == {}
 
 
 ROWS = [
@@ -145,7 +112,7 @@ def test_table_and_headlines() -> None:
     assert "same bits" in shown[4]
     best = max(row["audio_s_per_s"] for row in ROWS[:2])
     assert headlines(ROWS) == [
-        f"0b6: 2,000 audio-s/s, the reference at its best batch {best:,.0f}: {2000 / best:.1f} times",
+        f"0b6: 2,000 RTFx, the reference at its best batch {best:,.0f}: {2000 / best:.1f} times",
         "0b6, 512 slots: reproducible mode keeps 75%",
     ]
 
@@ -212,24 +179,6 @@ def test_reference_config_fits_the_package() -> None:
     assert "model_type" not in config
 
 
-def test_reference_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    monkeypatch.setenv(qwen3_tts_reference.SITE, str(tmp_path))
-    assert qwen3_tts_reference.in_its_own_site([]) == 2
-    assert "requirements-reference.txt" in capsys.readouterr().err
-
-
-def test_stubs_can_be_imported_as_the_package_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("stub_of_audio", "stub_of_audio.compliance", "stub_of_audio.compliance.kaldi")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    qwen3_tts_reference.stub_modules(names)
-    import stub_of_audio.compliance.kaldi as kaldi  # type: ignore[import-not-found]
-
-    assert kaldi.fbank is None
-    for name in names:
-        del sys.modules[name]
-
-
 def test_a_session_goes_on_after_a_failure_and_keeps_to_its_time(tmp_path: Path) -> None:
     chosen = [
         Step("broken", "check", ("json.nothing_of_this_name",), 300),
@@ -275,3 +224,64 @@ def test_the_codec_alone_is_measured_through_its_stage() -> None:
     assert found["wrong_lengths"] == 0
     assert found["us_per_frame"] == pytest.approx(1e6 / found["frames_per_s"])
     assert found["audio_s_per_s"] > 0
+
+
+def options(tmp_path: Path, **more: object) -> Namespace:
+    return Namespace(device="cpu", json=tmp_path / "found.json", **more)
+
+
+def test_fish_runs_through_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "fish.json"
+    asked = ["--tiny", "--device", "cpu", "--part", "frame,loop", "--requests", "1,2", "--seconds", "0.1", "--json", str(path)]
+    assert fish_speech.main(asked) == 0
+    found = json.loads(path.read_text())
+    parts = {(row["part"], row["batch"]) for row in found["rows"]}
+    assert {("frame, graph", 2), ("frame, draws and heads", 1), ("plain loop, end to end", 2)} <= parts
+    assert found["faults"] == {}
+    assert "faults: none" in capsys.readouterr().out
+
+
+def test_a_part_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+    bench = Bench("name", options(tmp_path))
+    bench.attempt("frame", lambda: 1 / 0)
+    bench.attempt("loop", lambda: bench.timed("loop", 1, 2.0, 0.5))
+    assert bench.end() == 1
+    found = json.loads(bench.path.read_text())
+    assert "ZeroDivisionError" in found["faults"]["frame"]
+    assert found["rows"][0]["audio_s_per_s"] == 250
+
+
+def test_a_step_of_fish_is_cut_into_its_parts(tmp_path: Path) -> None:
+    bench = Bench("name", options(tmp_path, requests=[16, 64]))
+    bench.timed("LM on vLLM", 16, 1.0, ms_a_step=10.0)
+    bench.timed("frame, graph", 16, 6.0)
+    bench.timed("frame, draws and heads", 16, 1.0)
+    assert fish_speech.where_a_step_goes(bench) == [
+        "step of 16: 10.00 ms = fast AR's layers 5.00 ms (50 %), draws and heads 1.00 ms (10 %), slow AR and host 4.00 ms (40 %)"
+    ]
+
+
+def test_speechlm_waits_for_nothing_that_the_engine_did_not_take(tmp_path: Path) -> None:
+    pytest.importorskip("vllm", reason="vLLM IS NOT INSTALLED: tests of the vLLM engine do not run (make install-vllm)")
+    from benchmarks.speechlm import Load as TextAndAudio
+    from benchmarks.speechlm import run, write_shape
+    from pipelines.vllm_engine.options import EngineMoment
+
+    class GivenUp:
+        _moment = EngineMoment()
+
+        def submit(self, *_: object) -> None:
+            raise SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM is given up.")
+
+    for text in (0, 2):
+        row = run(TextAndAudio("pairs", 3, 5, text, 2, 3.0), write_shape(tmp_path, published=False), GivenUp())  # type: ignore[arg-type]
+        assert len(row["failures"]) == 3
+
+
+def test_threads_are_told_apart() -> None:
+    assert "MainThread" in ThreadUse().shares()
+
+
+def test_circles_are_found() -> None:
+    edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set[str]()}
+    assert structure.circles(edges) == [["a", "b", "c"]]

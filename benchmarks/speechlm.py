@@ -1,10 +1,23 @@
-"""What both SpeechLM benchmarks share: a checkpoint's shape without weights, and requests of fixed lengths with their guided audio."""
+"""SpeechLM's backbone on a GPU at its published size, dummy weights: text alone, eight streams, guidance pairs, in one run.
+
+    python -m benchmarks.speechlm [--requests 512] [--prompt 120] [--steps 300] [--parts text,streams,mixed,pairs] [--tensor-parallel 1]
+    python -m tests.support.vllm_v2 python -m benchmarks.speechlm --tiny --device cpu --requests 64 --prompt 20 --steps 36 \\
+        --parts mixed16,pairs16,mixed64,pairs64
+
+`text` is text alone; `streams` draws all eight streams in every step; `mixed` writes text for two thirds of the steps and then audio,
+and `pairs` does so with guidance, each request with a null branch of its own; `mixed16`, `pairs16`, `mixed64` and `pairs64` are the same
+for so many requests. A token is a stream-0 step of a request; null branches do not count. A pair that broke is counted: under
+asynchronous scheduling none may. Needs vLLM. The second command tells what guidance costs in engine steps, in sequence steps and in time
+on a CPU: its engine is vLLM's V2 runner in Triton's interpreter, whose steps are what a GPU would make too.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -13,13 +26,16 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import Bench, Row, parser
 from pipelines.errors import NightjarError
 from pipelines.speechlm.config import SpeechLmConfig
-from pipelines.speechlm.lm import Script, StreamSampling
+from pipelines.speechlm.lm import Script, StreamSampling, model_spec
 from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP
-from pipelines.vllm_engine.options import TokenRequest, Tokens
+from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP, load_vllm
+from pipelines.vllm_engine.options import TokenRequest, Tokens, VllmOptions
 
+#: Tokens a second: stock vLLM with this backbone and text alone on one H200, and what eight streams should and must reach.
+STOCK, AIM, MUST = 18_147, 15_000, 9_000
 GOLDEN = Path(__file__).parents[1] / "tests" / "golden" / "speechlm" / "checkpoint"
 #: `text_config` and offsets as published (speechlm-qwen3-8b).
 PUBLISHED_TEXT = {
@@ -174,3 +190,72 @@ def run(load: Load, config: SpeechLmConfig, host: VllmHost) -> dict[str, Any]:
         "broken_pairs": sum(len(talk.broken) for talk in talks),
         "failures": failures[:5],
     }
+
+
+def loads(options: argparse.Namespace) -> list[Load]:
+    count, prompt, steps = options.requests, options.prompt, options.steps
+    third = steps // 3
+    known = {"text": Load("text", count, prompt, steps, 0), "streams": Load("streams", count, prompt, 0, steps)}
+    for name, requests in (("", count), ("16", 16), ("64", 64)):
+        for kind, cfg in (("mixed", 1.0), ("pairs", 3.0)):
+            known[kind + name] = Load(kind + name, requests, prompt, steps - third, third, cfg)
+    return [known[name] for name in options.parts.split(",")]
+
+
+def guidance_costs(rows: Sequence[Row]) -> list[str]:
+    """What pairs cost against the same load without guidance, in engine steps, sequence steps and time."""
+    found = {row["load"]: row for row in rows}
+    lines = []
+    for name, row in found.items():
+        plain = found.get(name.replace("pairs", "mixed"))
+        if name.startswith("pairs") and plain is not None:
+            costs = ", ".join(
+                f"{key.replace('_', ' ')} {row[key] / plain[key]:.2f}" for key in ("engine_steps", "sequence_steps", "seconds")
+            )
+            lines.append(f"{row['requests']} requests, guided to none: {costs}; pairs broken: {row['broken_pairs']}")
+    return lines
+
+
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--requests", type=int, default=512)
+    made.add_argument("--prompt", type=int, default=120)
+    made.add_argument("--steps", type=int, default=300)
+    made.add_argument("--parts", default="text,streams,mixed,pairs,mixed16,pairs16,mixed64,pairs64")
+    made.add_argument("--tensor-parallel", type=int, default=1)
+    made.add_argument("--memory-share", type=float, default=0.9)
+    options = made.parse_args()
+    asked = {name: value for name, value in vars(options).items() if name != "json"}
+    bench = Bench("speechlm", options, vllm=load_vllm().__version__, stock=STOCK, aim=AIM, must=MUST)
+    bench.keep(options=asked)
+    tiny, chosen = options.tiny, loads(options)
+    with tempfile.TemporaryDirectory() as name:
+        make_plugin_known(Path(name))
+        config = write_shape(Path(name), published=not tiny)
+        spec = model_spec(config, share_prefixes=True)
+        spec = replace(spec, engine={**spec.engine, "load_format": "dummy"})
+        most = max(load.requests for load in chosen)
+        wanted = VllmOptions(
+            memory_share=None if tiny else options.memory_share,
+            max_sequences=2 * most,
+            waiting_room=most,
+            max_context=256 if tiny else 2048,
+            step_tokens=None if tiny else 16_384,
+            tensor_parallel=options.tensor_parallel,
+        )
+        host = VllmHost(spec, wanted)
+        try:
+            run(Load("warm", min(32, most), options.prompt, 8, 8, 2.0), config, host)
+            for load in chosen:
+                bench.attempt(load.name, lambda load=load: bench.add(run(load, config, host)))
+        finally:
+            host.close()
+    for row in bench.rows:
+        share = row["tokens_per_s"] / STOCK
+        print(f"{row['load']:8} {row['tokens_per_s']:9,.0f} tokens/s ({share:.2f} of stock text), {len(row['failures'])} failed")
+    print("\n".join(guidance_costs(bench.rows)))
+    return bench.end()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

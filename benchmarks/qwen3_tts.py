@@ -1,7 +1,7 @@
 """Qwen3-TTS end to end on full-size random weights: prompt ids in, float32 samples on the host out, through the real engine.
 
-    NIGHTJAR_COMMIT=... python -m benchmarks.qwen3_tts_gpu --sizes 0b6 1b7 --slots 128 512 --json qwen3_tts.json
-    python -m benchmarks.qwen3_tts_gpu --device cpu --tiny
+    NIGHTJAR_COMMIT=... python -m benchmarks.qwen3_tts --sizes 0b6 1b7 --slots 128 512 --json qwen3_tts.json
+    python -m benchmarks.qwen3_tts --device cpu --tiny
 
 A closed loop keeps every slot taken with utterances of 3 to 15 seconds. Each has its length from the start, but the engine does not
 know it: the weights draw the end at the first frame that `min_new_tokens` allows. Measured, once twice as many utterances are out as
@@ -12,12 +12,9 @@ slots, `--reproducible` the whole in reproducible mode, `--reference` the rows o
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
-import os
-import platform
 import threading
 import time
 from collections.abc import Sequence
@@ -26,14 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from benchmarks.qwen3_tts_load import FRAMES_PER_SECOND, MAX_TOKENS, ClosedLoop, Load, Pool, Tally, memory, requests
+from benchmarks.gpu import Bench, Row, memory, parser
+from benchmarks.qwen3_load import FRAMES_PER_SECOND, MAX_TOKENS, ClosedLoop, Load, Pool, Tally, Watched, profile, requests
 from benchmarks.roofline import device_named, floor_ms, mean_context
-from benchmarks.watched import Watched, profile
 from pipelines.errors import NightjarError
-from pipelines.nn.options import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
@@ -79,74 +74,57 @@ def codec_alone(decoder: CodecDecoder, pool: Pool, seconds: float, at_once: int 
     return {**figures, "seconds": took, "wrong_lengths": tally.wrong}
 
 
-class Bench:
+class Throughput:
     """One model and one decoder on one device, and the rows that they give."""
 
-    def __init__(self, size: str, device: torch.device, decoder: CodecDecoder, load: Load) -> None:
-        self.size, self.device, self.decoder, self.load = size, device, decoder, load
+    def __init__(self, bench: Bench, size: str, decoder: CodecDecoder, load: Load) -> None:
+        self.bench, self.size, self.decoder, self.load = bench, size, decoder, load
         #: Options of the engine that are not its own choice, to try others.
-        self.overrides: dict[str, int] = {}
-        self.limits = device_named(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-        self.model: Qwen3TTSModel = dummy_model(size, device, dtype, MAX_CONTEXT, ends=True)
+        chosen = {"frames_per_turn": bench.options.turns, "admit_turns": bench.options.admit_turns}
+        self.overrides: dict[str, int] = {name: value for name, value in chosen.items() if value is not None}
+        self.limits = device_named(bench.found["device"])
+        self.model: Qwen3TTSModel = dummy_model(size, bench.device, bench.dtype, MAX_CONTEXT, ends=True)
 
-    def rows(
-        self, slots: int, parts: Sequence[str], windows: int, sampled: bool = False, reproducible: bool = False
-    ) -> list[dict[str, Any]]:
-        """The parts "all" (with the codec) and "lm" (without it) with so many slots."""
-        clean(self.device)
+    def measure(self, slots: int, parts: Sequence[str], windows: int, *, sampled: bool = False, reproducible: bool = False) -> None:
+        """Rows of the parts "all" (with the codec) and "lm" (without it) with so many slots."""
+        gc.collect()
+        self.bench.clean()
+        device = self.bench.device
         options = engine_options(self.model, slots, slots * -(-self.load.positions // PAGE_SIZE), PAGE_SIZE, MAX_CONTEXT)
         options = replace(options, **self.overrides)
         began = time.perf_counter()
-        on_cpu = self.device.type == "cpu"
-        executor = Watched(open_executor(self.model, options, reproducible=reproducible and not on_cpu))
+        executor = Watched(open_executor(self.model, options, reproducible=reproducible and self.bench.on_gpu))
         opened = time.perf_counter() - began
-        most = min(MAX_TOKENS, options.pages * PAGE_SIZE - 64)
-        pool = requests(self.model, self.load, max(4 * slots, 64), most)
+        pool = requests(self.model, self.load, max(4 * slots, 64), min(MAX_TOKENS, options.pages * PAGE_SIZE - 64))
         context = mean_context((len(request.prompt), frames) for request, frames in pool)
-        decoder = dummy_decoder(self.decoder.config, self.device, self.decoder.dtype, reproducible=True) if reproducible else self.decoder
-        found: list[dict[str, Any]] = []
+        decoder = dummy_decoder(self.decoder.config, device, self.decoder.dtype, reproducible=True) if reproducible else self.decoder
         for part in parts:
             loop = ClosedLoop(executor, options, pool, decoder if part == "all" else None)
             try:
                 settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
-                row = {
-                    "size": self.size,
-                    "part": part,
-                    "slots": slots,
-                    "frames_per_turn": options.frames_per_turn,
-                    "admit_turns": options.admit_turns,
-                    "settled": settled,
-                }
+                row: Row = {"size": self.size, "part": part, "slots": slots, "frames_per_turn": options.frames_per_turn}
+                row |= {"admit_turns": options.admit_turns, "settled": settled}
                 row |= {"reproducible": reproducible, "open_s": opened, "context": context}
-                row |= loop.measure(self.load.seconds, windows) | memory(self.device)
+                row |= loop.measure(self.load.seconds, windows) | memory(device)
                 row["floor_ms"] = floor_ms(part, self.size, slots, context, self.limits)
                 row["floor_share"] = share(row)
                 if sampled:
                     row["host_profile"] = profile(("engine", "codec-stage"), min(2.0, self.load.seconds))
             finally:
                 loop.close()
-            found.append(row)
-            tell(row)
-        return found
+            self.bench.add(row)
+
+    def codec(self, tiny: bool) -> None:
+        """The row of the codec alone."""
+        pool = requests(self.model, self.load, 16 if tiny else 1024)
+        row: Row = {"part": "codec", "size": "", **codec_alone(self.decoder, pool, self.load.seconds, 8 if tiny else 512)}
+        row |= {**memory(self.bench.device), "floor_ms": floor_ms("codec", self.size, 1, 0, self.limits)}
+        self.bench.add({**row, "floor_share": share(row)})
 
 
 def share(row: dict[str, Any]) -> float | None:
     """The floor's part of the time that a frame took."""
     return row["floor_ms"] / row["ms_per_frame"] if row.get("floor_ms") and row.get("ms_per_frame") else None
-
-
-def clean(device: torch.device) -> None:
-    """Gives back the memory of what was measured before."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def tell(row: dict[str, Any]) -> None:
-    flat = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items() if key not in ("host_profile",)}
-    print(json.dumps(flat), flush=True)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -155,7 +133,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     def cell(value: float | None, width: int, form: str) -> str:
         return f"{'' if value is None else format(value, form):>{width}}"
 
-    titles = f"{'audio-s/s':>11}{'frames/s':>10}{'ms/frame':>10}{'floor ms':>10}{'of floor':>9}{'spread':>8}{'GPU GiB':>9}"
+    titles = f"{'RTFx':>11}{'frames/s':>10}{'ms/frame':>10}{'floor ms':>10}{'of floor':>9}{'spread':>8}{'GPU GiB':>9}"
     lines = [f"{'size':5}{'part':14}{'slots':>6}{titles}"]
     for row in rows:
         if "audio_s_per_s" not in row:
@@ -178,78 +156,52 @@ def headlines(rows: Sequence[dict[str, Any]]) -> list[str]:
         free = {row["slots"]: row["audio_s_per_s"] for row in ours if not row["reproducible"]}
         if free and theirs:
             best, other = max(free.values()), max(row["audio_s_per_s"] for row in theirs)
-            lines.append(f"{size}: {best:,.0f} audio-s/s, the reference at its best batch {other:,.0f}: {best / other:.1f} times")
+            lines.append(f"{size}: {best:,.0f} RTFx, the reference at its best batch {other:,.0f}: {best / other:.1f} times")
         for row in ours:
             if row["reproducible"] and free.get(row["slots"]):
                 lines.append(f"{size}, {row['slots']} slots: reproducible mode keeps {row['audio_s_per_s'] / free[row['slots']]:.0%}")
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--sizes", nargs="*", default=["0b6", "1b7"])
-    parser.add_argument("--slots", nargs="*", type=int, default=[512, 128])
-    parser.add_argument("--parts", nargs="*", default=["all", "lm"], choices=("all", "lm"))
-    parser.add_argument("--sweep", nargs="*", type=int, default=[], help="more numbers of slots, the whole only, in short windows")
-    parser.add_argument("--reproducible", nargs="*", type=int, default=[], help="numbers of slots for the whole in reproducible mode")
-    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each window")
-    parser.add_argument("--windows", type=int, default=5)
-    parser.add_argument("--turns", type=int, help="frames a scheduling turn, instead of the engine's choice")
-    parser.add_argument("--admit-turns", type=int, help="turns that newcomers may wait for company, instead of the engine's choice")
-    parser.add_argument("--codec", action="store_true", help="measure the codec alone first")
-    parser.add_argument("--reference", type=Path, help="JSON of the reference implementation's rows")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes and short utterances, to try this on a CPU")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    device = open_device(options.device)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+def main() -> int:
+    made = parser(__doc__)
+    made.add_argument("--sizes", nargs="*", default=["0b6", "1b7"])
+    made.add_argument("--slots", nargs="*", type=int, default=[512, 128])
+    made.add_argument("--parts", nargs="*", default=["all", "lm"], choices=("all", "lm"))
+    made.add_argument("--sweep", nargs="*", type=int, default=[], help="more numbers of slots, the whole only, in short windows")
+    made.add_argument("--reproducible", nargs="*", type=int, default=[], help="numbers of slots for the whole in reproducible mode")
+    made.add_argument("--seconds", type=float, default=3.0, help="seconds of each window")
+    made.add_argument("--windows", type=int, default=5)
+    made.add_argument("--turns", type=int, help="frames a scheduling turn, instead of the engine's choice")
+    made.add_argument("--admit-turns", type=int, help="turns that newcomers may wait for company, instead of the engine's choice")
+    made.add_argument("--codec", action="store_true", help="measure the codec alone first")
+    made.add_argument("--reference", type=Path, help="JSON of the reference implementation's rows")
+    options = made.parse_args()
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)
-    decoder = dummy_decoder(TINY_CODEC if options.tiny else PUBLISHED_CODEC, device, dtype)
-    result: dict[str, Any] = {
-        "commit": os.environ.get("NIGHTJAR_COMMIT", ""),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "load": {"shortest_s": load.shortest, "longest_s": load.longest, "window_s": load.seconds, "windows": windows},
-        "rows": [],
-    }
-
-    def save(rows: Sequence[dict[str, Any]]) -> None:
-        result["rows"] += rows
-        result["headlines"] = headlines(result["rows"])
-        if options.json:
-            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-
+    limits = {"shortest_s": load.shortest, "longest_s": load.longest, "window_s": load.seconds, "windows": windows}
+    bench = Bench("qwen3_tts", options, load=limits)
+    decoder = dummy_decoder(TINY_CODEC if options.tiny else PUBLISHED_CODEC, bench.device, bench.dtype)
     if options.reference and options.reference.exists():
-        known = json.loads(options.reference.read_text(encoding="utf-8"))["rows"]
-        save([row for row in known if row["size"] in sizes])
+        for row in json.loads(options.reference.read_text(encoding="utf-8"))["rows"]:
+            if row["size"] in sizes:
+                bench.add(row)
     for size in sizes:
-        bench = Bench(size, device, decoder, load)
-        chosen = {"frames_per_turn": options.turns, "admit_turns": options.admit_turns}
-        bench.overrides = {name: value for name, value in chosen.items() if value is not None}
+        work = Throughput(bench, size, decoder, load)
         if options.codec and size == sizes[0]:
-            row = {
-                "part": "codec",
-                "size": "",
-                **codec_alone(decoder, requests(bench.model, load, 16 if options.tiny else 1024), load.seconds, 8 if options.tiny else 512),
-                **memory(device),
-            }
-            row["floor_ms"] = floor_ms("codec", size, 1, 0, bench.limits)
-            row["floor_share"] = share(row)
-            tell(row)
-            save([row])
+            work.codec(options.tiny)
         for slots in options.slots:
-            save(bench.rows(slots, options.parts, windows, sampled=True))
+            work.measure(slots, options.parts, windows, sampled=True)
         for slots in options.reproducible:
-            save(bench.rows(slots, ["all"], windows, reproducible=True))
+            work.measure(slots, ["all"], windows, reproducible=True)
         for slots in options.sweep:
-            save(bench.rows(slots, ["all"], 2))
-        del bench
-        clean(device)
-    print(table(result["rows"]))
-    print("\n".join(result.get("headlines", [])))
+            work.measure(slots, ["all"], 2)
+        del work
+    bench.keep(headlines=headlines(bench.rows))
+    print(table(bench.rows))
+    print("\n".join(bench.found["headlines"]))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())
