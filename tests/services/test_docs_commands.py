@@ -35,7 +35,7 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
     (
         r"python -m benchmarks\.speechlm",
-        "a benchmark of minutes, or for a GPU; tests/unit/benchmarks runs its parts",
+        "a benchmark of minutes, or for a GPU; benchmarks/test_benchmarks.py runs its parts",
     ),
     (r"nightjar run dialogues\.jsonl --qa strict", "its meters download models; tests/services/worker/test_quality_jobs.py"),
     (r"nightjar evaluate .*", "hibari does not chat; tests/services/pipelines/test_serve_evaluate.py asks a server that does"),
