@@ -47,9 +47,9 @@ def other_lines(page: Path) -> list[str]:
 
 
 def _indented_lines(page: Path) -> Iterator[tuple[int, str]]:
-    """(block, line) of every indented line; one that ends in a backslash goes on in the next. A fenced block of text is a drawing."""
+    """(block, line) of every indented line; one that ends in a backslash goes on in the next. A fenced block is a drawing or Python."""
     block, begun, inside = 0, "", False
-    for line in re.sub(r"(?ms)^```text$.*?^```$", "", page.read_text()).splitlines():
+    for line in re.sub(r"(?ms)^```(text|python)$.*?^```$", "", page.read_text()).splitlines():
         indented = line.startswith("    ")
         block += indented and not inside
         inside = indented or (inside and not line.strip())

@@ -81,6 +81,12 @@ def test_files_modules_and_make_targets_of_a_page_exist(page: Path) -> None:
     assert {name for name in called if "=" not in name} <= _TARGETS
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_of_a_page_runs(page: Path) -> None:
+    for source in re.findall(r"(?ms)^```python$(.*?)^```$", page.read_text()):
+        exec(compile(source, page.name, "exec"), {})
+
+
 #: The old name in front of one of our commands, in code: a shell would run its builtin.
 BARE = re.compile(r"(?:^|[`'\"(/|;&])[ \t]*jobs (?:{})\b(?! *=)".format("|".join(COMMANDS)), re.MULTILINE)
 ROOMS = ("jobs", "worker", "pipelines", "kernels", "migrations", "benchmarks", "examples", "docs")
