@@ -50,6 +50,7 @@ class Timeline:
 
     @property
     def rtfx(self) -> list[float]:
+        """Audio seconds per second at work, in each step."""
         return [seconds / self.step_seconds for seconds in self.audio_seconds]
 
 
