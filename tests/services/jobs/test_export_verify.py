@@ -121,7 +121,7 @@ def test_a_job_of_the_embedded_voice_comes_out_the_same(tmp_path: Path, capsys: 
     assert main(["verify", job, "--out", home, "--sample", "0"]) == 1
     out = capsys.readouterr()
     assert out.out.startswith("missing\tjobs/")
-    assert "5 objects checked, 1 of them missing or changed" in out.err
+    assert "5 files checked, 1 missing or changed" in out.err
     assert f"nightjar verify {job} --repair" in out.err
     data = bytearray(whole[audio[1]])
     data[-1] ^= 1
