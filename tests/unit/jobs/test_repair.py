@@ -75,7 +75,7 @@ def check_counters(rig: Rig, job: Job) -> None:
     assert artifacts == [(status.audio_ms, status.bytes_out)]
 
 
-def test_a_glance_sees_what_is_gone_or_of_another_size(rig: Rig, job: Job) -> None:
+def test_a_listing_shows_what_is_gone_or_of_another_size(rig: Rig, job: Job) -> None:
     seen = {expected.key: fault for expected, fault in listed_faults(rig.store, expected_objects(rig.ledger, job.id))}
     assert seen == check(rig, job)
     assert sorted(seen.values()) == [Fault.CHANGED] * 2 + [Fault.MISSING] * 2
