@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig, StackConfig
-from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, bad_checkpoint
+from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, bad_checkpoint, require_names
 
 log = logging.getLogger(__name__)
 
@@ -122,10 +122,7 @@ def check_language_model(config: FishConfig) -> None:
     with Checkpoint.open(config.folder) as checkpoint:
         held = set(checkpoint.names())
     wanted = tensor_shapes(config, held)
-    if missing := sorted(set(wanted) - held):
-        raise bad_checkpoint(f"Tensor {missing[0]} is missing from {config.folder}.")
-    if extra := sorted(held - set(wanted)):
-        raise bad_checkpoint(f"{config.folder} holds tensors that the config does not account for: {', '.join(extra[:5])}.")
+    require_names(config.folder, held, set(wanted))
     for path in sorted(config.folder.glob("model*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:

@@ -154,6 +154,14 @@ class Checkpoint:
         return self._open[file]
 
 
+def require_names(folder: Path, held: set[str], wanted: set[str]) -> None:
+    """Raises `ModelError` (`model.bad_checkpoint`) naming a tensor that a folder lacks, or those that it holds and nobody wants."""
+    if missing := sorted(wanted - held):
+        raise bad_checkpoint(f"Tensor {missing[0]} is missing from {folder}.")
+    if extra := sorted(held - wanted):
+        raise bad_checkpoint(f"{folder} holds tensors that the config does not account for: {', '.join(extra[:5])}.")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object of a checkpoint. Raises `ModelError` (`model.bad_checkpoint`) naming the file when it is not one."""
     try:

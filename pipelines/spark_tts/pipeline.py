@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ConfigError, ErrorCode, InputError
-from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
+from pipelines.nn.checkpoint import Checkpoint, require_names
 from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
@@ -102,14 +102,10 @@ def check_weights(config: SparkConfig) -> None:
     """
     folder = config.folder / LLM
     with Checkpoint.open(folder) as checkpoint:
-        held = set(checkpoint.names())
-    wanted = _names(config.lm)
+        held = {name for name in checkpoint.names() if "rotary_emb" not in name}
     if config.lm.tied:
         held.discard("lm_head.weight")
-    if missing := sorted(wanted - held):
-        raise bad_checkpoint(f"Tensor {missing[0]} is missing from {folder}.")
-    if extra := sorted(name for name in held - wanted if "rotary_emb" not in name):
-        raise bad_checkpoint(f"{folder} holds tensors that the config does not account for: {', '.join(extra[:5])}.")
+    require_names(folder, held, _names(config.lm))
 
 
 def _names(lm: LmConfig) -> set[str]:

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pipelines.errors import ErrorCode, InputError, ModelError
-from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint
+from pipelines.nn.checkpoint import Checkpoint, require_names
 from pipelines.speechlm.config import SpeechLmConfig
 
 TOWER = "multimodal_io_dict.continuous_audio.model.audio_tower."
@@ -40,12 +40,8 @@ def check_names(checkpoint: Checkpoint, config: SpeechLmConfig) -> None:
     only be a dead engine.
     """
     wanted = backbone_names(config.backbone.layers) | {STREAMS, f"{ADAPTOR}weight", f"{ADAPTOR}bias"}
-    held = set(checkpoint.names())
-    if missing := sorted(wanted - held):
-        raise bad_checkpoint(f"Tensor {missing[0]} is missing from {checkpoint.folder}.")
     known = (TOWER, *(CODEC + part for part in (*CODEC_DECODER, *CODEC_UNUSED)))
-    if extra := sorted(name for name in held - wanted if not name.startswith(known)):
-        raise bad_checkpoint(f"{checkpoint.folder} holds tensors that the config does not account for: {', '.join(extra[:5])}.")
+    require_names(checkpoint.folder, {name for name in checkpoint.names() if not name.startswith(known)}, wanted)
 
 
 #: Weights of the training's loss; no model has them.
