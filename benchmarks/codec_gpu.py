@@ -1,10 +1,10 @@
-"""Checks and times the codec decoder on a GPU with random weights of the published size.
+"""Times the codec decoder on a GPU with random weights of the published size.
 
-    python -m benchmarks.codec_gpu [--part check,tiles,decode,stream] [--rows 32] [--frames 100]
+    python -m benchmarks.codec_gpu [--part tiles,decode,stream] [--rows 32] [--frames 100]
 
-`check` compares every kernel with its float32 twin, `tiles` finds the fastest tile of each kernel (used by the parts after it),
-`decode` times whole utterances and compares the audio with float32, `stream` times chunks. Times are medians of CUDA-graph replays or of
-event pairs. A short table comes last; JSON goes to $OUT (or the working folder) as codec_gpu.json.
+`tiles` finds the fastest tile of each kernel that is right against its float32 twin (the parts after it use them; `tests/gpu` checks the
+ones in force), `decode` times whole utterances and compares the audio with float32, `stream` times chunks. Times are medians of CUDA-graph
+replays or of event pairs. A short table comes last; JSON goes to $OUT (or the working folder) as codec_gpu.json.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -26,6 +25,7 @@ from torch import Tensor
 from triton import TritonError
 
 from benchmarks.codec_shapes import FRAME_MACS, Problem, problems, tiles
+from benchmarks.gpu import event_us, graph_us
 from kernels import codec_launch
 from kernels.codec_launch import Tile
 from pipelines.codec.blocks import Past
@@ -37,34 +37,6 @@ from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder
 AIMS = {"floor": 6.3, "aim": 10.0, "must": 16.0, "compiled": 24.9}
 #: A kernel may err 2^-7 of its result's RMS: inputs are exact, the result and one value in between are rounded to bfloat16.
 CHECK_LIMIT = 2.0**-7
-
-
-def event_us(work: Callable[[], object], repeats: int = 7) -> float:
-    """Median microseconds of `work`, by event pairs, after two calls to warm up."""
-    work()
-    work()
-    times: list[float] = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000)
-    return statistics.median(times)
-
-
-def graph_us(work: Callable[[], object]) -> float:
-    """Median microseconds of `work` replayed as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return event_us(graph.replay)
 
 
 def compile_in_parallel(processes: int) -> None:
@@ -95,24 +67,6 @@ def attempt(work: Callable[[], object]) -> str:
 
 def relative_rms(got: Tensor, wanted: Tensor) -> float:
     return float((got.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
-
-
-def check_part() -> list[dict[str, Any]]:
-    """Every kernel, with its own tile, against the twin in float32."""
-    found: list[dict[str, Any]] = []
-    for problem in problems():
-        launch, twin, outputs = problem.bind(2, 1000)
-        tile = codec_launch.tile_for(problem.shape, 1000, tma=True)
-        assert tile is not None, problem.name
-        for output in outputs[:2]:
-            output.fill_(float("nan"))
-        failure = attempt(lambda launch=launch, tile=tile: launch(tile))
-        twin()
-        errors = [relative_rms(outputs[i], outputs[i + 2]) for i, made in enumerate((problem.raw, problem.active)) if made]
-        passed = not failure and all(error <= CHECK_LIMIT for error in errors)
-        found.append({"kernel": problem.name, "passed": passed, "errors": errors, "failure": failure, "tile": asdict(tile)})
-        print(f"check {problem.name:10} {'ok' if passed else 'FAILED'} {' '.join(f'{e:.1e}' for e in errors)} {failure}", flush=True)
-    return found
 
 
 def wrong(problem: Problem, tile: Tile) -> str:
@@ -218,7 +172,7 @@ def stream_part() -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", default="check,tiles,decode,stream")
+    parser.add_argument("--part", default="tiles,decode,stream")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--frames", type=int, default=100)
     parser.add_argument("--processes", type=int, default=12)
@@ -242,7 +196,6 @@ def report(arguments: argparse.Namespace) -> None:
         "aims_us": AIMS,
     }
     work: dict[str, Callable[[], Any]] = {
-        "check": check_part,
         "tiles": lambda: tiles_part(arguments.rows, arguments.frames, arguments.processes),
         "decode": lambda: {"quality": quality(), "times": decode_part(arguments.rows, arguments.frames)},
         "stream": stream_part,
@@ -255,8 +208,7 @@ def report(arguments: argparse.Namespace) -> None:
         print(f"{row['kernel']:10} {row['tflops']:6.0f} TFLOP/s {row['us_per_frame']:6.2f} us/frame")
     for row in result.get("decode", {}).get("times", []):
         print(f"{row['rows']:3} x {row['frames']:3} frames: {row['graph_us']:6.2f} us/frame (aim {AIMS['aim']}, must {AIMS['must']})")
-    failed = [row["kernel"] for row in result.get("check", []) if not row["passed"]]
-    print(f"checks failed: {', '.join(failed) or 'none'}; total {time.monotonic() - began:.0f} s")
+    print(f"total {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":

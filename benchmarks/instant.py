@@ -53,7 +53,7 @@ class InstantPipeline:
 
 
 def describe() -> ModelCard:
-    return ModelCard(NAME, NAME, "cpu", SAMPLE_RATE, InstantPipeline.capabilities, "1", 0.01, 0.01)
+    return ModelCard(NAME, NAME, "cpu", SAMPLE_RATE, InstantPipeline.capabilities, "1", seconds_per_character=0.01, rtf=0.01)
 
 
 def load(**_: Any) -> InstantPipeline:

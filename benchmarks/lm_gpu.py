@@ -13,14 +13,13 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import captured, graph_us
 from kernels import lm_cuda
 from kernels.dummy import LARGE, SMALL, Maker, Shape
 from kernels.lm_frame import FusedFrame, Plan, plan_for
@@ -38,29 +37,6 @@ TILES = [
 ]  # fmt: skip
 
 SKINNY_VARIANTS: dict[str, dict[str, int]] = {"skinny": {"late": 0, "ahead": 0}, "skinny late": {"late": 1, "ahead": 2}}
-
-
-def graph_us(work: Callable[[], object], calls: int = 1, replays: int = 12) -> float:
-    """Median microseconds of one of the `calls` that `work` makes, replayed as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times)
 
 
 def gemm_part(maker: Maker, batches: list[int], tile_search: bool) -> list[dict[str, object]]:
@@ -205,12 +181,7 @@ def profile_part(maker: Maker, batches: list[int], pdl: bool) -> list[dict[str, 
         codes = torch.zeros(rows, SMALL.codebooks, dtype=torch.int64, device="cuda")
         flags = torch.zeros(rows, dtype=torch.uint8, device="cuda")
         runner = FusedFrame(weights, state, k, v, rows, dataclasses.replace(plan_for(rows), pdl=pdl))
-        for _ in range(2):
-            runner.run(slots, codes, flags)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            runner.run(slots, codes, flags)
+        graph = captured(lambda runner=runner, slots=slots, codes=codes, flags=flags: runner.run(slots, codes, flags))
         graph.replay()
         torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
