@@ -56,7 +56,7 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
     if counts["", ""] < LEAST_ITEMS:
         raise NotFoundError(
             ErrorCode.LEDGER_NOT_FOUND,
-            f"Job {job.id} has {counts['', '']} made items with a text; a pace needs {LEAST_ITEMS}.",
+            f"Job {job.id} has {counts['', '']} finished items with a text; at least {LEAST_ITEMS} are needed.",
             "Calibrate on a larger job of the same model.",
         )
     order = sorted(counts, key=lambda voice: (voice == ("", ""), -counts[voice], voice))

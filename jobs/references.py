@@ -59,7 +59,7 @@ class ReferenceReader:
         if _URL.match(content):
             raise InputError(
                 ErrorCode.INPUT_AUDIO_FORBIDDEN,
-                f"The audio {clean(content, 200)!r} is a URL; none is fetched.",
+                f"The audio {clean(content, 200)!r} is a URL. URLs are not fetched.",
                 "Give a path below the input's folder or below `audio_roots`.",
             )
         try:

@@ -135,9 +135,7 @@ def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:
 def _read_lines(store: ObjectStore, key: str, sha256: str) -> list[bytes]:
     data = store.get(key)
     if hashlib.sha256(data).hexdigest() != sha256:
-        raise StoreError(
-            ErrorCode.STORE_CONFLICT, f"The object {key} is not the one that was staged.", "Restore it, or submit the input again."
-        )
+        raise StoreError(ErrorCode.STORE_CONFLICT, f"The object {key} was changed after submit.", "Restore it, or submit the input again.")
     return zstandard.ZstdDecompressor().decompress(data).split(b"\n")[:-1]
 
 

@@ -17,11 +17,11 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from jobs import installed_version
+from jobs.child_process import say_up
 from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
-from jobs.startup import say_up
 from jobs.store import open_store
 from jobs.store.base import ObjectStore
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError

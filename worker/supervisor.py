@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from jobs.startup import UpPipe
+from jobs.child_process import UpPipe
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.embedded import EmbeddedHome, _spawn, _write_own
+from jobs.embedded import EmbeddedHome, _open_log, _write_own
 from jobs.ledger import Ledger
 from jobs.ledger.records import ShardState
 from jobs.settings import Settings
@@ -61,7 +61,7 @@ def test_a_planted_lock_is_refused(state: Path, how: str) -> None:
 def test_a_planted_log_is_refused(state: Path, how: str, name: str) -> None:
     plant(state / name, how)
     with pytest.raises(StoreError) as caught:
-        _spawn(["true"], state / name, os.environ)
+        _open_log(state / name)
     check(state, caught.value)
 
 

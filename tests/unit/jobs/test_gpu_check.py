@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.gpu_check import Machine, judge_compilers, judge_gpu, judge_kernels
+from jobs.doctor import Machine, judge_compilers, judge_gpu, judge_kernels
 
 WHOLE = Machine(1, "580.159.04", "2.13.0", "13.0", ("NVIDIA H200",), "3.7.1", "/usr/local/cuda/bin/nvcc", "/usr/bin/gcc")
 

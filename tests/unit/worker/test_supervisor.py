@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.child_process import UP_PIPE, UpPipe, say_up
 from jobs.embedded import FAILED_STARTS, EmbeddedHome
 from jobs.settings import Settings
-from jobs.startup import UP_PIPE, UpPipe, say_up
 from pipelines.errors import ErrorCode, NightjarError, ServiceError
 from worker.runtime import Runtime
 
@@ -27,7 +27,7 @@ gpu = os.environ.get('CUDA_VISIBLE_DEVICES', '-')
 signal.signal(signal.SIGTERM, lambda *_: (log.write(f'end {gpu}\\n'), sys.exit(0)))
 log.write(f'start {gpu} {sys.argv[2]}\\n')
 if gpu in UP:
-    from jobs.startup import say_up
+    from jobs.child_process import say_up
     say_up()
 if gpu in ENDS:
     status = ENDS[gpu]
