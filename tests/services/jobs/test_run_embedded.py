@@ -281,8 +281,8 @@ def test_a_run_of_a_finished_job_makes_again_what_is_lost(shell: Shell) -> None:
     again = shell.run("run", "in.jsonl", "--json")
     assert again.returncode == 0, again.stderr
     assert json.loads(again.stdout)["job"] == job
-    assert "1 input of this job's shards is lost" in again.stderr
-    assert "2 objects of this job are missing or damaged" in again.stderr
+    assert "Lost or damaged: 1 shard input of this job." in again.stderr
+    assert "Missing or damaged: 2 files of this job." in again.stderr
     assert "Made again: 2 with the same bytes, 0 with other bytes." in again.stderr
     assert {path: path.read_bytes() for path in made} == made
 
