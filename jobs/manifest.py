@@ -11,7 +11,7 @@ import msgspec
 
 from jobs.dialogue import spoken_text
 from jobs.layout import job_manifest_key, numbered_key, put_numbered, shard_manifest_key
-from jobs.ledger.records import Artifact, Job, MadeAudio
+from jobs.ledger.records import Artifact, Job, ShardAudio
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectInfo, ObjectStore
 
@@ -58,7 +58,7 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     message_index: int | None = None
 
 
-def entry(example_id: str, artifact: Artifact | MadeAudio, spec_sha: str, spoken: Spoken) -> ManifestEntry:
+def entry(example_id: str, artifact: Artifact | ShardAudio, spec_sha: str, spoken: Spoken) -> ManifestEntry:
     """The manifest's line for an audio artifact."""
     return ManifestEntry(
         example_id,
@@ -85,7 +85,7 @@ def encode_entries(lines: Iterable[ManifestEntry]) -> Iterator[bytes]:
 
 
 def put_shard_manifest(
-    store: ObjectStore, job: Job, shard_no: int, items: Iterable[MadeAudio], lines: Iterable[ShardLine]
+    store: ObjectStore, job: Job, shard_no: int, items: Iterable[ShardAudio], lines: Iterable[ShardLine]
 ) -> tuple[str, str]:
     """Writes the manifest of a shard, of whose lines `items` are made. Returns its key and SHA-256, which the ledger may name now."""
     spoken = {line.index: spoken_by(job, line) for line in lines}

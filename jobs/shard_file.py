@@ -73,7 +73,7 @@ class RawLine(msgspec.Struct, frozen=True):
     references: dict[int, str] = {}
 
 
-class _Place(msgspec.Struct, frozen=True):
+class _Position(msgspec.Struct, frozen=True):
     index: int
     line: int
 
@@ -84,7 +84,7 @@ class _References(msgspec.Struct, frozen=True):
 
 _NO_GENERATION = Generation()
 _decode = msgspec.json.Decoder(_StoredLine).decode
-_decode_place = msgspec.json.Decoder(_Place).decode
+_decode_position = msgspec.json.Decoder(_Position).decode
 _decode_references = msgspec.json.Decoder(_References).decode
 _decode_raw = msgspec.json.Decoder(RawLine).decode
 
@@ -124,7 +124,7 @@ def read_raw_shard(store: ObjectStore, key: str, sha256: str) -> list[RawLine]:
 
 def read_line_numbers(store: ObjectStore, key: str, sha256: str) -> dict[int, int]:
     """Line of the input by index, of the lines of a shard. Raises as `read_shard` does."""
-    return {place.index: place.line for line in _read_lines(store, key, sha256) for place in [_decode_place(line)]}
+    return {item.index: item.line for line in _read_lines(store, key, sha256) for item in [_decode_position(line)]}
 
 
 def read_references(store: ObjectStore, key: str, sha256: str) -> set[str]:

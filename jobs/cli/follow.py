@@ -27,15 +27,15 @@ LINE_SECONDS = 30.0
 #: An ingest that takes no longer needs no line.
 FIRST_LINE_SECONDS = 5.0
 POLL_SECONDS = 0.5
-#: The pace that is shown while a job is followed is that of so long; it tells nothing before `SHORTEST_PACE_SECONDS`.
-PACE_SECONDS = 60.0
-SHORTEST_PACE_SECONDS = 3.0
+#: The rate that is shown while a job is followed is that of the last `RATE_SECONDS`, and unknown before `MIN_RATE_SECONDS`.
+RATE_SECONDS = 60.0
+MIN_RATE_SECONDS = 3.0
 
 EXIT_BY_STATE = {JobState.COMPLETED: 0, JobState.CANCELLED: CANCELLED}
 
 
-class Pace:
-    """What a job makes in a second, over the last minute that it was followed: pauses and interruptions before do not count."""
+class RecentRate:
+    """The rate of a job over the last minute in which it was followed. Pauses and interruptions before it do not count."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int, int]] = deque()
@@ -54,16 +54,16 @@ class Pace:
         return "".join(f", {part}" for part in parts)
 
     def _take(self, status: JobStatus) -> tuple[float, float | None]:
-        """Items and seconds of audio a second; those of the whole job at its end and before there is a pace to tell."""
+        """Items and seconds of audio a second; those of the whole job at its end and before a rate is known."""
         ended = status.items.done + status.items.failed
         self._seen.append((status.now, ended, status.audio_ms))
-        while len(self._seen) > 2 and self._seen[1][0] <= status.now - PACE_SECONDS:
+        while len(self._seen) > 2 and self._seen[1][0] <= status.now - RATE_SECONDS:
             self._seen.popleft()
         since, ended_then, audio_then = self._seen[0]
         seconds = status.now - since
         if status.job.state.final:
             return items_per_second(status), rtfx(status)
-        if seconds < SHORTEST_PACE_SECONDS or ended == ended_then:
+        if seconds < MIN_RATE_SECONDS or ended == ended_then:
             return 0.0, None
         return (ended - ended_then) / seconds, (status.audio_ms - audio_then) / 1000 / seconds
 
@@ -74,7 +74,7 @@ class Progress:
     def __init__(self, *, quiet: bool) -> None:
         self._quiet = quiet
         self._next_line = 0.0
-        self._pace = Pace()
+        self._rate = RecentRate()
         self._bar = None if quiet or not sys.stderr.isatty() else _bar()
         self._task = self._bar.add_task("starting", total=None, facts="") if self._bar else None
 
@@ -108,7 +108,7 @@ class Progress:
 
     def update(self, status: JobStatus) -> None:
         items = status.items
-        facts = self._pace.facts(status)
+        facts = self._rate.facts(status)
         if self._bar is not None and self._task is not None:
             ended = items.done + items.failed
             self._bar.update(

@@ -18,8 +18,8 @@ from jobs.ledger.records import (
     ItemState,
     Job,
     JobState,
-    MadeAudio,
     RejectedLine,
+    ShardAudio,
 )
 from jobs.ledger.schema import db_now, item_is
 from jobs.ledger.status import no_such_job
@@ -97,10 +97,10 @@ def items_page(
     return [item_from(row, speaks_turns=job.speaks_turns) for row in connection.execute(query).mappings()]
 
 
-def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[MadeAudio]:
+def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[ShardAudio]:
     """The audio of one shard's items in index order, for its manifest."""
     rows = connection.execute(_SHARD_AUDIO, {"job_id": job_id, "shard_no": shard_no})
-    return [MadeAudio(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
+    return [ShardAudio(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
 
 
 def artifacts_page(connection: sa.Connection, job_id: str, after: int, limit: int, kind: str) -> list[tuple[int, str, str, int]]:

@@ -316,7 +316,7 @@ class ItemRow(msgspec.Struct, frozen=True):
         return row_id(self.example_id, self.turn, several=self.several, speaks_turns=self.speaks_turns)
 
 
-class MadeAudio(msgspec.Struct, frozen=True, gc=False):
+class ShardAudio(msgspec.Struct, frozen=True, gc=False):
     """What a manifest says of an item's audio."""
 
     index: int

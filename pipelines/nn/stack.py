@@ -87,8 +87,8 @@ def take_stack(source: TensorSource, prefix: str, shape: StackShape, dtype: torc
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """Where each of n new tokens stands: its position, and the page and the offset that hold its keys and values; each [n]."""
+class TokenPositions:
+    """The positions of n new tokens, and the page and the offset that hold their keys and values; each [n]."""
 
     positions: Tensor
     pages: Tensor
@@ -100,7 +100,7 @@ def run_stack(
     weights: StackWeights,
     eps: float,
     rope_table: Tensor,
-    places: Places,
+    tokens: TokenPositions,
     k_cache: Tensor,
     v_cache: Tensor,
     attend: Callable[[int, Tensor], Tensor],
@@ -116,7 +116,7 @@ def run_stack(
         packed = functional.linear(rms_norm(x, layer.input_norm, eps), layer.qkv)
         keys, values = k_cache[index], v_cache[index]
         q = qk_norm_rope_append(
-            packed, layer.q_norm, layer.k_norm, eps, rope_table, places.positions, keys, values, places.pages, places.offsets
+            packed, layer.q_norm, layer.k_norm, eps, rope_table, tokens.positions, keys, values, tokens.pages, tokens.offsets
         )
         if keys_only_at_the_end and index == len(weights.layers) - 1:
             break

@@ -17,7 +17,7 @@ from kernels.sampler import all_finite, frame_noise, process_first, sample
 from kernels.varlen_attention import PackedRuns
 from pipelines.engine.executor import ENDED, NOT_FINITE, FrameOutput, FrameSettings, PrefillRun
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
-from pipelines.nn.stack import Places, run_stack
+from pipelines.nn.stack import TokenPositions, run_stack
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig
 from pipelines.qwen3_tts.predictor import predictor_frame
 from pipelines.qwen3_tts.weights import ModelWeights, TextTable, predictor_inputs
@@ -88,7 +88,7 @@ class Qwen3TTSModel:
 
         self._talker(
             torch.cat([run.embeddings for run in runs]),
-            Places(positions, table[owner, positions // kv.page_size], positions % kv.page_size),
+            TokenPositions(positions, table[owner, positions // kv.page_size], positions % kv.page_size),
             kv,
             attend,
             keys_only=True,
@@ -96,7 +96,7 @@ class Qwen3TTSModel:
 
     def prefill_padded(self, embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, kv: PagedKV) -> None:
         """`prefill` of new positions from `start` on, in shapes that depend on no prompt, so that it can be captured; see `FrameModel`."""
-        places = Places(*padded_places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE))
+        places = TokenPositions(*padded_places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE))
 
         def attend(layer: int, q: Tensor) -> Tensor:
             return attend_padded(q, kv.k[layer], kv.v[layer], pages, start, self.config.talker.scale)
@@ -134,7 +134,7 @@ class Qwen3TTSModel:
         lengths = torch.where(rows == state.dead, 0, positions + 1)
         out = self._talker(
             state.inputs[rows],
-            Places(positions, pages, positions % kv.page_size),
+            TokenPositions(positions, pages, positions % kv.page_size),
             kv,
             lambda layer, q: paged_decode_attention(
                 q, kv.k[layer], kv.v[layer], table, lengths, settings.max_length, self.config.talker.scale
@@ -142,7 +142,7 @@ class Qwen3TTSModel:
         )
         return rms_norm(out, self.weights.talker.stack.norm, self.config.talker.eps)
 
-    def _talker(self, x: Tensor, places: Places, kv: PagedKV, attend, keys_only: bool = False) -> Tensor:
+    def _talker(self, x: Tensor, places: TokenPositions, kv: PagedKV, attend, keys_only: bool = False) -> Tensor:
         return run_stack(x, self.weights.talker.stack, self.config.talker.eps, self.rope, places, kv.k, kv.v, attend, keys_only)
 
     def _predict(

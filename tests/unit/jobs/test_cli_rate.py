@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jobs.cli import follow
-from jobs.cli.follow import PACE_SECONDS, Pace, Progress
+from jobs.cli.follow import RATE_SECONDS, Progress, RecentRate
 from jobs.ingest import IngestProgress
 from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.ledger.status import ItemCounts, JobStatus
@@ -21,34 +21,34 @@ def status(now: float, done: int, *, state: JobState = JobState.RUNNING, failed:
     return JobStatus(job, counts, {}, done * 2000, 0, 0, now)
 
 
-def test_a_pause_of_a_day_does_not_slow_the_pace() -> None:
-    pace = Pace()
-    assert pace.facts(status(DAY, 500)) == ""
-    assert pace.facts(status(DAY + 10, 600)) == ", 10.00 items/s, RTFx 20.0, 40 s to go"
+def test_a_pause_of_a_day_does_not_slow_the_rate() -> None:
+    rate = RecentRate()
+    assert rate.facts(status(DAY, 500)) == ""
+    assert rate.facts(status(DAY + 10, 600)) == ", 10.00 items/s, RTFx 20.0, 40 s to go"
 
 
-def test_the_pace_is_that_of_the_last_minute() -> None:
-    pace = Pace()
+def test_the_rate_is_that_of_the_last_minute() -> None:
+    rate = RecentRate()
     for second in range(0, 61, 10):
-        pace.facts(status(DAY + second, second // 10))
+        rate.facts(status(DAY + second, second // 10))
     for second in range(70, 120, 10):
-        pace.facts(status(DAY + second, 6 + (second - 60) * 2))
-    assert pace.facts(status(DAY + 2 * PACE_SECONDS, 126, failed=4)) == ", 4 failed, 2.07 items/s, RTFx 4.0, 7 min 1 s to go"
+        rate.facts(status(DAY + second, 6 + (second - 60) * 2))
+    assert rate.facts(status(DAY + 2 * RATE_SECONDS, 126, failed=4)) == ", 4 failed, 2.07 items/s, RTFx 4.0, 7 min 1 s to go"
 
 
 def test_nothing_is_promised_of_a_job_that_stands_still() -> None:
-    pace = Pace()
-    pace.facts(status(DAY, 500))
-    assert pace.facts(status(DAY + 30, 500)) == ""
-    paused = pace.facts(status(DAY + 40, 520, state=JobState.PAUSED))
+    rate = RecentRate()
+    rate.facts(status(DAY, 500))
+    assert rate.facts(status(DAY + 30, 500)) == ""
+    paused = rate.facts(status(DAY + 40, 520, state=JobState.PAUSED))
     assert "items/s" in paused
     assert "to go" not in paused
 
 
 def test_the_end_tells_of_the_whole_job() -> None:
-    pace = Pace()
-    pace.facts(status(90.0, 990))
-    assert pace.facts(status(100.0, 1000, state=JobState.COMPLETED)) == ", 10.00 items/s, RTFx 20.0"
+    rate = RecentRate()
+    rate.facts(status(90.0, 990))
+    assert rate.facts(status(100.0, 1000, state=JobState.COMPLETED)) == ", 10.00 items/s, RTFx 20.0"
 
 
 @pytest.mark.parametrize(("first_line_seconds", "said"), [(0.0, "reading: 10 lines, 16 % of the input\n"), (60.0, "")])
