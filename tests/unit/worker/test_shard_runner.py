@@ -229,14 +229,14 @@ def test_a_store_that_a_person_has_to_mend_ends_the_lease_and_no_item(build: Bui
     assert rig.runner.run(lease) is ShardEnd.FAILED
     assert rig.status(job).items.failed == 0
     assert {row.attempts for row in rig.items(job) if row.error_code is None and row.artifact is None} == {0}
-    outage = rig.ledger.last_outage(job.id)
+    outage = rig.status(job).outage
     assert outage is not None
     assert (outage.code, outage.message) == (code, "It takes no more. Mend it.")
     rig.store.put = put
     rig.ledger.wake(job.id)
     assert rig.run_next() is ShardEnd.FINISHED
     assert rig.status(job).items.done == 8
-    assert rig.ledger.last_outage(job.id) is None
+    assert rig.status(job).outage is None
 
 
 def test_the_object_of_an_earlier_holder_is_adopted(build: Build) -> None:
