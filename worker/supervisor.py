@@ -106,7 +106,7 @@ class Supervisor:
         child.failed_starts = child.failed_starts + 1 if status > 0 and not came_up else 0
         child.restart_at = now + child.pause_seconds
         if child.given_up:
-            log.error("worker cannot start; the others continue", gpu=child.gpu, status=status, starts=child.failed_starts)
+            log.error("worker cannot start and is given up; the others continue", gpu=child.gpu, status=status, starts=child.failed_starts)
         else:
             log.warning("worker ended", gpu=child.gpu, status=status, came_up=came_up, restart_seconds=child.pause_seconds)
 
