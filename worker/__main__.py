@@ -59,7 +59,7 @@ def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | 
         if not wanted:
             raise click.UsageError("--gpu names no GPU.")
         sys.exit(run_all(["--model", model] if model else [], wanted, settings.worker.restart_seconds))
-    from worker.run import run_worker
+    from worker.celery_app import run_worker
 
     sys.exit(run_worker(settings, model, parent_pid))
 
@@ -72,7 +72,7 @@ def beat() -> None:
     Examples:
       nightjar beat
     """
-    from worker.run import run_beat
+    from worker.celery_app import run_beat
 
     run_beat(_settings())
 
@@ -116,7 +116,7 @@ def flower() -> None:
     Examples:
       nightjar flower
     """
-    from worker.run import run_flower
+    from worker.celery_app import run_flower
 
     run_flower(_settings())
 

@@ -209,9 +209,9 @@ def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
 
 def _metrics() -> Metrics | None:
     """Those of the worker of this process, if it has one."""
-    from worker import engine_pool
+    from worker import celery_app
 
     try:
-        return engine_pool.runtime().metrics
+        return celery_app.runtime().metrics
     except RuntimeError:
         return None

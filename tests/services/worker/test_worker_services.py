@@ -20,7 +20,7 @@ from jobs.settings import load_settings
 from pipelines.errors import ConfigError
 from tests.support.services import free_port
 from tests.support.worker_process import REPOSITORY, Site, stop
-from worker.run import run_flower
+from worker.celery_app import run_flower
 
 
 @pytest.fixture
