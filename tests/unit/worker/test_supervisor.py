@@ -110,19 +110,19 @@ def test_a_worker_that_came_up_comes_back_however_it_ends(run: Callable[..., Run
     supervisor = run(["0"], up="0", ends={"0": 1})
     supervisor.wait_for(lambda: supervisor.count("start") > FAILED_STARTS + 1)
     assert supervisor.end() == 0
-    assert "given up" not in supervisor.said.read_text()
+    assert "cannot start" not in supervisor.said.read_text()
 
 
 def test_a_worker_that_cannot_start_is_given_up_and_said_at_the_end(run: Callable[..., Run]) -> None:
     supervisor = run(["0"], ends={"0": 5})
     assert supervisor.process.wait(240) == 1
     assert supervisor.count("start") == FAILED_STARTS
-    assert "given up" in supervisor.said.read_text()
+    assert "cannot start" in supervisor.said.read_text()
 
 
 def test_a_worker_that_cannot_start_stops_alone(run: Callable[..., Run]) -> None:
     supervisor = run(["0", "1"], up="1", ends={"0": 5})
-    supervisor.wait_for(lambda: "given up" in supervisor.said.read_text() and supervisor.count("start 1") == 1)
+    supervisor.wait_for(lambda: "cannot start" in supervisor.said.read_text() and supervisor.count("start 1") == 1)
     assert supervisor.count("end") == 0
     assert supervisor.end() == 1
     assert supervisor.count("start 0") == FAILED_STARTS
