@@ -259,7 +259,7 @@ def main() -> None:
         if "gemm" in parts:
             result["gemm"] = gemm_part(maker, batches, "tiles" in parts)
     save()
-    print(f"{'model':6} {'rows':>5} {'ms':>8} {'floor':>6} {'aim':>5} {'must':>5} {'frames/s':>9} {'x real time':>11}")
+    print(f"{'model':6} {'rows':>5} {'ms':>8} {'floor':>6} {'aim':>5} {'must':>5} {'frames/s':>9} {'RTFx':>11}")
     for row in frames:
         print(
             f"{row['model']:6} {row['rows']:5} {row['best_ms']:8.3f} {row['floor_ms']:6} {row['aim_ms']:5} {row['must_ms']:5} "

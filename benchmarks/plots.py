@@ -1,4 +1,4 @@
-"""Plots of benchmark results as SVG, without a plotting library: batch size against audio-seconds a second.
+"""Plots of benchmark results as SVG, without a plotting library: batch size against RTFx.
 
 python -m benchmarks.plots benchmarks/results/qwen3_tts_h100.json
 """
@@ -98,7 +98,7 @@ def svg(title: str, x_name: str, y_name: str, lines: Sequence[Line]) -> str:
 def plot(result: dict[str, Any]) -> str:
     """Batch size against throughput, of one result of `benchmarks.qwen3_tts`."""
     title = f"Qwen3-TTS, {result['device']}, commit {result.get('commit') or 'unknown'}"
-    return svg(title, "utterances at a time (slots, or rows of the reference)", "audio-seconds a second", lines_of(result["rows"]))
+    return svg(title, "utterances at a time (slots, or rows of the reference)", "RTFx (audio seconds per second)", lines_of(result["rows"]))
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("results", nargs="+", type=Path, help="JSON files; each plot is written beside its file")
     for path in parser.parse_args().results:
         if not path.exists():
-            print(f"{path} is not there")
+            print(f"{path} does not exist")
             continue
         path.with_suffix(".svg").write_text(plot(json.loads(path.read_text(encoding="utf-8"))), encoding="utf-8")
 
