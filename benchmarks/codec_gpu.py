@@ -29,7 +29,7 @@ from benchmarks.gpu import event_us, graph_us
 from kernels import codec_launch
 from kernels.codec_launch import Tile
 from pipelines.codec.blocks import Past
-from pipelines.nn.options import open_device
+from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder
 

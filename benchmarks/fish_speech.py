@@ -24,7 +24,7 @@ from torch.nn.functional import embedding_bag, linear
 
 from benchmarks.gpu import Bench, numbers, parser
 from benchmarks.speech_load import PROMPT_TOKENS, REFERENCE_SECONDS, TEXT, codec_part, lm_part, speech_part, spoken_request, token_letters
-from pipelines.fish_speech.codec_encoder import ReferenceEncoder
+from pipelines.fish_speech.codec import ReferenceEncoder
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.dummy import CONTROLS, dummy_codec, dummy_fast_ar, dummy_rows, write_checkpoint
 from pipelines.fish_speech.frame import FrameGraphs, FrameMaker, Rows
@@ -103,7 +103,7 @@ def engine_parts(bench: Bench, config: FishConfig, parts: set[str]) -> None:
     """The parts that share one engine."""
     from pipelines.fish_speech.language_model import LanguageModel
     from pipelines.fish_speech.pipeline import FishPipeline
-    from pipelines.nn.options import TokenModelOptions
+    from pipelines.nn.checkpoint import TokenModelOptions
     from pipelines.vllm_engine.host import VllmHost
     from pipelines.vllm_engine.library import load_vllm
 

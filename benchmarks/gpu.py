@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.figures import commit
-from pipelines.nn.options import open_device
+from pipelines.nn.checkpoint import open_device
 
 Row = dict[str, Any]
 

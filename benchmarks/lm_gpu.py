@@ -23,8 +23,7 @@ from benchmarks.gpu import captured, graph_us
 from kernels import lm_cuda
 from kernels.dummy import LARGE, SMALL, Maker, Shape
 from kernels.lm_frame import FusedFrame, Plan, plan_for
-from kernels.lm_gemm import PLAIN, RESIDUAL, SWIGLU, Tiles, product
-from kernels.lm_triton import SplitScratch, add_norm, decode_attention, predictor_attention, swiglu
+from kernels.lm_triton import PLAIN, RESIDUAL, SWIGLU, SplitScratch, Tiles, add_norm, decode_attention, predictor_attention, product, swiglu
 
 LAYERS = 28
 CONTEXT = 300

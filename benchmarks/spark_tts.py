@@ -43,7 +43,7 @@ from benchmarks.speech_load import (
     spoken_request,
     token_letters,
 )
-from pipelines.nn.options import TokenModelOptions
+from pipelines.nn.checkpoint import TokenModelOptions
 from pipelines.spark_tts.bicodec import BiCodec
 from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
 from pipelines.spark_tts.config import LLM, SparkConfig

@@ -21,13 +21,12 @@ from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
 from jobs.manifest import put_shard_manifest
 from jobs.openai_batch import LineForm, line_form
 from jobs.references import ReferenceReader, ReferenceUploader
-from jobs.reproduce import made_again, request_of
 from jobs.shard_file import CONTENT_TYPE, ShardLine, compress, encode_lines, read_shard
 from jobs.source import BATCH_BYTES, BATCH_LINES, Source, open_source
 from jobs.spec import speak_of
 from jobs.store.base import ObjectStore
 from jobs.turns import Speak, reference_places, spoken_turns
-from jobs.verify import Expected, ObjectCheck
+from jobs.verify import Expected, ObjectCheck, made_again, request_of
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
 from pipelines.registry import describe

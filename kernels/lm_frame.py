@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels import lm_cuda
-from kernels.lm_gemm import RESIDUAL, SWIGLU, Tiles, product
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, draw
-from kernels.lm_triton import SplitScratch, add_norm, decode_attention, predictor_attention, swiglu
+from kernels.lm_triton import RESIDUAL, SWIGLU, SplitScratch, Tiles, add_norm, decode_attention, predictor_attention, product, swiglu
 
 
 @dataclass(frozen=True, slots=True)

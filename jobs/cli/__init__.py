@@ -22,7 +22,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "Make speech": {
         "run": ("run", "run", "Synthesize a file on this machine; needs no other service."),
         "submit": ("submit", "submit", "Submit a file as a job for running workers."),
-        "nightly": ("processes", "nightly", "Submit the scheduled jobs of the night and write their exports."),
+        "nightly": ("serve", "nightly", "Submit the scheduled jobs of the night and write their exports."),
     },
     "Jobs": {
         "status": ("show", "status", "Show a job's progress, speed and cost."),
@@ -40,7 +40,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "Results": {
         "export": ("export", "export", "Export a job's dataset (ESPnet, Kaldi, Lhotse, WebDataset, Parquet, ...)."),
         "report": ("export", "report", "Write an HTML report of a job, with audio players."),
-        "verify": ("verify", "verify", "Check a job's files against the ledger; make lost files again."),
+        "verify": ("export", "verify", "Check a job's files against the ledger; make lost files again."),
         "calibrate": ("export", "calibrate", "Measure speaking rates from a job, for the duration check."),
     },
     "Models and servers": {
@@ -52,11 +52,11 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "doctor": ("admin", "doctor", "Check the installation and its services."),
         "db": ("admin", "db", "Create or upgrade the ledger's tables."),
         "config": ("admin", "config", "Show the settings and where they come from."),
-        "worker": ("processes", "worker", "Run a worker process."),
-        "beat": ("processes", "beat", "Run the timer (Celery beat) of the schedules."),
-        "flower": ("processes", "flower", "Run the Flower dashboard."),
-        "sweep": ("processes", "sweep", "Find orphaned objects in the store, and delete them if asked to."),
-        "completion": ("completion", "completion", "Print the shell completion script."),
+        "worker": ("serve", "worker", "Run a worker process."),
+        "beat": ("serve", "beat", "Run the timer (Celery beat) of the schedules."),
+        "flower": ("serve", "flower", "Run the Flower dashboard."),
+        "sweep": ("serve", "sweep", "Find orphaned objects in the store, and delete them if asked to."),
+        "completion": ("admin", "completion", "Print the shell completion script."),
     },
 }
 COMMANDS = {name: where for group in GROUPS.values() for name, where in group.items()}

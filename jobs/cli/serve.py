@@ -1,4 +1,4 @@
-"""`nightjar serve`: one model behind an API that OpenAI's clients know."""
+"""The commands of long-lived processes: `nightjar serve`, and `worker`, `beat`, `flower`, `nightly` and `sweep`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jobs.cli.context import json_option
-from jobs.console import Output
+from jobs.console import PROGRAM, Output
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 
@@ -138,3 +139,31 @@ def _check_extra() -> None:
                 f"The server needs the library {library}.",
                 "Install it with: pip install 'nightjar-speech[serve]'.",
             )
+
+
+_PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+def _command(name: str, command: str) -> click.Command:
+    """The command `nightjar NAME`, which is `python -m worker COMMAND`."""
+
+    @click.command(name, context_settings=_PASS_ON, add_help_option=False)
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    def become(arguments: Sequence[str]) -> None:
+        if not {"-h", "--help"} & set(arguments):
+            load_settings()
+        sys.stdout.flush()
+        # -P: the working directory must not shadow our modules.
+        program = [sys.executable, "-P", "-m", "worker", command, *arguments]
+        os.execve(sys.executable, program, os.environ | {PROGRAM: f"nightjar {name}"})  # noqa: S606
+
+    return become
+
+
+worker, beat, flower, nightly, sweep = (
+    _command("worker", "run"),
+    _command("beat", "beat"),
+    _command("flower", "flower"),
+    _command("nightly", "nightly"),
+    _command("sweep", "sweep"),
+)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.registry import to_device
-from pipelines.codec.batching import FIXED_ROWS, alike, cheapest, round_up
 from pipelines.codec.blocks import Past
+from pipelines.codec.stage import FIXED_ROWS, alike, cheapest, round_up
 from pipelines.errors import ErrorCode, SynthesisError
 
 #: Frames of one pass of a decoder, and of all rows of a pass: what bounds its memory.

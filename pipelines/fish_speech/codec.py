@@ -1,20 +1,227 @@
-"""The causal 44.1 kHz codec: recordings to codes, codes to a waveform; whole utterances or chunk by chunk, with equal results."""
+"""The codec's encoding half: recordings to codes. Always in float32, since codes are not continuous."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import conv1d, embedding, linear, normalize, pad
 
-from pipelines.codec.blocks import ConvStack, Past, StateLayout, UpsampleLayers
+from pipelines.codec.blocks import (
+    RESIDUAL_DILATIONS,
+    CausalConv,
+    ConvNeXt,
+    ConvStack,
+    Past,
+    ResidualUnit,
+    Snake,
+    StateLayout,
+    UpsampleLayers,
+)
 from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.fused import prepared_stack
-from pipelines.fish_speech.codec_encoder import Codebook, CodecEncoder, window_transformer
-from pipelines.fish_speech.config import CodecConfig, FishConfig
-from pipelines.fish_speech.weights import CodecLoader, NormedSource, open_codec
+from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer, angles
+from pipelines.fish_speech.config import CodecConfig, CodecStackConfig, FishConfig
+from pipelines.fish_speech.weights import CodecLoader, NormedSource, halves, open_codec
+from pipelines.recording import RecordingCache, check_recording, decode_recording
+
+STEM_KERNEL, HEAD_KERNEL = 7, 3
+
+
+def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for half-split heads, rounded to bfloat16 as in training: positions [B, T] -> two of [B, 1, T, head_dim]."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim
+    found = angles(positions, 1.0 / base**exponents)
+    return found.cos().bfloat16().float(), found.sin().bfloat16().float()
+
+
+def window_transformer(load: CodecLoader, layout: StateLayout, config: CodecStackConfig) -> WindowTransformer:
+    """One of the codec's transformers: [B, T, dim] -> [B, T, dim]."""
+    norm = load("norm.weight", config.dim)
+    layers = [
+        TransformerLayer(_layer(load.at(f"layers.{i}."), config), layout, config.head_dim, config.dim, config.window, config.eps)
+        for i in range(config.layers)
+    ]
+    return WindowTransformer(
+        layers, norm, config.eps, config.window, lambda positions, _: rotary(positions, config.head_dim, config.rope_base)
+    )
+
+
+def _layer(load: CodecLoader, config: CodecStackConfig) -> LayerWeights:
+    """A layer whose heads rotate neighbours, put in half-split layout."""
+    dim, inner = config.dim, config.intermediate
+    query, key, value = load("attention.wqkv.weight", 3 * dim, dim).chunk(3)
+    return LayerWeights(
+        norm1=load("attention_norm.weight", dim),
+        qkv=torch.cat([halves(query, config.head_dim), halves(key, config.head_dim), value]),
+        out=load("attention.wo.weight", dim, dim),
+        scale1=load("attention_layer_scale.gamma", dim),
+        norm2=load("ffn_norm.weight", dim),
+        gate_up=torch.cat([load(f"feed_forward.{name}.weight", inner, dim) for name in ("w1", "w3")]),
+        down=load("feed_forward.w2.weight", dim, inner),
+        scale2=load("ffn_layer_scale.gamma", dim),
+    )
+
+
+class EncoderBlock:
+    """Three residual units, a strided convolution, and in the last block a transformer: [B, T, Cin] -> [B, T / rate, 2 * Cin]."""
+
+    def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, rate: int, stack: CodecStackConfig | None) -> None:
+        self.units = [ResidualUnit(load.at(f"block.{i}."), layout, channels, dilation) for i, dilation in enumerate(RESIDUAL_DILATIONS)]
+        self.snake = Snake(load.at("block.3."), channels)
+        self.conv = CausalConv(load.at("block.4.conv."), layout, channels, 2 * channels, 2 * rate, rate)
+        self.transformer = None if stack is None else window_transformer(load.at("block.5."), layout, stack)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x, None)
+        x = self.conv(self.snake(x), None)
+        return x if self.transformer is None else self.transformer(x, None)
+
+
+class Codebook:
+    """A factorized codebook: vectors are compared in few dimensions, by direction (Yu et al., 2022)."""
+
+    def __init__(self, load: CodecLoader, config: CodecConfig, codes: int) -> None:
+        self.into = load.at("in_proj.").kernel(config.codebook_dim, config.latent, 1).squeeze(2)
+        self.into_bias = load("in_proj.bias", config.codebook_dim)
+        self.out = load.at("out_proj.").kernel(config.latent, config.codebook_dim, 1).squeeze(2)
+        self.out_bias = load("out_proj.bias", config.latent)
+        self.codes = load("codebook.weight", codes, config.codebook_dim)
+        self.directions = normalize(self.codes, dim=-1)
+
+    def choose(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """z: [B, T, latent] -> codes int64 [B, T], and what they stand for [B, T, latent]."""
+        inner = normalize(linear(z, self.into, self.into_bias), dim=-1)
+        squares = inner.square().sum(-1, keepdim=True) + self.directions.square().sum(-1)
+        codes = (squares - 2 * inner @ self.directions.T).argmin(-1)
+        return codes, linear(self.codes[codes], self.out, self.out_bias)
+
+    def table(self) -> Tensor:
+        """What every code stands for: [codes, latent]."""
+        return linear(self.codes, self.out, self.out_bias)
+
+
+class CodecEncoder:
+    """Recordings to codes, a frame of `samples_per_frame` samples at a time."""
+
+    def __init__(self, config: CodecConfig, source: NormedSource, codebooks: Sequence[Codebook], device: torch.device) -> None:
+        load, layout = CodecLoader(source, "", torch.float32, device), StateLayout()
+        self.config = config
+        self.device = device
+        self._codebooks = codebooks
+        encoder, width = load.at("encoder."), config.encoder_dim
+        self._stem = CausalConv(encoder.at("block.0.conv."), layout, 1, width, STEM_KERNEL)
+        self._blocks = [
+            EncoderBlock(encoder.at(f"block.{i + 1}."), layout, width << i, rate, stack)
+            for i, (rate, stack) in enumerate(zip(config.encoder_rates, config.encoder_stacks))
+        ]
+        last = len(self._blocks) + 1
+        self._snake = Snake(encoder.at(f"block.{last}."), config.latent)
+        self._head = CausalConv(encoder.at(f"block.{last + 1}.conv."), layout, config.latent, config.latent, HEAD_KERNEL)
+        self._down = [
+            (
+                CausalConv(load.at(f"quantizer.downsample.{i}.0.conv."), layout, config.latent, config.latent, factor, factor),
+                ConvNeXt(load.at(f"quantizer.downsample.{i}.1."), layout, config.latent),
+            )
+            for i, factor in enumerate(config.downsample)
+        ]
+        self._pre = window_transformer(load.at("quantizer.pre_module."), layout, config.pre)
+
+    @torch.inference_mode()
+    def encode(self, samples: Tensor) -> Tensor:
+        """float32 [samples] at the codec's rate -> int64 [frames, codebooks]; the last frame is filled up with silence."""
+        return self.quantize(self.latents(self.features(samples)))[0]
+
+    def features(self, samples: Tensor) -> Tensor:
+        """float32 [samples] -> what the quantizer takes, [1, steps, latent]."""
+        size = self.config.samples_per_frame
+        x = pad(samples.to(self.device, torch.float32), (0, -len(samples) % size))[None, :, None]
+        x = self._stem(x, None)
+        for block in self._blocks:
+            x = block(x)
+        return self._head(self._snake(x), None)
+
+    def downsampled(self, x: Tensor) -> Tensor:
+        """[B, steps, latent] -> [B, frames, latent]."""
+        for conv, block in self._down:
+            x = block(conv(x, None), None)
+        return x
+
+    def latents(self, x: Tensor) -> Tensor:
+        """[B, steps, latent] -> what the codes are chosen by, [B, frames, latent]."""
+        return self._pre(self.downsampled(x), None)
+
+    def quantize(self, z: Tensor) -> Tensor:
+        """[B, frames, latent] -> int64 [B, frames, codebooks], each codebook choosing for what the ones before it left."""
+        codes: list[Tensor] = []
+        for codebook in self._codebooks:
+            chosen, found = codebook.choose(z)
+            codes.append(chosen)
+            z = z - found
+        return torch.stack(codes, dim=-1)
+
+
+#: Zero crossings of the resampling filter on either side, and its cutoff as a share of the lower Nyquist frequency.
+_ZEROS, _ROLLOFF = 6, 0.99
+#: Filter banks that are kept, and the values of the largest one: rates that share next to nothing would need gigabytes.
+_FILTERS, _MAX_VALUES = 16, 1 << 22
+
+
+class ReferenceEncoder:
+    """Recordings to codes, and the last ones kept by their content."""
+
+    def __init__(self, encoder: CodecEncoder, capacity: int = 1024) -> None:
+        self._encoder = encoder
+        self._kept: RecordingCache[NDArray[np.int64]] = RecordingCache(capacity)
+
+    def prepare(self, recording: bytes) -> NDArray[np.int64]:
+        """The codes int64 [frames, codebooks] of an encoded audio file within the bounds of `pipelines.audio`.
+
+        Raises `InputError`: `input.audio_unreadable`, `input.reference_length`, `input.reference_silent`;
+        `SynthesisError` (`synth.oom`) when the device has no room for it.
+        """
+        return self._kept.get(recording, None, lambda: self._encoder.encode(self.read(recording)).cpu().numpy())
+
+    def read(self, recording: bytes) -> Tensor:
+        """float32 [samples] at the codec's rate: channels averaged, resampled on the device. Raises `InputError` as `prepare`."""
+        samples, rate = decode_recording(recording)
+        check_recording(samples, rate)
+        wanted = self._encoder.config.sample_rate
+        if (rate // math.gcd(rate, wanted)) * (wanted // math.gcd(rate, wanted)) > _MAX_VALUES:
+            samples, rate = decode_recording(recording, wanted, quality="VHQ")
+        return resample(torch.from_numpy(samples).to(self._encoder.device), rate, wanted)
+
+
+def resample(samples: Tensor, rate: int, wanted: int) -> Tensor:
+    """float32 [samples] at `rate` Hz -> at `wanted` Hz, by a windowed sinc (Hann), as torchaudio does by default (Smith, 1984)."""
+    if rate == wanted:
+        return samples
+    shared = math.gcd(rate, wanted)
+    old, new = rate // shared, wanted // shared
+    filters, width = _filters(old, new)
+    padded = pad(samples, (width, width + old))[None, None]
+    out = conv1d(padded, filters.to(samples.device), stride=old)[0].T.reshape(-1)
+    return out[: math.ceil(new * len(samples) / old)]
+
+
+@lru_cache(maxsize=_FILTERS)
+def _filters(old: int, new: int) -> tuple[Tensor, int]:
+    """One filter for each phase of the output, float32 [new, 1, taps], and how many samples they look back."""
+    cutoff = min(old, new) * _ROLLOFF
+    width = math.ceil(_ZEROS * old / cutoff)
+    taps = torch.arange(-width, width + old, dtype=torch.float64) / old
+    phases = torch.arange(0, -new, -1, dtype=torch.float64) / new
+    at = ((phases[:, None] + taps) * cutoff).clamp(-_ZEROS, _ZEROS)
+    window = torch.cos(at * math.pi / _ZEROS / 2) ** 2
+    filters = torch.sinc(at) * window * (cutoff / old)
+    return filters[:, None].float(), width
 
 
 class CodecDecoder(CausalDecoder):

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError
-from pipelines.fish_speech.codec import Codec, CodecDecoder, load_codec
-from pipelines.fish_speech.codec_encoder import ReferenceEncoder
+from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
 from pipelines.fish_speech.language_model import LanguageModel, as_extra
 from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, groups
 from pipelines.fish_speech.weights import check_language_model
-from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
+from pipelines.nn.checkpoint import TokenModelOptions, open_device, precision, read_options, type_name
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
 from pipelines.validation import check_room, check_seed, frames_within, speech_task

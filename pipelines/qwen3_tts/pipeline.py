@@ -17,16 +17,14 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, ModelError, SynthesisError
-from pipelines.nn.checkpoint import Checkpoint
-from pipelines.nn.options import open_device, precision, read_options, type_name
+from pipelines.nn.checkpoint import Checkpoint, open_device, precision, read_options, type_name
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
 from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
+from pipelines.qwen3_tts.prompt import PromptParts, Reference, TextTokenizer, build_prompt
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache
-from pipelines.qwen3_tts.tokenizer import TextTokenizer
 from pipelines.qwen3_tts.weights import take_weights
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechPipeline, Streamer, UtteranceFuture, no_audio

@@ -16,9 +16,8 @@ import numpy as np
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError
 from pipelines.request import AudioChunk, Generation, Message, Mode, Role, Speech, SynthesisRequest
 from pipelines.serving.admission import Permit
-from pipelines.serving.audio_input import read_audio
 from pipelines.serving.chat_body import AudioUrlPart, ChatBody, ChatMessage, TextPart, Xargs
-from pipelines.serving.encoding import SpeechFormat, whole_file
+from pipelines.serving.encoding import SpeechFormat, read_audio, whole_file
 from pipelines.serving.errors import as_api_error, bad_request, named_field
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel

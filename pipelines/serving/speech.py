@@ -15,8 +15,7 @@ from pydantic import BeforeValidator, Field
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import MAX_REFERENCE_SECONDS, AudioChunk, Generation, Message, SynthesisRequest
 from pipelines.serving.admission import Permit
-from pipelines.serving.audio_input import read_audio
-from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, stream_encoder, whole_file
+from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, read_audio, stream_encoder, whole_file
 from pipelines.serving.errors import Body, as_api_error, bad_request, named_field
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ConfigError, ErrorCode, InputError
-from pipelines.nn.checkpoint import Checkpoint, require_names
-from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
+from pipelines.nn.checkpoint import Checkpoint, TokenModelOptions, open_device, precision, read_options, require_names, type_name
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.checkpoint import Checkpoint
-from pipelines.nn.options import TokenModelOptions, open_device, precision, read_options, type_name
+from pipelines.nn.checkpoint import Checkpoint, TokenModelOptions, open_device, precision, read_options, type_name
 from pipelines.recording import RecordingCache
 from pipelines.request import AudioChunk, Generation, Message, Mode, SynthesisRequest
 from pipelines.results import SpeechPipeline

@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.fish_speech.codec import Codec, load_codec
-from pipelines.fish_speech.codec_encoder import ReferenceEncoder
+from pipelines.fish_speech.codec import Codec, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.fast_ar import FastAr, fast_tensors
 from pipelines.fish_speech.frame import WINDOW, FrameMaker, Noise, Rows, draw, probabilities, ranked, repetition_aware

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipelines.qwen3_tts.tokenizer import TextTokenizer, target_template
+from pipelines.qwen3_tts.prompt import TextTokenizer, target_template
 from tests.support.golden_arrays import Array, thinned, write_arrays
 
 NEIGHBOUR = Path(__file__).parent / "qwen3_tts"

@@ -13,11 +13,10 @@ from kernels.attention import paged_decode_attention
 from kernels.dummy import SMALL, Maker, Shape
 from kernels.layers import qk_norm_rope_append, rms_norm, rope
 from kernels.lm_frame import FrameTensors, FusedFrame, Plan, StackTensors, StateTensors
-from kernels.lm_gemm import RESIDUAL, SWIGLU, Tiles, product
-from kernels.lm_triton import SplitScratch, decode_attention, predictor_attention
+from kernels.lm_triton import RESIDUAL, SWIGLU, SplitScratch, Tiles, decode_attention, predictor_attention, product
 from kernels.reference import twin_frame
 from kernels.sampler import frame_noise, process_first, sample
-from pipelines.qwen3_tts.predictor import predictor_frame
+from pipelines.qwen3_tts.model import predictor_frame
 
 
 def error(found: Tensor, truth: Tensor) -> float:

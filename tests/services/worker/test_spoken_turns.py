@@ -21,13 +21,12 @@ from jobs.line_check import LineChecker
 from jobs.manifest import read_manifest
 from jobs.repair import mend, restore_inputs
 from jobs.report import write_report
-from jobs.reproduce import Match, reproduce
 from jobs.settings import ShardSettings
 from jobs.shard_file import read_shard
 from jobs.source import LineBatch
 from jobs.spec import item_seed
 from jobs.store import FolderStore
-from jobs.verify import Expected
+from jobs.verify import Expected, Match, reproduce
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation, Speech, SynthesisRequest

@@ -14,9 +14,8 @@ from jobs.export import export
 from jobs.ledger.records import Job
 from jobs.manifest import newest_job_manifest, read_manifest
 from jobs.repair import Mended, Repair, Repaired, lost_inputs, mend, restore_inputs
-from jobs.reproduce import Match, reproduce
 from jobs.store import FolderStore
-from jobs.verify import Fault, ObjectCheck, expected_objects, listed_faults
+from jobs.verify import Fault, Match, ObjectCheck, expected_objects, listed_faults, reproduce
 from pipelines.errors import ErrorCode, InputError, StoreError
 from pipelines.registry import register_pipeline
 from pipelines.request import Speech, SynthesisRequest

@@ -9,7 +9,7 @@ from torch import Tensor
 import kernels.attention
 import kernels.layers
 import kernels.sampler
-import pipelines.qwen3_tts.predictor  # noqa: F401  (registers its op)
+import pipelines.qwen3_tts.model  # noqa: F401  (registers its op)
 from kernels.registry import NAMESPACE, TWINS
 
 torch.manual_seed(0)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pipelines.nn.options import open_device
+from pipelines.nn.checkpoint import open_device
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, describe
 from pipelines.qwen3_tts.pipeline import open_pipeline
-from pipelines.qwen3_tts.tokenizer import TextTokenizer
+from pipelines.qwen3_tts.prompt import TextTokenizer
 from tests.support.qwen3_golden import GOLDEN, KINDS
 
 

@@ -17,10 +17,9 @@ from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import EngineStats
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.async_bridge import DaemonThreads
-from pipelines.serving.audio_input import read_audio
 from pipelines.serving.body_limit import LimitedBody
 from pipelines.serving.connections import Connections
-from pipelines.serving.encoding import SpeechFormat, stream_encoder, whole_file
+from pipelines.serving.encoding import SpeechFormat, read_audio, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error
 from pipelines.serving.model import Progress
 from pipelines.serving.options import ServeOptions

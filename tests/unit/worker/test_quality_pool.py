@@ -16,9 +16,8 @@ import pytest
 from jobs.checks import Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError
 from worker.quality.metrics import Readings, Utterance
-from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask
+from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool, MeterTask, Spool, SpooledSamples
 from worker.quality.process import MeterHangError
-from worker.quality.spool import Spool, SpooledSamples
 
 RATE = 16_000
 
@@ -90,7 +89,7 @@ class TestPool:
             files.append(make(**options))
             return files[-1]
 
-        monkeypatch.setattr("worker.quality.spool.tempfile.TemporaryFile", noted)
+        monkeypatch.setattr("worker.quality.pool.tempfile.TemporaryFile", noted)
         spool, waiting = Spool(file_bytes=100), deque[SpooledSamples]()
         for number in range(200):
             waiting.append(spool.put(np.full(10, number, np.float32)))
@@ -160,7 +159,7 @@ class TestPoolFaults:
         go.set()
         pool = MeterPool(in_memory=0, open_host=lambda: Blocked(go))
         with monkeypatch.context() as patched:
-            patched.setattr("worker.quality.spool.tempfile.TemporaryFile", refuse)
+            patched.setattr("worker.quality.pool.tempfile.TemporaryFile", refuse)
             with pytest.raises(StoreError) as caught:
                 self.results(pool, ["a"])
         assert caught.value.code is code
@@ -170,7 +169,7 @@ class TestPoolFaults:
             raise OSError(number, "no")
 
         with monkeypatch.context() as patched:
-            patched.setattr("worker.quality.spool.os.pread", unreadable)
+            patched.setattr("worker.quality.pool.os.pread", unreadable)
             with pytest.raises(StoreError):
                 self.results(pool, ["b"])
         assert self.results(pool, ["c"]) == [{"sum": (0.0, "")}]
