@@ -51,7 +51,7 @@ class TestCalibration:
             unused: Any = None
             return learned_paces(unused, unused, job)
 
-        with pytest.raises(NotFoundError, match="0 made items with a text"):
+        with pytest.raises(NotFoundError, match="0 finished items with a text"):
             paces([""] * LEAST_ITEMS)
         with pytest.raises(NotFoundError, match=f"{LEAST_ITEMS - 1} made items"):
             paces(["", *["words"] * (LEAST_ITEMS - 1)])
