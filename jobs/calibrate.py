@@ -39,7 +39,7 @@ def learned_paces(ledger: Ledger, store: ObjectStore, job: Job) -> tuple[Pace, .
     """The paces of a job's voices and languages, those with most items first, and last one for all others.
 
     Items are chosen by a hash of their id, so the same job gives the same paces. Raises `NotFoundError` for a job with fewer
-    than `LEAST_ITEMS` made items that have a text.
+    than `LEAST_ITEMS` finished items that have a text.
     """
     lengths: dict[tuple[str, str], list[_Length]] = defaultdict(list)
     counts: dict[tuple[str, str], int] = defaultdict(int)

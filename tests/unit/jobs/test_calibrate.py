@@ -53,7 +53,7 @@ class TestCalibration:
 
         with pytest.raises(NotFoundError, match="0 finished items with a text"):
             paces([""] * LEAST_ITEMS)
-        with pytest.raises(NotFoundError, match=f"{LEAST_ITEMS - 1} made items"):
+        with pytest.raises(NotFoundError, match=f"{LEAST_ITEMS - 1} finished items"):
             paces(["", *["words"] * (LEAST_ITEMS - 1)])
         assert paces(["", *["words"] * LEAST_ITEMS]) == paces(["words"] * LEAST_ITEMS)
 
