@@ -1,4 +1,4 @@
-"""Triton kernels of a decoder layer between its matrix products; each has its twin in `kernels.layers` and `kernels.attention`.
+"""Triton kernels of a decoder layer: its matrix products with their epilogues, and what lies between; each has its twin in PyTorch.
 
 Rounding points are the reference's: every value that it stores in the model's type is rounded here at the same place.
 Launchers take `pdl`: the kernel may start while the one before it still runs and waits before it reads anything.

@@ -1,4 +1,4 @@
-"""The codec's encoding half: recordings to codes. Always in float32, since codes are not continuous."""
+"""The causal 44.1 kHz codec: recordings to codes, always in float32; codes to a waveform, whole utterances or chunk by chunk."""
 
 from __future__ import annotations
 

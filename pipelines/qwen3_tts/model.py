@@ -1,4 +1,4 @@
-"""The code predictor's frame: codebooks 1.. of one frame, from the talker's state and codebook 0."""
+"""Talker and code predictor: prompts to embeddings, and one frame of codes a step."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.ingest import ENGINE_SECONDS, MAX_SHARD_BYTES, ShardSize, cut
 from jobs.line_check import GoodLine, LineChecker
+from jobs.sharding import ENGINE_SECONDS, MAX_SHARD_BYTES, ShardSize, cut
 from jobs.source import LineBatch
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
