@@ -15,14 +15,18 @@ from pipelines.errors import NightjarError
 
 #: Exit codes, as those of `nightjar wait`.
 FAILED, NOT_ENDED = 1, 7
-
-
 _HELP = ["-h", "--help"]
 
 
 @click.group(context_settings={"help_option_names": _HELP})
 def cli() -> None:
-    """Processes that run shards and look after the jobs."""
+    """Processes that run shards and look after the jobs. `nightjar worker`, `beat`, `flower`, `nightly` and `sweep` start them.
+
+    \b
+    Examples:
+      python -m worker run --gpu 0,1
+      python -m worker run --help
+    """
 
 
 def _settings() -> Settings:

@@ -110,7 +110,7 @@ def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None) -> l
         error = eta_error_seconds(state)
         pace += f", {seconds_text(eta)} to go{'' if error is None else f' (± {seconds_text(error)})'}"
     lines.append(pace)
-    lines.append(f"engine  {_hours(state.engine_ms / 1000)} with work")
+    lines.append(f"engine  {_hours(state.engine_ms / 1000)} busy")
     price = cost(state, price_per_gpu_hour)
     if price is not None:
         at_end = None if state.job.state.final else cost_at_end(state, price_per_gpu_hour)

@@ -89,7 +89,7 @@ _SPEC = (
         multiple=True,
         type=click.Choice([*_ENCODINGS, *_INPUT_FORMATS]),
         heading=INPUT,
-        help="Audio format: wav or flac. `openai-batch`: INPUT is an OpenAI batch file. Can be given once for each. [default: wav]",
+        help="Audio format: wav or flac. `openai-batch`: INPUT is an OpenAI batch file; one of the others may be given too. [default: wav]",
     ),
     option(
         "--model",

@@ -71,7 +71,7 @@ class FolderDestination:
         """Empties the scratch folder of a stopped export. Raises `config.invalid` for a folder that belongs to no export."""
         with self._errors(self.scratch):
             left = {path.name for path in self.scratch.glob("*")}
-            if left - {RECORD} and not any((self._folder / name).exists() for name in (PLAN, END)):
+            if any(not name.startswith(RECORD) for name in left) and not any((self._folder / name).exists() for name in (PLAN, END)):
                 message = f"{str(self.scratch)!r} holds files that no export wrote."
                 raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Export to an empty folder.")
             shutil.rmtree(self.scratch, ignore_errors=True)

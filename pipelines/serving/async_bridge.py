@@ -1,14 +1,11 @@
-"""One request inside the pipeline, waited for on the event loop; and threads that end with their process."""
+"""One request inside the pipeline, waited for on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import suppress
-from typing import Any, TypeVar
 
 from pipelines.errors import NightjarError
 from pipelines.request import AudioChunk, Pipeline, Speech, SynthesisRequest
@@ -134,60 +131,3 @@ def _on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
     except RuntimeError:
         if not loop.is_closed():
             raise
-
-
-T = TypeVar("T")
-
-
-class DaemonThreads(Executor):
-    """Up to `count` threads, started as they are needed."""
-
-    def __init__(self, count: int, name: str) -> None:
-        self._count = count
-        self._name = name
-        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._idle = 0
-        self._threads = 0
-        self._closed = False
-
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """As any executor's. Raises `RuntimeError` once shut down."""
-        future: Future[T] = Future()
-        with self._lock:
-            if self._closed:
-                raise RuntimeError("the threads are shut down")
-            self._work.put((future, lambda: fn(*args, **kwargs)))
-            if self._idle:
-                self._idle -= 1
-            elif self._threads < self._count:
-                self._threads += 1
-                threading.Thread(target=self._run, name=f"{self._name}-{self._threads}", daemon=True).start()
-        return future
-
-    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """Takes nothing more and lets the threads end after what was submitted, or cancels it. Never waits."""
-        with self._lock:
-            self._closed = True
-            waiting: list[tuple[Future[Any], Callable[[], Any]] | None] = []
-            with suppress(queue.Empty):
-                while cancel_futures:
-                    waiting.append(self._work.get_nowait())
-            for _ in range(self._threads):
-                self._work.put(None)
-        for work in waiting:
-            if work is not None:
-                work[0].cancel()
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            future, call = work
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(call())
-                except BaseException as error:  # noqa: BLE001  # whatever it is, somebody waits for it
-                    future.set_exception(error)
-            del work, future, call
-            with self._lock:
-                if self._work.empty():
-                    self._idle += 1

@@ -9,11 +9,12 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Literal
 
+from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import NightjarError
 from pipelines.registry import ModelCard
 from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, SynthesisRequest
 from pipelines.serving.admission import Permit
-from pipelines.serving.async_bridge import DaemonThreads, SpeechCall, StreamCall
+from pipelines.serving.async_bridge import SpeechCall, StreamCall
 from pipelines.serving.errors import unavailable
 
 

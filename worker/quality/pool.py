@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
 
@@ -17,6 +17,7 @@ import structlog
 from numpy.typing import NDArray
 
 from jobs.checks import Option
+from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, ModelError, NightjarError, StoreError
 from worker.quality.metrics import Readings, Utterance
 from worker.quality.process import MeterError, MeterHangError, MeterProcess
@@ -203,7 +204,7 @@ class MeterPool:
     def __init__(self, processes: int = 1, *, in_memory: int = IN_MEMORY, open_host: Callable[[], MeterHost] = MeterProcess) -> None:
         self._in_memory = in_memory
         self._open_host = open_host
-        self._threads = ThreadPoolExecutor(processes, thread_name_prefix="meter")
+        self._threads = DaemonThreads(processes, "meter")
         self._hosts: dict[int, MeterHost] = {}
         self._spool = Spool()
         self._breaker = Breaker()
@@ -240,7 +241,7 @@ class MeterPool:
             self._closing = True
         for host in self._hosts.values():
             host.stop()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.shutdown(wait=True, cancel_futures=True)
         for host in self._hosts.values():
             host.close()
         self._spool.close()

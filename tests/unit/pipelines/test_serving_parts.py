@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import soundfile
 
+from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import EngineStats
 from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.async_bridge import DaemonThreads
 from pipelines.serving.body_limit import LimitedBody
 from pipelines.serving.connections import Connections
 from pipelines.serving.encoding import SpeechFormat, read_audio, stream_encoder, whole_file

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections import deque
@@ -174,3 +176,36 @@ class TestPoolFaults:
                 self.results(pool, ["b"])
         assert self.results(pool, ["c"]) == [{"sum": (0.0, "")}]
         pool.close()
+
+
+#: A process that ends by an error while one draw is measured and another waits.
+ENDS_EARLY = """
+import threading
+import numpy as np
+from worker.quality.metrics import Utterance
+from worker.quality.pool import MeterPool, MeterTask
+
+begun = threading.Event()
+
+class Stuck:
+    def measure(self, meters, utterance):
+        begun.set()
+        threading.Event().wait()
+
+    def stop(self):
+        pass
+
+    def close(self):
+        pass
+
+pool = MeterPool(1, open_host=Stuck)
+for _ in range(2):
+    pool.submit(MeterTask({"sum": {}}, Utterance(np.zeros(8, np.float32), 16_000, "Hello.", "English", None)))
+begun.wait()
+raise SystemExit(3)
+"""
+
+
+def test_a_process_that_ends_without_closing_its_pool_measures_nothing_more() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 3, done.stderr

@@ -1,0 +1,69 @@
+"""Threads that end with their process, whatever they do: those of `concurrent.futures` are waited for at its end, for ever if need be."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class DaemonThreads(Executor):
+    """Up to `count` threads, started as they are needed."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._count = count
+        self._name = name
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """As any executor's. Raises `RuntimeError` once shut down."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the threads are shut down")
+            self._work.put((future, lambda: fn(*args, **kwargs)))
+            if self._idle:
+                self._idle -= 1
+            elif len(self._threads) < self._count:
+                thread = threading.Thread(target=self._run, name=f"{self._name}-{len(self._threads) + 1}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return future
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        """Takes nothing more and lets the threads end after what was submitted, or cancels it. `wait` returns once they ended."""
+        with self._lock:
+            self._closed = True
+            waiting: list[tuple[Future[Any], Callable[[], Any]] | None] = []
+            with suppress(queue.Empty):
+                while cancel_futures:
+                    waiting.append(self._work.get_nowait())
+            for _ in self._threads:
+                self._work.put(None)
+        for work in waiting:
+            if work is not None:
+                work[0].cancel()
+        for thread in self._threads if wait else ():
+            thread.join()
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            future, call = work
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001  # whatever it is, somebody waits for it
+                    future.set_exception(error)
+            del work, future, call
+            with self._lock:
+                if self._work.empty():
+                    self._idle += 1
