@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
-from pipelines.request import AudioChunk, Capabilities, EngineStats, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
 
 NAME, SAMPLE_RATE = "instant", 16_000
 #: Seconds of the sound, where the environment says so.
@@ -32,6 +32,7 @@ class InstantPipeline:
     name, sample_rate, capabilities = NAME, SAMPLE_RATE, Capabilities()
 
     def __init__(self) -> None:
+        self.info = EngineInfo(slots=64)
         self._speech = Speech(samples(), SAMPLE_RATE, "instant")
 
     def submit(self, request: SynthesisRequest) -> Future[Speech]:

@@ -147,6 +147,27 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """How a pipeline was opened: what provenance, metrics and the worker's first line say of its engine."""
+
+    #: Utterances that run at once, and that wait before `submit` blocks.
+    slots: int = 1
+    waiting_room: int = 0
+    device: str = ""
+    dtype: str = ""
+    #: How a frame is run, and what its kernels are made with (such as `fused CUDA`, `Triton`, `plain`); empty where there is no choice.
+    executor: str = ""
+    kernels: str = ""
+    #: Pages of the KV cache, and positions of a page; 0 where an engine has none.
+    kv_pages: int = 0
+    page_size: int = 0
+    #: Positions of the longest utterance, its prompt included; 0 where there is no such limit.
+    max_context: int = 0
+    #: Whether equal requests give equal bits in any company.
+    reproducible: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """A moment of an engine's life; counters rise from the start of the process."""
 
@@ -161,12 +182,18 @@ class EngineStats:
     state: EngineState = "ready"
 
 
+def engine_info(pipeline: Pipeline) -> EngineInfo:
+    """What a pipeline says of its engine; the default for one of another package that says nothing."""
+    return getattr(pipeline, "info", EngineInfo())
+
+
 class Pipeline(Protocol):
     """A loaded model. All methods may be called from any thread."""
 
     name: str
     sample_rate: int
     capabilities: Capabilities
+    info: EngineInfo
 
     def submit(self, request: SynthesisRequest) -> Future[Speech]:
         """Queues a request and returns at once, or blocks while the waiting room is full.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import AudioChunk, EngineStats, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, EngineInfo, EngineStats, Speech, SynthesisRequest
 
 S = TypeVar("S")
 Meta = dict[str, str | int | float | bool]
@@ -193,6 +193,8 @@ class SpeechEngine(Protocol[R_contra]):
     def submit(self, request: R_contra, receiver: Any) -> None: ...
     def abort(self, request_id: str) -> None: ...
     def cancel(self, request: R_contra) -> None: ...
+    @property
+    def info(self) -> EngineInfo: ...
     def stats(self, audio_seconds: float) -> EngineStats: ...
     def close(self) -> None: ...
 
@@ -236,6 +238,11 @@ class SpeechPipeline(Generic[R, O]):
         for receiver in receivers:
             receiver.failed(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
         self._engine.abort(request_id)
+
+    @property
+    def info(self) -> EngineInfo:
+        """How the engine was opened."""
+        return self._engine.info
 
     def stats(self) -> EngineStats:
         return self._engine.stats(self._audio_seconds)

@@ -74,7 +74,7 @@ class EngineCore:
     def __init__(self, executor: FrameExecutor, options: EngineOptions, listener: Listener) -> None:
         self.executor = executor
         self.frames_made = 0
-        self._options = options
+        self.options = options
         self._listener = listener
         self._turns: deque[_Turn] = deque()
         self._since_admission = 0
@@ -87,11 +87,11 @@ class EngineCore:
 
     def check(self, request: GenerationRequest) -> None:
         """Raises `SynthesisError` (`synth.oom`) for a request that could not run even alone; may be called from any thread."""
-        if not self.scheduler.fits(request) or request.positions > self._options.max_context:
+        if not self.scheduler.fits(request) or request.positions > self.options.max_context:
             raise SynthesisError(
                 ErrorCode.SYNTH_OOM,
                 f"The request needs up to {request.positions} positions; the engine has room for "
-                f"{min(self.executor.kv.pages * self.executor.kv.page_size, self._options.max_context)}.",
+                f"{min(self.executor.kv.pages * self.executor.kv.page_size, self.options.max_context)}.",
                 "Shorten the text or the reference, lower max_seconds, or give the engine more pages.",
             )
 
@@ -127,7 +127,7 @@ class EngineCore:
         self._since_admission += 1
         scheduler = self.scheduler
         crowded = scheduler.running and scheduler.free_slots < self.executor.state.slots // _QUORUM
-        if crowded and self._since_admission < self._options.admit_turns:
+        if crowded and self._since_admission < self.options.admit_turns:
             return
         if admitted := scheduler.admit():
             self._since_admission = 0
@@ -171,7 +171,7 @@ class EngineCore:
         batch = self.scheduler.ready()
         if not batch:
             return False
-        count = min(self._options.frames_per_turn, *(one.request.max_tokens - one.started for one in batch))
+        count = min(self.options.frames_per_turn, *(one.request.max_tokens - one.started for one in batch))
         grown, _ = self.scheduler.grow(batch, count)
         if fresh := [(one.slot, pages, len(one.pages) - len(pages)) for one, pages in grown if one.slot >= 0]:
             self.executor.state.write_pages(fresh)

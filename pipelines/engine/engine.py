@@ -14,7 +14,7 @@ from pipelines.engine.core import EngineCore, EngineOptions, Finish, engine_fail
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import EngineStats
+from pipelines.request import EngineInfo, EngineStats
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,19 @@ class Engine:
     def cancel(self, request: GenerationRequest) -> None:
         """Ends this one request; its receiver hears `synth.aborted`. Does nothing when it is over."""
         self._end(request)
+
+    @property
+    def info(self) -> EngineInfo:
+        """Sizes of the engine and how it runs a frame."""
+        executor, options = self.core.executor, self.core.options
+        return EngineInfo(
+            slots=options.slots,
+            waiting_room=self._room,
+            executor=executor.name,
+            kv_pages=executor.kv.pages,
+            page_size=executor.kv.page_size,
+            max_context=options.max_context,
+        )
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
         scheduler = self.core.scheduler

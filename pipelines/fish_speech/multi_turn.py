@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.fish_speech.prompt import Conversation, Prompt
-from pipelines.request import EngineStats
+from pipelines.request import EngineInfo, EngineStats
 from pipelines.vllm_engine.host import TokenReceiver, VllmHost
 from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
 
@@ -99,6 +99,10 @@ class TurnEngine:
         self._host = host
         self._lock = threading.Lock()
         self._plans: dict[str, list[TurnPlan]] = {}
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._host.info
 
     def submit(self, request: TurnPlan, receiver: TokenReceiver) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from pipelines.audio import normalize_loudness
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.hibari import CAPABILITIES, SAMPLE_RATE
 from pipelines.hibari.text import EnglishReader
-from pipelines.request import AudioChunk, EngineStats, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, EngineInfo, EngineStats, Speech, SynthesisRequest
 from pipelines.validation import speech_task
 
 _SAMPLES_PER_FRAME = 300
@@ -52,6 +52,7 @@ class HibariPipeline:
         count = threads or len(os.sched_getaffinity(0))
         self._reader = EnglishReader()
         self._room = waiting_room or count * _WAITING_PER_THREAD
+        self.info = EngineInfo(slots=count, waiting_room=self._room, device="cpu")
         self._waiting: deque[_Synthesis] = deque()
         self._running: set[_Synthesis] = set()
         self._reading: set[_Synthesis] = set()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import EngineStats
+from pipelines.request import EngineInfo, EngineStats
 from pipelines.vllm_engine.core_supervisor import CoreSupervisor
 from pipelines.vllm_engine.library import check_plugin, load_vllm
 from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, Tokens, VllmOptions
@@ -101,6 +101,12 @@ class VllmHost:
     @property
     def dtype(self) -> str:
         return self._arguments["dtype"]
+
+    @property
+    def info(self) -> EngineInfo:
+        """Sizes of the engine."""
+        slots = self._arguments["max_num_seqs"]
+        return EngineInfo(slots, self._room - slots, dtype=self.dtype, executor="vllm", max_context=self.max_context)
 
     def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
         """Queues a sequence; blocks while the waiting room is full or a new engine core starts (never on the host's own loop).

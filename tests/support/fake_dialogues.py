@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError, SynthesisError
-from pipelines.request import AudioChunk, Capabilities, EngineState, EngineStats, Message, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineState, EngineStats, Message, Speech, SynthesisRequest
 from pipelines.validation import speech_task
 from tests.support.fakes import Markers
 
@@ -52,6 +52,7 @@ class DialoguePipeline:
         self.aborted: list[str] = []
         #: What `stats` says; while it is not `ready`, `submit` waits, as an engine does that starts again.
         self.state: EngineState = "ready"
+        self.info = EngineInfo(slots=slots, waiting_room=waiting_room)
         self._slots, self._room, self._step_seconds = slots, waiting_room, step_seconds
         self._changed = threading.Condition()
         self._waiting: list[_Sequence] = []

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from jobs.store.base import ObjectInfo, PutResult
 from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError
-from pipelines.request import AudioChunk, Capabilities, EngineStats, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
 
 SAMPLE_RATE = 16000
 
@@ -88,6 +88,7 @@ class FakePipeline:
         self.submitted: list[str] = []
         self.aborted: list[str] = []
         self.closes = 0
+        self.info = EngineInfo(slots=slots, waiting_room=waiting_room)
         self._crash = on_crash or (lambda: os.kill(os.getpid(), signal.SIGKILL))
         self._changed = threading.Condition()
         self._waiting: dict[str, tuple[SynthesisRequest, Future[Speech]]] = {}

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.request import AudioChunk, Capabilities, EngineStats, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
 from pipelines.serving.connections import Connections
 from pipelines.serving.model import _SUBMIT_THREADS
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, b64, error_of, wait_until, wav
@@ -41,6 +41,7 @@ class Voice:
     name = "tone"
     sample_rate = 16_000
     capabilities = Capabilities(streaming=True)
+    info = EngineInfo()
 
     def __init__(self) -> None:
         #: Ids of requests that were submitted, and that were aborted.

@@ -107,10 +107,10 @@ class Host:
 
 
 class Pipeline(SpeechPipeline[TokenRequest, RequestInfo]):
-    info = RequestInfo("text", RATE, {"engine": "none"}, False)
+    request_info = RequestInfo("text", RATE, {"engine": "none"}, False)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, RequestInfo]:
-        return TokenRequest(request.request_id, [1], TokenSampling(9)), self.info
+        return TokenRequest(request.request_id, [1], TokenSampling(9)), self.request_info
 
 
 REQUEST = SynthesisRequest("one", (Message("user", "text", "text"),))
@@ -166,10 +166,10 @@ def test_what_is_no_speech_fails_as_a_whole_and_as_a_stream(
 
 @pytest.mark.parametrize("known_after", [0, 5])
 def test_a_stream_comes_in_chunks_from_a_state_that_may_come_late(host: Host, pipeline: Pipeline, known_after: int) -> None:
-    pipeline.info = RequestInfo("text", RATE, {}, False, [], known_after)
+    pipeline.request_info = RequestInfo("text", RATE, {}, False, [], known_after)
     host.play = say([1, 2, 3, 4, 5, 6])
     chunks = list(pipeline.stream(REQUEST))
-    assert pipeline.info.state == [1, 3, 2, 0], "chunks of 1 and 3, the rest, and the end"
+    assert pipeline.request_info.state == [1, 3, 2, 0], "chunks of 1 and 3, the rest, and the end"
     assert np.concatenate([chunk.samples for chunk in chunks]).tolist() == [code for code in range(1, 7) for _ in range(4)] + [1]
     assert [chunk.final for chunk in chunks] == [False] * 4 + [True]
     assert len(host.cancelled) == 1, "a stream's request is over when its reader is"
