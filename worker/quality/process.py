@@ -1,29 +1,27 @@
 """A process of its own for meters: they share neither the interpreter lock nor the GPU with the engine, and they may crash.
 
-Both ends are here, joined by a socket. A message is its length in four bytes and that many bytes of MessagePack; the samples follow a
-task as float32. A task has two answers: the meters are open, then their readings. Decoding a message runs no code.
+Both ends are here, joined by a channel. A task comes with its samples, float32 in shared memory. It has two answers: the meters are open,
+then their readings.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, Any
 
 import msgspec
 import numpy as np
 
 from jobs.checks import METERS, Option
 from pipelines.errors import ErrorCode, ModelError, NightjarError
+from pipelines.ipc import Channel, read_shared, share
 from worker.quality.metrics import Meter, Reading, Readings, Utterance, open_meter
 
-_LENGTH = struct.Struct(">I")
 _KILL_SECONDS = 5.0
 #: Time limit for opening the meters, which may fetch their weights.
 OPENING_SECONDS = 600.0
@@ -45,7 +43,6 @@ class MeterHangError(MeterError):
 class _Task(msgspec.Struct, frozen=True):
     meters: dict[str, dict[str, Option]]
     sample_rate: int
-    samples: int
     text: str
     language: str
     reference: bytes | None
@@ -59,25 +56,10 @@ class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     error: str = ""
 
 
-_decode_task = msgspec.msgpack.Decoder(_Task).decode
-_decode_answer = msgspec.msgpack.Decoder(_Answer).decode
-
-
 @dataclass(frozen=True, slots=True)
 class _Child:
     process: subprocess.Popen[bytes]
-    connection: socket.socket
-    answers: IO[bytes]
-
-    def send(self, data: bytes, seconds: float) -> None:
-        """Raises `TimeoutError` when the child has not taken all of it in time."""
-        self.connection.settimeout(seconds)
-        self.connection.sendall(data)
-
-    def receive(self, seconds: float) -> _Answer:
-        """Raises `TimeoutError` when no answer comes in time, and `EOFError` when the child has ended."""
-        self.connection.settimeout(seconds)
-        return _decode_answer(_read(self.answers))
+    channel: Channel[_Answer]
 
 
 class MeterProcess:
@@ -100,16 +82,16 @@ class MeterProcess:
         cannot be opened (`model.unreachable` where that takes too long)."""
         child = self._child if self._child is not None and self._child.process.poll() is None else self._start()
         options = {name: dict(chosen) for name, chosen in meters.items()}
-        task = _Task(options, utterance.sample_rate, len(utterance.samples), utterance.text, utterance.language, utterance.reference)
-        samples = np.ascontiguousarray(utterance.samples, np.float32).tobytes()
+        task = _Task(options, utterance.sample_rate, utterance.text, utterance.language, utterance.reference)
+        samples = share(np.ascontiguousarray(utterance.samples, np.float32))
         seconds = self._draw_seconds + self._seconds_per_second * len(utterance.samples) / utterance.sample_rate
         opened = False
         try:
-            child.send(_framed(task) + samples, self._opening_seconds)
-            answer = child.receive(self._opening_seconds)
+            child.channel.send(task, [samples], self._opening_seconds)
+            answer = child.channel.receive(self._opening_seconds).message
             if answer.model_error is None and not answer.error:
                 opened = True
-                answer = child.receive(seconds)
+                answer = child.channel.receive(seconds).message
         except TimeoutError as error:
             self.close()
             if opened:
@@ -122,6 +104,8 @@ class MeterProcess:
         except (OSError, EOFError) as error:
             self.close()
             raise MeterError(f"The meters' process ended with status {child.process.returncode}.") from error
+        finally:
+            os.close(samples)
         if answer.model_error is not None:
             raise ModelError(*answer.model_error)
         if answer.error:
@@ -140,8 +124,7 @@ class MeterProcess:
         if child is not None:
             child.process.kill()
             child.process.wait(_KILL_SECONDS)
-            child.answers.close()
-            child.connection.close()
+            child.channel.close()
 
     def _start(self) -> _Child:
         self.close()
@@ -151,25 +134,11 @@ class MeterProcess:
         with theirs:
             # The socket is the child's standard input. What libraries print goes to standard error.
             process = subprocess.Popen([sys.executable, "-m", "worker.quality.process"], stdin=theirs.fileno(), stdout=2, env=environment)
-        self._child = _Child(process, ours, ours.makefile("rb"))
+        self._child = _Child(process, Channel(ours, _Answer))
         if self._stopped:
             # `stop` came while this process was started.
             process.kill()
         return self._child
-
-
-def _framed(message: _Task | _Answer) -> bytes:
-    data = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(data)) + data
-
-
-def _read(stream: IO[bytes]) -> bytes:
-    """One message. Raises `EOFError` at the end of the stream."""
-    head = stream.read(_LENGTH.size)
-    data = stream.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
-    if not data:
-        raise EOFError
-    return data
 
 
 class _Meters:
@@ -219,13 +188,13 @@ def main() -> None:
     """The child's side. Answers tasks until the other end is closed, as it is when the worker ends in any way."""
     os.nice(5)
     meters = _Meters()
-    with socket.socket(fileno=os.dup(0)) as connection, connection.makefile("rb") as tasks, suppress(EOFError, OSError):
+    channel = Channel(socket.socket(fileno=os.dup(0)), _Task)
+    with suppress(EOFError, OSError):
         while True:
-            task = _decode_task(_read(tasks))
-            samples: Any = np.frombuffer(tasks.read(task.samples * 4), np.float32)
-            utterance = Utterance(samples, task.sample_rate, task.text, task.language, task.reference)
+            task, (samples,) = channel.receive()
+            utterance = Utterance(read_shared(samples), task.sample_rate, task.text, task.language, task.reference)
             for answer in _answers(meters, task, utterance):
-                connection.sendall(_framed(answer))
+                channel.send(answer)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,195 @@
+"""Messages between a process and its child: a channel over a socket pair, and memory that both can read.
+
+A message is one MessagePack object behind its length. Decoding it runs no code. Samples do not go through the socket: the writer puts
+them into a file of the memory that has no name, and sends its descriptor with the message. Such memory is free as soon as the last
+process that holds its descriptor has closed it or died, so a killed process leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+T = TypeVar("T")
+
+#: Bytes of a message, and number of descriptors that come with it.
+_HEAD = struct.Struct(">IB")
+#: The longest message, in bytes. The longest recordings of a voice fit well.
+MAXIMUM_BYTES = 256 << 20
+#: The maximum number of descriptors of one message; the kernel's own limit is 253.
+MAXIMUM_DESCRIPTORS = 64
+_READ_BYTES = 1 << 16
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAXIMUM_DESCRIPTORS * array.array("i").itemsize)
+
+
+class Received(NamedTuple, Generic[T]):
+    """One message. Its descriptors belong to the receiver, which closes them (`read_shared` does)."""
+
+    message: T
+    descriptors: list[int]
+
+
+class Channel(Generic[T]):
+    """One end of a socket pair. `send` may be called from any thread, `receive` from one.
+
+    `incoming` is the type of the messages that come in: a `msgspec.Struct`, or a union of tagged ones.
+    """
+
+    def __init__(self, connection: socket.socket, incoming: type[T] | Any, maximum_bytes: int = MAXIMUM_BYTES) -> None:
+        # Timeouts of a socket belong to both directions; those of `send` and `receive` do not.
+        connection.setblocking(False)
+        self._connection = connection
+        self._decode = msgspec.msgpack.Decoder(incoming).decode
+        self._maximum_bytes = maximum_bytes
+        self._sending = threading.Lock()
+        self._buffer = bytearray()
+        self._descriptors: deque[int] = deque()
+
+    def send(self, message: object, descriptors: Sequence[int] = (), seconds: float | None = None) -> None:
+        """Sends a message and copies of descriptors, which the caller may close afterwards.
+
+        Raises `ValueError` for a message that is too long, before anything is sent, `TimeoutError` when the other end has not taken it in
+        `seconds`, and `OSError` when the other end is gone. After the last two the channel takes no more messages.
+        """
+        data = msgspec.msgpack.encode(message)
+        if len(data) > self._maximum_bytes or len(descriptors) > MAXIMUM_DESCRIPTORS:
+            raise ValueError(f"a message of {len(data)} bytes and {len(descriptors)} descriptors is too long")
+        deadline = None if seconds is None else time.monotonic() + seconds
+        left = memoryview(_HEAD.pack(len(data), len(descriptors)) + data)
+        attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        with self._sending:
+            while left:
+                try:
+                    left = left[self._connection.sendmsg([left], attached) :]
+                    attached = []
+                except BlockingIOError:
+                    self._wait(select.POLLOUT, deadline)
+
+    def receive(self, seconds: float | None = None) -> Received[T]:
+        """The next message. Raises `TimeoutError` when it is not there in `seconds`, `EOFError` when the other end is closed, and
+        `OSError` or `msgspec.MsgspecError` where the channel is of no more use."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        self._fill(_HEAD.size, deadline)
+        size, count = _HEAD.unpack_from(self._buffer)
+        if size > self._maximum_bytes:
+            raise ConnectionError(f"a message of {size} bytes is too long")
+        self._fill(_HEAD.size + size, deadline)
+        data = self._buffer[_HEAD.size : _HEAD.size + size]
+        del self._buffer[: _HEAD.size + size]
+        if count > len(self._descriptors):
+            raise ConnectionError("a message came without its descriptors")
+        # Descriptors come no later than the first byte of their message.
+        descriptors = [self._descriptors.popleft() for _ in range(count)]
+        try:
+            return Received(self._decode(data), descriptors)
+        except BaseException:
+            close_all(descriptors)
+            raise
+
+    def shut_down(self) -> None:
+        """Ends both directions: whoever waits in `send` or `receive`, at either end, stops waiting. Safe from any thread."""
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        """Frees the socket, once no thread uses it. May be called more than once."""
+        self.shut_down()
+        self._connection.close()
+        close_all(self._descriptors)
+        self._descriptors.clear()
+
+    def _fill(self, size: int, deadline: float | None) -> None:
+        """Reads until the buffer holds so many bytes."""
+        while len(self._buffer) < size:
+            try:
+                data, ancillary, flags, _ = self._connection.recvmsg(
+                    max(_READ_BYTES, min(size - len(self._buffer), 1 << 20)), _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                self._wait(select.POLLIN, deadline)
+                continue
+            for level, kind, content in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    received = array.array("i")
+                    received.frombytes(content[: len(content) - len(content) % received.itemsize])
+                    self._descriptors.extend(received)
+            if flags & socket.MSG_CTRUNC:
+                raise ConnectionError("descriptors were lost: this process has too many open files")
+            if not data:
+                raise EOFError("the other end is closed")
+            self._buffer += data
+
+    def _wait(self, event: int, deadline: float | None) -> None:
+        milliseconds = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        poll = select.poll()
+        poll.register(self._connection, event)
+        if not poll.poll(milliseconds):
+            raise TimeoutError("the other end did not answer in time")
+
+
+def share(data: bytes | memoryview | NDArray[Any]) -> int:
+    """Puts bytes or contiguous samples into memory without a name; its descriptor, which the caller closes once it is sent.
+
+    Raises `OSError` where there is no memory or no descriptor left.
+    """
+    descriptor = _unnamed_file()
+    try:
+        left = _bytes_of(data.data if isinstance(data, np.ndarray) else memoryview(data))
+        while left:
+            left = left[os.write(descriptor, left) :]
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_shared(descriptor: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    """What was shared, as an array [values] of its own, and closes the descriptor.
+
+    It is copied: the mapping of Python 3.11 keeps a descriptor for as long as it lives, and costs as much time. Raises `OSError`.
+    """
+    try:
+        kind = np.dtype(dtype)
+        values = np.empty(os.fstat(descriptor).st_size // kind.itemsize, kind)
+        left = _bytes_of(values.data)
+        while left:
+            read = os.preadv(descriptor, [left], values.nbytes - len(left))
+            if not read:
+                raise OSError("shared memory is shorter than it was")
+            left = left[read:]
+        return values
+    finally:
+        os.close(descriptor)
+
+
+def close_all(descriptors: Sequence[int] | deque[int]) -> None:
+    """Closes descriptors."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _bytes_of(view: memoryview) -> memoryview:
+    # A view of nothing cannot be cast.
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _unnamed_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("nightjar", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile(prefix="nightjar-") as file:
+        return os.dup(file.fileno())
