@@ -12,6 +12,7 @@ _NOT_SAFE = re.compile(r"[^A-Za-z0-9_-]+")
 _INDEX = re.compile(r"/(\d{9,})-[^/]*\Z")
 _DRAW = re.compile(r"-draw([1-9]\d*)\.[^/]*\Z")
 _INPUT = re.compile(r"/(\d{6,})(?:\.([1-9]\d*))?\.jsonl\.zst\Z")
+_PACK = re.compile(r"(\d{6,})-([1-9]\d*)-(\d+)-([0-9a-f]{16})\.tar")
 _REFERENCE = re.compile(r"[0-9a-f]{64}\.[a-z0-9]+")
 
 
@@ -28,6 +29,8 @@ def slug(example_id: str) -> str:
 #: Of `spec_sha` in an object's metadata: with more, no ext4 inode has room for the metadata and each file takes a block for it.
 SPEC_SHA_CHARACTERS = 16
 CONTENT_TYPES = {"wav": "audio/wav", "flac": "audio/flac", "txt": "text/plain; charset=utf-8"}
+#: Of the SHA-256 in a pack's key.
+PACK_SHA_CHARACTERS = 16
 
 
 def object_metadata(spec_sha: str, seed: int) -> dict[str, str]:
@@ -56,6 +59,36 @@ def text_key(job_id: str, index: int, example_id: str, draw: int = 0) -> str:
 def quarantine_key(job_id: str, index: int, example_id: str, ext: str, draw: int) -> str:
     """The best draw of an item none of whose draws passed the checks: as `audio_key`, under `quarantine/`."""
     return _item_key(job_id, "quarantine", index, example_id, ext, draw)
+
+
+def pack_key(job_id: str, shard_no: int, epoch: int, number: int, sha256: str) -> str:
+    """A pack that a worker wrote while it had a shard: `jobs/<job>/packs/<shard>-<epoch>-<number>-<sha256[:16]>.tar`.
+
+    The epoch keeps the packs of two workers apart, and the hash says what the content has to be.
+    """
+    return f"{packs_prefix(job_id)}{shard_no:06d}-{epoch}-{number}-{sha256[:PACK_SHA_CHARACTERS]}.tar"
+
+
+def pack_index_name(job_id: str, shard_no: int, epoch: int, number: int) -> str:
+    """The last member of a pack: JSON lines that say where the others begin."""
+    return f"{packs_prefix(job_id)}{shard_no:06d}-{epoch}-{number}.jsonl"
+
+
+def packs_prefix(job_id: str) -> str:
+    """Every pack of a job has a key that starts with this."""
+    return f"{job_prefix(job_id)}packs/"
+
+
+def lease_of_pack(key: str, job_id: str) -> tuple[int, int] | None:
+    """The shard and the epoch of the worker that would write a pack under this key; None: it is the key of no pack."""
+    match = _PACK.fullmatch(key.removeprefix(packs_prefix(job_id)))
+    return None if match is None else (int(match[1]), int(match[2]))
+
+
+def sha256_of_pack(key: str) -> str:
+    """The beginning of the SHA-256 of a pack, which its key says; empty: it is the key of no pack."""
+    match = _PACK.fullmatch(key.rpartition("/")[2])
+    return "" if match is None else match[4]
 
 
 def _item_key(job_id: str, kind: str, index: int, example_id: str, ext: str, draw: int) -> str:

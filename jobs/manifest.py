@@ -41,7 +41,7 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     example_id: str
     index: int
-    #: Key of the audio in the store.
+    #: Key of the audio in the store; in a pack: the name of the member.
     key: str
     sha256: str
     bytes: int
@@ -56,6 +56,9 @@ class ManifestEntry(msgspec.Struct, frozen=True, omit_defaults=True):
     #: As in `Spoken`; left out where they have their defaults.
     role: str = ""
     message_index: int | None = None
+    #: Key of the pack whose member the audio is, and where its bytes begin in it; left out where it is an object of its own.
+    pack: str | None = None
+    pack_offset: int | None = None
 
 
 def entry(example_id: str, artifact: Artifact | ShardAudio, spec_sha: str, spoken: Spoken) -> ManifestEntry:
@@ -74,6 +77,8 @@ def entry(example_id: str, artifact: Artifact | ShardAudio, spec_sha: str, spoke
         spoken.text,
         spoken.role,
         spoken.message_index,
+        artifact.pack,
+        artifact.pack_offset,
     )
 
 

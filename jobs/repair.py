@@ -62,12 +62,14 @@ class Repaired:
     outcome: Mended
     #: Why it failed.
     reason: str = ""
+    #: Whether the ledger and the manifests say something else of it now.
+    relisted: bool = False
 
 
 @dataclass(slots=True)
 class Repair:
     """Makes objects of one job again. Each is written before the ledger is told, and told only where its bytes are others, so that
-    a repair that was stopped is done again by the next one."""
+    a repair that was stopped is done again by the next one. What was in a pack becomes an object of its own: a pack is written once."""
 
     ledger: Ledger
     store: ObjectStore
@@ -102,7 +104,7 @@ class Repair:
                         begun.append((row, artifact, error))
                 for row, artifact, making in begun:
                     repaired = self._repaired(row, artifact, making)
-                    if repaired.outcome is Mended.OTHER and artifact.kind == "audio":
+                    if repaired.relisted and artifact.kind == "audio":
                         renewed.add(row.shard_no)
                     yield repaired
                 # A repair that is stopped leaves no ended shard with the manifest of before.
@@ -136,16 +138,17 @@ class Repair:
             return Repaired(artifact.key, row.example_id, Mended.FAILED, str(error))
         self.store.put(artifact.key, data, content_type=CONTENT_TYPES[extension], metadata=metadata)
         self.store.sync()
-        if sha256 == artifact.sha256:
-            return Repaired(artifact.key, row.example_id, Mended.SAME)
-        made = msgspec.structs.replace(artifact, sha256=sha256, bytes=len(data))
-        if artifact.kind != "text":
+        outcome = Mended.SAME if sha256 == artifact.sha256 else Mended.OTHER
+        if outcome is Mended.SAME and artifact.pack is None:
+            return Repaired(artifact.key, row.example_id, outcome)
+        made = msgspec.structs.replace(artifact, sha256=sha256, bytes=len(data), pack=None, pack_offset=None)
+        if outcome is Mended.OTHER and artifact.kind != "text":
             samples, rate = len(speech.samples), speech.sample_rate
             duration_ms = round(samples * 1000 / rate)
             made = msgspec.structs.replace(made, duration_ms=duration_ms, sample_rate=rate, samples=samples, meta=dict(speech.meta))
         if not self.ledger.replace_artifact(self.job.id, made, artifact.sha256):
             raise StoreError(ErrorCode.STORE_CONFLICT, f"Another process made {artifact.key} meanwhile.", "Verify the job again.")
-        return Repaired(artifact.key, row.example_id, Mended.OTHER)
+        return Repaired(artifact.key, row.example_id, outcome, relisted=True)
 
     def _encoded(self, artifact: Artifact, speech: Speech) -> bytes:
         """The object of an artifact. Raises `SynthesisError` where the speech has none."""
@@ -176,15 +179,18 @@ def mend(
     lost: Iterable[Expected],
     on_repaired: Callable[[Repaired], None] = lambda _: None,
 ) -> Counter[str]:
-    """Makes lost objects of a job again, and its manifest anew where bytes are others; counts by `Mended`. Raises as `Repair.run`."""
+    """Makes lost objects of a job again, and its manifest where that says something else of them now; counts by `Mended`. Raises as
+    `Repair.run`."""
     from jobs.export.manifest import put_manifest
 
     counts: Counter[str] = Counter()
+    relisted = False
     with closing(Repair(ledger, store, job, pipeline).run(lost)) as repairing:
         for repaired in repairing:
             counts[repaired.outcome.value] += 1
+            relisted |= repaired.relisted
             on_repaired(repaired)
-    if counts[Mended.OTHER] and job.state.final:
+    if relisted and job.state.final:
         put_manifest(ledger, store, job.id)
     return counts
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import heapq
 import math
+import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,10 +18,12 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import numpy as np
 
+from jobs.layout import PACK_SHA_CHARACTERS, sha256_of_pack
 from jobs.ledger.records import QUARANTINE, Artifact, ItemRow, ItemState, Job
+from jobs.packs import read_artifact
 from jobs.references import load_reference
 from jobs.shard_file import ShardLine, read_shard
-from jobs.store.base import ObjectStore
+from jobs.store.base import ObjectInfo, ObjectStore
 from pipelines.audio import decode, encode
 from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Message, Pipeline, Speech, SynthesisRequest
@@ -60,6 +63,19 @@ class Expected:
     example_id: str | None = None
     #: None for an input.
     bytes: int | None = None
+    #: As in `Artifact`.
+    pack: str | None = None
+    pack_offset: int | None = None
+
+    @property
+    def object_key(self) -> str:
+        """The key of the object that holds it."""
+        return self.pack or self.key
+
+    @property
+    def end(self) -> int:
+        """How many bytes the pack that holds it has at least."""
+        return (self.pack_offset or 0) + (self.bytes or 0)
 
 
 KINDS = ("input", "audio", "text", QUARANTINE)
@@ -73,11 +89,11 @@ def expected_objects(ledger: Ledger, job_id: str, kinds: Collection[str] = KINDS
     if "audio" in kinds:
         for row in ledger.items(job_id, state=ItemState.DONE):
             if (audio := row.artifact) is not None:
-                yield Expected(audio.key, audio.sha256, "audio", row.index, row.example_id, audio.bytes)
+                yield Expected(audio.key, audio.sha256, "audio", row.index, row.example_id, audio.bytes, audio.pack, audio.pack_offset)
     for kind in ("text", QUARANTINE):
         if kind in kinds:
-            for index, key, sha256, size in ledger.artifact_facts(job_id, kind):
-                yield Expected(key, sha256, kind, index, None, size)
+            for found in ledger.artifact_facts(job_id, kind):
+                yield Expected(found.key, found.sha256, kind, found.index, None, found.bytes, found.pack, found.pack_offset)
 
 
 def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[tuple[Expected, Fault]]:
@@ -85,12 +101,19 @@ def listed_faults(store: ObjectStore, objects: Iterable[Expected]) -> Iterator[t
 
     Raises `StoreError` when the store cannot be asked.
     """
-    for folder, inside in groupby(objects, lambda expected: expected.key.rpartition("/")[0]):
-        sizes = {info.key: info.bytes for info in store.list(f"{folder}/")}
+    # Few, and one shard's items are in several, so their sizes are kept.
+    packs: dict[str, dict[str, int]] = {}
+    for (folder, packed), inside in groupby(objects, lambda expected: (expected.object_key.rpartition("/")[0], expected.pack is not None)):
+        sizes = packs.get(folder) or {info.key: info.bytes for info in store.list(f"{folder}/")}
+        if packed:
+            packs[folder] = sizes
         for expected in inside:
-            size = sizes.get(expected.key)
+            size = sizes.get(expected.object_key)
             if size is None:
                 yield expected, Fault.MISSING
+            elif packed:
+                if size < expected.end:
+                    yield expected, Fault.CHANGED
             elif size != expected.bytes and (expected.bytes is not None or size == 0):
                 yield expected, Fault.CHANGED
 
@@ -99,7 +122,8 @@ class ObjectCheck:
     """Goes once over the input of a job's shards, the audio and texts of its items and what is in quarantine, and yields what is
     wrong, in bounded memory.
 
-    A folder's files are read. A bucket's objects are read with `deep`, else their checksum is asked of the server.
+    A folder's files are read. A bucket's objects are read with `deep`, else their checksum is asked of the server. Of a pack whose
+    checksum is another one every member is read.
     """
 
     def __init__(self, ledger: Ledger, store: ObjectStore, job: Job, *, deep: bool = False, kinds: Collection[str] = KINDS) -> None:
@@ -108,6 +132,7 @@ class ObjectCheck:
         self._job = job
         self._deep = deep
         self._kinds = kinds
+        self._packs = _PackChecks(store)
         #: Objects looked at so far.
         self.objects = 0
 
@@ -130,17 +155,23 @@ class ObjectCheck:
 
     def _look(self, expected: Expected) -> Fault | None:
         try:
-            found = self._read(expected.key) if self._deep else self._asked(expected.key)
+            found = self._member(expected) if expected.pack else self._read(expected.key) if self._deep else self._asked(expected.key)
         except StoreError as error:
             if error.code is ErrorCode.STORE_MISSING:
                 return Fault.MISSING
-            if error.code is ErrorCode.STORE_BAD_KEY:
-                # A folder or a symbolic link is in its place.
+            if error.code in (ErrorCode.STORE_BAD_KEY, ErrorCode.STORE_CONFLICT):
+                # A folder or a symbolic link is in its place, or a pack ends before it.
                 return Fault.CHANGED
             raise
         if found is None:
             return Fault.MISSING
         return None if found == expected.sha256 else Fault.CHANGED
+
+    def _member(self, expected: Expected) -> str:
+        """The hash of a member of a pack. Where the server says that the whole pack is as it was written, it is the one that is known."""
+        if self._store.remote and not self._deep and self._packs.whole(expected):
+            return expected.sha256
+        return hashlib.sha256(read_artifact(self._store, expected)).hexdigest()
 
     def _asked(self, key: str) -> str | None:
         info = self._store.head(key)
@@ -152,6 +183,24 @@ class ObjectCheck:
             while chunk := stream.read(_CHUNK_BYTES):
                 digest.update(chunk)
         return digest.hexdigest()
+
+
+class _PackChecks:
+    """What the server says of packs; each is asked for once. Safe to use from several threads."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+        self._known: dict[str, ObjectInfo | None] = {}
+        self._lock = threading.Lock()
+
+    def whole(self, expected: Expected) -> bool:
+        """Whether the pack has the hash that its key says, and is as long as the member needs."""
+        pack = expected.object_key
+        with self._lock:
+            if pack not in self._known:
+                self._known[pack] = self._store.head(pack)
+            info = self._known[pack]
+        return info is not None and info.sha256[:PACK_SHA_CHARACTERS] == sha256_of_pack(pack) and expected.end <= info.bytes
 
 
 #: Above this signal-to-noise ratio two recordings are the same but for rounding.
@@ -246,7 +295,7 @@ def made_again(future: Future[Speech], job: Job) -> Speech:
 def _compared(row: ItemRow, artifact: Artifact, store: ObjectStore, data: bytes, speech: Speech) -> ReproducedItem:
     if hashlib.sha256(data).hexdigest() == artifact.sha256:
         return ReproducedItem(row.index, row.example_id, Match.SAME, math.inf)
-    before, rate = decode(store.get(artifact.key))
+    before, rate = decode(read_artifact(store, artifact))
     after, _ = decode(data)
     if rate != speech.sample_rate or len(before) != len(after):
         return ReproducedItem(row.index, row.example_id, Match.DIFFERENT)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from jobs.layout import index_of, job_prefix
+from jobs.layout import index_of, job_prefix, packs_prefix
 from jobs.ledger.records import QUARANTINE, Job, JobState
 from jobs.shard_file import read_references
 from jobs.store.base import ObjectInfo, ObjectStore
@@ -78,7 +78,7 @@ def sweep_all(settings: Settings, grace_seconds: float, *, delete: bool) -> Swee
 
 
 def orphans(ledger: Ledger, store: ObjectStore, job: Job, before: float) -> Iterator[Orphan]:
-    """Objects of a job, older than `before`, that nothing names: audio, texts and quarantine of no item, inputs of no shard,
+    """Objects of a job, older than `before`, that nothing names: audio, texts and quarantine of no item, packs of none, inputs of no shard,
     references of no line. Streams.
 
     Raises `StoreError` with `store.conflict` where the store does not list in the order of keys.
@@ -115,6 +115,8 @@ def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
     for kind in ("audio", "text", QUARANTINE):
         listed = _in_order(store.list(f"{prefix}{kind}/"), store)
         yield from (Orphan(job.id, info) for info in _without(listed, ledger.artifact_keys(job.id, kind)))
+    packs = ledger.packs(job.id)
+    yield from (Orphan(job.id, info) for info in _in_order(store.list(packs_prefix(job.id)), store) if info.key not in packs)
     inputs = frozenset(ledger.shard_inputs(job.id).values())
     keys = {key for key, _ in inputs}
     yield from (Orphan(job.id, info) for info in _in_order(store.list(f"{prefix}input/"), store) if info.key not in keys)

@@ -12,6 +12,7 @@ from typing import TypeVar
 from jobs.export.files import output, output_error, sha256_of
 from jobs.export.items import AudioItem
 from jobs.ledger.records import Artifact
+from jobs.packs import read_artifact
 from jobs.store.base import ObjectStore, split_key
 from pipelines.errors import ErrorCode, StoreError
 
@@ -71,7 +72,7 @@ class AudioReader:
             yield first, future.result()
 
     def _load(self, artifact: Artifact) -> bytes:
-        data = self._store.get(artifact.key)
+        data = read_artifact(self._store, artifact)
         if hashlib.sha256(data).hexdigest() != artifact.sha256:
             raise _changed(artifact)
         return data
@@ -85,6 +86,12 @@ class AudioReader:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise output_error(path, error) from error
+        if artifact.pack is not None:
+            # Read before the file is made, so that a lost pack leaves none.
+            data = self._load(artifact)
+            with output(str(path)) as copy:
+                copy.write(data)
+            return str(path)
         digest = hashlib.sha256()
         with output(str(path)) as copy, self._store.open(artifact.key) as stream:
             while chunk := stream.read(_CHUNK_BYTES):

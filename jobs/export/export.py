@@ -60,8 +60,9 @@ def export(
 
     Audio in a folder store is named by its path relative to the file that names it (absolute on standard output, in a bucket,
     or with `absolute`), and by its `s3://` address in a bucket. With `audio_root` it is named by the absolute local path
-    `audio_root/<key>`, and fetched from the store where that file is not there yet. Formats that hold the audio end a file before
-    its audio passes `part_bytes`. With `splits` every format is a folder. The same call goes on with an export that was stopped.
+    `audio_root/<key>`, and fetched from the store where that file is not there yet; audio in packs can be named in no other way.
+    Formats that hold the audio end a file before its audio passes `part_bytes`. With `splits` every format is a folder. The same
+    call goes on with an export that was stopped.
 
     An existing file at `to` is overwritten; a folder that holds another export, or anything else, is refused. With `replaces`, ids
     of jobs, an export of one of these jobs in this format is replaced, and everything else is refused, also a file.
@@ -71,7 +72,7 @@ def export(
     """
     chosen = find_format(format)
     job = ledger.job(job_id)
-    chosen.check(to, store.url, splits, audio_root)
+    chosen.check(to, store.url, splits, audio_root, packed=job.spec.pack is True)
     if chosen.failure_line is None and audio_root is None:
         _refuse_lost(ledger, store, job)
     if not chosen.one_file(splits):

@@ -67,6 +67,8 @@ class ExportFormat:
     write_part: Callable[[Part, PartFiles, Job, Iterator[tuple[AudioItem, Any]]], None] | None = None
     #: The files hold the audio. A part then ends before its audio passes the size of a part.
     embeds_audio: bool = False
+    #: Its lines say where audio is: a path or an address. Of no meaning where the files hold the audio.
+    names_audio: bool = True
     #: Readers of the format open audio by local paths only.
     local_audio: bool = False
     #: The files name each other by local paths.
@@ -85,8 +87,11 @@ class ExportFormat:
         """Whether an export is one file rather than a folder, with these splits or None."""
         return not self.splittable or (self.write_part is None and splits is None)
 
-    def check(self, to: str, store_url: str, splits: Splits | None = None, audio_root: Path | None = None) -> None:
-        """Raises `config.invalid` for a destination or a store that this format never supports, whatever the job."""
+    def check(self, to: str, store_url: str, splits: Splits | None = None, audio_root: Path | None = None, *, packed: bool = False) -> None:
+        """Raises `config.invalid` for a destination or a store that this format never supports. `packed`: the job's audio is in packs."""
+        if packed and audio_root is None and self.names_audio and not self.embeds_audio and self.failure_line is None:
+            message = f"The format {self.name} names audio by its path, and the audio of this job is in packs, which have no such paths."
+            raise _invalid(message, "Name a folder for the audio with --audio-root, or use webdataset, shar, parquet or manifest.")
         if self.one_file(splits):
             if splits is not None or is_remote(to):
                 raise _invalid(f"The format {self.name} is one file.", "Name a local file, and no splits.")

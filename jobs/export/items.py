@@ -12,6 +12,7 @@ import msgspec
 
 from jobs.dialogue import Dialogue, spoken_text
 from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
+from jobs.packs import read_artifact
 from jobs.shard_file import RawLine, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import Triple, reference_places
@@ -169,8 +170,8 @@ class _ShardLines:
         self._inputs = ledger.shard_inputs(job_id)
         self._loaded = ("", "")
         self._lines: dict[int, RawLine] = {}
-        self._text_keys = ledger.artifact_keys(job_id, "text")
-        self._next = next(self._text_keys, None)
+        self._texts = ledger.artifact_facts(job_id, "text")
+        self._next = next(self._texts, None)
 
     @property
     def has_texts(self) -> bool:
@@ -186,9 +187,9 @@ class _ShardLines:
 
     def text_of(self, row: ItemRow) -> str | None:
         """The text that the model wrote for an item, or None."""
-        while self._next is not None and self._next[0] < row.index:
-            self._next = next(self._text_keys, None)
-        return self._store.get(self._next[1]).decode() if self._next is not None and self._next[0] == row.index else None
+        while self._next is not None and self._next.index < row.index:
+            self._next = next(self._texts, None)
+        return read_artifact(self._store, self._next).decode() if self._next is not None and self._next.index == row.index else None
 
 
 def _speaker(job: Job, item: AudioItem, voice: str | None, recordings: Sequence[int] | None) -> str:

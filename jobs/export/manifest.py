@@ -30,7 +30,7 @@ def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
     return msgspec.json.encode(manifest_entry(job, item)) + b"\n"
 
 
-MANIFEST = ExportFormat(name="manifest", summary="our own manifest", item_line=manifest_line)
+MANIFEST = ExportFormat(name="manifest", summary="our own manifest", item_line=manifest_line, names_audio=False)
 
 
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:

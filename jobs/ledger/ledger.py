@@ -16,7 +16,7 @@ from jobs.ledger.database import Database, LedgerLimits
 from jobs.ledger.ingest import DuplicateExamples, DuplicateRowsError
 from jobs.ledger.location import recorded
 from jobs.ledger.outcomes import commit as commit_outcomes
-from jobs.ledger.records import CommitResult, DrawRow, ItemRow, ItemState, Job, NewShard, Outcome, RejectedLine, Ticket
+from jobs.ledger.records import ArtifactFacts, CommitResult, DrawRow, ItemRow, ItemState, Job, NewShard, Outcome, RejectedLine, Ticket
 from jobs.ledger.status import JobStatus, Reader
 from pipelines.errors import ErrorCode, ServiceError
 
@@ -231,6 +231,7 @@ class Ledger:
     draws_of = _reads(queries.draws_of)
     drawn_before = _reads(outcomes.drawn_before)
     artifacts_of = _reads(queries.artifacts_of)
+    packs = _reads(queries.packs)
     replace_artifact = _writes(outcomes.replace_artifact)
     set_shard_manifest = _writes(outcomes.set_shard_manifest)
     is_orphan = _reads(reconciler.is_orphan)
@@ -266,11 +267,11 @@ class Ledger:
 
     def artifact_keys(self, job_id: str, kind: str) -> Iterator[tuple[int, str]]:
         """(index, key) of the artifacts of one kind in index order."""
-        return ((index, key) for index, key, _, _ in self.artifact_facts(job_id, kind))
+        return ((artifact.index, artifact.key) for artifact in self.artifact_facts(job_id, kind))
 
-    def artifact_facts(self, job_id: str, kind: str) -> Iterator[tuple[int, str, str, int]]:
-        """(index, key, SHA-256, bytes) of the artifacts of one kind in index order."""
-        return self._pages(partial(queries.artifacts_page, kind=kind), job_id, -1, lambda row: row[0])
+    def artifact_facts(self, job_id: str, kind: str) -> Iterator[ArtifactFacts]:
+        """Where the artifacts of one kind are, in index order."""
+        return self._pages(partial(queries.artifacts_page, kind=kind), job_id, -1, lambda artifact: artifact.index)
 
     def draws(self, job_id: str) -> Iterator[DrawRow]:
         """What the quality checks said of every draw, in order of index and draw."""

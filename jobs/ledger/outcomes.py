@@ -172,6 +172,8 @@ def _add_artifacts(connection: sa.Connection, shard: sa.RowMapping, artifacts: l
             shard["worker_id"],
             msgspec.json.encode(artifact.meta).decode() if artifact.meta else "{}",
             shard["now"],
+            artifact.pack,
+            artifact.pack_offset,
         )
         for artifact in artifacts
     ]
@@ -234,6 +236,9 @@ def _recorded_before(connection: sa.Connection, shard: sa.RowMapping, indexes: l
     return set(connection.scalars(query))
 
 
+_REPLACED = ("sha256", "bytes", "duration_ms", "sample_rate", "samples", "pack", "pack_offset")
+
+
 def replace_artifact(connection: sa.Connection, job_id: str, artifact: Artifact, sha256: str) -> bool:
     """Puts what was made again into the place of an artifact whose hash is still `sha256`, and counts it in its shard."""
     items, artifacts = schema.items.c, schema.artifacts.c
@@ -246,7 +251,7 @@ def replace_artifact(connection: sa.Connection, job_id: str, artifact: Artifact,
     before = connection.execute(known).one_or_none()
     if before is None:
         return False
-    changed = {name: getattr(artifact, name) for name in ("sha256", "bytes", "duration_ms", "sample_rate", "samples")}
+    changed = {name: getattr(artifact, name) for name in _REPLACED}
     meta = msgspec.to_builtins(artifact.meta)
     connection.execute(sa.update(schema.artifacts).where(*of_artifact).values(**changed, meta=meta))
     if artifact.kind != QUARANTINE:

@@ -13,6 +13,7 @@ from jobs.ledger.mapping import artifact_from, item_from, job_of, number_of
 from jobs.ledger.outcomes import draw_from
 from jobs.ledger.records import (
     Artifact,
+    ArtifactFacts,
     DrawRow,
     ItemRow,
     ItemState,
@@ -30,7 +31,7 @@ _SHARD_AUDIO = (
     sa.select(
         schema.items.c.idx,
         schema.items.c.example_id,
-        *(schema.artifacts.c[name] for name in ("key", "sha256", "bytes", "sample_rate", "samples", "seed")),
+        *(schema.artifacts.c[name] for name in ("key", "sha256", "bytes", "sample_rate", "samples", "seed", "pack", "pack_offset")),
     )
     .select_from(
         schema.shards.join(
@@ -103,14 +104,20 @@ def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[S
     return [ShardAudio(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
 
 
-def artifacts_page(connection: sa.Connection, job_id: str, after: int, limit: int, kind: str) -> list[tuple[int, str, str, int]]:
-    """(index, key, SHA-256, bytes) of up to `limit` artifacts of a kind with an index above `after`, in index order."""
+def artifacts_page(connection: sa.Connection, job_id: str, after: int, limit: int, kind: str) -> list[ArtifactFacts]:
+    """Up to `limit` artifacts of a kind with an index above `after`, in index order."""
     artifacts = schema.artifacts.c
-    query = sa.select(artifacts.idx, artifacts.key, artifacts.sha256, artifacts.bytes).where(
-        artifacts.job_no == number_of(job_id), artifacts.idx > after, artifacts.kind == kind
-    )
+    columns = [artifacts[name] for name in ("idx", *ArtifactFacts.__struct_fields__[1:])]
+    query = sa.select(*columns).where(artifacts.job_no == number_of(job_id), artifacts.idx > after, artifacts.kind == kind)
     rows = connection.execute(query.order_by(artifacts.idx).limit(limit))
-    return [(index, key, sha256, size) for index, key, sha256, size in rows]
+    return [ArtifactFacts(*values) for values in cast("Sequence[tuple[Any, ...]]", rows.all())]
+
+
+def packs(connection: sa.Connection, job_id: str) -> set[str]:
+    """The keys of the packs that artifacts of a job are in."""
+    artifacts = schema.artifacts.c
+    query = sa.select(artifacts.pack).where(artifacts.job_no == number_of(job_id), artifacts.pack.is_not(None)).distinct()
+    return set(connection.scalars(query))
 
 
 def shard_inputs(connection: sa.Connection, job_id: str) -> dict[int, tuple[str, str]]:

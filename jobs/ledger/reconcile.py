@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import sqlalchemy as sa
 
-from jobs.layout import draw_of, index_of, is_reference_key, job_prefix, shard_of_input
+from jobs.layout import draw_of, index_of, is_reference_key, job_prefix, lease_of_pack, shard_of_input
 from jobs.ledger import schema
 from jobs.ledger.control import cancel_some
 from jobs.ledger.database import Database
@@ -247,6 +247,8 @@ def _is_orphan(connection: sa.Connection, job: sa.RowMapping | None, key: str, e
         return _is_unread_input(connection, job["id"], key)
     if kind == "references":
         return is_reference_key(key, job["id"]) and read == _inputs(connection, job["id"])
+    if kind == "packs":
+        return _is_unnamed_pack(connection, job, key)
     return _is_unnamed(connection, job, kind, key)
 
 
@@ -269,6 +271,19 @@ def _is_unnamed(connection: sa.Connection, job: sa.RowMapping, kind: str, key: s
     if schema.ITEM_STATES[item.state] in (ItemState.DONE, ItemState.SKIPPED) or JobState(job["state"]) not in RETRYABLE_JOBS:
         return True
     return bool(connection.scalar(sa.select(sa.exists().where(draws.job_no == job["no"], draws.idx == index, draws.draw == draw))))
+
+
+def _is_unnamed_pack(connection: sa.Connection, job: sa.RowMapping, key: str) -> bool:
+    """The key of a pack that holds no artifact, of a lease that this ledger knows. What is in it was never committed, and is never
+    adopted; one item that is in it keeps a whole pack."""
+    lease, shards, artifacts = lease_of_pack(key, job["id"]), schema.shards.c, schema.artifacts.c
+    if lease is None:
+        return False
+    shard_no, epoch = lease
+    last_epoch = connection.scalar(sa.select(shards.epoch).where(shards.job_id == job["id"], shards.no == shard_no))
+    if last_epoch is None or epoch > last_epoch:
+        return False
+    return not connection.scalar(sa.select(sa.exists().where(artifacts.job_no == job["no"], artifacts.pack == key)))
 
 
 def _is_unread_input(connection: sa.Connection, job_id: str, key: str) -> bool:

@@ -16,7 +16,7 @@ from pipelines.request import Generation
 #: Label of a job whose input is not written as dialogues.
 INPUT_FORMAT = "input_format"
 #: The newest migration; a database at another revision is refused.
-SCHEMA_REVISION = "0006"
+SCHEMA_REVISION = "0007"
 MAX_MESSAGE_CHARACTERS = 2000
 
 
@@ -76,6 +76,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     quality: Quality | None = None
     #: Whose turns are spoken; unset in jobs of before it could be said, which speak the one user's text, or answer the dialogue.
     speak: Speak | msgspec.UnsetType = msgspec.UNSET
+    #: Whether audio and texts of many items share an object, a pack. Unset is no: a spec without packs has the hash it always had.
+    pack: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,11 +208,12 @@ QUARANTINE = "quarantine"
 
 
 class Artifact(msgspec.Struct, frozen=True):
-    """An object of an item, as it stands in the store."""
+    """What the store has of an item: an object under its key, or a part of a pack. `jobs.packs.read_artifact` reads both."""
 
     index: int
     #: `audio`, `text`, or `quarantine` for the audio of an item that no draw of passed its checks.
     kind: str
+    #: In a pack: the name of the member.
     key: str
     sha256: str
     bytes: int
@@ -219,6 +222,22 @@ class Artifact(msgspec.Struct, frozen=True):
     samples: int
     seed: int
     meta: Mapping[str, object] = msgspec.field(default_factory=dict[str, object])
+    #: Key of the pack that holds it; None: it is an object of its own.
+    pack: str | None = None
+    #: Where its bytes begin in the pack.
+    pack_offset: int | None = None
+
+
+class ArtifactFacts(msgspec.Struct, frozen=True, gc=False):
+    """Where an artifact is, and what its bytes are."""
+
+    index: int
+    key: str
+    sha256: str
+    bytes: int
+    #: As in `Artifact`.
+    pack: str | None = None
+    pack_offset: int | None = None
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True):
@@ -327,6 +346,9 @@ class ShardAudio(msgspec.Struct, frozen=True, gc=False):
     sample_rate: int
     samples: int
     seed: int
+    #: As in `Artifact`.
+    pack: str | None = None
+    pack_offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

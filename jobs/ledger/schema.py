@@ -210,6 +210,9 @@ artifacts = sa.Table(
     sa.Column("meta", sa.JSON, nullable=False),
     # When it was committed.
     sa.Column("made_at", sa.Double),
+    # Of an artifact in a pack: the key of the pack, and where the artifact's bytes begin in it.
+    sa.Column("pack", sa.Text),
+    sa.Column("pack_offset", sa.BigInteger),
     sqlite_with_rowid=False,
 )
 

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import numpy as np
 
 from jobs.ledger.records import Artifact
+from jobs.packs import read_artifact
 from jobs.store.base import ObjectStore
 from pipelines.audio import decode, encode
 from pipelines.errors import NightjarError
@@ -156,11 +157,12 @@ class Clips:
 
     def clip(self, artifact: Artifact) -> Clip:
         """The clip of an artifact. Audio that cannot be read has no player, and a note with the reason."""
-        link = None if self._root is None else _relative(self._root / artifact.key, self._folder)
+        # A player opens files, and what is in a pack is none.
+        link = None if self._root is None or artifact.pack is not None else _relative(self._root / artifact.key, self._folder)
         if artifact.bytes > MAX_BYTES:
             return Clip(link, None, "too large to be drawn" if link else "too large to be embedded")
         try:
-            samples, rate = decode(self._store.get(artifact.key), max_seconds=3600)
+            samples, rate = decode(read_artifact(self._store, artifact), max_seconds=3600)
         except NightjarError as error:
             return Clip(None, None, f"cannot be read: {error.code.value}")
         drawn = picture(samples, rate)

@@ -63,6 +63,10 @@ class ObjectStore(Protocol):
         """The whole object. Raises `store.missing`."""
         ...
 
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises `store.missing`."""
+        ...
+
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream, for what may be large. Raises `store.missing`."""
         ...

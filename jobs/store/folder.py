@@ -111,6 +111,12 @@ class FolderStore:
         with self.open(key) as file:
             return file.read()
 
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises `store.missing`."""
+        with self.open(key) as file, self._errors(key):
+            file.seek(offset)
+            return file.read(length)
+
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream. Raises `store.missing`."""
         with self._errors(key), self._parent(key) as (folder, name):

@@ -139,6 +139,13 @@ class S3Store:
         """The whole object. Raises `store.missing`."""
         return self._call(key, lambda: self._get(key)["Body"].read())
 
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        """`length` bytes of an object from `offset` on; fewer where it ends before. Raises `store.missing`."""
+        if length == 0:
+            # HTTP has no empty range.
+            return b""
+        return self._call(key, lambda: self._get_range(key, f"bytes={offset}-{offset + length - 1}"))
+
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream. Raises `store.missing`; a connection lost while reading is `store.unreachable`."""
         response = self._call(key, lambda: self._get(key))
@@ -192,6 +199,17 @@ class S3Store:
 
     def _get(self, key: str) -> Any:
         return self._client.get_object(Bucket=self.bucket, Key=self._name(key))
+
+    def _get_range(self, key: str, asked: str) -> bytes:
+        from botocore.exceptions import ClientError
+
+        try:
+            return self._client.get_object(Bucket=self.bucket, Key=self._name(key), Range=asked)["Body"].read()
+        except ClientError as error:
+            if _status(error) == 416:
+                # The object ends before the range begins.
+                return b""
+            raise
 
     def _put(
         self, key: str, body: Callable[[], Any], digest: bytes, size: int, content_type: str, metadata: Mapping[str, str]

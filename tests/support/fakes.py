@@ -281,6 +281,9 @@ class MemoryStore:
         self._maybe_fail()
         return self._object(key)[0]
 
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        return self.get(key)[offset : offset + length]
+
     def open(self, key: str) -> BinaryIO:
         return io.BytesIO(self.get(key))
 

@@ -89,6 +89,15 @@ def test_handles_are_few_and_closed_with_their_store(tmp_path: Path) -> None:
     assert handles() == 0
 
 
+def test_a_range_is_the_bytes_that_are_there(store: FolderStore) -> None:
+    store.put("a/pack.tar", b"0123456789")
+    asked = [(0, 10), (3, 4), (8, 4), (10, 1), (20, 5), (4, 0)]
+    assert [store.get_range("a/pack.tar", *one) for one in asked] == [b"0123456789", b"3456", b"89", b"", b"", b""]
+    with pytest.raises(StoreError) as caught:
+        store.get_range("a/none.tar", 0, 1)
+    assert caught.value.code is ErrorCode.STORE_MISSING
+
+
 def test_of_many_writers_one_wins(store: FolderStore) -> None:
     created: list[bytes] = []
 

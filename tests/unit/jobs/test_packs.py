@@ -1,0 +1,108 @@
+"""Packs: plain tar files whose members begin where the ledger says, and reading one member of them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.layout import audio_key, lease_of_pack, pack_index_name, pack_key, sha256_of_pack
+from jobs.ledger.records import ArtifactFacts
+from jobs.packs import PackBuilder, read_artifact
+from pipelines.errors import ErrorCode, StoreError
+from tests.support.fakes import MemoryStore
+
+JOB = "01m82cxvbf9gd73qc850cvphp6"
+INDEX = pack_index_name(JOB, 3, 1, 0)
+
+
+def packed(members: Mapping[str, bytes]) -> tuple[bytes, list[ArtifactFacts]]:
+    """A pack of these members, and what the ledger would know of them."""
+    builder = PackBuilder()
+    rows: list[ArtifactFacts] = []
+    for number, (key, data) in enumerate(members.items()):
+        sha256 = hashlib.sha256(data).hexdigest()
+        offset = builder.add(key, data, sha256=sha256, index=number, example_id=f"item-{number}")
+        rows.append(ArtifactFacts(number, key, sha256, len(data), "pack.tar", offset))
+    return builder.finish(INDEX), rows
+
+
+def read_tar(data: bytes) -> dict[str, bytes]:
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        return {member.name: archive.extractfile(member).read() for member in archive}  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@given(
+    st.dictionaries(st.text(st.characters(exclude_categories=["Cs", "Cc"], exclude_characters="/"), min_size=1), st.binary(), max_size=8)
+)
+def test_members_begin_where_they_are_said_to(members: dict[str, bytes]) -> None:
+    data, rows = packed({f"audio/{name}": content for name, content in members.items()})
+    store = MemoryStore()
+    store.put("pack.tar", data)
+    assert [read_artifact(store, row) for row in rows] == list(members.values())
+    found = read_tar(data)
+    assert found.pop(INDEX).count(b"\n") == len(members)
+    assert found == {f"audio/{name}": content for name, content in members.items()}
+
+
+def test_ten_thousand_members_with_names_longer_than_the_old_format_takes() -> None:
+    long = "x" * 60
+    members = {audio_key(JOB, number, f"{number}-{long}", "flac", draw=1): b"%d" % number * (number % 7) for number in range(10_000)}
+    assert max(map(len, members)) > 100
+    members["audio/" + "y" * 240 + ".wav"] = b"longer than any field of the old format"
+    data, rows = packed(members)
+    assert all(data[row.pack_offset : row.pack_offset + row.bytes] == members[row.key] for row in rows if row.pack_offset is not None)
+    found = read_tar(data)
+    lines = [json.loads(line) for line in found.pop(INDEX).splitlines()]
+    assert found == members
+    assert [(line["key"], line["offset"], line["bytes"], line["sha256"], line["index"], line["example_id"]) for line in lines] == [
+        (row.key, row.pack_offset, row.bytes, row.sha256, row.index, f"item-{row.index}") for row in rows
+    ]
+
+
+def test_equal_members_give_equal_bytes_and_whole_blocks() -> None:
+    members = {"a.wav": b"", "b.wav": b"x" * 512, "c.wav": b"y" * 513}
+    data, _ = packed(members)
+    assert data == packed(members)[0]
+    assert len(data) % 512 == 0
+
+
+def test_a_pack_without_members_is_a_tar_file() -> None:
+    data, _ = packed({})
+    assert read_tar(data) == {INDEX: b""}
+
+
+def test_an_artifact_of_its_own_is_read_under_its_key() -> None:
+    store = MemoryStore()
+    store.put("a.wav", b"alone")
+    assert read_artifact(store, ArtifactFacts(0, "a.wav", "", 5)) == b"alone"
+
+
+def test_a_pack_that_is_cut_off_or_gone_is_an_error() -> None:
+    store = MemoryStore()
+    data, (row,) = packed({"a.wav": b"0123456789"})
+    store.put("pack.tar", data[: (row.pack_offset or 0) + 9])
+    with pytest.raises(StoreError) as cut:
+        read_artifact(store, row)
+    assert cut.value.code is ErrorCode.STORE_CONFLICT
+    store.delete("pack.tar")
+    with pytest.raises(StoreError) as gone:
+        read_artifact(store, row)
+    assert gone.value.code is ErrorCode.STORE_MISSING
+
+
+def test_the_key_of_a_pack_says_who_wrote_it_and_what_it_holds() -> None:
+    sha256 = hashlib.sha256(b"pack").hexdigest()
+    key = pack_key(JOB, 3, 12, 7, sha256)
+    assert key == f"jobs/{JOB}/packs/000003-12-7-{sha256[:16]}.tar"
+    assert lease_of_pack(key, JOB) == (3, 12)
+    assert sha256_of_pack(key) == sha256[:16]
+    assert lease_of_pack(key, "another") is None
+    assert lease_of_pack(INDEX, JOB) is None
+    assert sha256_of_pack("notes.tar") == ""
