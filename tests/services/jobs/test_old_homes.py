@@ -37,6 +37,7 @@ def home(tmp_path: Path) -> Iterator[tuple[Ledger, FolderStore]]:
     connection.executescript((HOME / "ledger.sql").read_text())
     connection.close()
     ledger = Ledger.open(Settings(home=folder).ledger_url)
+    ledger.migrate()
     ledger.check_schema()
     yield ledger, FolderStore(folder)
     ledger.close()
