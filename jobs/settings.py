@@ -20,6 +20,7 @@ from pydantic import Field, PrivateAttr, SecretStr, ValidationError, ValidationI
 from jobs.ledger.location import STATE_FOLDER
 from jobs.settings_groups import (
     DispatchSettings,
+    EngineSettings,
     FlowerSettings,
     LedgerSettings,
     S3Settings,
@@ -36,6 +37,15 @@ from pipelines.errors import ConfigError, ErrorCode
 PREFIX = "SPEECH_"
 CONFIG_FILE = "nightjar.toml"
 DEFAULT_BROKER_URL = "redis://127.0.0.1:6379/0"
+#: Settings that have another name now.
+RENAMED = {
+    "worker.waiting_room": "engine.waiting_room",
+    "vllm.slots": "engine.slots",
+    "vllm.memory_share": "engine.memory_share",
+    "vllm.max_context": "engine.max_context",
+    "vllm.dtype": "engine.dtype",
+    "vllm.eager": "engine.executor",
+}
 #: Variables with the prefix that are no settings: where the file is, and whether a bug shows its traceback.
 NOT_SETTINGS = frozenset({"SPEECH_CONFIG", "SPEECH_DEBUG"})
 
@@ -64,7 +74,8 @@ class Settings(SettingsGroup):
     )
     s3: S3Settings = Field(default=S3Settings(), description="The S3 store.")
     worker: WorkerSettings = Field(default=WorkerSettings(), description="Worker processes.")
-    vllm: VllmSettings = Field(default=VllmSettings(), description="The vLLM engine.")
+    engine: EngineSettings = Field(default=EngineSettings(), description="The engine of a model.")
+    vllm: VllmSettings = Field(default=VllmSettings(), description="What only vLLM has.")
     ledger: LedgerSettings = Field(default=LedgerSettings(), description="Waiting on the ledger.")
     dispatch: DispatchSettings = Field(default=DispatchSettings(), description="Dispatch and reconciliation.")
     shard: ShardSettings = Field(default=ShardSettings(), description="Cutting of jobs.")
@@ -123,6 +134,17 @@ class Settings(SettingsGroup):
     @property
     def effective_store_url(self) -> str:
         return self.store_url if self.store_url is not None else str(self.home.absolute())
+
+    def engine_options(self, engine: Literal["cpu", "native", "vllm"]) -> dict[str, Any]:
+        """Options of `open_pipeline` for a model of this engine: what was set, and nothing else."""
+        if engine == "cpu":
+            options = {"threads": self.worker.threads, "waiting_room": self.engine.waiting_room}
+        elif engine == "native":
+            options = self.engine.model_dump(exclude_defaults=True)
+        else:
+            options = self.engine.model_dump(exclude_defaults=True, exclude={"executor"}) | self.vllm.model_dump(exclude_defaults=True)
+            options["eager"] = {"auto": None, "eager": True, "graph": False}[self.engine.executor]
+        return {name: value for name, value in options.items() if value is not None}
 
     def origin(self, key: str) -> str:
         """Where a dotted key was set: `command line`, `environment`, `.env`, a file's name, or `default`."""
@@ -263,6 +285,10 @@ def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigE
     if origin in {"environment", ".env"}:
         origin = f"{origin} {PREFIX}{key.replace('.', '__').upper()}"
     set_in = f" ({origin})" if origin else ""
+    if key in RENAMED:
+        name = RENAMED[key]
+        advice = f"Write {PREFIX}{name.replace('.', '__').upper()}, or `{name}` in a file; `nightjar config list` says what it takes."
+        return _invalid(f"The setting {key}{set_in} is now {name}.", advice)
     if first["type"] == "extra_forbidden":
         return _invalid(f"There is no setting {key}{set_in}.", "`nightjar config list` lists all settings.")
     reason = first["msg"].removeprefix("Value error, ")

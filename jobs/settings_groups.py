@@ -39,9 +39,6 @@ class WorkerSettings(SettingsGroup):
     shards_in_flight: PositiveInt = Field(
         default=2, description="Shards that a worker runs at the same time. With two, the engine stays full when one of them ends."
     )
-    waiting_room: PositiveInt | None = Field(
-        default=None, description="Maximum requests that wait in the engine. Unset: the engine's own value."
-    )
     lease_seconds: Annotated[float, Field(gt=0, le=LONGEST_LEASE_SECONDS)] = Field(
         default=60.0, description="Seconds after which a shard without a heartbeat is given to another worker; maximum 6 hours."
     )
@@ -59,17 +56,39 @@ class WorkerSettings(SettingsGroup):
     meter_processes: PositiveInt = Field(default=1, description="Processes of the quality meters, one core each.")
 
 
-class VllmSettings(SettingsGroup):
-    """How models of the engine `vllm` are opened; unset: the best for the device and the model."""
+class EngineSettings(SettingsGroup):
+    """How a model's engine is opened, by a worker and by `nightjar serve` alike; unset: the best for the device and the model.
 
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="Data type of the LM. Unset: bfloat16 on a GPU."
+    Models of the engine `cpu` take the waiting room only.
+    """
+
+    slots: PositiveInt | None = Field(
+        default=None, description="Utterances that run at the same time. Unset: as many as the GPU's memory holds well (docs/models.md)."
     )
-    memory_share: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, description="Share of the GPU's memory for the LM.")
-    slots: PositiveInt | None = Field(default=None, description="Sequences that run at the same time.")
-    max_context: PositiveInt | None = Field(default=None, description="Maximum positions of a sequence (prompt and speech).")
+    waiting_room: PositiveInt | None = Field(
+        default=None, description="Maximum requests that wait in the engine for a slot. Unset: on a GPU as many as there are slots."
+    )
+    memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None, description="Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of what is free."
+    )
+    reproducible: bool | None = Field(
+        default=None, description="Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."
+    )
+    max_context: PositiveInt | None = Field(default=None, description="Maximum positions of an utterance: prompt and speech.")
+    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None, description="Data type of the weights. Unset: bfloat16 on a GPU, float32 on a CPU."
+    )
+    executor: Literal["auto", "eager", "graph"] = Field(
+        default="auto",
+        description="How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower. `auto`: the best.",
+    )
+
+
+class VllmSettings(SettingsGroup):
+    """What only the engine `vllm` has."""
+
     tensor_parallel: PositiveInt = Field(default=1, description="GPUs that share one LM.")
-    eager: bool | None = Field(default=None, description="Run without compilation and CUDA graphs: starts faster, runs slower.")
+    step_tokens: PositiveInt | None = Field(default=None, description="Maximum tokens of an engine step.")
 
 
 class LedgerSettings(SettingsGroup):
@@ -135,9 +154,13 @@ class ServeSettings(SettingsGroup):
     port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port of the server; 0 takes a free port.")
     api_key: SecretStr | None = Field(default=None, description="Key that clients must send. `nightjar evaluate` sends it too.")
     api_key_file: Path | None = Field(default=None, description="File of valid keys, one per line.")
-    slots: PositiveInt = Field(default=256, description="Maximum requests in the engine.")
+    slots: PositiveInt | None = Field(
+        default=None,
+        description="Maximum requests that are handed to the engine. Unset: as many as run and wait there (`engine.slots` and "
+        "`engine.waiting_room`).",
+    )
     waiting_room: Annotated[int, Field(ge=0)] = Field(
-        default=256, description="Maximum requests that wait for the engine. More get status 429."
+        default=512, description="Maximum requests that wait in the server before they are handed to the engine. More get status 429."
     )
     max_body_bytes: PositiveInt = Field(default=32 << 20, description="Maximum bytes of a request body.")
     max_audio_seconds: Positive = Field(default=600.0, description="Maximum seconds of audio in a request.")

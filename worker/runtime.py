@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import structlog
 from structlog.contextvars import bound_contextvars
@@ -187,16 +187,7 @@ class Runtime:
         return store
 
     def _open(self, model: str) -> Pipeline:
-        worker = self.settings.worker
-        options: dict[str, Any] = {}
-        engine = describe(model).engine
-        if worker.threads is not None and engine == "cpu":
-            options["threads"] = worker.threads
-        if engine == "vllm":
-            options |= self.settings.vllm.model_dump(exclude_unset=True, exclude_none=True)
-        if worker.waiting_room is not None:
-            options["waiting_room"] = worker.waiting_room
-        return self._open_model(model, **options)
+        return self._open_model(model, **self.settings.engine_options(describe(model).engine))
 
     def _run(self, ticket: Ticket) -> bool:
         """Claims a shard and runs it to its end; False: there is nothing to claim."""

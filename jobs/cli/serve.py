@@ -113,14 +113,8 @@ def _bad_keys(message: str) -> ConfigError:
 
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
     """As a worker opens it, with the settings of its engine; but an answer that reaches its limit is one (`finish_reason` length)."""
-    options: dict[str, Any] = {"keep_unfinished": True} if card.capabilities.text_out else {}
-    if settings.worker.threads is not None and card.engine == "cpu":
-        options["threads"] = settings.worker.threads
-    if card.engine == "vllm":
-        options |= settings.vllm.model_dump(exclude_unset=True, exclude_none=True)
-    if settings.worker.waiting_room is not None:
-        options["waiting_room"] = settings.worker.waiting_room
-    return options
+    options = settings.engine_options(card.engine)
+    return options | {"keep_unfinished": True} if card.capabilities.text_out else options
 
 
 def _is_loopback(address: str) -> bool:

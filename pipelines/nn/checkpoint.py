@@ -267,6 +267,8 @@ class TokenModelOptions:
     codec_dtype: Precision | None = None
     dtype: Precision | None = None
     memory_share: float | None = None
+    #: Only refused: vLLM has no such mode.
+    reproducible: bool = False
     cpu_kv_gib: int = 1
     slots: int | None = None
     waiting_room: int = 64
@@ -280,7 +282,13 @@ class TokenModelOptions:
     threads: int | None = None
 
     def vllm(self, memory_share: float, context: int, max_positions: int) -> VllmOptions:
-        """What vLLM is told, with a model's own memory share and context where nothing was asked for."""
+        """What vLLM is told, with a model's own memory share and context where nothing was asked for.
+
+        Raises `ConfigError` (`config.invalid`) for the reproducible mode.
+        """
+        if self.reproducible:
+            advice = "Leave SPEECH_ENGINE__REPRODUCIBLE unset for models of this engine."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, "The engine vllm has no reproducible mode.", advice)
         return VllmOptions(
             dtype=self.dtype,
             memory_share=memory_share if self.memory_share is None else self.memory_share,

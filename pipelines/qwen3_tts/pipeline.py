@@ -83,6 +83,8 @@ class FrameStreamer(Streamer[CodecState]):
             self.close(None)
 
 
+#: Requests that wait for a slot on a CPU.
+_CPU_WAITING_ROOM = 64
 #: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
 MAX_TOKENS = 2048
 
@@ -100,7 +102,9 @@ class PipelineOptions:
     reproducible: bool = False
     #: Utterances that run at once, and that wait before `submit` blocks.
     slots: int | None = None
-    waiting_room: int = 64
+    waiting_room: int | None = None
+    #: Share of the GPU's memory for all of it: weights, KV cache, codec and graphs.
+    memory_share: float | None = None
     #: KV pages of `page_size` positions.
     pages: int | None = None
     page_size: int = 64
@@ -143,7 +147,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         executor = open_executor(model, sizes, options.executor, options.reproducible)
         self._meta = {"engine": "native", "executor": executor.name, "dtype": type_name(dtype)}
         stage = open_stage(self.codec.decoder)
-        self.engine = Engine(executor, sizes, options.waiting_room, stage)
+        waiting_room = options.waiting_room or (sizes.slots if device.type == "cuda" else _CPU_WAITING_ROOM)
+        self.engine = Engine(executor, sizes, waiting_room, stage)
         super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameRequestInfo]:

@@ -29,6 +29,13 @@ class AdmissionQueue:
     def waiting(self) -> int:
         return len(self._queue)
 
+    def resize(self, slots: int) -> None:
+        """Sets the number of slots; what waits comes in where there are more, and nothing that runs is sent away where there are fewer."""
+        self._slots = slots
+        while self._queue and self.running < slots:
+            self.running += 1
+            self._queue.popleft().set_result(Permit(self))
+
     def ask(self) -> asyncio.Future[Permit]:
         """A ticket, at once or after those who came before; whoever no longer wants it must `cancel`.
 
@@ -59,7 +66,7 @@ class AdmissionQueue:
     def leave(self, seconds: float) -> None:
         """Gives a slot back that was held for so long."""
         self._mean_seconds += _LATEST * (seconds - self._mean_seconds)
-        if self._queue:
+        if self._queue and self.running <= self._slots:
             self._queue.popleft().set_result(Permit(self))
         else:
             self.running -= 1

@@ -68,14 +68,23 @@ _CLOSE_SECONDS = 60.0
 class ServedModel:
     """One model and the threads that stand between it and the event loop."""
 
-    def __init__(self, card: ModelCard, open_model: Callable[[], Pipeline], slots: int, progress: Progress) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        open_model: Callable[[], Pipeline],
+        streams: int,
+        progress: Progress,
+        opened: Callable[[Pipeline], None] = lambda _pipeline: None,
+    ) -> None:
+        """`opened` is called on the event loop with every pipeline that was opened."""
         self.card = card
         self._open = open_model
+        self._opened = opened
         self._pipeline: Pipeline | None = None
         self._progress = progress
         self._submitters = DaemonThreads(_SUBMIT_THREADS, "submit")
         # Each stream may need one to pull and one to close.
-        self._pullers = DaemonThreads(2 * slots, "stream")
+        self._pullers = DaemonThreads(2 * streams, "stream")
         #: Why the model could not be opened the first time, which ends the server.
         self.failure: BaseException | None = None
         self._close_seconds = _CLOSE_SECONDS
@@ -126,7 +135,7 @@ class ServedModel:
     async def run(self, failed: Callable[[], None]) -> None:
         """Opens the model and keeps it open, until cancelled; calls `failed` when it cannot be opened at all."""
         try:
-            await asyncio.to_thread(self._open_now)
+            await self._open_beside()
         except Exception as error:  # noqa: BLE001  # whoever started the server hears of it
             self.failure = error
             failed()
@@ -164,11 +173,17 @@ class ServedModel:
                 if broken is not None:
                     await asyncio.to_thread(broken.close)
                     broken = None
-                await asyncio.to_thread(self._open_now)
+                await self._open_beside()
             except NightjarError as error:
                 log.error("the model cannot be opened: %s", error)
                 await asyncio.sleep(pause_seconds)
                 pause_seconds = min(2 * pause_seconds, _MAX_PAUSE_SECONDS)
+
+    async def _open_beside(self) -> None:
+        """Opens the pipeline in a thread, while the server answers."""
+        await asyncio.to_thread(self._open_now)
+        if self._pipeline is not None:
+            self._opened(self._pipeline)
 
     def _open_now(self) -> None:
         # In the thread, so that a model that is still loading when the server ends is there to be closed.

@@ -13,9 +13,10 @@ class ServeOptions:
     names: tuple[str, ...]
     #: Keys that open the API; none: it is open to whoever reaches it.
     keys: tuple[str, ...] = field(default=(), repr=False)
-    #: Requests that are in the pipeline at once, and that wait behind them before others are refused with 429.
-    slots: int = 256
-    waiting_room: int = 256
+    #: Requests that are in the pipeline at once (None: as many as run and wait there), and that wait behind them before others are
+    #: refused with 429.
+    slots: int | None = None
+    waiting_room: int = 512
     max_body_bytes: int = 32 << 20
     #: Of each audio that a request brings along.
     max_audio_seconds: float = 600.0

@@ -15,7 +15,7 @@ import uvicorn
 
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import ModelCard
-from pipelines.request import Pipeline
+from pipelines.request import EngineInfo, Pipeline, engine_info
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.app import create_app
 from pipelines.serving.connections import Connections, HttpProtocol, connection_limit
@@ -25,6 +25,8 @@ from pipelines.serving.options import ServeOptions
 _BACKLOG = 2048
 #: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is being closed.
 _KEEP_ALIVE_SECONDS = 75
+#: Requests in a pipeline that does not say how many it holds.
+_UNKNOWN_SLOTS = 256
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -34,8 +36,11 @@ class Server:
     def __init__(self, card: ModelCard, open_model: Callable[[], Pipeline], options: ServeOptions, address: str, port: int) -> None:
         """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) where it cannot."""
         self._socket = _bound(address, port)
-        self._gate = AdmissionQueue(options.slots, options.waiting_room)
-        self._model = ServedModel(card, open_model, options.slots, Progress(options.stuck_seconds))
+        self._gate = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
+        # A stream has a connection of its own.
+        streams = options.slots or options.connections
+        self._model = ServedModel(card, open_model, streams, Progress(options.stuck_seconds), self._opened)
+        self._slots = options.slots
         connections = Connections(connection_limit(options.connections), options.header_seconds)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         config = uvicorn.Config(
@@ -72,6 +77,12 @@ class Server:
             self._socket.close()
         if self._model.failure is not None:
             raise self._model.failure
+
+    def _opened(self, pipeline: Pipeline) -> None:
+        """Lets in as many requests as the engine holds, where nobody said how many."""
+        info = engine_info(pipeline)
+        if self._slots is None and info != EngineInfo():
+            self._gate.resize(info.slots + info.waiting_room)
 
     def stop(self) -> None:
         """Takes nothing more in and ends once what is under way is done. May be called from any thread, and again."""

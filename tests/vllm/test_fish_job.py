@@ -30,7 +30,7 @@ def jobs(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command line, whose processes have Triton's interpreter."""
     v2 = environment()
     places = os.pathsep.join([v2["PYTHONPATH"], str(REPOSITORY)])
-    settings = {"SPEECH_HOME": str(folder / "out"), "SPEECH_VLLM__MAX_CONTEXT": "512", "SPEECH_VLLM__SLOTS": "4"}
+    settings = {"SPEECH_HOME": str(folder / "out"), "SPEECH_ENGINE__MAX_CONTEXT": "512", "SPEECH_ENGINE__SLOTS": "4"}
     command = [sys.executable, "-m", "jobs", *arguments]
     return subprocess.run(
         command,

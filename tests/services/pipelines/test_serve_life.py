@@ -19,6 +19,7 @@ import pytest
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.serving.model import _SUBMIT_THREADS
 from tests.support.fake_dialogues import DialoguePipeline
+from tests.support.fakes import FakePipeline
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, b64, error_of, wav
 
 CHAT = "/v1/chat/completions"
@@ -66,6 +67,18 @@ def test_a_full_queue_says_when_to_come_back_and_serves_in_order(pipeline: Dialo
         assert [answer.result(PATIENCE_SECONDS).status_code for answer in asked] == [200, 200]
         assert [request.messages[0].content for request in pipeline.seen] == [LONG, "Number 0.", "Number 1."]
         server.until_idle()
+
+
+def test_a_server_hands_its_engine_what_runs_and_waits_there() -> None:
+    """Two run and three wait in the engine, two wait in the server, and one is refused."""
+    pipeline = FakePipeline(seconds=1000, slots=2, waiting_room=3)
+    with Running(pipeline, slots=None, waiting_room=2) as server, ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(server.speak) for _ in range(8)]
+        server.until(lambda: server.busy() == (5, 2, 2, 3))
+        server.until(lambda: sum(answer.done() for answer in answers) == 1)
+        assert next(answer for answer in answers if answer.done()).result().status_code == 429
+        pipeline.close()
+        assert all(answer.result().status_code != 200 for answer in answers)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -162,11 +162,12 @@ def test_what_keeps_a_server_from_starting(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_model_is_opened_as_a_worker_opens_it_but_keeps_what_reached_its_limit() -> None:
-    settings = load_settings(worker={"threads": 3, "waiting_room": 9}, vllm={"slots": 5})
+    settings = load_settings(worker={"threads": 3}, engine={"slots": 5, "waiting_room": 9, "executor": "eager"})
     voice = describe("hibari")
     assert engine_options(settings, voice) == {"threads": 3, "waiting_room": 9}
     talker = replace(voice, engine="vllm", capabilities=replace(voice.capabilities, text_out=True))
-    assert engine_options(settings, talker) == {"keep_unfinished": True, "slots": 5, "waiting_room": 9}
+    assert engine_options(settings, talker) == {"keep_unfinished": True, "slots": 5, "waiting_room": 9, "eager": True}
+    assert engine_options(settings, replace(voice, engine="native")) == {"slots": 5, "waiting_room": 9, "executor": "eager"}
 
 
 def test_other_commands_pay_for_no_server() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from jobs.settings import Settings, load_settings
+from jobs.settings import RENAMED, Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode
 
 
@@ -85,6 +85,40 @@ def test_wrong_values_and_unknown_keys_name_key_and_origin(name: str, value: str
     assert key in caught.value.message
     assert "environment" in caught.value.message or key.endswith(".input")
     assert caught.value.advice
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED.items())
+def test_an_old_name_is_refused_with_the_new_one(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    group, _, name = new.partition(".")
+    assert name in type(getattr(load_settings(), group)).model_fields
+    monkeypatch.setenv(f"SPEECH_{old.replace('.', '__').upper()}", "4")
+    with pytest.raises(ConfigError, match=rf"The setting {old} \(environment SPEECH_[A-Z_]+\) is now {new}\.") as caught:
+        load_settings()
+    assert f"SPEECH_{new.replace('.', '__').upper()}" in caught.value.advice
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SLOTS", "0"), ("MEMORY_SHARE", "2"), ("MEMORY_SHARE", "0"), ("MAX_CONTEXT", "-1"), ("DTYPE", "int3"), ("EXECUTOR", "fast")],
+)
+def test_an_engine_that_cannot_be_is_refused_by_name(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"SPEECH_ENGINE__{name}", value)
+    with pytest.raises(ConfigError, match=f"engine.{name.lower()} .environment SPEECH_ENGINE__{name}. cannot be used: Input should be"):
+        load_settings()
+
+
+def test_an_engine_is_told_what_was_set_and_nothing_else() -> None:
+    nothing = load_settings()
+    assert [nothing.engine_options(engine) for engine in ("cpu", "native", "vllm")] == [{}, {}, {}]
+    settings = load_settings(
+        engine={"slots": 5, "memory_share": 0.5, "executor": "graph", "reproducible": False, "waiting_room": 7},
+        vllm={"step_tokens": 64},
+        worker={"threads": 3},
+    )
+    assert settings.engine_options("cpu") == {"threads": 3, "waiting_room": 7}
+    common = {"slots": 5, "memory_share": 0.5, "reproducible": False, "waiting_room": 7}
+    assert settings.engine_options("native") == common | {"executor": "graph"}
+    assert settings.engine_options("vllm") == common | {"eager": False, "step_tokens": 64}
 
 
 @pytest.mark.parametrize("content", ["home = ", "\x00", "nonsense = 1", "worker = 1", "home = ['x']"])

@@ -54,6 +54,22 @@ def test_a_gate_serves_in_order_and_says_when_to_come_back() -> None:
     asyncio.run(play())
 
 
+def test_a_gate_that_grows_lets_waiters_in_and_one_that_shrinks_sends_nobody_away() -> None:
+    async def play() -> None:
+        gate = AdmissionQueue(slots=1, waiting_room=4)
+        turns = [gate.ask() for _ in range(5)]
+        gate.resize(3)
+        assert ([turn.done() for turn in turns], gate.running, gate.waiting) == ([True, True, True, False, False], 3, 2)
+        gate.resize(1)
+        turns[0].result().release()
+        turns[1].result().release()
+        assert (turns[3].done(), gate.running) == (False, 1)
+        turns[2].result().release()
+        assert (turns[3].done(), turns[4].done(), gate.running) == (True, False, 1)
+
+    asyncio.run(play())
+
+
 def test_a_slot_is_free_when_the_last_one_lets_go() -> None:
     async def play() -> None:
         gate = AdmissionQueue(slots=1, waiting_room=1)
