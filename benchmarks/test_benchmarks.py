@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import fish_speech, gpu_session, plots, qwen3_tts_reference, qwen3_tts_soak, roofline, structure
+from benchmarks import fish_speech, gpu_session, job_gpu, planted, plots, qwen3_tts_reference, qwen3_tts_soak, roofline, structure
 from benchmarks.gpu import Bench, ThreadUse
 from benchmarks.gpu_session import Outcome, Step
+from benchmarks.process_use import Process
 from benchmarks.qwen3_load import Load, Mark, Tally, rates
 from benchmarks.qwen3_tts import codec_alone, headlines, share, table
 from benchmarks.qwen3_tts_bits import differing
@@ -285,3 +286,40 @@ def test_threads_are_told_apart() -> None:
 def test_circles_are_found() -> None:
     edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set[str]()}
     assert structure.circles(edges) == [["a", "b", "c"]]
+
+
+def test_a_jobs_rate_leaves_out_the_ramp_and_the_tail() -> None:
+    # Two slots: 4 items are the ramp and the last 3 the tail. Commits of one item a second, of 2 s of audio, but for a slow start.
+    commits = [job_gpu.Commit(10.0, 4, 8.0)] + [job_gpu.Commit(20.0 + at, 1, 2.0) for at in range(10)]
+    found = job_gpu.steady(commits, 2)
+    assert (found["since"], found["until"]) == (10.0, 26.0)
+    assert found["audio_s_per_s"] == 7 * 2 / 16
+    assert job_gpu.steady(commits[:2], 2) == {}
+    assert job_gpu.steady([], 2) == {}
+
+
+def test_planted_texts_say_their_frames_and_are_as_long_as_their_speech() -> None:
+    frames = job_gpu.lengths(Load(3, 15, 1), 200)
+    texts = [job_gpu.text_of(count, number) for number, count in enumerate(frames)]
+    assert [planted.planted_frames(text) for text in texts] == frames
+    characters = sum(len(text) for text in texts) / (sum(frames) / 12.5)
+    assert 14 < characters < 16
+
+
+def test_processor_time_of_a_span_is_read_between_readings() -> None:
+    process = Process(1, "worker", [(10.0, 1.0), (12.0, 3.0), (14.0, 3.0)])
+    assert process.seconds(11.0, 14.0) == 1.0
+    assert process.seconds(9.0, 20.0) == 3.0
+
+
+def test_a_job_runs_beside_the_engine(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    asked = ["--device", "cpu", "--tiny", "--items", "40", "--folder", str(tmp_path), "--json", str(path)]
+    assert job_gpu.main(asked) == 0
+    found = json.loads(path.read_text())
+    engine, job = found["rows"]
+    assert engine["engine_audio_s_per_s"] > 0
+    assert engine["wrong_lengths"] == 0
+    assert (job["path"], job["failed"], job["status"]) == ("folder", 0, 0)
+    assert job["made_audio_s"] == pytest.approx(job["asked_audio_s"])
+    assert job["first_audio_s"] < job["command_s"]

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.nn.dummy import DummyWeights
+from pipelines.nn.dummy import DummyWeights, Rule
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.weights import ModelWeights, take_weights
+from pipelines.qwen3_tts.weights import take_weights
 
 _STACK = {
     "num_attention_heads": 16,
@@ -95,10 +95,8 @@ def dummy_model(size: str, device: torch.device, dtype: torch.dtype, max_context
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(published_config(size)), encoding="utf-8")
         config = Qwen3TTSConfig.from_folder(folder)
-    weights = take_weights(DummyWeights(device, _as_published), config, dtype, device)
-    if ends:
-        _end_when_allowed(weights, config.ids.eos)
-    return Qwen3TTSModel(config, weights, max_context)
+    rule = ends_when_allowed(config.ids.eos) if ends else as_published
+    return Qwen3TTSModel(config, take_weights(DummyWeights(device, rule), config, dtype, device), max_context)
 
 
 @torch.inference_mode()
@@ -109,7 +107,7 @@ def dummy_decoder(
     return CodecDecoder(shape, DummyWeights(device, codec_values), device, dtype, fused, reproducible=reproducible)
 
 
-def _as_published(name: str, noise: Tensor) -> Tensor:
+def as_published(name: str, noise: Tensor) -> Tensor:
     """Norms around 1, matrices scaled to keep the variance; rounded to bfloat16, so that models of both types hold the same values."""
     return (1 + 0.1 * noise if "norm" in name else noise * noise.shape[-1] ** -0.5).to(torch.bfloat16)
 
@@ -132,11 +130,21 @@ def codec_values(name: str, noise: Tensor) -> Tensor:
     return noise if last == "embedding_sum" else 0.8 / math.sqrt(fan) * noise
 
 
-def _end_when_allowed(weights: ModelWeights, end: int) -> None:
-    """Channel 0 of the residual stream holds a constant that every code adds to and no layer changes; only the end's logit reads it."""
-    weights.codec_table[:-1, 0] = 0.1
-    for layer in weights.talker.stack.layers:
-        layer.o[0] = 0
-        layer.down[0] = 0
-    weights.talker.head[end] = 0
-    weights.talker.head[end, 0] = 200
+def ends_when_allowed(end: int) -> Rule:
+    """Values of a model that draws the id `end` wherever `min_new_tokens` lets it.
+
+    Channel 0 of the residual stream holds a constant that every code adds to and no layer changes; only the end's logit reads it.
+    """
+
+    def values(name: str, noise: Tensor) -> Tensor:
+        made = as_published(name, noise)
+        if ".codec_embedding." in name:
+            made[:, 0] = 0.1
+        elif name.startswith("talker.model.layers.") and name.endswith(("o_proj.weight", "down_proj.weight")):
+            made[0] = 0
+        elif name == "talker.codec_head.weight":
+            made[end] = 0
+            made[end, 0] = 200
+        return made
+
+    return values

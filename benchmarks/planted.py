@@ -1,0 +1,108 @@
+"""A voice of a random checkpoint whose speech is as long as each text says: a plug-in for jobs whose every length is known.
+
+A text's first word is the number of its frames. The engine does not know it: as in `benchmarks.qwen3_load`, the weights draw the end at
+the first frame that `min_new_tokens` allows. Everything else is the family's own pipeline. Where the voice plants audio, the samples of a
+speech are replaced by as many of a speech-like signal, so that noise passes the checks of `--qa basic`.
+
+`install` writes this file into a folder as what pip would write of a package, beside a JSON file that names the checkpoint. So it imports
+nothing of the benchmarks, and works with any version of the packages below.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.registry import ENTRY_POINT_GROUP, FAMILIES, ModelCard, recognise
+from pipelines.request import Pipeline, Speech, SynthesisRequest
+
+#: Seconds of the planted signal: no utterance is longer.
+_LONGEST_SECONDS = 30
+
+
+def planted_frames(text: str) -> int:
+    """The frames that a text asks for."""
+    return int(text.split(maxsplit=1)[0])
+
+
+@cache
+def speech_like(rate: int) -> NDArray[np.float32]:
+    """Harmonics of a gliding pitch in syllables of a quarter of a second, with a soft floor of noise: float32 [samples]."""
+    times = np.arange(_LONGEST_SECONDS * rate) / rate
+    phase = 2 * np.pi * np.cumsum(120 + 20 * np.sin(2 * np.pi * 0.7 * times)) / rate
+    buzz = sum(np.sin(order * phase) / order for order in range(1, 12))
+    syllables = 0.15 + 0.85 * np.clip(np.sin(2 * np.pi * 4 * times), 0, None)
+    noise = np.random.default_rng(0).standard_normal(len(times))
+    return (0.15 * syllables * buzz + 0.002 * noise).astype(np.float32)
+
+
+def _planted_class(audio: bool) -> type:
+    """The pipeline of the family; made when a model is opened, since it imports torch."""
+    from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline
+
+    class PlantedPipeline(Qwen3TTSPipeline):
+        def _prepare(self, request: SynthesisRequest) -> Any:
+            generation, info = super()._prepare(request)
+            sampling = replace(generation.sampling, min_new_tokens=planted_frames(info.text))
+            return replace(generation, sampling=sampling), info
+
+        def submit(self, request: SynthesisRequest) -> Future[Speech]:
+            made = super().submit(request)
+            return with_planted_audio(made) if audio else made
+
+    return PlantedPipeline
+
+
+def with_planted_audio(made: Future[Speech]) -> Future[Speech]:
+    """A future of the same speech with other samples, as many."""
+    planted: Future[Speech] = Future()
+    planted.set_running_or_notify_cancel()
+
+    def done(future: Future[Speech]) -> None:
+        error = future.exception()
+        if error is not None:
+            planted.set_exception(error)
+            return
+        speech = future.result()
+        planted.set_result(replace(speech, samples=speech_like(speech.sample_rate)[: len(speech.samples)]))
+
+    made.add_done_callback(done)
+    return planted
+
+
+def _installed() -> dict[str, Any]:
+    return json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+
+
+def describe() -> ModelCard:
+    """The card of the checkpoint."""
+    folder = Path(_installed()["checkpoint"])
+    return recognise(folder, FAMILIES).describe(folder)
+
+
+def load(**options: Any) -> Pipeline:
+    """Opens the checkpoint as its family does, with planted lengths."""
+    from pipelines.nn.checkpoint import read_options
+    from pipelines.qwen3_tts.pipeline import PipelineOptions
+
+    found = _installed()
+    return _planted_class(found["audio"])(Path(found["checkpoint"]), read_options(PipelineOptions, options))
+
+
+def install(folder: Path, name: str, checkpoint: Path, *, audio: bool = False) -> None:
+    """Writes what pip would write of a package with a voice of this name; `folder` belongs into a process's PYTHONPATH."""
+    module = name.replace("-", "_")
+    info = folder / f"{module}-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{name} = {module}\n")
+    shutil.copyfile(__file__, folder / f"{module}.py")
+    (folder / f"{module}.json").write_text(json.dumps({"checkpoint": str(checkpoint.absolute()), "audio": audio}))

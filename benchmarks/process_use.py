@@ -1,0 +1,139 @@
+"""What a command's processes use: cores by process from /proc, and how busy the GPUs are by the driver's own count."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+#: Readings in which a new process may still become another program.
+_NAMING = 8
+
+
+@dataclass(slots=True)
+class Process:
+    """One process and its readings, (Unix time, processor seconds) each, its threads included and its children not."""
+
+    pid: int
+    name: str
+    readings: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+
+    def seconds(self, since: float, until: float) -> float:
+        """Processor seconds in a span, from the readings around it."""
+        return self._at(until) - self._at(since)
+
+    def _at(self, when: float) -> float:
+        before = (self.readings[0][0], 0.0)
+        for reading in self.readings:
+            if reading[0] >= when:
+                share = (when - before[0]) / (reading[0] - before[0]) if reading[0] > before[0] else 0.0
+                return before[1] + max(share, 0.0) * (reading[1] - before[1])
+            before = reading
+        return before[1]
+
+
+class ProcessUse:
+    """Reads all descendants of some processes twice a second until `stop`."""
+
+    def __init__(self, roots: Sequence[int], seconds: float = 0.5) -> None:
+        self._roots, self._seconds = tuple(roots), seconds
+        self.processes: dict[int, Process] = {}
+        #: (Unix time, share of the time in which a kernel ran) of each GPU.
+        self.gpu: list[tuple[float, float]] = []
+        self._nvml = _open_nvml()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="process-use", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def between(self, since: float, until: float) -> dict[str, Any]:
+        """Cores in use in a span: of all processes, by name, and GPU use."""
+        cores: dict[str, float] = {}
+        for process in self.processes.values():
+            cores[process.name] = cores.get(process.name, 0.0) + process.seconds(since, until) / (until - since)
+        busy = [share for at, share in self.gpu if since <= at <= until]
+        return {
+            "cpu_cores": sum(cores.values()),
+            "cores_of": {name: used for name, used in sorted(cores.items(), key=lambda one: -one[1]) if used >= 0.005},
+            "gpu_busy_nvml": sum(busy) / len(busy) if busy else None,
+        }
+
+    def _watch(self) -> None:
+        while True:
+            now = time.time()
+            for pid in _family(self._roots):
+                seconds = _processor_seconds(pid)
+                if seconds is None:
+                    continue
+                process = self.processes.setdefault(pid, Process(pid, ""))
+                if len(process.readings) < _NAMING:
+                    process.name = _name(pid) or process.name
+                process.readings.append((now, seconds))
+            self.gpu += [(now, share) for share in self._nvml()]
+            if self._done.wait(self._seconds):
+                return
+
+
+def _family(roots: Sequence[int]) -> list[int]:
+    """The processes and all their descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found: list[int] = []
+    left = list(roots)
+    while left:
+        pid = left.pop()
+        found.append(pid)
+        left += children.get(pid, [])
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent and so on, as in /proc; empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _processor_seconds(pid: int) -> float | None:
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / _TICKS if fields else None
+
+
+def _name(pid: int) -> str:
+    """The module of a Python process, such as `jobs run`; else its program."""
+    try:
+        words = [word.decode(errors="replace") for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if word]
+    except OSError:
+        return ""
+    if not words or words[0].startswith("["):  # a title, such as Celery's
+        return ""
+    if "-m" in words:
+        at = words.index("-m") + 1
+        plain = [word for word in words[at : at + 2] if not word.startswith(("-", "/"))]
+        return " ".join(plain)
+    if "-c" in words:
+        return words[words.index("-c") + 1].partition("(")[0][:60]
+    return Path(words[0].partition(":")[0]).name
+
+
+def _open_nvml() -> Any:
+    """A function that gives the use of each GPU, 0 to 1; of none where the driver's library is missing."""
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # noqa: BLE001 - the library's own errors need the library
+        return list
+    return lambda: [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in handles]
