@@ -57,11 +57,14 @@ class PackBuilder:
         return offset
 
     def finish(self, index_name: str) -> bytes:
-        """The whole pack, with its index as the last member."""
+        """The whole pack, with its index as the last member. The builder is used up."""
         self._append(index_name, b"".join([_encode(member) + b"\n" for member in self._members]))
         # The end of an archive: two empty blocks.
         self._chunks.append(bytes(2 * _BLOCK_BYTES))
-        return b"".join(self._chunks)
+        whole = b"".join(self._chunks)
+        # In memory once while it is put.
+        self._chunks.clear()
+        return whole
 
     def _append(self, name: str, data: bytes) -> int:
         member = tarfile.TarInfo(name)

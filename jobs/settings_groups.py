@@ -46,6 +46,12 @@ class WorkerSettings(SettingsGroup):
     drain_seconds: Positive = Field(default=300.0, description="Maximum seconds in which a worker finishes its items after SIGTERM.")
     commit_items: PositiveInt = Field(default=256, description="Maximum outcomes per commit.")
     commit_seconds: Positive = Field(default=2.0, description="Maximum seconds that an outcome waits for its commit.")
+    pack_bytes: PositiveInt = Field(
+        default=16 << 20, description="Jobs with `--pack`: bytes at which a pack is stored. A worker holds a few packs in memory."
+    )
+    pack_seconds: Positive = Field(
+        default=15.0, description="Jobs with `--pack`: maximum seconds that an item waits for its pack to be stored."
+    )
     item_timeout_seconds: Positive = Field(default=600.0, description="Maximum seconds for one item.")
     metrics_port: Port | None = Field(default=None, description="Port of the Prometheus metrics; unset: none.")
     metrics_address: str = Field(default="127.0.0.1", description="Address of the metrics. `0.0.0.0` opens it to every network.")
@@ -191,6 +197,7 @@ class Schedule(SettingsGroup):
     instruct: str | None = Field(default=None, description="Style instruction for lines without one.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="Seed of the job.")
     format: Literal["wav", "flac"] = Field(default="wav", description="Audio format.")
+    pack: bool = Field(default=False, description="Store the audio of many items in one object, a pack; as `--pack`.")
     qa: Literal["off", "basic", "strict"] = Field(default="basic", description="Quality checks.")
     qa_config: Path | None = Field(default=None, description="TOML file with changes to the checks.")
     priority: int = Field(default=0, description="Jobs with a higher priority run first.")

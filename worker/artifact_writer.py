@@ -1,4 +1,7 @@
-"""Writes the artifacts of an item: encodes, puts under write-once keys, adopts what an earlier attempt left there."""
+"""Writes the artifacts of an item: encodes, puts under write-once keys, adopts what an earlier attempt left there.
+
+In a job with packs they are only encoded here; `worker.pack_writer` stores them.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,15 @@ import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from jobs.layout import CONTENT_TYPES, audio_key, object_metadata, quarantine_key, text_key
 from jobs.ledger.records import QUARANTINE, Artifact
 from jobs.store.base import ObjectStore, PutResult
 from pipelines.errors import ErrorCode, NightjarError, StoreError
 from pipelines.request import Speech
 from worker.leases import HeldLease, RetryNote
+from worker.pack_writer import EncodedArtifact
 
 if TYPE_CHECKING:
     from pipelines.audio import AudioFormat
@@ -33,54 +39,71 @@ class ArtifactWriter:
 
     def write(self, speech: Speech, seed: int, draw: int) -> tuple[Artifact, ...]:
         """Writes the audio of a draw, and its text where the model wrote one. Writes the text alone where no audio was asked for."""
+        return tuple([self._write(one) for one in self.encode(speech, seed, draw)])
+
+    def encode(self, speech: Speech, seed: int, draw: int) -> tuple[EncodedArtifact, ...]:
+        """As `write`, without writing anything."""
         job = self.held.lease.job
         if speech.text_out is not None and text_only(speech):
-            return (self._write_text(speech.text_out, seed, draw),)
+            return (self._encoded_text(speech.text_out, seed, draw),)
         key = audio_key(job.id, self.index, self.example_id, job.spec.format, draw)
-        audio = self._write_audio("audio", key, speech, seed)
-        return (audio,) if speech.text_out is None else (audio, self._write_text(speech.text_out, seed, draw))
+        audio = self._encoded_audio("audio", key, speech, seed)
+        return (audio,) if speech.text_out is None else (audio, self._encoded_text(speech.text_out, seed, draw))
 
     def quarantine(self, speech: Speech, seed: int, draw: int) -> Artifact:
-        """Writes the audio of a draw that did not pass its checks, where no export looks."""
+        """Writes the audio of a draw that did not pass its checks, where no export looks; never into a pack."""
         job = self.held.lease.job
         key = quarantine_key(job.id, self.index, self.example_id, job.spec.format, draw)
-        return self._write_audio(QUARANTINE, key, speech, seed)
+        return self._write(self._encoded_audio(QUARANTINE, key, speech, seed))
 
-    def _write_audio(self, kind: str, key: str, speech: Speech, seed: int) -> Artifact:
+    def _encoded_audio(self, kind: str, key: str, speech: Speech, seed: int) -> EncodedArtifact:
         # Costs half a second at the first item; a worker that waits for work need not pay it.
         from pipelines.audio import encode
 
-        audio_format = self.held.lease.job.spec.format
-        data = encode(speech.samples, speech.sample_rate, cast("AudioFormat", audio_format))
-        result = self._put(key, data, CONTENT_TYPES[audio_format], seed)
+        data = encode(speech.samples, speech.sample_rate, cast("AudioFormat", self.held.lease.job.spec.format))
         samples, sample_rate = len(speech.samples), speech.sample_rate
-        if not result.created and result.info.sha256 != hashlib.sha256(data).hexdigest():
-            if (measured := self.held.retrying(lambda: _measure(self.store, key), self.on_retry)) is not None:
-                samples, sample_rate = measured
-            else:
-                # The item is open, so no artifact names this object: a power cut damaged what an earlier worker wrote.
-                result = self._replace(key, data, CONTENT_TYPES[audio_format], seed)
-        return Artifact(
+        made = Artifact(
             index=self.index,
             kind=kind,
             key=key,
-            sha256=result.info.sha256,
-            bytes=result.info.bytes,
+            sha256=hashlib.sha256(data).hexdigest(),
+            bytes=len(data),
             duration_ms=round(samples * 1000 / sample_rate),
             sample_rate=sample_rate,
             samples=samples,
             seed=seed,
             meta=dict(speech.meta),
         )
+        return EncodedArtifact(made, data)
 
-    def _write_text(self, text: str, seed: int, draw: int) -> Artifact:
+    def _encoded_text(self, text: str, seed: int, draw: int) -> EncodedArtifact:
         """The text that a model wrote beside its speech."""
-        key = text_key(self.held.lease.job.id, self.index, self.example_id, draw)
-        data = text.encode()
-        info = self._put(key, data, CONTENT_TYPES["txt"], seed).info
-        if data and not info.bytes:
-            info = self._replace(key, data, CONTENT_TYPES["txt"], seed).info
-        return Artifact(self.index, "text", key, info.sha256, info.bytes, duration_ms=0, sample_rate=0, samples=0, seed=seed)
+        key, data = text_key(self.held.lease.job.id, self.index, self.example_id, draw), text.encode()
+        sha256 = hashlib.sha256(data).hexdigest()
+        made = Artifact(self.index, "text", key, sha256, len(data), duration_ms=0, sample_rate=0, samples=0, seed=seed)
+        return EncodedArtifact(made, data)
+
+    def _write(self, one: EncodedArtifact) -> Artifact:
+        """Puts an artifact under its key. Returns it as it stands there: what an earlier worker of this shard wrote is adopted."""
+        made, data = one.artifact, one.data
+        content_type = CONTENT_TYPES[made.key.rpartition(".")[2]]
+        result = self._put(made.key, data, content_type, made.seed)
+        if result.created or result.info.sha256 == made.sha256:
+            return made
+        known = result.info
+        if made.kind == "text":
+            if data and not known.bytes:
+                known = self._replace(made.key, data, content_type, made.seed).info
+            return msgspec.structs.replace(made, sha256=known.sha256, bytes=known.bytes)
+        measured = self.held.retrying(lambda: _measure(self.store, made.key), self.on_retry)
+        if measured is None:
+            # The item is open, so no artifact names this object: a power cut damaged what an earlier worker wrote.
+            known, measured = self._replace(made.key, data, content_type, made.seed).info, (made.samples, made.sample_rate)
+        samples, rate = measured
+        duration_ms = round(samples * 1000 / rate)
+        return msgspec.structs.replace(
+            made, sha256=known.sha256, bytes=known.bytes, samples=samples, sample_rate=rate, duration_ms=duration_ms
+        )
 
     def _replace(self, key: str, data: bytes, content_type: str, seed: int) -> PutResult:
         self.held.retrying(lambda: self.store.delete(key), self.on_retry)

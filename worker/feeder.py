@@ -18,6 +18,7 @@ from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Pipeline, Speech, SynthesisRequest
 from worker.leases import Clock, HeldLease, LeaseGoneError
+from worker.pack_writer import PackWriter
 from worker.quality.verdict import REDRAWN, History
 from worker.result_writer import EngineResult, Redraw, ResultWriter
 from worker.shard_progress import PlannedDraw, ShardProgress
@@ -43,6 +44,7 @@ class Feeder:
         writer: ResultWriter,
         store: ObjectStore,
         clock: Clock,
+        packs: PackWriter | None = None,
     ) -> None:
         self._held = held
         self._progress = progress
@@ -51,6 +53,7 @@ class Feeder:
         self._writer = writer
         self._store = store
         self._clock = clock
+        self._packs = packs
         self._checked = held.lease.job.spec.quality is not None
         in_context = contextvars.copy_context().run
         self._thread = threading.Thread(target=in_context, args=(self._run,), name=f"feeder-{held.lease.shard_no}", daemon=True)
@@ -82,6 +85,7 @@ class Feeder:
         """
         for request_id in self._progress.halt():
             self._pipeline.abort(request_id)
+        self._flush_packs()
         return self._progress.close(writing_seconds)
 
     def _run(self) -> None:
@@ -148,6 +152,7 @@ class Feeder:
             sampled=self._pipeline.capabilities.sampling and request.generation.temperature != 0,
             history=planned.history,
             over=lambda: self._progress.over,
+            packs=self._packs,
         )
         self._writer.submit(result).add_done_callback(partial(self._written, line.index))
 
@@ -164,7 +169,14 @@ class Feeder:
                 self._progress.redraw(index, answer.history)
             else:
                 self._progress.settle(answer)
+        self._flush_packs()
 
     def _fail(self, index: int, code: ErrorCode, message: str, history: History, engine_ms: float) -> None:
         """Settles an item that failed in the engine; `engine_ms` is its last draw's."""
         self._progress.settle(Failed(index, code, message, history.draws, engine_ms=history.engine_ms + round(engine_ms)))
+        self._flush_packs()
+
+    def _flush_packs(self) -> None:
+        """An item has left: it may be the one that a pack has waited for."""
+        if self._packs is not None:
+            self._packs.flush_due()

@@ -114,6 +114,7 @@ def _spec(schedule: Schedule) -> JobSpec:
         format=schedule.format,
         quality=quality_of(schedule.qa, schedule.qa_config),
         speak=msgspec.UNSET if schedule.speak is None else schedule.speak,
+        pack=schedule.pack or msgspec.UNSET,
     )
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, cast
 
+import msgspec
 import structlog
 
 from jobs.ledger.records import Done, Failed, Outcome
@@ -19,6 +20,7 @@ from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Speech, SynthesisRequest
 from worker.artifact_writer import ArtifactWriter, text_only
 from worker.leases import GoneReason, HeldLease, LeaseGoneError, RetryNote
+from worker.pack_writer import PackWriter
 from worker.quality.checks import check_speech
 from worker.quality.metrics import Utterance
 from worker.quality.pool import Measured, MeterPool, MeterTask
@@ -52,6 +54,8 @@ class EngineResult:
     history: History = field(default_factory=History)
     #: Whether the work on its shard has ended.
     over: Callable[[], bool] = lambda: False
+    #: What stores the artifacts of its shard, in a job with packs.
+    packs: PackWriter | None = None
 
     @property
     def quality(self) -> Quality | None:
@@ -78,8 +82,8 @@ class _Step(NamedTuple):
 
     result: EngineResult
     written: Future[Outcome | Redraw]
-    #: None: the answer comes with a later step.
-    run: Callable[[], Outcome | Redraw | None]
+    #: None, or a future: the answer comes with a later step.
+    run: Callable[[], Outcome | Redraw | Future[Done] | None]
 
 
 class ResultWriter:
@@ -89,7 +93,7 @@ class ResultWriter:
         self.max_backlog = max_backlog
         self._on_retry = on_retry
         self._meters = meters or MeterPool()
-        self._queue: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Step | Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
@@ -118,6 +122,10 @@ class ResultWriter:
         self._queue.put(_Step(result, written, (lambda: self._check(result, written)) if checked else (lambda: self._write(result))))
         return written
 
+    def run(self, work: Callable[[], None]) -> None:
+        """Has a thread of the writer call `work`, which may wait for the store and raises nothing."""
+        self._queue.put(work)
+
     def close(self) -> None:
         """Writes what was submitted, then ends the threads. Draws that wait for meters are dropped."""
         self._meters.close()
@@ -128,17 +136,26 @@ class ResultWriter:
 
     def _run(self) -> None:
         while (step := self._queue.get()) is not None:
-            try:
-                answer = self._answer(step)
-            except CancelledError:
-                step.written.cancel()
-            except (LeaseGoneError, NightjarError) as error:
-                step.written.set_exception(error)
+            if isinstance(step, _Step):
+                self._take(step)
             else:
-                if answer is not None:
-                    step.written.set_result(answer)
+                step()
 
-    def _answer(self, step: _Step) -> Outcome | Redraw | None:
+    def _take(self, step: _Step) -> None:
+        try:
+            answer = self._answer(step)
+        except CancelledError:
+            step.written.cancel()
+        except (LeaseGoneError, NightjarError) as error:
+            step.written.set_exception(error)
+        else:
+            if isinstance(answer, Future):
+                waiting = _without_samples(step.result)
+                answer.add_done_callback(lambda stored: self._queue.put(_Step(waiting, step.written, stored.result)))
+            elif answer is not None:
+                step.written.set_result(answer)
+
+    def _answer(self, step: _Step) -> Outcome | Redraw | Future[Done] | None:
         """The answer of a step. An error that is the item's own is its outcome."""
         try:
             return step.run()
@@ -152,15 +169,22 @@ class ResultWriter:
             log.exception("result not written", index=step.result.index)
             return _failed(step.result, ErrorCode.SYNTH_ENGINE, f"The audio could not be encoded or stored: {error!r}")
 
-    def _write(self, result: EngineResult) -> Outcome:
+    def _write(self, result: EngineResult) -> Outcome | Future[Done]:
         """The outcome of an item without quality checks."""
         if isinstance(result.made, NightjarError):
             raise result.made
         if not text_only(result.made):
             check_speech(result.made)
-        return Done(result.index, self._artifacts(result).write(result.made, result.seed, result.draw), result.engine_ms)
+        return self._stored(result, Done(result.index, (), result.engine_ms), result.made, result.seed, result.draw)
 
-    def _check(self, result: EngineResult, written: Future[Outcome | Redraw]) -> Outcome | Redraw | None:
+    def _stored(self, result: EngineResult, done: Done, speech: Speech, seed: int, draw: int) -> Done | Future[Done]:
+        """The outcome with the artifacts of the draw that it keeps, once these are stored."""
+        writer = self._artifacts(result)
+        if result.packs is None:
+            return msgspec.structs.replace(done, artifacts=writer.write(speech, seed, draw))
+        return result.packs.add(done, writer.encode(speech, seed, draw), result.example_id)
+
+    def _check(self, result: EngineResult, written: Future[Outcome | Redraw]) -> Outcome | Redraw | Future[Done] | None:
         """The outcome of a draw that the worker's own checks decide; None while meters measure it."""
         quality, made = cast(Quality, result.quality), result.made
         if isinstance(made, NightjarError):
@@ -171,7 +195,7 @@ class ResultWriter:
         if not checked.passed or not (meters := meters_of(quality)):
             return self._decide(result, checked)
         # While the draw waits, the pool alone holds its samples, in memory or in a file.
-        waiting = replace(result, made=replace(speech, samples=speech.samples[:0].copy()))
+        waiting = _without_samples(replace(result, made=speech))
         checked = replace(checked, speech=None)
         utterance = Utterance(
             speech.samples, speech.sample_rate, text, result.request.generation.language or "", _reference(result.request)
@@ -184,36 +208,42 @@ class ResultWriter:
         )
         return None
 
-    def _judge(self, result: EngineResult, checked: CheckedDraw, measured: Measured) -> Outcome | Redraw:
+    def _judge(self, result: EngineResult, checked: CheckedDraw, measured: Measured) -> Outcome | Redraw | Future[Done]:
         """The outcome of a draw that was measured."""
         speech = replace(cast(Speech, result.made), samples=measured.samples)
         return self._decide(result, with_readings(replace(checked, speech=speech), measured.readings, cast(Quality, result.quality)))
 
-    def _decide(self, result: EngineResult, checked: CheckedDraw) -> Outcome | Redraw:
+    def _decide(self, result: EngineResult, checked: CheckedDraw) -> Outcome | Redraw | Future[Done]:
         """Writes a draw that passed. After one that did not, asks for another; after the last, or two alike, ends the item."""
         history = result.history.after(checked, result.engine_ms)
         if checked.passed:
-            artifacts = self._artifacts(result).write(cast(Speech, checked.speech), result.seed, result.draw)
-            return Done(result.index, artifacts, history.engine_ms, history.draws)
+            done = Done(result.index, (), history.engine_ms, history.draws)
+            return self._stored(result, done, cast(Speech, checked.speech), result.seed, result.draw)
         if result.draw < result.last_draw and not result.history.ended_by(checked, result.sampled):
             return Redraw(history)
         return self._give_up(result, history)
 
-    def _give_up(self, result: EngineResult, history: History) -> Outcome:
+    def _give_up(self, result: EngineResult, history: History) -> Outcome | Future[Done]:
         """The outcome of an item without a draw that passed: its best draw is kept, or goes to quarantine while the item fails."""
         best = cast(CheckedDraw, history.best)
         record, speech = best.record, best.speech
         if speech is None:
             return Failed(result.index, cast(ErrorCode, record.code), best.message, history.draws, engine_ms=history.engine_ms)
         if cast(Quality, result.quality).on_fail == "keep" and record.scores:
-            artifacts = self._artifacts(result).write(speech, record.seed, record.draw)
-            return Done(result.index, artifacts, history.engine_ms, kept(history.draws, record.draw))
+            done = Done(result.index, (), history.engine_ms, kept(history.draws, record.draw))
+            return self._stored(result, done, speech, record.seed, record.draw)
         artifact = self._artifacts(result).quarantine(speech, record.seed, record.draw)
         message = f"None of {len(history.draws)} draws passed; the best: {best.message}"
         return Failed(result.index, cast(ErrorCode, record.code), message, history.draws, (artifact,), history.engine_ms)
 
     def _artifacts(self, result: EngineResult) -> ArtifactWriter:
         return ArtifactWriter(result.held, result.store, result.index, result.example_id, self._on_retry)
+
+
+def _without_samples(result: EngineResult) -> EngineResult:
+    """The result while it waits: its speech says what it was and holds no samples."""
+    speech = cast(Speech, result.made)
+    return replace(result, made=replace(speech, samples=speech.samples[:0].copy()))
 
 
 def _failed(result: EngineResult, code: ErrorCode, message: str) -> Failed:

@@ -156,6 +156,15 @@ class ShardProgress:
         """Whether items are on their way: in a call of `submit`, in the engine, or being written."""
         return bool(self._feeding or self._in_engine or self._writing)
 
+    def only_waits_for(self, stored: int) -> bool:
+        """Whether the items that are on their way are as many as wait to be stored together, and no others will come."""
+        with self._changed:
+            if not self.stopped:
+                return len(self._unsettled) <= stored
+            # What is aborted does not come.
+            coming = not self._halted and (self._feeding or self._in_engine)
+            return not coming and len(self._writing) <= stored
+
     def last_draw(self, index: int) -> int:
         """The number of the last draw that an item may have."""
         return self._drawn_before.get(index, 0) + self._draws - 1

@@ -19,6 +19,7 @@ from pipelines.request import Pipeline
 from worker.feeder import Feeder
 from worker.leases import Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import Metrics
+from worker.pack_writer import PackWriter
 from worker.pipeline_cache import PipelineCache
 from worker.request_builder import ReferenceCache, RequestBuilder
 from worker.result_writer import ResultWriter
@@ -138,11 +139,12 @@ class ShardRunner:
             wake_at=self._settings.worker.commit_items,
             drawn_before=self._drawn_before(held, todo),
         )
+        packs = self._packs(held, store, progress)
         build = RequestBuilder(held, store, self._references, self._metrics.waited_for).build
-        feeder = Feeder(held, progress, build, pipeline=pipeline, writer=self._writer, store=store, clock=self._clock)
+        feeder = Feeder(held, progress, build, pipeline=pipeline, writer=self._writer, store=store, clock=self._clock, packs=packs)
         feeder.start()
         try:
-            return self._collect(held, store, progress, feeder, pipeline)
+            return self._collect(held, store, progress, feeder, pipeline, packs)
         finally:
             left = feeder.close(WRITING_SECONDS if held.gone in (None, GoneReason.DRAINED) else 0.0)
             self._commit_once(held, store, left)
@@ -155,7 +157,30 @@ class ShardRunner:
         first, last = todo[0].index, todo[-1].index
         return held.retrying(lambda: self._ledger.drawn_before(job.id, first, last), self._metrics.waited_for)
 
-    def _collect(self, held: HeldLease, store: ObjectStore, progress: ShardProgress, feeder: Feeder, pipeline: Pipeline) -> bool:
+    def _packs(self, held: HeldLease, store: ObjectStore, progress: ShardProgress) -> PackWriter | None:
+        """What stores the artifacts of a job with packs; None: each is an object of its own."""
+        if held.lease.job.spec.pack is not True:
+            return None
+        return PackWriter(
+            held,
+            store,
+            pack_bytes=self._settings.worker.pack_bytes,
+            pack_seconds=self._settings.worker.pack_seconds,
+            clock=self._clock,
+            on_retry=self._metrics.waited_for,
+            run=self._writer.run,
+            alone=progress.only_waits_for,
+        )
+
+    def _collect(
+        self,
+        held: HeldLease,
+        store: ObjectStore,
+        progress: ShardProgress,
+        feeder: Feeder,
+        pipeline: Pipeline,
+        packs: PackWriter | None,
+    ) -> bool:
         worker = self._settings.worker
         committed: list[Outcome] = []
         due_at = look_at = self._clock.monotonic() + worker.commit_seconds
@@ -165,6 +190,8 @@ class ShardRunner:
                 look_at = self._clock.monotonic() + worker.commit_seconds
                 if self._is_paused(held):
                     progress.wind_down()
+            if packs is not None:
+                packs.flush_due()
             batch = progress.take(worker.commit_items, due_at, POLL_SECONDS)
             if batch:
                 try:

@@ -92,6 +92,12 @@ _SPEC = (
         help="Audio format: wav or flac. `openai-batch`: INPUT is an OpenAI batch file; one of the others may be given too. [default: wav]",
     ),
     option(
+        "--pack",
+        is_flag=True,
+        heading=JOB,
+        help="Store the audio of many items in one object, a pack (tar), for stores that charge or throttle by object.",
+    ),
+    option(
         "--model",
         metavar="MODEL",
         default="hibari",
@@ -226,6 +232,7 @@ def take_spec(given: dict[str, Any]) -> JobSpec:
         format=encodings[0] if encodings else _ENCODINGS[0],
         quality=quality,
         speak=msgspec.UNSET if speak is None else speak,
+        pack=given.pop("pack") or msgspec.UNSET,
     )
 
 

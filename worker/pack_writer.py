@@ -1,0 +1,147 @@
+"""Gathers the artifacts of one leased shard into packs, and puts each pack into the store before any of its items is done."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+
+from jobs.layout import SPEC_SHA_CHARACTERS, pack_index_name, pack_key
+from jobs.ledger.records import Artifact, Done
+from jobs.packs import CONTENT_TYPE, PackBuilder
+from jobs.store.base import ObjectStore
+from worker.leases import Clock, HeldLease, RetryNote
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedArtifact:
+    """An artifact that is not stored yet, with its bytes."""
+
+    artifact: Artifact
+    data: bytes
+
+
+@dataclass(slots=True)
+class _OpenPack:
+    """A pack that takes more items."""
+
+    number: int
+    begun_at: float
+    builder: PackBuilder = field(default_factory=PackBuilder)
+    #: Outcomes with the artifacts' offsets, and what waits for them.
+    items: list[tuple[Done, Future[Done]]] = field(default_factory=list[tuple[Done, Future[Done]]])
+
+
+class PackWriter:
+    """The packs of one shard while its lease lives; safe to use from several threads.
+
+    A pack is put when it has `pack_bytes`, when its first item has waited for `pack_seconds`, or when no other item of the shard is on
+    its way. In memory are one open pack for each shard and one that is put for each thread that adds. A pack that was put and not
+    committed is of no use to anyone: its items are made again, and the sweep removes it.
+    """
+
+    def __init__(
+        self,
+        held: HeldLease,
+        store: ObjectStore,
+        *,
+        pack_bytes: int,
+        pack_seconds: float,
+        clock: Clock,
+        on_retry: RetryNote,
+        run: Callable[[Callable[[], None]], None],
+        alone: Callable[[int], bool],
+    ) -> None:
+        """`run` calls a function on a thread that may wait for the store. `alone(n)` says whether the n items in the open pack are all
+        that is on its way."""
+        self._held = held
+        self._store = store
+        self._pack_bytes = pack_bytes
+        self._pack_seconds = pack_seconds
+        self._clock = clock
+        self._on_retry = on_retry
+        self._run = run
+        self._alone = alone
+        self._lock = threading.Lock()
+        self._open: _OpenPack | None = None
+        self._packs = 0
+
+    def add(self, done: Done, artifacts: Sequence[EncodedArtifact], example_id: str) -> Future[Done]:
+        """Takes the artifacts of an item; the future has its outcome once they are stored, and raises what the store raises.
+
+        A pack that is full now is put by this call, so that a slow store slows down who adds.
+        """
+        stored: Future[Done] = Future()
+        with self._lock:
+            pack = self._open
+            if pack is None:
+                pack = self._open = _OpenPack(self._packs, self._clock.monotonic())
+                self._packs += 1
+            placed: list[Artifact] = []
+            for one in artifacts:
+                made = one.artifact
+                offset = pack.builder.add(made.key, one.data, sha256=made.sha256, index=made.index, example_id=example_id)
+                placed.append(msgspec.structs.replace(made, pack_offset=offset))
+            pack.items.append((msgspec.structs.replace(done, artifacts=tuple(placed)), stored))
+        self._put(self._take_due())
+        return stored
+
+    def flush_due(self) -> None:
+        """Has the open pack put if it is time; does not wait for the store."""
+        if (pack := self._take_due()) is not None:
+            self._run(lambda: self._put(pack))
+
+    def _take_due(self) -> _OpenPack | None:
+        with self._lock:
+            pack = self._open
+            if pack is None or not self._due(pack):
+                return None
+            self._open = None
+            return pack
+
+    def _due(self, pack: _OpenPack) -> bool:
+        full = pack.builder.bytes >= self._pack_bytes
+        return full or self._clock.monotonic() - pack.begun_at >= self._pack_seconds or self._alone(len(pack.items))
+
+    def _put(self, pack: _OpenPack | None) -> None:
+        """Puts a pack and answers its items, each with the key of the pack in its artifacts."""
+        if pack is None:
+            return
+        try:
+            key = self._put_bytes(pack)
+        except Exception as error:  # noqa: BLE001 - handed to the items
+            for _, stored in pack.items:
+                stored.set_exception(error)
+            return
+        for done, stored in pack.items:
+            stored.set_result(msgspec.structs.replace(done, artifacts=tuple([_in_pack(artifact, key) for artifact in done.artifacts])))
+
+    def _put_bytes(self, pack: _OpenPack) -> str:
+        lease = self._held.lease
+        written_by = (lease.job.id, lease.shard_no, lease.epoch, pack.number)
+        data = pack.builder.finish(pack_index_name(*written_by))
+        sha256 = hashlib.sha256(data).hexdigest()
+        key = pack_key(*written_by, sha256)
+        metadata = {"spec_sha": lease.job.spec_sha[:SPEC_SHA_CHARACTERS]}
+
+        def put() -> None:
+            result = self._store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
+            if not result.created and result.info.sha256 != sha256:
+                # Only this lease writes this key, and no item of the pack is committed: what is there was damaged on its way.
+                self._store.delete(key)
+                self._store.put(key, data, content_type=CONTENT_TYPE, metadata=metadata)
+
+        self._held.retrying(put, self._on_retry)
+        log.debug("pack stored", key=key, items=len(pack.items), bytes=len(data))
+        return key
+
+
+def _in_pack(artifact: Artifact, key: str) -> Artifact:
+    return msgspec.structs.replace(artifact, pack=key)
