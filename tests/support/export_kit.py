@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import soundfile
 
 from jobs.ingest import SubmitOptions, submit
-from jobs.layout import audio_key
+from jobs.layout import audio_key, pack_index_name, pack_key
 from jobs.ledger import Ledger
-from jobs.ledger.records import Artifact, Done, Failed, JobSpec, WorkerInfo
+from jobs.ledger.records import Artifact, Done, Failed, JobSpec, Lease, WorkerInfo
+from jobs.packs import PackBuilder
 from jobs.settings import Settings, ShardSettings
 from jobs.store import ObjectStore
 from pipelines.errors import ErrorCode
@@ -49,12 +52,16 @@ def run_all(
 ) -> dict[str, bytes]:
     """Plays the worker: every item gets audio, apart from those whose id begins with `fails` unless that is mended."""
     audio: dict[str, bytes] = {}
-    extension = ledger.job(job_id).spec.format
+    spec = ledger.job(job_id).spec
+    extension = spec.format
     ledger.register_worker(WorkerInfo("w", "host", 1, "", "", "0", 8))
     while tickets := ledger.take_ready(10):
         for ticket in tickets:
             lease = ledger.claim(ticket, "w", 60)
             assert lease is not None
+            if spec.pack is True:
+                audio |= _run_packed(ledger, store, lease, seconds, sample_rate)
+                continue
             for index, (example_id, _) in lease.open_items.items():
                 if example_id.startswith("fails") and not mended:
                     ledger.commit(lease.ticket, [Failed(index, ErrorCode.SYNTH_NO_EOS, "no end")])
@@ -67,6 +74,29 @@ def run_all(
                 ledger.commit(lease.ticket, [Done(index, (made,))])
             ledger.finish_shard(lease.ticket)
     return dict(sorted(audio.items()))
+
+
+def _run_packed(ledger: Ledger, store: ObjectStore, lease: Lease, seconds: float, sample_rate: int) -> dict[str, bytes]:
+    """As `run_all` for one shard of a job with packs: its items are in one pack."""
+    builder, extension = PackBuilder(), lease.job.spec.format
+    audio: dict[str, bytes] = {}
+    made: list[Artifact] = []
+    for index, (example_id, _) in lease.open_items.items():
+        if example_id.startswith("fails"):
+            ledger.commit(lease.ticket, [Failed(index, ErrorCode.SYNTH_NO_EOS, "no end")])
+            continue
+        key, data = audio_key(lease.job.id, index, example_id, extension), wav(index, seconds, extension.upper(), sample_rate)
+        audio[key], sha256 = data, hashlib.sha256(data).hexdigest()
+        offset = builder.add(key, data, sha256=sha256, index=index, example_id=example_id)
+        samples = round(seconds * sample_rate) + index
+        facts = (key, sha256, len(data), round(1000 * seconds), sample_rate, samples, index + 2**62)
+        made.append(Artifact(index, "audio", *facts, pack_offset=offset))
+    whole = builder.finish(pack_index_name(lease.job.id, lease.shard_no, lease.epoch, 0))
+    pack = pack_key(lease.job.id, lease.shard_no, lease.epoch, 0, hashlib.sha256(whole).hexdigest())
+    store.put(pack, whole)
+    ledger.commit(lease.ticket, [Done(one.index, (msgspec.structs.replace(one, pack=pack),)) for one in made])
+    ledger.finish_shard(lease.ticket)
+    return audio
 
 
 def finished_job(

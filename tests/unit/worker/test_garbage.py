@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from jobs.ingest import submit
+from jobs.layout import pack_key
 from jobs.ledger import Ledger
 from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.store import open_store
@@ -157,9 +158,62 @@ def test_a_ledger_older_than_a_retry_deletes_nothing_of_it(rig: Rig, tmp_path: P
     assert len(rig.audio()) == 5
 
 
+def orphan_pack(rig: Rig, job: Job, epoch: int = 1) -> str:
+    """A pack that a worker put and did not commit before it was killed."""
+    key = pack_key(job.id, 0, epoch, 0, "ab" * 32)
+    rig.store.put(key, b"pack")
+    return key
+
+
+def test_packs_that_no_artifact_names_are_orphans(rig: Rig) -> None:
+    job = rig.submit([f"text {n}" for n in range(4)], pack=True)
+    rig.run_next()
+    orphan = orphan_pack(rig, job)
+    assert swept(rig).orphans == 0
+    age(rig)
+    (named,) = rig.ledger.packs(job.id)
+    assert swept(rig, delete=False) == swept(rig) == SweepReport(1, 4)
+    assert orphan not in rig.store.objects
+    assert named in rig.store.objects
+
+
+def test_one_item_keeps_a_whole_pack(rig: Rig) -> None:
+    job = rig.submit([f"text {n}" for n in range(4)], pack=True)
+    rig.run_next()
+    age(rig)
+    (pack,) = rig.ledger.packs(job.id)
+    execute(rig.ledger, "UPDATE artifacts SET pack = NULL, pack_offset = NULL WHERE idx > 0")
+    assert swept(rig).orphans == 0
+    assert not rig.ledger.delete_orphan(job.id, pack, rig.ledger.now(), lambda: rig.store.delete(pack))
+    assert pack in rig.store.objects
+    execute(rig.ledger, "UPDATE artifacts SET pack = NULL, pack_offset = NULL")
+    assert swept(rig).orphans == 1
+
+
+def test_a_ledger_older_than_a_retry_deletes_no_pack_of_it(rig: Rig, tmp_path: Path) -> None:
+    job = rig.submit([f"[[fail_once:synth.no_eos]] {n}" for n in range(4)] + ["fine"], pack=True)
+    rig.run_next()
+    path = rig.settings.ledger_url.removeprefix("sqlite:///")
+    with closing(sqlite3.connect(path)) as source, closing(sqlite3.connect(tmp_path / "backup.sqlite")) as target:
+        source.backup(target)
+    assert rig.ledger.retry(job.id, None) == 4
+    rig.run_next()
+    assert len(rig.ledger.packs(job.id)) == 2
+    age(rig)
+    with closing(Ledger.open(f"sqlite:///{tmp_path}/backup.sqlite")) as backup:
+        execute(backup, "UPDATE jobs SET finished_at = finished_at - 200000")
+        assert sweep(backup, lambda _: rig.store, delete=True).orphans == 0
+    assert rig.ledger.packs(job.id) <= rig.store.objects.keys()
+
+
 @pytest.mark.parametrize(
     "name",
     [
+        "packs/notes.tar",
+        "packs/000000-1-0.tar",
+        "packs/000000-9-0-0123456789abcdef.tar",
+        "packs/000007-1-0-0123456789abcdef.tar",
+        "packs/old/000000-1-0-0123456789abcdef.tar",
         "audio/00000/000000000-mine.wav",
         "audio/00000/000000000-item-0.flac",
         "audio/00000/000000000-item-0-draw01.wav",
