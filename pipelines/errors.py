@@ -144,6 +144,10 @@ class NoAudioError(SynthesisError):
         return type(self), (self.message, self.advice, self.text_out, self.meta)
 
 
+class EngineCrashError(NightjarError):
+    """The process that held the engine ended with requests in it (`worker.crash`); says nothing about any one of them."""
+
+
 class StoreError(NightjarError):
     """The object store refused or could not be reached (`store.*`)."""
 

@@ -156,6 +156,11 @@ def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipelin
     return lambda: _forget(name)
 
 
+def is_registered(model: str) -> bool:
+    """Whether the model was added to this process by `register_pipeline`: no other process can open it."""
+    return model in _registered
+
+
 def describe(model: str) -> ModelCard:
     """The card of a registry name or a checkpoint folder, without loading weights.
 

@@ -129,6 +129,12 @@ def check_seed(seed: int) -> None:
         raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"The seed is {seed}.", "Give a whole number from 0 to 2**63 - 1.")
 
 
+def no_character() -> InputError:
+    """The error for a text that is no Unicode."""
+    message = "The text holds half of a surrogate pair, which is no character."
+    return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.")
+
+
 def check_room(positions: int, held: int, room: int, setting: str) -> None:
     """Raises `InputError` (`input.too_long`) for a prompt that leaves no room for speech and its end.
 

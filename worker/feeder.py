@@ -26,6 +26,8 @@ from worker.shard_progress import PlannedDraw, ShardProgress
 log = structlog.get_logger(__name__)
 
 ROOM_POLL_SECONDS = 0.02
+#: Errors that say nothing about the item: they end the work on its shard.
+_OF_THE_SHARD = LASTING_OUTAGES | {ErrorCode.WORKER_CRASH, ErrorCode.MODEL_UNREACHABLE}
 
 
 class Feeder:
@@ -109,7 +111,7 @@ class Feeder:
             future = self._pipeline.submit(request)
         except NightjarError as error:
             engine_ms = self._progress.refused(index)
-            if error.code in LASTING_OUTAGES:
+            if error.code in _OF_THE_SHARD:
                 self._progress.fail(error, index)
             else:
                 self._fail(index, error.code, str(error), planned.history, engine_ms)
@@ -130,6 +132,8 @@ class Feeder:
         elif not isinstance(error, NightjarError):
             log.error("engine error", index=index, exc_info=error)
             self._fail(index, ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}", planned.history, engine_ms)
+        elif error.code in _OF_THE_SHARD:
+            self._progress.fail(error, index)
         elif self._checked and error.code in REDRAWN:
             # A failure that another seed may mend is a draw that did not pass its checks.
             self._write(planned, request, error, engine_ms)

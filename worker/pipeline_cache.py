@@ -91,6 +91,9 @@ class PipelineCache:
 
     def _take(self, model: str) -> _Loaded:
         entry = self._loaded.get(model)
+        if entry is not None and entry.pipeline.stats().state == "broken":
+            self._loaded.pop(model).pipeline.close()
+            entry = None
         if entry is None:
             if len(self._loaded) >= self._max_loaded:
                 idle = next(name for name, one in self._loaded.items() if one.users == 0)

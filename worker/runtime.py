@@ -24,8 +24,9 @@ from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
 from jobs.store import open_store
 from jobs.store.base import ObjectStore
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError
-from pipelines.registry import describe, open_pipeline
+from pipelines.engine_process.client import EngineProcess
+from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, NightjarError, NotFoundError
+from pipelines.registry import describe, is_registered, open_pipeline
 from pipelines.request import Pipeline
 from worker.exclusive import ExclusiveLock
 from worker.leases import Clock, LeaseBook, SystemClock
@@ -77,7 +78,7 @@ class Runtime:
         settings: Settings,
         options: WorkerOptions | None = None,
         *,
-        open_model: Callable[..., Pipeline] = open_pipeline,
+        open_model: Callable[..., Pipeline] | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.settings = settings
@@ -187,7 +188,13 @@ class Runtime:
         return store
 
     def _open(self, model: str) -> Pipeline:
-        return self._open_model(model, **self.settings.engine_options(describe(model).engine))
+        engine = describe(model).engine
+        options = self.settings.engine_options(engine)
+        if self._open_model is not None:
+            return self._open_model(model, **options)
+        if engine == "native" and not is_registered(model):
+            return EngineProcess(model, options, ("-m", "worker.engine", self.settings.log_level, self.settings.log_format))
+        return open_pipeline(model, **options)
 
     def _run(self, ticket: Ticket) -> bool:
         """Claims a shard and runs it to its end; False: there is nothing to claim."""
@@ -230,7 +237,8 @@ class Runtime:
                 step()
                 return True
             except NightjarError as error:
-                if not error.code.retryable:
+                # An engine that dies while it opens its model would do so for ever: the worker cannot start.
+                if not error.code.retryable or isinstance(error, EngineCrashError):
                     raise
                 self.metrics.waited_for(error)
             self._draining.wait(pause_seconds)

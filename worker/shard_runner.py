@@ -148,6 +148,8 @@ class ShardRunner:
         finally:
             left = feeder.close(WRITING_SECONDS if held.gone in (None, GoneReason.DRAINED) else 0.0)
             self._commit_once(held, store, left)
+            if pipeline.stats().state == "broken":
+                self._pipelines.discard(pipeline)
 
     def _drawn_before(self, held: HeldLease, todo: Sequence[ShardLine]) -> Mapping[int, int]:
         """How many draws open items have had: `nightjar retry` continues with the next ones; those of a lost worker are made again."""

@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 
 from pipelines.errors import ErrorCode, InputError, ModelError
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
+from pipelines.validation import no_character
 
 #: No id at this position.
 NONE = -1
@@ -205,9 +206,7 @@ class TextTokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InputError(
-                ErrorCode.INPUT_UNPRONOUNCEABLE, "The text holds half of a surrogate pair, which is no character.", "Correct its encoding."
-            ) from error
+            raise no_character() from error
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def target(self, text: str) -> tuple[list[int], list[int]]:

@@ -1,0 +1,41 @@
+"""The fake engine as a plug-in of the engine `native`, which a worker opens in an engine process.
+
+`installed(folder)` gives the variables with which a process and its children find it under the name `fake-native`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import FakePipeline
+
+NAME = "fake-native"
+REPOSITORY = Path(__file__).parents[2]
+
+
+def installed(folder: Path) -> dict[str, str]:
+    """Puts the plug-in's entry point into a folder; the environment in which it is found."""
+    info = folder / "fake_native-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-native\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{NAME} = {__name__}\n")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)])}
+
+
+def describe() -> ModelCard:
+    return replace(fake_card(NAME), engine="native")
+
+
+def load(**options: Any) -> FakePipeline:
+    """The fake engine with the options of `NIGHTJAR_FAKE`. `broken` as an option raises, `exit` ends the process."""
+    if "broken" in options:
+        raise RuntimeError("no memory for the weights")
+    if "exit" in options:
+        os._exit(int(options["exit"]))
+    return FakePipeline(NAME, **{**json.loads(os.environ.get("NIGHTJAR_FAKE", "{}")), **options})

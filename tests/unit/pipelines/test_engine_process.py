@@ -1,0 +1,298 @@
+"""A pipeline in a child process: what it gives, how it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelines.engine_process import client
+from pipelines.engine_process.client import ON_THE_WAY, EngineProcess
+from pipelines.engine_process.messages import ErrorRecord
+from pipelines.errors import (
+    ConfigError,
+    EngineCrashError,
+    ErrorCode,
+    InputError,
+    ModelError,
+    NightjarError,
+    NoAudioError,
+    SynthesisError,
+)
+from pipelines.request import Generation, Message, Speech, SynthesisRequest
+from tests.support.fakes import SAMPLE_RATE, sine
+from tests.support.golden_checkpoint import whole
+from tests.support.native_plugin import NAME, installed
+
+CHECKPOINT = whole(Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-design")
+
+Open = Callable[..., EngineProcess]
+
+
+@pytest.fixture
+def open_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    for name, value in installed(tmp_path / "plugin").items():
+        monkeypatch.setenv(name, value)
+    opened: list[EngineProcess] = []
+
+    def open_one(model: str = NAME, **options: Any) -> EngineProcess:
+        opened.append(EngineProcess(model, options))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.close()
+        assert one.pid is not None
+        assert not alive(one.pid)
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def request(text: str, request_id: str = "r", seed: int = 1) -> SynthesisRequest:
+    return SynthesisRequest(request_id, (Message("user", "text", text),), Generation(voice="sine"), seed)
+
+
+def error_of(future: Future[Speech]) -> BaseException:
+    error = future.exception(60)
+    assert error is not None
+    return error
+
+
+def test_speech_is_that_of_the_pipeline(open_process: Open) -> None:
+    process = open_process(slots=4, waiting_room=7)
+    assert (process.name, process.sample_rate, process.capabilities.voices) == (NAME, SAMPLE_RATE, ("sine",))
+    assert (process.info.slots, process.info.waiting_room) == (4, 7)
+    for seed in range(5):
+        speech = process.submit(request("[[says:more]] hello", seed=seed)).result(60)
+        np.testing.assert_array_equal(speech.samples, sine("[[says:more]] hello", seed))
+        assert (speech.sample_rate, speech.text, speech.text_out) == (SAMPLE_RATE, "[[says:more]] hello", "more")
+    assert len(process.submit(request("[[empty]]")).result(60).samples) == 0
+    wait_for(lambda: process.stats().requests_done == 6)
+
+
+def test_recordings_travel_as_bytes(open_process: Open) -> None:
+    process = open_process(seconds=0.01)
+    messages = (Message("user", "audio", os.urandom(1_000_000)), Message("user", "text", "hello"))
+    assert process.submit(SynthesisRequest("r", messages)).result(60).text == "hello"
+
+
+def test_errors_keep_class_code_message_and_advice(open_process: Open) -> None:
+    process = open_process()
+    refused = error_of(process.submit(request("[[refuse:input.too_long]]")))
+    assert isinstance(refused, InputError)
+    assert (refused.code, refused.message) == (ErrorCode.INPUT_TOO_LONG, "The fake engine refuses this text.")
+    failed = error_of(process.submit(request("[[fail:synth.no_eos]]")))
+    assert isinstance(failed, SynthesisError)
+    assert failed.code is ErrorCode.SYNTH_NO_EOS
+    with pytest.raises(ModelError, match=r"no config\.json") as bad:
+        open_process(str(Path(__file__).parent))
+    assert bad.value.code is ErrorCode.MODEL_BAD_CHECKPOINT
+    assert bad.value.advice
+    with pytest.raises(ConfigError, match="Unknown option 'wrong'"):
+        open_process(str(CHECKPOINT), wrong=1)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        open_process(wrong=object())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InputError(ErrorCode.INPUT_TOO_LONG, "Long.", "Cut it."),
+        NoAudioError("None.", "Again.", "text", {"frames": np.int64(3)}),  # pyright: ignore[reportArgumentType]
+        EngineCrashError(ErrorCode.WORKER_CRASH, "Dead."),
+        type("Special", (ModelError,), {})(ErrorCode.MODEL_UNKNOWN, "Unknown.", "Ask."),
+    ],
+)
+def test_an_error_travels_whole(error: NightjarError) -> None:
+    arrived = ErrorRecord.of(error).error
+    assert isinstance(error, type(arrived))
+    assert type(arrived) is not NightjarError
+    assert (arrived.code, str(arrived)) == (error.code, str(error))
+    assert getattr(arrived, "meta", None) == getattr(error, "meta", None)
+
+
+def test_a_library_that_fails_at_opening_is_named(open_process: Open) -> None:
+    with pytest.raises(EngineCrashError, match="no memory for the weights"):
+        open_process(broken=True)
+    with pytest.raises(EngineCrashError, match="exit status was 9"):
+        open_process(exit=9)
+
+
+def test_a_text_that_is_no_unicode_is_refused(open_process: Open) -> None:
+    process = open_process()
+    error = error_of(process.submit(request("half \ud800")))
+    assert isinstance(error, InputError)
+    assert error.code is ErrorCode.INPUT_UNPRONOUNCEABLE
+    assert process.submit(request("whole")).result(60).text == "whole"
+
+
+def test_submit_blocks_while_the_engine_is_full(open_process: Open) -> None:
+    room = 2 + 3 + ON_THE_WAY
+    process = open_process(slots=2, waiting_room=3)
+    submitted: list[Future[Speech]] = []
+
+    def feed() -> None:
+        with suppress(SynthesisError):
+            for number in range(room + 5):
+                submitted.append(process.submit(request(f"[[slow:6000]] {number}", f"r{number}")))
+
+    thread = threading.Thread(target=feed, daemon=True)
+    thread.start()
+    wait_for(lambda: process.stats().running == 2 and process.stats().waiting == 3 and len(submitted) >= room)
+    thread.join(0.2)
+    assert len(submitted) == room
+    # Neither an abort nor the end waits for room.
+    for number in range(2):
+        process.abort(f"r{number}")
+        assert error_of(submitted[number]).code is ErrorCode.SYNTH_ABORTED  # pyright: ignore[reportAttributeAccessIssue]
+    wait_for(lambda: len(submitted) == room + 2)
+    process.close()
+    thread.join(60)
+    assert all(isinstance(error_of(one), SynthesisError) for one in submitted)
+    with pytest.raises(SynthesisError, match="closed"):
+        process.submit(request("late"))
+
+
+def test_a_killed_child_fails_what_it_had_and_takes_no_more(open_process: Open) -> None:
+    process = open_process(slots=2, waiting_room=3)
+    done = process.submit(request("before"))
+    assert done.result(60)
+    futures = [process.submit(request(f"[[slow:6000]] {number}", f"r{number}")) for number in range(4)]
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    for future in futures:
+        error = error_of(future)
+        assert isinstance(error, EngineCrashError)
+        assert error.code is ErrorCode.WORKER_CRASH
+        assert "SIGKILL" in error.message
+    wait_for(lambda: process.stats().state == "broken")
+    with pytest.raises(ModelError) as gone:
+        process.submit(request("after"))
+    assert gone.value.code is ErrorCode.MODEL_UNREACHABLE
+
+
+def test_who_waits_for_room_hears_of_the_end_last(open_process: Open) -> None:
+    """A shard whose item may have killed the engine must not think that it was just away."""
+    process = open_process(slots=1, waiting_room=1)
+    heard: list[str] = []
+
+    def feed() -> None:
+        try:
+            for number in range(ON_THE_WAY + 20):
+                future = process.submit(request("[[slow:6000]]", f"r{number}"))
+                future.add_done_callback(lambda done: heard.append(type(done.exception()).__name__))
+        except ModelError as error:
+            heard.append(type(error).__name__)
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    wait_for(lambda: process.stats().waiting == 1)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    thread.join(60)
+    assert heard[-1] == "ModelError"
+    assert set(heard[:-1]) == {"EngineCrashError"}
+
+
+def test_an_engine_that_hangs_is_killed_by_close(open_process: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "CLOSE_SECONDS", 0.5)
+    process = open_process(slots=1, waiting_room=1)
+    future = process.submit(request("[[hang]]"))
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    process.close()
+    assert not alive(process.pid)
+    assert isinstance(error_of(future), SynthesisError)
+    process.close()
+
+
+_CLIENT = """
+import os, sys, threading
+from pipelines.engine_process.client import EngineProcess
+from tests.unit.pipelines.test_engine_process import request
+process = EngineProcess(sys.argv[1], {"slots": 1})
+future = process.submit(request("[[slow:6000]]"))
+print(process.pid, flush=True)
+threading.Event().wait()
+"""
+
+
+def test_the_child_ends_with_its_client(open_process: Open) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _CLIENT, NAME], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    # Not by what its own threads do.
+    os.kill(child, signal.SIGSTOP)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_for(lambda: not alive(child))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_of_the_terminal_are_not_the_childs(open_process: Open, number: signal.Signals) -> None:
+    process = open_process(seconds=0.01)
+    assert process.pid is not None
+    assert os.getpgid(process.pid) != os.getpgid(0)
+    os.kill(process.pid, number)
+    assert process.submit(request("still there")).result(60).text == "still there"
+
+
+def test_nothing_is_left_of_samples_that_nobody_takes(open_process: Open) -> None:
+    process = open_process(seconds=0.05, slots=64)
+    before = len(os.listdir("/proc/self/fd"))
+    futures = [process.submit(request("long " * 100, f"r{number}")) for number in range(64)]
+    for number in range(64):
+        process.abort(f"r{number}")
+    assert all(isinstance(error_of(future), SynthesisError) for future in futures)
+    assert process.submit(request("last")).result(60)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_checkpoint_speaks_and_streams_the_same_in_a_child(open_process: Open) -> None:
+    from pipelines.registry import open_pipeline
+
+    process = open_process(str(CHECKPOINT), slots=4)
+    wanted = SynthesisRequest("r", (Message("user", "text", "One short line."),), Generation(max_seconds=2.0), 5)
+    here = open_pipeline(str(CHECKPOINT), keep_unfinished=True)
+    there = open_process(str(CHECKPOINT), keep_unfinished=True)
+    try:
+        speech = there.submit(wanted).result(60)
+        expected = here.submit(wanted).result(60)
+        np.testing.assert_array_equal(speech.samples, expected.samples)
+        assert (speech.text, speech.meta) == (expected.text, expected.meta)
+        chunks = list(there.stream(wanted))
+        np.testing.assert_array_equal(
+            np.concatenate([chunk.samples for chunk in chunks]), np.concatenate([c.samples for c in here.stream(wanted)])
+        )
+        assert [chunk.final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        with pytest.raises(InputError):
+            list(there.stream(SynthesisRequest("r", (Message("user", "text", ""),))))
+        stream = iter(there.stream(wanted))
+        next(stream)
+        stream.close()  # pyright: ignore[reportAttributeAccessIssue]
+        assert list(stream) == []
+        wait_for(lambda: there.stats().running == 0)
+    finally:
+        here.close()
+    assert process.capabilities == here.capabilities
