@@ -2,11 +2,11 @@
 
     python -m benchmarks.job_gpu --sizes 0b6 1b7 --paths folder s3 --gpus 1 2
     python -m benchmarks.job_gpu --tree ../nightjar-before --sizes 0b6          # another version of the packages
-    python -m benchmarks.job_gpu --device cpu --tiny
+    python -m benchmarks.job_gpu --device cpu --tiny --paths folder s3
 
 Rows of the path "engine" are `benchmarks.qwen3_tts`, the closed loop, one process for each GPU. Those of "folder" are `nightjar run` with
-no setting. The jobs read a checkpoint from disk; their texts say how long each utterance is (`benchmarks.planted`), and their lengths are
-drawn as the engine's are.
+no setting, those of "s3" `nightjar submit` and `nightjar worker` with PostgreSQL, Valkey and SeaweedFS on this machine. The jobs read a
+checkpoint from disk; their texts say how long each utterance is (`benchmarks.planted`), and their lengths are drawn as the engine's are.
 
 `job_audio_s_per_s` is steady: the audio that was committed between two commits, the first after which twice as many items were done as the
 engine has slots, and the last before which one and a half times as many were left, by the ledger's own times; over the time between them.
@@ -32,13 +32,14 @@ import numpy as np
 
 from benchmarks import planted
 from benchmarks.gpu import Bench, Row, parser
-from benchmarks.job_paths import Finished, Ran, run_into_folder
-from benchmarks.jobs import SENTENCES
+from benchmarks.job_paths import Finished, Ran, run_into_folder, run_with_services
 from benchmarks.qwen3_load import FRAMES_PER_SECOND, Load
+from benchmarks.sentences import sentences
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 #: Characters of text for a second of speech.
 CHARACTERS_PER_SECOND = 15.0
+SENTENCES = sentences(200)
 #: Where caches of kernels are kept; new folders make a start cold.
 CACHES = ("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
 
@@ -184,12 +185,19 @@ class JobBench:
         if cold:
             environment |= {name: str(work / "cache" / name) for name in CACHES}
         name = f"planted-{size}" + ("-speech" if qa != "off" else "")
-        ran = Ran(source, work, name, qa, gpus, environment, self.options.limit)
+        on_gpu, profile = self.bench.on_gpu, 0.0 if cold else self.options.profile
+        ran = Ran(source, work, name, qa, gpus, environment, self.options.limit, on_gpu, profile, 1.0 if self.options.tiny else 12.0)
         try:
-            finished = run_into_folder(ran)
+            finished = run_into_folder(ran) if path == "folder" else self._with_services(ran)
             self.bench.add(self._row(path, size, gpus, qa, cold, frames, finished))
         finally:
             shutil.rmtree(work, ignore_errors=True)
+
+    def _with_services(self, ran: Ran) -> Finished:
+        from benchmarks.services import running_services
+
+        with running_services(ran.folder / "services") as services:
+            return run_with_services(ran, services)
 
     def _row(self, path: str, size: str, gpus: int, qa: str, cold: bool, frames: Sequence[int], finished: Finished) -> Row:
         commits = [Commit(*one) for one in finished.commits]
@@ -199,7 +207,14 @@ class JobBench:
         row: Row = {"path": path, "size": size, "gpus": gpus, "slots": self.slots, "qa": qa, "start": "cold" if cold else "warm"}
         if qa != "off":
             row["audio"] = "planted: a speech-like signal in the place of the noise, as long"
-        row |= {"items": len(frames), "status": finished.status, "failed": finished.failed, "asked_audio_s": asked, "made_audio_s": made}
+        row |= {
+            "items": len(frames),
+            "status": finished.status,
+            "failed": finished.failed,
+            "repeated_draws": finished.repeated,
+            "asked_audio_s": asked,
+            "made_audio_s": made,
+        }
         row |= {"first_audio_s": finished.first_audio_seconds, "command_s": finished.seconds}
         found = {} if cold else steady(commits, self.slots * gpus)
         if found:
@@ -207,6 +222,10 @@ class JobBench:
             row |= {"job_audio_s_per_s": rate, "engine_audio_s_per_s": engine, "share": rate / engine if engine else None}
             row |= {"items_per_s": found["items_per_s"], "steady_s": found["until"] - found["since"]}
             row |= finished.use.between(found["since"], found["until"])
+            if finished.beside is not None:
+                row["services_cores"] = finished.beside.between(found["since"], found["until"])["cores_of"]
+        if finished.profiles:
+            row["profiles"] = {"of": finished.profiles}
         return row | {"worker_said": finished.said}
 
     def measure(self) -> int:
@@ -263,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--skip-engine", action="store_true", help="leave the engine alone out")
     made.add_argument("--cold", action="store_true", help="first a short job with new folders for every cache of kernels")
     made.add_argument("--cold-seconds", type=float, default=2.0, help="seconds of that job at the engine's speed")
+    made.add_argument("--profile", type=float, default=0.0, metavar="SECONDS", help="sample the two busiest processes with py-spy")
     made.add_argument("--limit", type=float, default=300.0, help="seconds after which a command is interrupted")
     made.add_argument("--tree", type=Path, default=REPOSITORY, help="checkout whose packages run the jobs and the engine")
     made.add_argument("--folder", type=Path, help="where checkpoints and stores are written; default: a temporary folder")

@@ -1,4 +1,4 @@
-"""The way that a job takes, as a user types it: `nightjar run` into a folder."""
+"""The two ways of a job as a user types them: `nightjar run` into a folder; `nightjar submit` for a `nightjar worker` with services."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from benchmarks.process_profile import profiles
 from benchmarks.process_use import ProcessUse
+
+if TYPE_CHECKING:
+    from benchmarks.services import Services
 
 _COMMITS = "SELECT made_at, count(*), sum(duration_ms) / 1000.0 FROM artifacts WHERE kind = 'audio' GROUP BY made_at ORDER BY made_at"
 _FAILED = "SELECT count(*) FROM items WHERE state IN (2, 3)"
+_REPEATED = "SELECT count(*) FROM draws WHERE draw > 0"
+_ENDED = "SELECT 1 FROM jobs WHERE finished_at IS NOT NULL"
 _POLL_SECONDS = 0.05
 
 
@@ -30,6 +38,21 @@ class Ran:
     gpus: int
     environment: dict[str, str]
     most_seconds: float
+    on_gpu: bool = True
+    #: Seconds that the busiest processes are sampled, some time after the first audio; 0: not at all.
+    profile_seconds: float = 0.0
+    profile_after_seconds: float = 12.0
+
+    @property
+    def gpu_list(self) -> str:
+        return ",".join(map(str, range(self.gpus)))
+
+    def settle(self, process: subprocess.Popen[bytes]) -> bool:
+        """Waits until a job is at its full speed; whether its command has ended before."""
+        until = time.monotonic() + self.profile_after_seconds
+        while time.monotonic() < until and process.poll() is None:
+            time.sleep(0.1)
+        return process.poll() is not None
 
     @property
     def job_options(self) -> list[str]:
@@ -47,29 +70,37 @@ class Finished:
     #: (Unix time, items, seconds of audio) of each commit.
     commits: list[tuple[float, int, float]]
     failed: int
+    #: Draws after an item's first.
+    repeated: int
     use: ProcessUse
+    #: What the services used.
+    beside: ProcessUse | None
     #: Lines of the worker's log that say how it runs.
     said: list[str]
+    profiles: list[dict[str, Any]]
 
 
-class FirstFile:
-    """Notes when the first audio file of a store in a folder is there."""
+class FirstAudio:
+    """Notes how many seconds after now `there` first says that a store has audio; then calls `then`."""
 
-    def __init__(self, home: Path) -> None:
-        self._home, self._done = home, threading.Event()
-        self.at: float | None = None
-        self._thread = threading.Thread(target=self._watch, name="first-file", daemon=True)
+    def __init__(self, there: Callable[[], bool], then: Callable[[], None]) -> None:
+        self._there, self._then, self._done = there, then, threading.Event()
+        self._began = time.perf_counter()
+        self._seconds: float | None = None
+        self._thread = threading.Thread(target=self._watch, name="first-audio", daemon=True)
         self._thread.start()
 
     def stop(self) -> float | None:
         self._done.set()
         self._thread.join()
-        return self.at
+        return self._seconds
 
     def _watch(self) -> None:
-        while self.at is None and not self._done.wait(_POLL_SECONDS):
-            if any(self._home.glob("jobs/*/audio/*/*.wav")):
-                self.at = time.perf_counter()
+        while not self._done.wait(_POLL_SECONDS):
+            if self._there():
+                self._seconds = time.perf_counter() - self._began
+                self._then()
+                return
 
 
 def command(*words: str) -> list[str]:
@@ -82,31 +113,84 @@ def run_into_folder(asked: Ran) -> Finished:
     home = asked.folder / "out"
     words = ["run", str(asked.source), "--out", str(home), *asked.job_options]
     if asked.gpus > 1:
-        words += ["--gpu", ",".join(map(str, range(asked.gpus)))]
-    began = time.perf_counter()
-    with (asked.folder / "stdout").open("wb") as out, (asked.folder / "stderr").open("wb") as error:
-        process = subprocess.Popen(command(*words), cwd=asked.folder, env=asked.environment, stdout=out, stderr=error)
-    first, use = FirstFile(home), ProcessUse([process.pid])
-    try:
-        status = process.wait(asked.most_seconds)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)
-        status = process.wait()
-    seconds = time.perf_counter() - began
-    use.stop()
-    first_at = first.stop()
+        words += ["--gpu", asked.gpu_list]
+    watched = Watched(asked, command(*words), asked.environment, lambda: any(home.glob("jobs/*/audio/*/*.wav")))
+    status = watched.wait(asked.most_seconds)
     log, ledger = home / ".nightjar" / "worker.log", home / ".nightjar" / "ledger.sqlite"
-    commits: list[tuple[float, int, float]] = []
-    failed = 0
+    rows: list[tuple[float, int, float]] = []
+    ended = [0, 0]
     if ledger.is_file():
         with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as connection:
-            commits = connection.execute(_COMMITS).fetchall()
-            failed = connection.execute(_FAILED).fetchone()[0]
-    if not commits:
-        said = (asked.folder / "stderr").read_text(encoding="utf-8", errors="replace")[-2000:]
-        raise RuntimeError(f"`nightjar run` ended with status {status} and made nothing: {said}\n{tail(log)}")
-    first_seconds = None if first_at is None else first_at - began
-    return Finished(status, seconds, first_seconds, commits, failed, use, start_lines(log))
+            rows, ended = connection.execute(_COMMITS).fetchall(), [connection.execute(text).fetchone()[0] for text in (_FAILED, _REPEATED)]
+    return watched.finished(status, rows, ended, log)
+
+
+def run_with_services(asked: Ran, services: Services) -> Finished:
+    """`nightjar submit`, then `nightjar worker` until the job has ended; a database and a prefix of their own."""
+    import psycopg
+
+    from benchmarks.services import first_audio
+
+    parts = services.new_job_parts(asked.folder.name.replace("_", "x"))
+    environment = asked.environment | parts
+    database = parts["SPEECH_DATABASE_URL"]
+    for words in (["db", "upgrade"], ["submit", str(asked.source), *asked.job_options]):
+        subprocess.run(command(*words), cwd=asked.folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    words = ["worker", *(["--gpu", asked.gpu_list] if asked.on_gpu else [])]
+    beside = ProcessUse(services.pids)
+    watched = Watched(asked, command(*words), environment, lambda: first_audio(services, parts))
+    until = time.monotonic() + asked.most_seconds
+    with psycopg.connect(database, autocommit=True) as connection:
+        while time.monotonic() < until and watched.process.poll() is None and not connection.execute(_ENDED).fetchall():
+            time.sleep(0.25)
+        watched.process.terminate()
+        status = watched.wait(60.0)
+        beside.stop()
+        rows = [(float(at), int(items), float(seconds)) for at, items, seconds in connection.execute(_COMMITS).fetchall()]
+        ended = [int((connection.execute(text).fetchone() or (0,))[0]) for text in (_FAILED, _REPEATED)]
+    return watched.finished(status, rows, ended, asked.folder / "stderr", beside)
+
+
+class Watched:
+    """A command that runs, what its processes use, and when its first audio is there."""
+
+    def __init__(self, asked: Ran, words: list[str], environment: dict[str, str], there: Callable[[], bool]) -> None:
+        self._asked, self._began = asked, time.perf_counter()
+        with (asked.folder / "stdout").open("wb") as out, (asked.folder / "stderr").open("wb") as error:
+            self.process = subprocess.Popen(words, cwd=asked.folder, env=environment, stdout=out, stderr=error)
+        self._use = ProcessUse([self.process.pid])
+        self._profiles: list[dict[str, Any]] = []
+        self._first = FirstAudio(there, self._profile)
+
+    def wait(self, most_seconds: float) -> int:
+        """The exit status; a command that takes longer is interrupted, and then killed."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                status = self.process.wait(most_seconds)
+                break
+            except subprocess.TimeoutExpired:
+                self.process.send_signal(number)
+                most_seconds = 60.0
+        else:
+            status = self.process.wait()
+        self._seconds = time.perf_counter() - self._began
+        self._use.stop()
+        return status
+
+    def finished(
+        self, status: int, commits: list[tuple[float, int, float]], ended: list[int], log: Path, beside: ProcessUse | None = None
+    ) -> Finished:
+        """What came of it. Raises `RuntimeError` with the last words of a command that made nothing."""
+        first, (failed, repeated) = self._first.stop(), ended
+        if not commits:
+            raise RuntimeError(
+                f"The command ended with status {status} and made nothing: {tail(self._asked.folder / 'stderr')}\n{tail(log)}"
+            )
+        return Finished(status, self._seconds, first, commits, failed, repeated, self._use, beside, start_lines(log), self._profiles)
+
+    def _profile(self) -> None:
+        if self._asked.profile_seconds and not self._asked.settle(self.process):
+            self._profiles += profiles(self._use.busiest(2), self._asked.profile_seconds, self._asked.folder)
 
 
 def tail(log: Path, characters: int = 3000) -> str:

@@ -43,8 +43,8 @@ class ProcessUse:
     def __init__(self, roots: Sequence[int], seconds: float = 0.5) -> None:
         self._roots, self._seconds = tuple(roots), seconds
         self.processes: dict[int, Process] = {}
-        #: (Unix time, share of the time in which a kernel ran) of each GPU.
-        self.gpu: list[tuple[float, float]] = []
+        #: Unix time, and of each GPU the share of the time in which a kernel ran.
+        self.gpu: list[tuple[float, list[float]]] = []
         self._nvml = _open_nvml()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="process-use", daemon=True)
@@ -54,16 +54,21 @@ class ProcessUse:
         self._done.set()
         self._thread.join()
 
+    def busiest(self, count: int) -> list[Process]:
+        """The processes that have used most of the last seconds."""
+        now = time.time()
+        return sorted(self.processes.values(), key=lambda process: -process.seconds(now - 5.0, now))[:count]
+
     def between(self, since: float, until: float) -> dict[str, Any]:
         """Cores in use in a span: of all processes, by name, and GPU use."""
         cores: dict[str, float] = {}
         for process in self.processes.values():
             cores[process.name] = cores.get(process.name, 0.0) + process.seconds(since, until) / (until - since)
-        busy = [share for at, share in self.gpu if since <= at <= until]
+        busy = [shares for at, shares in self.gpu if shares and since <= at <= until]
         return {
             "cpu_cores": sum(cores.values()),
             "cores_of": {name: used for name, used in sorted(cores.items(), key=lambda one: -one[1]) if used >= 0.005},
-            "gpu_busy_nvml": sum(busy) / len(busy) if busy else None,
+            "gpu_busy_nvml": [sum(shares) / len(busy) for shares in zip(*busy, strict=True)],
         }
 
     def _watch(self) -> None:
@@ -77,7 +82,7 @@ class ProcessUse:
                 if len(process.readings) < _NAMING:
                     process.name = _name(pid) or process.name
                 process.readings.append((now, seconds))
-            self.gpu += [(now, share) for share in self._nvml()]
+            self.gpu.append((now, self._nvml()))
             if self._done.wait(self._seconds):
                 return
 
@@ -120,8 +125,7 @@ def _name(pid: int) -> str:
         return ""
     if "-m" in words:
         at = words.index("-m") + 1
-        plain = [word for word in words[at : at + 2] if not word.startswith(("-", "/"))]
-        return " ".join(plain)
+        return " ".join(words[at : at + (2 if words[at] in ("jobs", "worker") else 1)])
     if "-c" in words:
         return words[words.index("-c") + 1].partition("(")[0][:60]
     return Path(words[0].partition(":")[0]).name
