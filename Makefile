@@ -1,4 +1,4 @@
-# make install | demo | check | test | mutants | soak | bench | install-vllm | lock. Needs python3 (3.11 to 3.13) with venv, and make; no root, Docker, GPU or model hub.
+# make install | demo | check | test | mutants | soak | bench | wheel | install-vllm | lock. Needs python3 (3.11 to 3.13) with venv, and make; no root, Docker, GPU or model hub.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint requirements.lock
@@ -7,7 +7,7 @@ TEST_PROCESSES ?= 2
 # One more than cores: tests of services wait much of their time. Each may hold an engine and its own services: 4 GB a process.
 INTEGRATION_PROCESSES ?= 3
 
-.PHONY: install install-dev install-vllm demo check test lint unit integration mutants soak chaos bench lock clean
+.PHONY: install install-dev install-vllm demo check test lint unit integration mutants soak chaos bench wheel lock clean
 
 install: .venv/.installed
 
@@ -79,6 +79,12 @@ chaos: soak
 
 bench: install-dev
 	$(BIN)/python -m tests.support.services BENCH_POSTGRES $(BIN)/python -m benchmarks
+
+# Compiles the CUDA kernels where nvcc or nvrtc is there, and says so where the wheel has their sources only.
+wheel: install-dev
+	rm -rf build
+	$(BIN)/python -m pip --disable-pip-version-check wheel --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m zipfile --list dist/*.whl | grep -E '[.](cubin|ptx) ' || echo "The wheel has no compiled CUDA kernels: install nvidia-cuda-nvrtc, or nvcc."
 
 # One lock for every extra and for vLLM on CPUs; versions that it has stay unless something forbids them.
 lock:

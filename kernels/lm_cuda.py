@@ -1,89 +1,125 @@
-"""Builds and calls the CUDA C++ kernels of `kernels/cuda`: compiled once with nvcc for the device at hand, called through ctypes."""
+"""The CUDA C++ kernels of `kernels/cuda`: which shapes they know, and their launches on the current stream."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
-import os
-import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kernels import toolchain
+from kernels import binaries, toolchain
+from kernels.cuda_driver import Kernel, Module
 
 log = logging.getLogger(__name__)
 
-SOURCES = Path(__file__).parent / "cuda"
-#: The files of `kernels/cuda` that are compiled, by name.
-LIBRARIES = ("skinny", "predictor_attention", "sampler")
 PLAIN, RESIDUAL, SWIGLU, BIAS = range(4)
-#: (inner size, has norm, epilogue) that the skinny kernel was instantiated for.
-_SHAPES = {
-    (1024, True, PLAIN),
-    (1024, False, PLAIN),
-    (1024, False, SWIGLU),
-    (1024, True, SWIGLU),
-    (2048, True, PLAIN),
-    (2048, True, SWIGLU),
-    (2048, False, RESIDUAL),
-    (2048, False, BIAS),
-    (3072, False, RESIDUAL),
-    (6144, False, RESIDUAL),
+FIRST, MIDDLE, LAST = range(3)
+
+#: How a skinny product is cut: groups of 8 weight rows a block, tiles of 16 rows, warps, and blocks of 32 along the inner size a warp.
+Partition = tuple[int, int, int, int]
+#: By (inner size, has norm, epilogue): the partitions for up to 8 rows, up to 16, and more.
+_PARTITIONS: dict[tuple[int, bool, int], tuple[Partition, Partition, Partition]] = {
+    (1024, True, PLAIN): ((2, 1, 8, 4), (2, 1, 8, 4), (2, 2, 8, 4)),
+    (1024, False, PLAIN): ((4, 1, 16, 2), (4, 1, 16, 2), (4, 2, 16, 2)),
+    (1024, False, SWIGLU): ((6, 1, 16, 2), (6, 1, 16, 2), (6, 2, 16, 2)),
+    (1024, True, SWIGLU): ((6, 1, 8, 4), (6, 1, 8, 4), (6, 2, 8, 4)),
+    (2048, True, PLAIN): ((4, 1, 16, 4), (4, 1, 16, 4), (4, 1, 16, 4)),
+    (2048, True, SWIGLU): ((4, 1, 16, 4), (4, 1, 16, 4), (4, 1, 16, 4)),
+    (2048, False, RESIDUAL): ((1, 1, 8, 8), (1, 1, 16, 4), (1, 2, 16, 4)),
+    (2048, False, BIAS): ((1, 1, 8, 8), (1, 1, 8, 8), (1, 2, 8, 8)),
+    (3072, False, RESIDUAL): ((1, 1, 12, 8), (1, 1, 16, 6), (1, 2, 16, 6)),
+    (6144, False, RESIDUAL): ((1, 1, 16, 12), (1, 1, 16, 12), (1, 1, 16, 12)),
 }
+#: The same for (1024, True, PLAIN) where the output is wide.
+_WIDE_OUTPUT: tuple[Partition, Partition, Partition] = ((4, 1, 8, 4), (4, 1, 8, 4), (4, 2, 8, 4))
+_WIDE_FROM = 4096
+_DRAWS = {FIRST: "draw_first", MIDDLE: "draw_middle", LAST: "draw_last"}
+_ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
 
 
-def build(name: str, capability: tuple[int, int]) -> Path:
-    """Compiles `kernels/cuda/<name>.cu` for one compute capability unless the cache holds it; returns the shared library.
+class _SkinnyArguments(ctypes.Structure):
+    """`Args` of kernels/cuda/skinny.cu."""
 
-    Raises RuntimeError with the compiler's words when it fails.
-    """
-    source = SOURCES / f"{name}.cu"
-    target = f"{capability[0]}{capability[1]}" + ("a" if capability[0] == 9 else "")
-    parts = [path.read_bytes() for path in (source, *sorted(SOURCES.glob("*.cuh")))]
-    digest = hashlib.sha256(b"".join(parts) + target.encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nightjar"
-    library = folder / f"{name}-{target}-{digest}.so"
-    if library.exists():
-        return library
-    nvcc = toolchain.nvcc()
-    if nvcc is None:
-        raise RuntimeError("nvcc was not found")
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = library.with_suffix(f".{os.getpid()}.tmp")
-    flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-cudart", "static"]
-    architecture = f"-gencode=arch=compute_{target},code=sm_{target}"
-    done = subprocess.run([nvcc, architecture, *flags, "-o", str(unfinished), str(source)], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"nvcc failed on {source.name}: {done.stderr.strip()[-2000:]}")
-    unfinished.replace(library)
-    return library
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "w", "norm", "extra", "y", "normed", "ahead")),
+        ("ahead_bytes", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rows", "n", "x_stride", "y_stride", "late")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class _AttentionArguments(ctypes.Structure):
+    """`Args` of kernels/cuda/predictor_attention.cu."""
+
+    _fields_ = (
+        ("tensors", ctypes.c_void_p * 7),
+        *((name, ctypes.c_int) for name in ("rows", "kv_heads", "position")),
+        *((name, ctypes.c_float) for name in ("eps", "scale")),
+    )
+
+
+class _DrawArguments(ctypes.Structure):
+    """`Args` of kernels/cuda/sampler.cu."""
+
+    _fields_ = (("tensors", ctypes.c_void_p * 23), ("large", ctypes.c_longlong * 3), ("small", ctypes.c_int * 8))
+
+
+def kernel_name(partition: Partition, normed: bool, epilogue: int) -> str:
+    """The skinny kernel of a partition, as kernels/cuda/skinny.cu names it."""
+    return "_".join(["skinny", *(str(int(part)) for part in (*partition, normed, epilogue))])
+
+
+def shared_bytes(partition: Partition) -> int:
+    """Dynamic shared memory of a skinny kernel: a block's weights, the warps' partial sums, and squares for the norm."""
+    groups, tiles, warps, blocks = partition
+    width = groups * 8
+    padded = width if width % 32 in (8, 24) else width + 8
+    return warps * groups * blocks * 32 * 16 + warps * tiles * 16 * padded * 4 + warps * tiles * 16 * 4
+
+
+def kernels_of(name: str) -> dict[str, int]:
+    """All kernels of one source of `kernels.binaries.NAMES`, with their dynamic shared memory in bytes."""
+    if name == "skinny":
+        known = [(shape, partition) for shape, three in _PARTITIONS.items() for partition in three]
+        known += [((1024, True, PLAIN), partition) for partition in _WIDE_OUTPUT]
+        return {kernel_name(partition, normed, epilogue): shared_bytes(partition) for (_, normed, epilogue), partition in known}
+    names = list(_DRAWS.values()) if name == "sampler" else ["predictor_attention", "predictor_attention_skip"]
+    return dict.fromkeys(names, 0)
 
 
 @cache
-def _library(name: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(build(name, torch.cuda.get_device_capability())))
+def _kernels(name: str, device: int) -> dict[str, Kernel]:
+    """The kernels of one source on a device, made by the first code that its driver takes."""
+    fault = RuntimeError(f"there is no code of {name}")
+    for code in binaries.candidates(name, torch.cuda.get_device_capability(device)):
+        try:
+            module = Module(code, device)
+            return {kernel: module.kernel(kernel, size) for kernel, size in kernels_of(name).items()}
+        except RuntimeError as error:
+            fault = error
+    raise fault
 
 
 @cache
 def available() -> bool:
-    """Whether the CUDA C++ kernels can run here: on an sm_90 or newer device, for which the cache holds them or nvcc compiles them.
+    """Whether the CUDA C++ kernels can run here: on an sm_90 or newer device whose driver takes their code, brought, kept or compiled now.
 
-    Where nvcc is missing or fails on a device that could run them, one warning says so.
+    Where that fails on a device that could run them, one warning says so.
     """
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
         return False
+    device = torch.cuda.current_device()
     try:
-        for name in LIBRARIES:
-            _library(name)
+        with ThreadPoolExecutor(len(binaries.NAMES)) as pool:
+            list(pool.map(lambda name: _kernels(name, device), binaries.NAMES))
     except (RuntimeError, OSError) as error:
         log.warning(
             "the CUDA C++ kernels cannot be made (%s); batches of few requests run on Triton's kernels, which are slower. %s",
-            toolchain.first_line(error), toolchain.NVCC_ADVICE, exc_info=True,
+            toolchain.first_line(error), toolchain.CUDA_ADVICE, exc_info=True,
         )  # fmt: skip
         return False
     return True
@@ -91,17 +127,18 @@ def available() -> bool:
 
 def has_skinny(inner: int, normed: bool, epilogue: int) -> bool:
     """Whether the skinny kernel knows this shape."""
-    return (inner, normed, epilogue) in _SHAPES
+    return (inner, normed, epilogue) in _PARTITIONS
 
 
-def _call(library: str, function: str, what: str, *arguments: object) -> None:
-    code = getattr(_library(library), function)(*arguments, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream))
-    if code != 0:
-        raise RuntimeError(f"{what} was refused: CUDA error {code}.")
+def _launch(
+    name: str, kernel: str, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, programmatic: bool, device: int | None
+) -> None:
+    kernels = _kernels(name, torch.cuda.current_device() if device is None else device)
+    kernels[kernel].launch(grid, threads, arguments, torch.cuda.current_stream().cuda_stream, programmatic)
 
 
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def skinny(
@@ -128,11 +165,20 @@ def skinny(
     Raises RuntimeError for a shape that has no kernel.
     """
     rows, inner = x.shape
-    sizes = [ctypes.c_int(size) for size in (rows, y.shape[1], inner, x.stride(0), y.stride(0), late)]
-    pointers = [_pointer(tensor) for tensor in (x, weight, norm, extra, y, normed, ahead)]
-    bytes_ahead = ctypes.c_longlong(0 if ahead is None else ahead.numel() * ahead.element_size())
-    what = f"The skinny product rows={rows}, n={y.shape[1]}, inner={inner}, epilogue={epilogue}"
-    _call("skinny", "nightjar_skinny", what, *pointers, bytes_ahead, *sizes, ctypes.c_float(eps), ctypes.c_int(epilogue), ctypes.c_int(pdl))
+    width, shape = y.shape[1], (inner, norm is not None, epilogue)
+    if shape not in _PARTITIONS:
+        raise RuntimeError(f"There is no skinny product of inner={inner}, norm={norm is not None}, epilogue={epilogue}.")
+    wide = shape == (1024, True, PLAIN) and width % 32 == 0 and width >= _WIDE_FROM
+    partition = (_WIDE_OUTPUT if wide else _PARTITIONS[shape])[0 if rows <= 8 else 1 if rows <= 16 else 2]
+    groups, tiles, warps, _ = partition
+    block_width = (groups // 2 if epilogue == SWIGLU else groups) * 8
+    if width % block_width:
+        raise RuntimeError(f"A skinny product's n={width} is no multiple of {block_width}.")
+    bytes_ahead = 0 if ahead is None else ahead.numel() * ahead.element_size()
+    pointers = [_address(tensor) for tensor in (x, weight, norm, extra, y, normed, ahead)]
+    arguments = _SkinnyArguments(*pointers, bytes_ahead, rows, width, x.stride(0), y.stride(0), int(late), eps)
+    grid = (width // block_width, -(-rows // (tiles * 16)))
+    _launch("skinny", kernel_name(partition, norm is not None, epilogue), grid, warps * 32, arguments, pdl, x.device.index)
     return y
 
 
@@ -146,13 +192,15 @@ def predictor_attention(
     scale: float, out: Tensor, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
     """`kernels.lm_triton.predictor_attention` for one token a row at `position` 1..15: bfloat16, heads of 128, pairs of query heads."""
+    if not 1 <= position < k_cache.shape[2]:
+        raise RuntimeError(f"Predictor attention has no position {position}.")
+    rows, kv_heads = qkv.shape[0], k_cache.shape[1]
     tensors = (qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out)
-    sizes = (qkv.shape[0], k_cache.shape[1], position)
-    _call(
-        "predictor_attention", "nightjar_predictor_attention", f"Predictor attention at position {position}",
-        *[_pointer(tensor) for tensor in tensors], *[ctypes.c_int(size) for size in sizes], ctypes.c_float(eps), ctypes.c_float(scale),
-        ctypes.c_int(pdl),
-    )  # fmt: skip
+    pointers = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+    arguments = _AttentionArguments(pointers, rows, kv_heads, position, eps, scale)
+    kernel = "predictor_attention_skip" if rows >= 128 else "predictor_attention"
+    grid = (-(-rows * kv_heads // _ATTENTION_WARPS), 1)
+    _launch("predictor_attention", kernel, grid, _ATTENTION_WARPS * 32, arguments, pdl, qkv.device.index)
     return out
 
 
@@ -162,7 +210,11 @@ def has_draw(vocab: int, width: int, hidden: int) -> bool:
 
 
 def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool = True) -> None:
-    """One launch of `kernels/cuda/sampler.cu`; the order of pointers and numbers stands there."""
-    packed = (ctypes.c_void_p * len(pointers))(*[tensor.data_ptr() for tensor in pointers])
-    counts = (ctypes.c_longlong * len(numbers))(*numbers)
-    _call("sampler", "nightjar_draw", "The sampler's launch", packed, counts, ctypes.c_int(stage), ctypes.c_int(pdl))
+    """One launch of `kernels/cuda/sampler.cu`; pointers are in the order of its `Args`, so are numbers. Raises RuntimeError as `skinny`."""
+    large, small = numbers[:3], numbers[3:]
+    rows, vocab, _, codebooks, width, talker, *_ = small
+    if not has_draw(vocab, width, talker) or codebooks > _MAX_CODEBOOKS:
+        raise RuntimeError(f"There is no draw of vocab={vocab}, codebooks={codebooks}, width={width}, talker={talker}.")
+    tensors = (ctypes.c_void_p * len(pointers))(*[tensor.data_ptr() for tensor in pointers])
+    arguments = _DrawArguments(tensors, (ctypes.c_longlong * 3)(*large), (ctypes.c_int * 8)(*small))
+    _launch("sampler", _DRAWS[stage], (rows, 1), vocab // _DRAW_EACH, arguments, pdl, pointers[0].device.index)

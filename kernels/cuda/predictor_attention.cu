@@ -9,8 +9,8 @@ namespace {
 constexpr int D = 128, SPAN = 16, GROUP = 2, WARPS = 4;
 
 struct Args {
-    const __nv_bfloat16 *qkv, *q_norm, *k_norm, *table;  // table: [positions, 64 cosines | 64 sines]
-    __nv_bfloat16 *k_cache, *v_cache, *out;              // caches: [rows, kv_heads, SPAN, D]
+    const bf16 *qkv, *q_norm, *k_norm, *table;  // table: [positions, 64 cosines | 64 sines]
+    bf16 *k_cache, *v_cache, *out;              // caches: [rows, kv_heads, SPAN, D]
     int rows, kv_heads, position;
     float eps, scale;
 };
@@ -55,7 +55,7 @@ __device__ __forceinline__ uint4 normed_rope(const uint4& v, const uint4& w, con
 
 // SKIP: absent positions cost no arithmetic, which pays once there are many rows; the sums are the same bits.
 template <bool SKIP>
-__global__ void __launch_bounds__(WARPS * 32, 3) predictor_attention(const Args p) {
+__device__ __forceinline__ void attention(const Args& p) {
     launch_dependents();
     const int lane = threadIdx.x % 32, half = lane / 16, c = lane % 16, task = blockIdx.x * WARPS + threadIdx.x / 32;
     const int row = task / p.kv_heads, kv_head = task % p.kv_heads, width = (GROUP + 2) * p.kv_heads * D;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(WARPS * 32, 3) predictor_attention(const Args 
     const uint4 sine = *reinterpret_cast<const uint4*>(p.table + p.position * D + D / 2 + (c % 8) * 8);
     wait_for_previous();
     if (row >= p.rows) return;
-    const __nv_bfloat16* base = p.qkv + static_cast<long long>(row) * width + c * 8;
+    const bf16* base = p.qkv + static_cast<long long>(row) * width + c * 8;
     const long long cache = (static_cast<long long>(row) * p.kv_heads + kv_head) * SPAN * D + c * 8;
     const uint4 raw_q = load16(base + (kv_head * GROUP + half) * D);
     const uint4 raw_k = load16(base + (GROUP * p.kv_heads + kv_head) * D);
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(WARPS * 32, 3) predictor_attention(const Args 
 #pragma unroll
         for (int h = 0; h < GROUP; ++h) {
             const float s = half_sum(dot(q[h], k[i])) * p.scale;
-            score[h][i] = 2 * i + half < p.position ? s : -INFINITY;
+            score[h][i] = 2 * i + half < p.position ? s : -INFINITE;
             top[h] = fmaxf(top[h], score[h][i]);
         }
     }
@@ -135,22 +135,12 @@ __global__ void __launch_bounds__(WARPS * 32, 3) predictor_attention(const Args 
     uint32_t r[4];
 #pragma unroll
     for (int d = 0; d < 4; ++d) r[d] = half == 0 ? narrow(mixed[0][2 * d], mixed[0][2 * d + 1]) : narrow(mixed[1][2 * d], mixed[1][2 * d + 1]);
-    __nv_bfloat16* target = p.out + static_cast<long long>(row) * GROUP * p.kv_heads * D + (kv_head * GROUP + half) * D + c * 8;
+    bf16* target = p.out + static_cast<long long>(row) * GROUP * p.kv_heads * D + (kv_head * GROUP + half) * D + c * 8;
     *reinterpret_cast<uint4*>(target) = make_uint4(r[0], r[1], r[2], r[3]);
 }
 
 }  // namespace
 
-// Heads of 128, two query heads a kv head, caches of 16 positions. Returns a cudaError_t.
-extern "C" int nightjar_predictor_attention(const void* qkv, const void* q_norm, const void* k_norm, const void* table, void* k_cache,
-                                            void* v_cache, void* out, int rows, int kv_heads, int position, float eps, float scale, int pdl,
-                                            void* stream) {
-    using Type = __nv_bfloat16;
-    if (position < 1 || position >= SPAN) return cudaErrorInvalidValue;
-    const Args p{static_cast<const Type*>(qkv), static_cast<const Type*>(q_norm), static_cast<const Type*>(k_norm),
-                 static_cast<const Type*>(table), static_cast<Type*>(k_cache), static_cast<Type*>(v_cache), static_cast<Type*>(out),
-                 rows, kv_heads, position, eps, scale};
-    const dim3 grid((rows * kv_heads + WARPS - 1) / WARPS);
-    auto kernel = rows >= 128 ? predictor_attention<true> : predictor_attention<false>;
-    return launch(kernel, grid, WARPS * 32, 0, static_cast<cudaStream_t>(stream), pdl, 1, p);
-}
+// Heads of 128, two query heads a kv head, caches of 16 positions; launched by kernels/lm_cuda.py.
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) predictor_attention(const Args p) { attention<false>(p); }
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) predictor_attention_skip(const Args p) { attention<true>(p); }

@@ -10,7 +10,7 @@ enum Stage { FIRST = 0, MIDDLE = 1, LAST = 2 };
 constexpr int EACH = 8;
 
 struct Args {
-    const __nv_bfloat16* logits;  // [rows, vocab]
+    const bf16* logits;  // [rows, vocab]
     const long long* rows;        // [n] slots
     long long* codes;             // [n, codebooks]
     int* finite;                  // [n]
@@ -20,8 +20,8 @@ struct Args {
     const float *temperature, *top_p, *penalty;
     const unsigned char* greedy;
     unsigned char* seen;  // [slots, vocab]
-    const __nv_bfloat16 *hidden, *inputs, *table, *text;
-    __nv_bfloat16 *x, *state_inputs;
+    const bf16 *hidden, *inputs, *table, *text;
+    bf16 *x, *state_inputs;
     long long end, suppress_from, dead;
     int n, vocab, codebook, codebooks, width, talker, trailing_width, copy_hidden;
 };
@@ -144,7 +144,7 @@ __device__ void apply_top_p(float (&likely)[EACH], unsigned (&weight)[EACH], flo
 }
 
 template <int STAGE>
-__global__ void __launch_bounds__(512) draw(const Args p) {
+__device__ __forceinline__ void draw(const Args& p) {
     __shared__ Scratch s;
     launch_dependents();
     const int row = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32, base = threadIdx.x * EACH;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(512) draw(const Args p) {
     for (int i = 0; i < 4; ++i) {
         const float2 f = widen(pairs[i]);
         value[2 * i] = f.x, value[2 * i + 1] = f.y;
-        fine = fine && fabsf(f.x) < INFINITY && fabsf(f.y) < INFINITY;
+        fine = fine && fabsf(f.x) < INFINITE && fabsf(f.y) < INFINITE;
     }
     if constexpr (STAGE == FIRST) {
         const unsigned long long marks = *reinterpret_cast<const unsigned long long*>(p.seen + slot * p.vocab + base);
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(512) draw(const Args p) {
         for (int i = 0; i < EACH; ++i) {
             if (marks >> (8 * i) & 255) value[i] = value[i] > 0.f ? __fdiv_rn(value[i], penalty) : value[i] * penalty;
             const int token = base + i;
-            if ((token >= p.suppress_from && token != p.end) || (token == p.end && early)) value[i] = -INFINITY;
+            if ((token >= p.suppress_from && token != p.end) || (token == p.end && early)) value[i] = -INFINITE;
         }
     }
     fine = __syncthreads_and(fine);
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(512) draw(const Args p) {
         best = across_block(best, s.longs, Most());
         if (threadIdx.x == 0) s.token = 0xffffffffu - static_cast<unsigned>(best);
     } else {
-        float scaled[EACH], likely[EACH], top = -INFINITY, total = 0.f;
+        float scaled[EACH], likely[EACH], top = -INFINITE, total = 0.f;
         unsigned key[EACH], weight[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
@@ -236,8 +236,8 @@ __global__ void __launch_bounds__(512) draw(const Args p) {
     if (threadIdx.x == 0) p.codes[static_cast<long long>(row) * p.codebooks + p.codebook] = code;
 
     if constexpr (STAGE != LAST) {
-        const __nv_bfloat16* fed = p.inputs + (start + code) * p.width;
-        __nv_bfloat16* target = p.x + static_cast<long long>(row + (STAGE == FIRST ? p.n : 0)) * p.width;
+        const bf16* fed = p.inputs + (start + code) * p.width;
+        bf16* target = p.x + static_cast<long long>(row + (STAGE == FIRST ? p.n : 0)) * p.width;
         for (int at = base; at < p.width; at += blockDim.x * EACH) {
             *reinterpret_cast<uint4*>(target + at) = *reinterpret_cast<const uint4*>(fed + at);
             if (STAGE == FIRST && p.copy_hidden)
@@ -279,19 +279,7 @@ __global__ void __launch_bounds__(512) draw(const Args p) {
 
 }  // namespace
 
-// pointers: in the order of Args; numbers: end, suppress_from, dead, n, vocab, codebook, codebooks, width, talker, trailing_width,
-// copy_hidden. vocab, width and talker are multiples of 256 and 8. Returns a cudaError_t.
-extern "C" int nightjar_draw(void* const* pointers, const long long* numbers, int stage, int pdl, void* stream) {
-    Args p;
-    static_assert(offsetof(Args, end) == 23 * sizeof(void*));
-    memcpy(&p, pointers, 23 * sizeof(void*));
-    p.end = numbers[0], p.suppress_from = numbers[1], p.dead = numbers[2];
-    int* small[] = {&p.n, &p.vocab, &p.codebook, &p.codebooks, &p.width, &p.talker, &p.trailing_width, &p.copy_hidden};
-    for (int i = 0; i < 8; ++i) *small[i] = static_cast<int>(numbers[3 + i]);
-    if (p.vocab % 256 != 0 || p.vocab > 4096 || p.codebooks > 32 || p.width % 8 != 0 || p.talker % 8 != 0) return cudaErrorInvalidValue;
-    const int threads = p.vocab / EACH;
-    auto s = static_cast<cudaStream_t>(stream);
-    if (stage == FIRST) return launch(draw<FIRST>, dim3(p.n), threads, 0, s, pdl, 1, p);
-    if (stage == MIDDLE) return launch(draw<MIDDLE>, dim3(p.n), threads, 0, s, pdl, 1, p);
-    return launch(draw<LAST>, dim3(p.n), threads, 0, s, pdl, 1, p);
-}
+// vocab is a multiple of 256 up to 4096, width and talker are multiples of 8, at most 32 codebooks; launched by kernels/lm_cuda.py.
+extern "C" __global__ void __launch_bounds__(512) draw_first(const Args p) { draw<FIRST>(p); }
+extern "C" __global__ void __launch_bounds__(512) draw_middle(const Args p) { draw<MIDDLE>(p); }
+extern "C" __global__ void __launch_bounds__(512) draw_last(const Args p) { draw<LAST>(p); }

@@ -14,29 +14,22 @@ namespace {
 enum Epilogue { PLAIN = 0, RESIDUAL = 1, SWIGLU = 2, BIAS = 3 };
 
 struct Args {
-    const __nv_bfloat16* x;          // [rows, K], row stride x_stride
-    const __nv_bfloat16* w;          // [N, K]; SWIGLU: [2 * N, K], gate rows then up rows
-    const __nv_bfloat16* norm;       // [K] or null
-    const __nv_bfloat16* extra;      // RESIDUAL: [rows, N] added to the product; BIAS: [N]
-    __nv_bfloat16* y;                // [rows, N]
-    __nv_bfloat16* normed;           // [rows, K] copy of norm(x), or null
+    const bf16* x;          // [rows, K], row stride x_stride
+    const bf16* w;          // [N, K]; SWIGLU: [2 * N, K], gate rows then up rows
+    const bf16* norm;       // [K] or null
+    const bf16* extra;      // RESIDUAL: [rows, N] added to the product; BIAS: [N]
+    bf16* y;                // [rows, N]
+    bf16* normed;           // [rows, K] copy of norm(x), or null
     const char* ahead;               // bytes that a later kernel will read, brought into the L2
     long long ahead_bytes;
     int rows, n, x_stride, y_stride, late;
     float eps;
 };
 
-__host__ __device__ constexpr int padded(int width) { return (width % 32 == 8 || width % 32 == 24) ? width : width + 8; }
+__device__ constexpr int padded(int width) { return (width % 32 == 8 || width % 32 == 24) ? width : width + 8; }
 
 template <int NT, int MT, int WARPS, int NB, bool NORM, int EPI>
-constexpr int shared_bytes() {
-    int weights = WARPS * NT * NB * 32 * 16;
-    int partial = WARPS * MT * 16 * padded(NT * 8) * 4;
-    return weights + partial + WARPS * MT * 16 * 4;
-}
-
-template <int NT, int MT, int WARPS, int NB, bool NORM, int EPI>
-__global__ void __launch_bounds__(WARPS * 32) skinny(const Args p) {
+__device__ __forceinline__ void skinny(const Args& p) {
     extern __shared__ __align__(16) char memory[];
     constexpr int K = WARPS * NB * 32;
     constexpr int STRIDE = padded(NT * 8);
@@ -53,7 +46,7 @@ __global__ void __launch_bounds__(WARPS * 32) skinny(const Args p) {
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
         const int n = nt < GATES ? n0 + nt * 8 + g : p.n + n0 + (nt - GATES) * 8 + g;
-        const __nv_bfloat16* row = p.w + static_cast<long long>(n) * K + k0;
+        const bf16* row = p.w + static_cast<long long>(n) * K + k0;
 #pragma unroll
         for (int b = 0; b < NB; ++b) copy16(mine + (nt * NB + b) * 32, row + b * 32);
     }
@@ -72,7 +65,7 @@ __global__ void __launch_bounds__(WARPS * 32) skinny(const Args p) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int r = first + m * 16 + h * 8 + g;
-            const __nv_bfloat16* row = p.x + static_cast<long long>(r) * p.x_stride + k0;
+            const bf16* row = p.x + static_cast<long long>(r) * p.x_stride + k0;
 #pragma unroll
             for (int b = 0; b < NB; ++b)
                 a[m][h][b] = r < p.rows ? load16(row + b * 32) : make_uint4(0, 0, 0, 0);
@@ -193,50 +186,25 @@ __global__ void __launch_bounds__(WARPS * 32) skinny(const Args p) {
     }
 }
 
-template <int NT, int MT, int WARPS, int NB, bool NORM, int EPI>
-int start(const Args& p, cudaStream_t stream, int pdl) {
-    constexpr int bytes = shared_bytes<NT, MT, WARPS, NB, NORM, EPI>();
-    static_assert(bytes <= 227 * 1024, "a block's weights must fit its shared memory");
-    constexpr int GATES = EPI == SWIGLU ? NT / 2 : NT;
-    auto kernel = skinny<NT, MT, WARPS, NB, NORM, EPI>;
-    static int prepared = 0;
-    if (prepared == 0) {
-        cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        if (error != cudaSuccess) return error;
-        prepared = 1;
-    }
-    if (p.n % (GATES * 8) != 0) return cudaErrorInvalidValue;
-    const dim3 grid(p.n / (GATES * 8), (p.rows + MT * 16 - 1) / (MT * 16));
-    return launch(kernel, grid, WARPS * 32, bytes, stream, pdl, 1, p);
-}
-
-template <int NT, int WARPS, int NB, bool NORM, int EPI, bool WIDE = true>
-int by_rows(const Args& p, cudaStream_t stream, int pdl) {
-    if constexpr (!WIDE) return start<NT, 1, WARPS, NB, NORM, EPI>(p, stream, pdl);
-    else return p.rows <= 16 ? start<NT, 1, WARPS, NB, NORM, EPI>(p, stream, pdl) : start<NT, 2, WARPS, NB, NORM, EPI>(p, stream, pdl);
-}
-
 }  // namespace
 
-// Returns a cudaError_t; 1 (invalid value) for a shape that has no kernel. k and the epilogue choose the partition.
-extern "C" int nightjar_skinny(const void* x, const void* w, const void* norm, const void* extra, void* y, void* normed, const void* ahead,
-                    long long ahead_bytes, int rows, int n, int k, int x_stride, int y_stride, int late, float eps, int epilogue, int pdl,
-                    void* stream) {
-    Args p{static_cast<const __nv_bfloat16*>(x), static_cast<const __nv_bfloat16*>(w), static_cast<const __nv_bfloat16*>(norm),
-           static_cast<const __nv_bfloat16*>(extra), static_cast<__nv_bfloat16*>(y), static_cast<__nv_bfloat16*>(normed),
-           static_cast<const char*>(ahead), ahead_bytes, rows, n, x_stride, y_stride, late, eps};
-    auto s = static_cast<cudaStream_t>(stream);
-    const bool normed_input = norm != nullptr;
-    if (k == 1024 && normed_input && epilogue == PLAIN)
-        return n % 32 == 0 && n >= 4096 ? by_rows<4, 8, 4, true, PLAIN>(p, s, pdl) : by_rows<2, 8, 4, true, PLAIN>(p, s, pdl);
-    if (k == 1024 && epilogue == PLAIN && !normed_input) return by_rows<4, 16, 2, false, PLAIN>(p, s, pdl);
-    if (k == 1024 && epilogue == SWIGLU && !normed_input) return by_rows<6, 16, 2, false, SWIGLU>(p, s, pdl);
-    if (k == 1024 && normed_input && epilogue == SWIGLU) return by_rows<6, 8, 4, true, SWIGLU>(p, s, pdl);
-    if (k == 2048 && normed_input && epilogue == PLAIN) return by_rows<4, 16, 4, true, PLAIN, false>(p, s, pdl);
-    if (k == 2048 && normed_input && epilogue == SWIGLU) return by_rows<4, 16, 4, true, SWIGLU, false>(p, s, pdl);
-    if (k == 2048 && epilogue == RESIDUAL) return p.rows <= 8 ? by_rows<1, 8, 8, false, RESIDUAL>(p, s, pdl) : by_rows<1, 16, 4, false, RESIDUAL>(p, s, pdl);
-    if (k == 2048 && epilogue == BIAS) return by_rows<1, 8, 8, false, BIAS>(p, s, pdl);
-    if (k == 3072 && epilogue == RESIDUAL) return p.rows <= 8 ? by_rows<1, 12, 8, false, RESIDUAL>(p, s, pdl) : by_rows<1, 16, 6, false, RESIDUAL>(p, s, pdl);
-    if (k == 6144 && epilogue == RESIDUAL) return by_rows<1, 16, 12, false, RESIDUAL, false>(p, s, pdl);
-    return cudaErrorInvalidValue;
-}
+// One kernel a partition; kernels/lm_cuda.py says which shape takes which, with what grid and how much shared memory.
+#define KERNEL(NT, MT, WARPS, NB, NORM, EPI)                                                                             \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) skinny_##NT##_##MT##_##WARPS##_##NB##_##NORM##_##EPI(const Args p) { \
+        skinny<NT, MT, WARPS, NB, NORM, EPI>(p);                                                                         \
+    }
+#define NARROW_AND_WIDE(NT, WARPS, NB, NORM, EPI) KERNEL(NT, 1, WARPS, NB, NORM, EPI) KERNEL(NT, 2, WARPS, NB, NORM, EPI)
+
+NARROW_AND_WIDE(4, 8, 4, 1, 0)
+NARROW_AND_WIDE(2, 8, 4, 1, 0)
+NARROW_AND_WIDE(4, 16, 2, 0, 0)
+NARROW_AND_WIDE(6, 16, 2, 0, 2)
+NARROW_AND_WIDE(6, 8, 4, 1, 2)
+KERNEL(4, 1, 16, 4, 1, 0)
+KERNEL(4, 1, 16, 4, 1, 2)
+KERNEL(1, 1, 8, 8, 0, 1)
+NARROW_AND_WIDE(1, 16, 4, 0, 1)
+NARROW_AND_WIDE(1, 8, 8, 0, 3)
+KERNEL(1, 1, 12, 8, 0, 1)
+NARROW_AND_WIDE(1, 16, 6, 0, 1)
+KERNEL(1, 1, 16, 12, 0, 1)

@@ -1,4 +1,4 @@
-"""On a CUDA device: what happens where a compiler is missing. Each case is a process of its own with empty caches."""
+"""On a CUDA device: what happens where a compiler is missing, in processes with empty caches; and code of every compiler."""
 
 from __future__ import annotations
 
@@ -14,10 +14,17 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from kernels import binaries, lm_cuda, toolchain
+from kernels.dummy import Maker
+from tests.support import lm_checks
+
 pytestmark = pytest.mark.gpu
 
 OPEN = """
-import logging, torch
+import logging, sys, torch
+from kernels import toolchain
+if sys.argv[1] == "no nvrtc":
+    toolchain.nvrtc = lambda: None
 from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.engine.core import EngineOptions
 from pipelines.codec.fused import codec_kernels
@@ -28,7 +35,7 @@ print(open_executor(model, EngineOptions(2, 16, 64, 256)).name, codec_kernels())
 """
 
 
-def opened(tmp_path: Path, *hidden: str) -> subprocess.CompletedProcess[str]:
+def opened(tmp_path: Path, *hidden: str, nvrtc: bool = True) -> subprocess.CompletedProcess[str]:
     """Opens a model where the programs `hidden` cannot be found."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -38,7 +45,8 @@ def opened(tmp_path: Path, *hidden: str) -> subprocess.CompletedProcess[str]:
                 (programs / program.name).symlink_to(program)
     kept = {name: value for name, value in os.environ.items() if name != "CC"}
     empty = {"PATH": str(programs), "CUDA_HOME": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "t"), "XDG_CACHE_HOME": str(tmp_path)}
-    return subprocess.run([sys.executable, "-c", OPEN], env=kept | empty, capture_output=True, text=True, timeout=500, check=True)
+    command = [sys.executable, "-c", OPEN, "nvrtc" if nvrtc else "no nvrtc"]
+    return subprocess.run(command, env=kept | empty, capture_output=True, text=True, timeout=500, check=True)
 
 
 def test_without_a_c_compiler_frames_are_eager_and_both_warnings_say_it(tmp_path: Path) -> None:
@@ -49,8 +57,32 @@ def test_without_a_c_compiler_frames_are_eager_and_both_warnings_say_it(tmp_path
     assert "Codecs run as single PyTorch ops" in done.stderr
 
 
-def test_without_nvcc_graphs_run_on_tritons_kernels_with_a_warning(tmp_path: Path) -> None:
+def test_without_a_cuda_compiler_graphs_run_on_tritons_kernels_with_a_warning(tmp_path: Path) -> None:
+    done = opened(tmp_path, "nvcc", nvrtc=False)
+    assert done.stdout.split() == ["graph", "True"]
+    assert done.stderr.count("neither nvcc nor nvrtc was found") >= 1
+    assert "Triton's kernels, which are slower" in done.stderr
+
+
+def test_the_runtime_compiler_is_enough_and_what_it_made_is_kept(tmp_path: Path) -> None:
     done = opened(tmp_path, "nvcc")
     assert done.stdout.split() == ["graph", "True"]
-    assert done.stderr.count("nvcc was not found") >= 1
-    assert "Triton's kernels, which are slower" in done.stderr
+    assert "cannot be made" not in done.stderr
+    assert len(list((tmp_path / "nightjar").glob("*-sm_*.cubin"))) == len(binaries.NAMES)
+
+
+@pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
+@pytest.mark.parametrize("ptx", [False, True])
+def test_code_of_every_compiler_runs(compiler: str, ptx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = "nvrtc" if compiler == "nvcc" else "nvcc"
+    monkeypatch.setattr(toolchain, other, lambda: None)
+    target = binaries.SHIPPED_TARGETS[-1] if ptx else binaries.target_for(torch.cuda.get_device_capability())
+    monkeypatch.setattr(binaries, "candidates", lambda name, _: iter([binaries.compiled(name, target)]))
+    lm_cuda._kernels.cache_clear()
+    try:
+        maker = Maker("cuda", torch.bfloat16, seed=1)
+        with torch.inference_mode():
+            assert lm_checks.check_skinny(maker)
+            assert lm_checks.check_draw(maker)
+    finally:
+        lm_cuda._kernels.cache_clear()

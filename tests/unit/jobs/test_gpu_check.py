@@ -9,12 +9,12 @@ import pytest
 
 from jobs.doctor import Machine, judge_compilers, judge_gpu, judge_kernels
 
-WHOLE = Machine(1, "580.159.04", "2.13.0", "13.0", ("NVIDIA H200",), "3.7.1", "/usr/local/cuda/bin/nvcc", "/usr/bin/gcc")
+WHOLE = Machine(1, "580.159.04", "2.13.0", "13.0", ("NVIDIA H200",), "3.7.1", "prebuilt", "/usr/bin/gcc")
 
 
 def test_a_whole_machine_needs_no_advice() -> None:
     assert judge_gpu(WHOLE) == ("NVIDIA H200; driver 580.159.04, torch 2.13.0 for CUDA 13.0", "")
-    assert judge_compilers(WHOLE) == ("triton 3.7.1, /usr/bin/gcc, /usr/local/cuda/bin/nvcc", "")
+    assert judge_compilers(WHOLE) == ("triton 3.7.1, /usr/bin/gcc, CUDA kernels: prebuilt", "")
 
 
 def test_a_machine_without_gpus_needs_none_of_it() -> None:
@@ -42,7 +42,7 @@ def test_gpus_that_torch_cannot_use(change: dict[str, object], said: str, advice
         ({"triton": None}, "Triton missing", "Install triton"),
         ({"c_compiler": None}, "A C compiler missing", "apt-get install gcc"),
         ({"triton": None, "c_compiler": None}, "Triton and a C compiler missing", "Install triton, gcc"),
-        ({"nvcc": None}, "nvcc is missing", "CUDA_HOME"),
+        ({"cuda_kernels": None}, "The CUDA kernels are not prebuilt", "nvidia-cuda-nvrtc"),
     ],
 )
 def test_missing_compilers_are_told_with_what_is_slower(change: dict[str, object], said: str, advice: str) -> None:

@@ -25,7 +25,7 @@ SIZES = engine_options(golden_model("base"), 2, 8, 8, 64)
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     """What was found out about this machine's compilers does not outlast a test."""
-    cached = (toolchain.triton_fault, lm_cuda.available, codec_kernels, lm_cuda._library)
+    cached = (toolchain.triton_fault, lm_cuda.available, codec_kernels, lm_cuda._kernels)
     yield
     for function in cached:
         function.cache_clear()
@@ -110,7 +110,8 @@ def test_codecs_say_once_that_they_run_without_kernels(gpu_model: Qwen3TTSModel,
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with an sm_90 device, an empty cache, and only the programs that the test puts into the folder returned."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     programs = tmp_path / "bin"
@@ -121,20 +122,21 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("nvcc", [None, "#!/bin/sh\necho 'gcc: No such file or directory' >&2\nexit 1\n", "#!/bin/sh\nexit 0\n"])
 def test_without_cuda_kernels_frames_run_on_tritons_with_a_warning(
-    nvcc: str | None, hopper: Path, caplog: pytest.LogCaptureFixture
+    nvcc: str | None, hopper: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if nvcc is not None:
         program = hopper / "nvcc"
         program.write_text(nvcc)
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(toolchain, "nvrtc", lambda: None)
     assert not lm_cuda.available()
     assert not lm_cuda.available()
     (record,) = caplog.records
     said = record.getMessage()
     assert "slower" in said
-    assert toolchain.NVCC_ADVICE in said
+    assert toolchain.CUDA_ADVICE in said
     if nvcc is None:
-        assert "nvcc was not found" in said
+        assert "neither nvcc nor nvrtc was found" in said
     elif "gcc" in nvcc:
         assert "gcc: No such file" in said
 

@@ -1,0 +1,117 @@
+"""Machine code of `kernels/cuda`: the wheel brings it, or it is compiled once per machine and kept. Imports neither torch nor Triton.
+
+`python -m kernels.binaries FOLDER` writes what a wheel brings: `<source>-<target>-<digest>.cubin` and `.ptx`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from kernels import toolchain
+
+log = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent / "cuda"
+#: The files of `kernels/cuda` that are compiled, by name.
+NAMES = ("skinny", "predictor_attention", "sampler")
+#: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer GPU makes its own.
+SHIPPED_TARGETS = ("sm_90a", "compute_90")
+
+
+def target_for(capability: tuple[int, int]) -> str:
+    """The compilers' name of a compute capability."""
+    return f"sm_{capability[0]}{capability[1]}" + ("a" if capability == (9, 0) else "")
+
+
+def file_name(name: str, target: str) -> str:
+    """The name of one source's code for one target. It changes with the sources, so code of others is never taken for this."""
+    parts = [path.read_bytes() for path in (SOURCES / f"{name}.cu", *sorted(SOURCES.glob("*.cuh")))]
+    digest = hashlib.sha256(b"\0".join([*parts, target.encode()])).hexdigest()[:16]
+    return f"{name}-{target}-{digest}.{'ptx' if target.startswith('compute_') else 'cubin'}"
+
+
+def cache_folder() -> Path:
+    """Where compiled code is kept: `nightjar` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nightjar"
+
+
+def shipped() -> bool:
+    """Whether this installation brings code of every source."""
+    return all((SOURCES / file_name(name, target)).exists() for name in NAMES for target in SHIPPED_TARGETS)
+
+
+def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
+    """Code of one source for a device, the best first: what the wheel brings, what was kept, what is compiled now.
+
+    A driver may refuse code that a newer compiler made; then the next is tried. Raises RuntimeError with the compilers' words, at last.
+    """
+    target = target_for(capability)
+    kept = cache_folder() / file_name(name, target)
+    before = _read(kept)
+    for code in (_read(SOURCES / kept.name), before, _read(SOURCES / file_name(name, SHIPPED_TARGETS[-1]))):
+        if code is not None:
+            yield code
+    yield _compiled(name, target, kept, before)
+
+
+def _compiled(name: str, target: str, kept: Path, before: bytes | None) -> bytes:
+    """Compiles and keeps; of two processes that want the same, one compiles and the other one waits for it."""
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(kept.with_suffix(".lock")):
+            now = _read(kept)
+            if now is not None and now != before:
+                return now
+            code = compiled(name, target)
+            unfinished = kept.with_suffix(f".{os.getpid()}.tmp")
+            unfinished.write_bytes(code)
+            unfinished.replace(kept)
+            return code
+    except OSError as error:
+        log.warning("compiled kernels cannot be kept (%s), so every start compiles them again; set XDG_CACHE_HOME", error)
+        return compiled(name, target)
+
+
+def compiled(name: str, target: str) -> bytes:
+    """Code of one source for a target. Raises RuntimeError with the compilers' words."""
+    return toolchain.compile_cuda(SOURCES / f"{name}.cu", {path.name: path.read_text() for path in SOURCES.glob("*.cuh")}, target)
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Holds a file's lock, which the kernel gives up for a process that dies."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def write_shipped(folder: Path) -> list[Path]:
+    """Compiles what a wheel brings into `folder`. Raises RuntimeError with the compilers' words."""
+    made = [(name, target) for name in NAMES for target in SHIPPED_TARGETS]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        codes = list(pool.map(lambda one: compiled(*one), made))
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / file_name(name, target) for name, target in made]
+    for path, code in zip(paths, codes):
+        path.write_bytes(code)
+    return paths
+
+
+if __name__ == "__main__":
+    for written in write_shipped(Path(sys.argv[1])):
+        print(written)

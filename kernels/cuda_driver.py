@@ -1,0 +1,89 @@
+"""What kernels need of CUDA's driver: load machine code, find a kernel in it, launch it. Called through ctypes, so nothing is linked."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+_MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    if code := driver.cuInit(0):
+        raise RuntimeError(f"CUDA's driver does not start (error {code}).")
+    return driver
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        raise RuntimeError(f"{what} was refused: {(name.value or b'CUDA error').decode()} ({code}).")
+
+
+def _make_current(device: int) -> None:
+    """Gives this thread the context that torch has on the device, where it has none."""
+    driver, context = _driver(), ctypes.c_void_p()
+    driver.cuCtxGetCurrent(ctypes.byref(context))
+    if not context.value:
+        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"The context of device {device}")
+        _check(driver.cuCtxSetCurrent(context), f"The context of device {device}")
+
+
+class Module:
+    """Machine code on one device, and its kernels by name. Raises RuntimeError where the driver does not take it."""
+
+    def __init__(self, code: bytes, device: int) -> None:
+        self._device = device
+        self._module = ctypes.c_void_p()
+        _make_current(device)
+        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "A kernel's machine code")
+
+    def kernel(self, name: str, shared_bytes: int = 0) -> Kernel:
+        """A kernel that is launched with so much dynamic shared memory."""
+        function = ctypes.c_void_p()
+        _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), f"The kernel {name}")
+        _check(_driver().cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), f"{shared_bytes} bytes of shared memory for {name}")
+        return Kernel(function, name, shared_bytes, self._device)
+
+
+class Kernel:
+    """A kernel of a module, whose one parameter is a structure."""
+
+    def __init__(self, function: ctypes.c_void_p, name: str, shared_bytes: int, device: int) -> None:
+        self._function, self._name, self._shared_bytes, self._device = function, name, shared_bytes, device
+
+    def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int, programmatic: bool) -> None:
+        """Starts grid[0] x grid[1] blocks of `threads` on a stream. Raises RuntimeError when the driver refuses.
+
+        programmatic: the kernel may start before those ahead of it in the stream are over (programmatic dependent launch).
+        """
+        _make_current(self._device)
+        attribute = _Attribute(_PROGRAMMATIC, b"", (1,))
+        config = _Config(
+            (*grid, 1), (threads, 1, 1), self._shared_bytes, stream or None, ctypes.pointer(attribute), 1 if programmatic else 0
+        )
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None), f"A launch of {self._name}")

@@ -1,0 +1,43 @@
+// A driver that records what it is asked, built against NVIDIA's own cuda.h, so that structures and argument orders are the real ones.
+#include <cuda.h>
+#include <stdio.h>
+#include <string.h>
+
+static char said[1 << 16];
+static int context_there;
+#define SAY(...) snprintf(said + strlen(said), sizeof(said) - strlen(said), __VA_ARGS__)
+
+const char* fake_said(void) { return said; }
+void fake_forget(void) { said[0] = 0, context_there = 0; }
+
+CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
+CUresult cuGetErrorName(CUresult code, const char** name) { return *name = code == CUDA_ERROR_INVALID_IMAGE ? "CUDA_ERROR_INVALID_IMAGE" : "OTHER", CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext* context) { return *context = context_there ? (CUcontext)1 : NULL, CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) { SAY("context %d\n", device); return *context = (CUcontext)1, CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { return context_there = context == (CUcontext)1, CUDA_SUCCESS; }
+
+CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+    SAY("load %.4s\n", (const char*)image);
+    *module = (CUmodule)2;
+    return memcmp(image, "bad", 3) == 0 ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS;
+}
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+    SAY("kernel %s\n", name);
+    *function = (CUfunction)3;
+    return module == (CUmodule)2 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
+    if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_ERROR_INVALID_VALUE;
+    return value > 227 * 1024 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void** parameters, void** extra) {
+    if (function != (CUfunction)3 || extra != NULL || !context_there) return CUDA_ERROR_INVALID_VALUE;
+    SAY("launch %u %u %u x %u %u %u shared %u stream %zu", c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
+        c->sharedMemBytes, (size_t)c->hStream);
+    for (unsigned i = 0; i < c->numAttrs; ++i) {
+        if (c->attrs[i].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) return CUDA_ERROR_INVALID_VALUE;
+        SAY(" programmatic %d", c->attrs[i].value.programmaticStreamSerializationAllowed);
+    }
+    SAY(" first %zx\n", *(size_t*)parameters[0]);
+    return CUDA_SUCCESS;
+}
