@@ -90,7 +90,10 @@ class Throughput:
         gc.collect()
         self.bench.clean()
         device = self.bench.device
-        options = engine_options(self.model, slots, slots * -(-self.load.positions // PAGE_SIZE), PAGE_SIZE, MAX_CONTEXT)
+        options = engine_options(
+            self.model.config, self.model.device, self.model.dtype, slots=slots, pages=slots * -(-self.load.positions // PAGE_SIZE),
+            page_size=PAGE_SIZE, max_context=MAX_CONTEXT,
+        )  # fmt: skip
         options = replace(options, **self.overrides)
         began = time.perf_counter()
         executor = Watched(open_executor(self.model, options, reproducible=reproducible and self.bench.on_gpu))

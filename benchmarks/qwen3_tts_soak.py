@@ -93,7 +93,10 @@ def soak(bench: Bench, size: str, slots: int, count: int, reproducible: bool, mo
     load = Load(0.3, 0.6, 0) if tiny else Load(0.4, 2.0, 0)
     decoder = dummy_decoder(TINY_CODEC if tiny else PUBLISHED_CODEC, device, dtype, reproducible=reproducible)
     model = dummy_model(size, device, dtype, MAX_CONTEXT, ends=True)
-    options = engine_options(model, slots, slots * -(-load.positions // PAGE_SIZE), PAGE_SIZE, MAX_CONTEXT)
+    options = engine_options(
+        model.config, model.device, model.dtype, slots=slots, pages=slots * -(-load.positions // PAGE_SIZE), page_size=PAGE_SIZE,
+        max_context=MAX_CONTEXT,
+    )  # fmt: skip
     executor = Watched(open_executor(model, options, reproducible=reproducible and bench.on_gpu))
     pool = requests(model, load, 4 * slots, min(256, options.pages * PAGE_SIZE - 64))
     loop = ClosedLoop(executor, options, pool, decoder, probe_every=10 if tiny else 100)

@@ -59,6 +59,8 @@ class CausalDecoder:
         self.device = torch.device(device)
         self.dtype = dtype
         self.samples_per_frame = samples_per_frame
+        #: Frames of all rows of a pass; fewer take less memory.
+        self.batch_frames = BATCH_FRAMES
         self._codes_per_frame = codes_per_frame
         self._largest_code = largest_code
         self._alone = self.device.type == "cpu"
@@ -134,7 +136,7 @@ class CausalDecoder:
         if self._alone:
             return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]) if lengths[i]]
         if not self._fixed:
-            return cheapest(lengths, BATCH_FRAMES, PASS_FRAMES)
+            return cheapest(lengths, self.batch_frames, PASS_FRAMES)
         kinds = [[length if one is kind else 0 for length, one in zip(lengths, warm)] for kind in (False, True)]
         return [indices for kind in kinds for indices in alike(kind)]
 
@@ -146,7 +148,7 @@ class CausalDecoder:
         """Splits streams with chunks of one length into batches."""
         if not frames:
             return []
-        rows = 1 if self._alone else FIXED_ROWS if self._fixed else max(1, BATCH_FRAMES // frames)
+        rows = 1 if self._alone else FIXED_ROWS if self._fixed else max(1, self.batch_frames // frames)
         return [indices[start : start + rows] for start in range(0, len(indices), rows)]
 
     def _past(self, states: Sequence[CodecState], rows: int) -> Past:

@@ -54,6 +54,8 @@ class EngineOptions:
     frames_per_turn: int = 1
     #: Turns that newcomers may wait for company while most slots are taken: one prefill of many costs little more than one of one.
     admit_turns: int = 1
+    #: Frames that the codec decodes in one batch; None: its own maximum.
+    decode_frames: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from kernels.lm_frame import DrawTensors, FrameTensors, FusedFrame, StateTensors
 from kernels.prefill_triton import prefill_padded
 from kernels.registry import to_device
 from pipelines.engine.executor import FrameCodes, FrameModel, FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.memory import BUCKETS
 from pipelines.engine.state import SCRATCH_PAGE, DrawSettings, PagedKV, SlotState
 from pipelines.errors import ConfigError, ErrorCode
 
@@ -113,10 +114,6 @@ class PrefillGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             work()
         return graph.replay
-
-
-#: Sizes of the batch that a graph is captured for; others are filled up with the dead slot.
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
 
 
 class GraphExecutor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -131,6 +132,10 @@ class Checkpoint:
         self._left.discard(name)
         return tensor.to(device=device, dtype=dtype)
 
+    def values(self) -> int:
+        """Numbers in all tensors together; reads no tensor."""
+        return sum(math.prod(self._handle(file).get_slice(name).get_shape()) for name, file in self._files.items())
+
     def ignore(self, pattern: str) -> None:
         """Marks tensors as not needed, by a shell pattern such as `*rotary_emb*`."""
         self._left = {name for name in self._left if not fnmatchcase(name, pattern)}
@@ -239,12 +244,26 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
 
     On a GPU attention does without cuDNN, in the whole process: cuDNN builds a plan for every new shape, for up to half a second, and
     batches of utterances have new shapes all the time.
+    Raises `ConfigError` (`config.invalid`) for a device that is not there.
     """
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _known_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cpu" or threads:
         torch.set_num_threads(threads or 1)
+    return device
+
+
+def _known_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no device {name!r}.", "Name cpu, cuda or cuda:N.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "PyTorch finds no GPU here.", "Run `nightjar doctor`, or name the device cpu.")
+    if device.type == "cuda" and device.index is not None and device.index >= (count := torch.cuda.device_count()):
+        known = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no GPU {device.index}; this process sees {count}.", f"Name {known}.")
     return device
 
 

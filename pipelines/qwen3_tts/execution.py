@@ -15,10 +15,11 @@ from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor, FrameExecutor
+from pipelines.engine.memory import DEFAULT_SHARE, LIBRARY_BYTES, MemoryNeeds, plan_memory
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.stack import StackWeights
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.config import CONTROL_IDS, StackConfig
+from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, StackConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.weights import predictor_inputs
 
@@ -28,7 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CPU_KV_BYTES = 1 << 30
+_CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
+#: Positions below which no prompt has room for a second of speech.
+_LEAST_CONTEXT = 64
+#: Of the codec's decoder in bfloat16 on a GPU: what a frame of a batch takes at most. Measured: 4.6 GiB for batches of 4,096 frames.
+_DECODED_FRAME_BYTES = 1_300_000
 #: On a GPU: turns that a newcomer may wait while most slots are taken, and frames a turn.
 _ADMIT_TURNS = 4
 _FRAMES_PER_TURN = 2
@@ -37,19 +42,70 @@ _GATHER_SECONDS = 0.2
 _GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
 
 
-def engine_options(model: Qwen3TTSModel, slots: int | None, pages: int | None, page_size: int, max_context: int) -> EngineOptions:
-    """Slots, pages and context; None means the best for the device's memory."""
-    on_cpu = model.device.type == "cpu"
-    slots = slots or (32 if on_cpu else 128)
-    talker = model.config.talker
-    context = min(max_context, talker.max_positions)
-    page_bytes = 2 * talker.layers * talker.kv_width * page_size * torch.empty(0, dtype=model.dtype).element_size()
-    memory = _CPU_KV_BYTES if on_cpu else torch.cuda.mem_get_info(model.device)[0] // 2
-    enough = slots * math.ceil(context / page_size)
-    pages = pages or max(1, min(memory // page_bytes, enough))
-    if on_cpu:
+def engine_options(
+    config: Qwen3TTSConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    slots: int | None = None,
+    pages: int | None = None,
+    page_size: int = 64,
+    max_context: int = 8192,
+    memory_share: float | None = None,
+    weight_bytes: int = 0,
+) -> EngineOptions:
+    """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `weight_bytes`: its codec's too.
+
+    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short for any prompt.
+    """
+    context = min(max_context, config.talker.max_positions)
+    if context < _LEAST_CONTEXT:
+        message = f"A context of {context} positions is too short for a prompt and a second of speech."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Set SPEECH_ENGINE__MAX_CONTEXT to {_LEAST_CONTEXT} or more, or unset it.")
+    needs = memory_needs(config, dtype, page_size, context, weight_bytes)
+    if device.type == "cpu":
+        slots = slots or _CPU_SLOTS
+        pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
         return EngineOptions(slots=slots, pages=pages, page_size=page_size, max_context=context)
-    return EngineOptions(slots, pages, page_size, context, frames_per_turn=_FRAMES_PER_TURN, admit_turns=_ADMIT_TURNS)
+    plan = plan_memory(memory_budget(device, memory_share), needs, page_size, context, slots, pages)
+    return EngineOptions(
+        plan.slots,
+        plan.pages,
+        page_size,
+        context,
+        frames_per_turn=_FRAMES_PER_TURN,
+        admit_turns=_ADMIT_TURNS,
+        decode_frames=plan.decode_frames,
+    )
+
+
+def memory_needs(config: Qwen3TTSConfig, dtype: torch.dtype, page_size: int, max_context: int, weight_bytes: int) -> MemoryNeeds:
+    """What a checkpoint takes of a GPU; `weight_bytes` are those of its files in their types on the device."""
+    talker, predictor, width = config.talker, config.predictor, dtype.itemsize
+    # The text embeddings behind their projection, and those of the codebooks.
+    derived = (config.text_vocab + 1) * talker.hidden * width
+    if config.needs_projection:
+        derived += (talker.vocab + (config.codebooks - 1) * predictor.vocab + 1) * predictor.hidden * width
+    # A row's keys and values of a frame in the predictor, whose positions are filled up to a power of two; other buffers take less again.
+    span = 1 << (config.codebooks - 1).bit_length()
+    row = 2 * 2 * predictor.layers * span * predictor.kv_width * width
+    return MemoryNeeds(
+        weights=weight_bytes + derived,
+        # The text that follows a prompt, as int64; and rows in the graphs of all buckets, which have up to three rows for a slot.
+        slot=8 * max_context + 3 * row,
+        page=2 * talker.layers * talker.kv_width * page_size * width,
+        decoded_frame=_DECODED_FRAME_BYTES,
+    )
+
+
+def memory_budget(device: torch.device, share: float | None) -> int:
+    """Bytes that an engine may take of a GPU now. With a share PyTorch's allocator takes no more than that in this process."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    if share is None:
+        return int(DEFAULT_SHARE * free)
+    torch.cuda.set_per_process_memory_fraction(max(share - LIBRARY_BYTES / total, 0.0), device)
+    return min(int(share * total), free)
 
 
 def open_executor(
@@ -129,8 +185,9 @@ def graph_executor(
     return GraphExecutor(model, frame_tensors(model), slots, pages, page_size, max_context, reproducible)
 
 
-def open_stage(decoder: CodecDecoder) -> CodecStage[CodecState]:
-    """The codec's stage: on a GPU it gathers utterances into large batches."""
+def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:
+    """The codec's stage: on a GPU it gathers utterances into large batches, of which `decode_frames` are decoded together."""
+    decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)
     return CodecStage(decoder, _MAX_UTTERANCES, decoder.device, _GATHER_SECONDS, _GATHER_FRAMES)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.core import Finish
+from pipelines.engine.core import EngineOptions, Finish
 from pipelines.engine.engine import Engine
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
@@ -130,14 +130,14 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         dtype = precision(options.dtype, device)
         self.config = Qwen3TTSConfig.from_folder(folder)
         codec_dtype = precision(options.codec_dtype or options.dtype, device)
+        sizes = _sizes(self.config, options, device, dtype, codec_dtype)
         self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible)
         _check_codec(self.config, self.codec)
         self.tokenizer = TextTokenizer.from_folder(folder)
         if self.tokenizer.vocabulary > self.config.text_vocab:
             message = f"{folder}: the tokenizer has {self.tokenizer.vocabulary} ids, but text_vocab_size is {self.config.text_vocab}."
             raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, "Download the checkpoint again, with its own tokenizer.")
-        model, speaker = _load(self.config, device, dtype, options.max_context)
-        sizes = engine_options(model, options.slots, options.pages, options.page_size, options.max_context)
+        model, speaker = _load(self.config, device, dtype, sizes.max_context)
         self.name = folder.name
         self.sample_rate = self.codec.config.output_sample_rate
         self.capabilities = capabilities(self.config)
@@ -146,7 +146,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
         executor = open_executor(model, sizes, options.executor, options.reproducible)
         self._meta = {"engine": "native", "executor": executor.name, "dtype": type_name(dtype)}
-        stage = open_stage(self.codec.decoder)
+        stage = open_stage(self.codec.decoder, sizes.decode_frames)
         waiting_room = options.waiting_room or (sizes.slots if device.type == "cuda" else _CPU_WAITING_ROOM)
         self.engine = Engine(executor, sizes, waiting_room, stage)
         super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)
@@ -213,6 +213,25 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
     )
 
 
+def _sizes(
+    config: Qwen3TTSConfig, options: PipelineOptions, device: torch.device, dtype: torch.dtype, codec_dtype: torch.dtype
+) -> EngineOptions:
+    """Sizes of the engine, before anything is loaded. Raises as `engine_options`."""
+    with Checkpoint.open(config.folder) as model, Checkpoint.open(config.folder / "speech_tokenizer") as codec:
+        weight_bytes = model.values() * dtype.itemsize + codec.values() * codec_dtype.itemsize
+    return engine_options(
+        config,
+        device,
+        dtype,
+        slots=options.slots,
+        pages=options.pages,
+        page_size=options.page_size,
+        max_context=options.max_context,
+        memory_share=options.memory_share,
+        weight_bytes=weight_bytes,
+    )
+
+
 def _load(
     config: Qwen3TTSConfig, device: torch.device, dtype: torch.dtype, max_context: int
 ) -> tuple[Qwen3TTSModel, SpeakerEncoder | None]:
@@ -231,7 +250,7 @@ def _load(
         checkpoint.ignore("*rotary_emb*")
         checkpoint.finish()
     with torch.inference_mode():
-        return Qwen3TTSModel(config, weights, min(max_context, config.talker.max_positions)), speaker
+        return Qwen3TTSModel(config, weights, max_context), speaker
 
 
 def _check_codec(config: Qwen3TTSConfig, codec: Codec) -> None:

@@ -25,7 +25,8 @@ def test_a_cpu_has_the_threads_asked_for_and_else_one() -> None:
     assert torch.get_num_threads() == 1
 
 
-def test_attention_on_a_gpu_does_without_cudnn() -> None:
+def test_attention_on_a_gpu_does_without_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = torch.backends.cuda.cudnn_sdp_enabled()
     try:
         torch.backends.cuda.enable_cudnn_sdp(True)

@@ -12,14 +12,15 @@ import torch
 
 from kernels import lm_cuda, toolchain
 from pipelines.codec.fused import codec_kernels
+from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.qwen3_tts import execution
-from pipelines.qwen3_tts.execution import engine_options, open_executor
+from pipelines.qwen3_tts.execution import open_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from tests.support.qwen3_golden import golden_model
 
-SIZES = engine_options(golden_model("base"), 2, 8, 8, 64)
+SIZES = EngineOptions(slots=2, pages=8, page_size=8, max_context=64)
 
 
 @pytest.fixture(autouse=True)

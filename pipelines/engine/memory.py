@@ -1,0 +1,93 @@
+"""How many slots and KV pages a GPU's memory holds: arithmetic on bytes, without a device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pipelines.codec.decoder import BATCH_FRAMES
+from pipelines.errors import ConfigError, ErrorCode
+
+#: Sizes of the batch that a CUDA graph is captured for; others are filled up with the dead slot. The default of slots is one of them.
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
+#: Share of the free memory that an engine takes where nobody says how much; the rest is for what the allocator cannot use.
+DEFAULT_SHARE = 0.9
+#: Positions that the default keeps for every slot: 30 s of speech, its text and a recording of 5 s. KV pages are taken as they are needed,
+#: and an utterance that finds none starts again later.
+TYPICAL_POSITIONS = 512
+#: Positions for every slot below which a number that was asked for is refused.
+LEAST_POSITIONS = 256
+#: The codec's largest batch takes this part of the memory, but has at least so many frames; a multiple of the step.
+_DECODE_PART, _LEAST_DECODE_FRAMES, _FRAME_STEP = 8, 512, 64
+#: CUDA's context and libraries; workspaces and inputs of all graphs. Measured on an H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
+LIBRARY_BYTES, _GRAPH_BYTES = 1 << 30, 3 << 29
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """What a model takes of a GPU, in bytes."""
+
+    #: Weights of the model and of its codec, and what is derived from them.
+    weights: int
+    #: A slot: its state, and its rows in the buffers of all graphs.
+    slot: int
+    #: A page of the KV cache.
+    page: int
+    #: A frame in the codec's batch.
+    decoded_frame: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Sizes that fit."""
+
+    slots: int
+    pages: int
+    #: Frames of the codec's largest batch.
+    decode_frames: int
+
+
+def plan_memory(
+    budget: int, needs: MemoryNeeds, page_size: int, max_context: int, slots: int | None = None, pages: int | None = None
+) -> MemoryPlan:
+    """Sizes of an engine that may take `budget` bytes.
+
+    Without `slots` it has the largest bucket of which every slot has room for a typical utterance. Half of what is left becomes further
+    pages, so that long utterances fit beside each other; the other half is for batches of the codec that the allocator keeps.
+    Raises `ConfigError` (`config.invalid`) where the model, or so many slots, do not fit, and says how many do.
+    """
+    decode_frames = _decode_frames(budget, needs)
+    # The allocator keeps blocks of batches of other lengths: the codec takes about twice its largest batch.
+    free = budget - LIBRARY_BYTES - _GRAPH_BYTES - needs.weights - 2 * decode_frames * needs.decoded_frame
+
+    def holds(positions: int) -> int:
+        return free // (needs.slot + math.ceil(min(positions, max_context) / page_size) * needs.page)
+
+    most = holds(LEAST_POSITIONS)
+    if most < 1:
+        message = f"The model does not fit into the GPU's memory: it needs {_gib(budget - free)}, and the engine may take {_gib(budget)}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
+    if slots is None:
+        typical = max(holds(TYPICAL_POSITIONS), 1)
+        slots = max(bucket for bucket in BUCKETS if bucket <= typical)
+    elif slots > most:
+        message = f"{slots} slots do not fit into the GPU's memory: the engine may take {_gib(budget)}, which hold {most} slots."
+        advice = f"Set SPEECH_ENGINE__SLOTS to {most} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+    return MemoryPlan(slots, pages or _pages(free, needs, slots, page_size, max_context), decode_frames)
+
+
+def _pages(free: int, needs: MemoryNeeds, slots: int, page_size: int, max_context: int) -> int:
+    """KV pages for so many slots: what they typically need, and half of the rest, up to all that they could ever need."""
+    room = (free - slots * needs.slot) // needs.page
+    typical = slots * math.ceil(min(TYPICAL_POSITIONS, max_context) / page_size)
+    return min(room if room <= typical else typical + (room - typical) // 2, slots * math.ceil(max_context / page_size))
+
+
+def _decode_frames(budget: int, needs: MemoryNeeds) -> int:
+    frames = budget // _DECODE_PART // needs.decoded_frame
+    return min(max(frames - frames % _FRAME_STEP, _LEAST_DECODE_FRAMES), BATCH_FRAMES)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

@@ -1,0 +1,154 @@
+"""How many slots and KV pages a GPU's memory holds, what is refused before anything is loaded, and the table of docs/models.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.engine.memory import BUCKETS, LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory
+from pipelines.errors import ConfigError, ErrorCode
+from pipelines.nn.checkpoint import open_device
+from pipelines.qwen3_tts import pipeline as qwen3
+from pipelines.qwen3_tts.config import Qwen3TTSConfig
+from pipelines.qwen3_tts.dummy import published_config
+from pipelines.qwen3_tts.execution import engine_options, memory_needs
+from tests.support.qwen3_golden import GOLDEN
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE_SIZE, CONTEXT = 64, 8192
+#: Values in the files of the published checkpoints: of the model, by its size, and of its codec.
+MODEL_VALUES, CODEC_VALUES = {"0b6": 905_788_672, "1b7": 1_916_676_352}, 170_500_000
+GIGABYTES = (16, 24, 40, 80, 141)
+
+
+def published_needs(folder: Path, size: str) -> MemoryNeeds:
+    (folder / "config.json").write_text(json.dumps(published_config(size)))
+    weight_bytes = 2 * (MODEL_VALUES[size] + CODEC_VALUES)
+    return memory_needs(Qwen3TTSConfig.from_folder(folder), torch.bfloat16, PAGE_SIZE, CONTEXT, weight_bytes)
+
+
+def planned(gigabytes: float, needs: MemoryNeeds, slots: int | None = None) -> MemoryPlan:
+    """The plan for a GPU that is free, by the default share."""
+    return plan_memory(int(0.9 * gigabytes * 1e9), needs, PAGE_SIZE, CONTEXT, slots)
+
+
+def taken(plan: MemoryPlan, needs: MemoryNeeds) -> int:
+    """Bytes of everything that a plan names."""
+    return needs.weights + plan.slots * needs.slot + plan.pages * needs.page + plan.decode_frames * needs.decoded_frame
+
+
+def test_the_table_of_slots_is_what_the_arithmetic_says(tmp_path: Path) -> None:
+    lines = (ROOT / "docs/models.md").read_text().splitlines()
+    start = lines.index("| memory of the GPU | 0.6B: slots, KV pages | 1.7B: slots, KV pages |")
+    rows = []
+    for gigabytes in GIGABYTES:
+        plans = [planned(gigabytes, published_needs(tmp_path, size)) for size in ("0b6", "1b7")]
+        cells = " | ".join(f"{plan.slots}, {plan.pages:,}" for plan in plans)
+        rows.append(f"| {gigabytes} GB | {cells} |")
+    assert lines[start + 2 : start + 2 + len(rows)] == rows
+
+
+@pytest.mark.parametrize("size", ["0b6", "1b7"])
+def test_a_plan_stays_within_its_memory_and_grows_with_it(size: str, tmp_path: Path) -> None:
+    needs = published_needs(tmp_path, size)
+    before = 0
+    for gigabytes in range(16, 200):
+        plan = planned(gigabytes, needs)
+        assert plan.slots in BUCKETS
+        assert plan.slots >= before
+        assert taken(plan, needs) + LIBRARY_BYTES < 0.9 * gigabytes * 1e9
+        assert plan.pages * PAGE_SIZE >= plan.slots * 512, "a slot has no room for a typical utterance"
+        before = plan.slots
+    assert before == BUCKETS[-1]
+
+
+def test_more_slots_than_the_memory_holds_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
+    needs = published_needs(tmp_path, "1b7")
+    with pytest.raises(ConfigError, match=r"500 slots do not fit into the GPU's memory: .* GiB, which hold \d+ slots\.") as caught:
+        planned(24, needs, 500)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    most = int(caught.value.message.split("hold ")[1].split()[0])
+    assert f"SPEECH_ENGINE__SLOTS to {most} or less" in caught.value.advice
+    plan = planned(24, needs, most)
+    assert (plan.slots, plan.pages * PAGE_SIZE >= most * 256) == (most, True)
+    assert planned(24, needs).slots < most
+    with pytest.raises(ConfigError):
+        planned(24, needs, most + 1)
+
+
+def test_a_model_that_does_not_fit_at_all_says_what_it_needs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"it needs \d\.\d GiB, and the engine may take 5\.0 GiB"):
+        planned(6, published_needs(tmp_path, "1b7"))
+
+
+def test_what_no_utterance_could_ever_need_is_not_taken(tmp_path: Path) -> None:
+    needs = published_needs(tmp_path, "0b6")
+    plan = plan_memory(140 << 30, needs, PAGE_SIZE, 256, 4)
+    assert (plan.slots, plan.pages) == (4, 16)
+    assert plan_memory(140 << 30, needs, PAGE_SIZE, CONTEXT, 4, 77).pages == 77
+
+
+@pytest.fixture
+def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A machine that says it has two GPUs of 16 GiB; the fractions of memory that its allocator was given."""
+    given: dict[str, float] = {}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (15 << 30, 16 << 30))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: given.update({str(device): share}))
+    return given
+
+
+def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float], tmp_path: Path) -> None:
+    published_needs(tmp_path, "0b6")
+    config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
+    weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
+    whole = engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes)
+    assert (whole.slots, two_gpus) == (64, {})
+    half = engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes, memory_share=0.5)
+    assert half.slots < whole.slots
+    assert half.pages < whole.pages
+    assert two_gpus == {"cuda:1": 0.5 - 1 / 16}
+    # Another program has taken more than the share leaves to others.
+    all_of_it, what_is_free = (
+        engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes, memory_share=share) for share in (1.0, 15 / 16)
+    )
+    assert all_of_it == what_is_free
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"slots": 100_000}, "100000 slots do not fit"),
+        ({"memory_share": 0.1}, "The model does not fit into the GPU's memory"),
+        ({"max_context": 20}, "A context of 20 positions is too short"),
+        ({"device": "cuda:7"}, "There is no GPU 7; this process sees 2."),
+        ({"device": "gpu"}, "There is no device 'gpu'."),
+        ({"dtype": "int3"}, "wrong value: Invalid enum value 'int3'"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    options: dict[str, object], said: str, two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(qwen3, "load_codec", lambda *_: pytest.fail("the codec was loaded"))
+    monkeypatch.setattr(qwen3, "_load", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match=said) as caught:
+        qwen3.open_pipeline(GOLDEN / "checkpoint-base", **options)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert caught.value.advice
+
+
+def test_a_device_is_named_or_the_best_there_is(two_gpus: dict[str, float]) -> None:
+    assert open_device("cuda:1") == torch.device("cuda:1")
+    assert open_device(None) == torch.device("cuda")
+    assert open_device("cpu", threads=1) == torch.device("cpu")
+
+
+def test_a_gpu_where_there_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="PyTorch finds no GPU here"):
+        open_device("cuda:0")
