@@ -36,8 +36,9 @@ class S3Settings(SettingsGroup):
 class WorkerSettings(SettingsGroup):
     """One worker process."""
 
-    shards_in_flight: PositiveInt = Field(
-        default=2, description="Shards that a worker runs at the same time. With two, the engine stays full when one of them ends."
+    shards_in_flight: PositiveInt | None = Field(
+        default=None,
+        description="Shards that a worker runs at the same time. Unset: as many as keep its engine full, maximum 64.",
     )
     lease_seconds: Annotated[float, Field(gt=0, le=LONGEST_LEASE_SECONDS)] = Field(
         default=60.0, description="Seconds after which a shard without a heartbeat is given to another worker; maximum 6 hours."
@@ -114,7 +115,7 @@ class DispatchSettings(SettingsGroup):
     """How shards get from the ledger to the broker."""
 
     interval_seconds: Positive = Field(default=5.0, description="Seconds between two runs of the dispatcher.")
-    window_factor: PositiveInt = Field(default=2, description="Shards in the queue per slot of the live workers.")
+    window_factor: PositiveInt = Field(default=2, description="Shards queued or leased for each shard that the live workers can use.")
     queued_timeout_seconds: Positive = Field(
         default=600.0, description="Seconds after which a message that no worker claimed counts as lost."
     )

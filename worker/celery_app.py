@@ -23,6 +23,7 @@ from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from worker.consumer import ShardTask
+from worker.demand import MAX_SHARDS
 from worker.runtime import Handling, Runtime, WorkerOptions
 
 _lock = threading.Lock()
@@ -41,7 +42,7 @@ def runtime() -> Runtime:
 
 
 class EnginePool(TaskPool):
-    """Threads, one for each shard in flight, around one `Runtime`.
+    """Threads around one `Runtime`, one for each shard in flight. A thread begins when it is first needed.
 
     A bootstep would be stopped while tasks still run, since Celery stops steps before the pool drains; so the pool itself
     holds the engine. CUDA is never forked over, because threads share the process.
@@ -59,6 +60,14 @@ class EnginePool(TaskPool):
             # Celery would log a traceback; whoever started the worker tells the person.
             _failure = error
             raise SystemExit(1) from error
+
+    def on_apply(self, target: Any, args: Any = None, *arguments: Any, **options: Any) -> Any:
+        result = super().on_apply(target, args, *arguments, **options)
+        if _runtime is not None and args and args[0] == RUN_SHARD:
+            demand = _runtime.demand
+            demand.taken()
+            result.f.add_done_callback(lambda _: demand.ended())
+        return result
 
     def on_stop(self) -> None:
         """Drains, then closes the engine. Celery may call it twice on its way down."""
@@ -167,7 +176,7 @@ def run_worker(settings: Settings, model: str | None, parent_pid: int | None) ->
     _configured = (settings, WorkerOptions(model, parent_pid))
     worker = create_app(settings).Worker(
         pool_cls=EnginePool,
-        concurrency=settings.worker.shards_in_flight,
+        concurrency=settings.worker.shards_in_flight or MAX_SHARDS,
         hostname=f"nightjar-{os.getpid()}@{socket.gethostname()}",
         loglevel=settings.log_level.upper(),
         quiet=True,

@@ -16,10 +16,13 @@ from kombu.transport import virtual
 from redis.exceptions import DataError, RedisError
 from vine import promise
 
+from jobs.dispatch import RUN_SHARD
+
 if TYPE_CHECKING:
+    from kombu.asynchronous.hub import Hub
     from kombu.connection import Connection
 
-    from worker.metrics import Metrics
+    from worker.runtime import Runtime
 
 log = structlog.get_logger(__name__)
 
@@ -30,7 +33,7 @@ FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 #: A consumer that lived so long starts its pauses anew.
 HEALTHY_SECONDS = 30.0
-#: Between two looks whether the worker is to end.
+#: Between two looks whether the worker is to end, or can use another shard.
 LOOK_SECONDS = 0.1
 
 
@@ -75,7 +78,8 @@ class SteadyConsumer(Consumer):
     """Celery's consumer, which ends its worker on any error but a lost connection, connects anew after every error.
 
     A broker that was killed, or is a replica now, raises more kinds of errors than those (in kombu's cleaning up, too). A
-    message that cannot be read is dropped and counted, or it would break the next worker too.
+    message that cannot be read is dropped and counted, or it would break the next worker too. A shard that this worker has no use for
+    now goes back to the queue, for another one.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -116,6 +120,10 @@ class SteadyConsumer(Consumer):
 
         def on_message(message: Any) -> None:
             try:
+                if _is_of_shard(message) and not _hungry():
+                    # It came when the worker had asked, and another one was claimed meanwhile.
+                    message.requeue()
+                    return
                 receive(message)
             except BROKER_ERRORS:
                 raise
@@ -125,6 +133,11 @@ class SteadyConsumer(Consumer):
                     message.reject_log_error(log, BROKER_ERRORS)
 
         return on_message
+
+    def register_with_event_loop(self, hub: Hub) -> None:
+        super().register_with_event_loop(hub)
+        # Without it the loop would look only once a second whether the worker can use another shard.
+        hub.timer.call_repeatedly(LOOK_SECONDS, lambda: None)
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         self._drop(exc)
@@ -144,13 +157,13 @@ class SteadyConsumer(Consumer):
 
     def _drop(self, error: Exception | None) -> None:
         log.warning("message dropped: this worker cannot read it", reason="it names no task" if error is None else repr(error))
-        if (metrics := _metrics()) is not None:
-            metrics.dropped_messages.inc()
+        if (runtime := _runtime()) is not None:
+            runtime.metrics.dropped_messages.inc()
 
     def _note(self, error: BaseException) -> None:
         log.warning("broker lost; connecting again", error=repr(error))
-        if (metrics := _metrics()) is not None:
-            metrics.consumer_restarts.inc()
+        if (runtime := _runtime()) is not None:
+            runtime.metrics.consumer_restarts.inc()
         self._rest()
 
     def _rest(self) -> None:
@@ -167,13 +180,18 @@ class SteadyConsumer(Consumer):
 
 
 def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
-    """A Redis channel that drops what it cannot read: kombu takes a message from its list before it looks at it.
+    """A Redis channel that drops what it cannot read: kombu takes a message from its list before it looks at it. It asks the broker
+    for a message only while the worker can use one.
 
     What cannot be acknowledged is delivered no more here: it would take a slot's place for ever, and a worker without a free
     slot asks the broker for nothing, so it would never see that its connection is gone.
     """
 
     class SteadyQoS(channel.QoS):
+        def can_consume(self) -> bool:
+            # What the broker was asked for is read in any case: unread, it would be kept from other workers.
+            return super().can_consume() and (bool(self.channel._in_poll) or _hungry())
+
         def ack(self, delivery_tag: str) -> None:
             try:
                 super().ack(delivery_tag)
@@ -207,11 +225,21 @@ def _steady(channel: type[Any], drop: Callable[[Exception], None]) -> type[Any]:
     return SteadyChannel
 
 
-def _metrics() -> Metrics | None:
-    """Those of the worker of this process, if it has one."""
+def _is_of_shard(message: Any) -> bool:
+    return isinstance(message.headers, dict) and message.headers.get("task") == RUN_SHARD
+
+
+def _hungry() -> bool:
+    """Whether the worker of this process takes another shard."""
+    runtime = _runtime()
+    return runtime is None or runtime.demand.hungry
+
+
+def _runtime() -> Runtime | None:
+    """That of the worker of this process, if it has one."""
     from worker import celery_app
 
     try:
-        return celery_app.runtime().metrics
+        return celery_app.runtime()
     except RuntimeError:
         return None

@@ -18,6 +18,11 @@ class ExclusiveLock:
         self._taken_alone = False
         self._waiting = 0
 
+    @property
+    def closed(self) -> bool:
+        """Whether one holds it alone, or waits to: nobody else comes in now."""
+        return self._taken_alone or self._waiting > 0
+
     @contextmanager
     def hold(self, alone: bool, give_up: Callable[[], bool]) -> Generator[bool, None, None]:
         """Waits for the lock and holds it inside the block. Yields False, without the lock, when `give_up` returns True."""

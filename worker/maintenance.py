@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import structlog
@@ -13,6 +14,7 @@ from jobs.dispatch import Dispatcher, Publisher
 from jobs.ledger.records import WorkerInfo
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
+from worker.demand import Demand
 from worker.leases import Clock, LeaseBook
 from worker.metrics import Metrics
 
@@ -92,8 +94,12 @@ class Maintenance:
         clock: Clock,
         publisher: Publisher,
         on_job_ended: Callable[[str], None] = lambda _: None,
+        demand: Demand | None = None,
     ) -> None:
-        """`on_job_ended` is told of jobs that the reconciler ended, and of those that have no manifest yet."""
+        """`on_job_ended` is told of jobs that the reconciler ended, and of those that have no manifest yet.
+
+        `demand`: how many shards the worker can use; None: as many as `worker` says.
+        """
         self._ledger = ledger
         self._settings = settings
         self._worker = worker
@@ -102,6 +108,7 @@ class Maintenance:
         self._clock = clock
         self._publisher = publisher
         self._on_job_ended = on_job_ended
+        self._demand = demand or Demand(worker.slots)
         self._dispatcher = Dispatcher(ledger, settings, publisher)
         self._state = UP
         self._registered = False
@@ -121,6 +128,11 @@ class Maintenance:
     def nudge(self) -> None:
         """A shard ended: there may be room for another one."""
         self._dispatch.nudge()
+
+    def claimed(self) -> None:
+        """A shard was claimed: the worker may be able to use more of them than it has said."""
+        if self._demand.shards > self._worker.slots:
+            self._dispatch.nudge()
 
     def drain(self) -> None:
         """The worker takes no more shards: others are told, and it dispatches no more."""
@@ -145,10 +157,7 @@ class Maintenance:
         if tickets:
             lost = self._ledger.heartbeat(self._worker.id, tickets, self._settings.worker.lease_seconds)
             self._leases.renewed(tickets, lost, sent_at)
-        try:
-            self._ledger.worker_heartbeat(self._worker.id, self._state)
-        except NotFoundError:
-            self._ledger.register_worker(self._worker)
+        self._report(self._demand.shards)
 
     def dispatch(self) -> None:
         """One pass of the reconciler, if it is time, and of the dispatcher."""
@@ -158,11 +167,24 @@ class Maintenance:
         if now - self._reconciled_at >= self._settings.dispatch.reconcile_seconds:
             self._reconciled_at = now
             self._reconcile()
+        shards = self._demand.shards
+        # Fewer at once would be written at each end of a shard, and more in the queue do no harm.
+        if shards > self._worker.slots or shards < self._worker.slots / 2:
+            self._report(shards)
         dispatched = self._dispatcher.run_once()
         self._metrics.dispatched.inc(dispatched)
         if now - self._depth_at >= self._settings.dispatch.interval_seconds:
             self._depth_at = now
             self._metrics.queue_depth.set(self._publisher.queue_depth())
+
+    def _report(self, shards: int) -> None:
+        """A sign of life, with the number of shards that the worker can use."""
+        worker = replace(self._worker, slots=shards)
+        try:
+            self._ledger.worker_heartbeat(worker.id, self._state, shards)
+        except NotFoundError:
+            self._ledger.register_worker(worker)
+        self._worker = worker
 
     def _reconcile(self) -> None:
         report = self._ledger.reconcile(self._settings.dispatch.queued_timeout_seconds)

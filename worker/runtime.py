@@ -27,7 +27,8 @@ from jobs.store.base import ObjectStore
 from pipelines.engine_process.client import EngineProcess
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, NightjarError, NotFoundError
 from pipelines.registry import describe, is_registered, open_pipeline
-from pipelines.request import Pipeline
+from pipelines.request import Pipeline, engine_info
+from worker.demand import SHARDS_AT_START, Demand
 from worker.exclusive import ExclusiveLock
 from worker.leases import Clock, LeaseBook, SystemClock
 from worker.maintenance import Maintenance, put_manifest_if_over
@@ -100,12 +101,13 @@ class Runtime:
             gpu=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             model=self.options.model or "",
             version=installed_version(),
-            slots=settings.worker.shards_in_flight,
+            slots=settings.worker.shards_in_flight or SHARDS_AT_START,
         )
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
         self._writer = ResultWriter(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
         self._exclusive = ExclusiveLock()
+        self.demand = Demand(settings.worker.shards_in_flight, self._engine_slots, lambda: self._exclusive.closed, self._clock)
         self.runner = ShardRunner(
             self.ledger,
             self.store_for,
@@ -116,9 +118,10 @@ class Runtime:
             metrics=self.metrics,
             clock=self._clock,
             provenance=ProvenanceBook(),
+            demand=self.demand,
         )
         self.maintenance = Maintenance(
-            self.ledger, settings, self.worker, self.leases, self.metrics, self._clock, Publisher(settings), self._end_job
+            self.ledger, settings, self.worker, self.leases, self.metrics, self._clock, Publisher(settings), self._end_job, self.demand
         )
 
     @property
@@ -201,9 +204,14 @@ class Runtime:
         lease = self._asking(lambda: self.ledger.claim(ticket, self.worker.id, self.settings.worker.lease_seconds))
         if lease is None:
             return False
-        with bound_contextvars(epoch=lease.epoch):
+        with bound_contextvars(epoch=lease.epoch), self.demand.hold(lease.ticket, len(lease.open_items)):
+            self.maintenance.claimed()
             self.runner.run(lease)
         return True
+
+    def _engine_slots(self) -> int:
+        """Those of the open engine; 0 while none is open."""
+        return max((engine_info(pipeline).slots for pipeline in self.pipelines.pipelines()), default=0)
 
     def _refusal(self, ticket: Ticket) -> Handling | None:
         """Why this worker does not run the shard, or None. A worker of one model leaves other models to others, after a short wait."""

@@ -113,6 +113,8 @@ class ShardProgress:
         #: By index, oldest first.
         self._in_engine: dict[int, EngineEntry] = {}
         self._submitting: int | None = None
+        #: Draws that the engine has ended.
+        self.answered_items = 0
         #: Whether the feeder has taken a line that may not be in the engine yet.
         self._feeding = False
         #: Items that left the engine and are not settled.
@@ -150,6 +152,11 @@ class ShardProgress:
     def unfinished(self) -> bool:
         """Whether items have no outcome."""
         return bool(self._unsettled)
+
+    @property
+    def open_items(self) -> int:
+        """Items that have not left the engine; those that are not to be fed any more are not counted."""
+        return len(self._in_engine) + (0 if self.stopped else len(self._fresh) + len(self._redraws))
 
     @property
     def _begun(self) -> bool:
@@ -268,6 +275,7 @@ class ShardProgress:
                 return None
             # In the same step: at no time is an item that was begun in no state.
             self._writing.add(index)
+            self.answered_items += 1
             return engine_ms
 
     def take_late(self, timeout_seconds: float) -> tuple[list[LateItem], bool]:

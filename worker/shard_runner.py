@@ -16,6 +16,7 @@ from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Pipeline
+from worker.demand import Demand
 from worker.feeder import Feeder
 from worker.leases import Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import Metrics
@@ -69,6 +70,7 @@ class ShardRunner:
         metrics: Metrics,
         clock: Clock | None = None,
         provenance: ProvenanceBook | None = None,
+        demand: Demand | None = None,
     ) -> None:
         self._ledger = ledger
         self._store_for = store_for
@@ -81,6 +83,7 @@ class ShardRunner:
         self._references = ReferenceCache()
         self._timer = EngineTimer(self._clock)
         self._provenance = provenance
+        self._demand = demand
 
     def run(self, lease: Lease) -> ShardEnd:
         """Works on a shard until it is finished or its lease is gone. Raises nothing."""
@@ -140,6 +143,8 @@ class ShardRunner:
             drawn_before=self._drawn_before(held, todo),
         )
         packs = self._packs(held, store, progress)
+        if self._demand is not None:
+            self._demand.follow(held.lease.ticket, progress)
         build = RequestBuilder(held, store, self._references, self._metrics.waited_for).build
         feeder = Feeder(held, progress, build, pipeline=pipeline, writer=self._writer, store=store, clock=self._clock, packs=packs)
         feeder.start()

@@ -361,7 +361,7 @@ class WorkerInfo:
     gpu: str
     model: str
     version: str
-    #: Shards it holds at once.
+    #: Shards that it can use, with those it has.
     slots: int
 
 

@@ -57,9 +57,15 @@ def register_worker(connection: sa.Connection, info: WorkerInfo) -> None:
     connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))
 
 
-def worker_heartbeat(connection: sa.Connection, worker_id: str, state: str = UP) -> None:
-    """A sign of life. Only workers in state `up` widen the window. Raises `NotFoundError` for a worker that never registered."""
-    statement = sa.update(schema.workers).where(schema.workers.c.id == worker_id).values(heartbeat_at=db_now(), state=state)
+def worker_heartbeat(connection: sa.Connection, worker_id: str, state: str = UP, slots: int | None = None) -> None:
+    """A sign of life; `slots`: shards that the worker can use now, where that changes. Only workers in state `up` widen the window.
+
+    Raises `NotFoundError` for a worker that never registered.
+    """
+    values: dict[str, object] = {"heartbeat_at": db_now(), "state": state}
+    if slots is not None:
+        values["slots"] = slots
+    statement = sa.update(schema.workers).where(schema.workers.c.id == worker_id).values(values)
     if connection.execute(statement).rowcount == 0:
         raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, f"Worker {clean(worker_id)!r} is not registered.", "Start the worker again.")
 
@@ -89,7 +95,7 @@ def lose_worker(connection: sa.Connection, host: str, pid: int) -> int:
 
 
 def live_slots(connection: sa.Connection) -> dict[str, int]:
-    """Shards that the live workers hold at once, by the model they are pinned to (`ANY_MODEL`: by none)."""
+    """Shards that the live workers can use, with those they have, by the model they are pinned to (`ANY_MODEL`: by none)."""
     return {model: int(slots) for model, slots in connection.execute(_LIVE_SLOTS)}
 
 

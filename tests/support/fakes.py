@@ -59,7 +59,8 @@ class FakePipeline:
     """A deterministic sine engine.
 
     Every request takes `seconds` of engine time plus `seconds_per_character` of its text, and `slots` requests run at
-    once; with both zero a request is answered inside `submit`. `waiting_room` bounds what may wait for a slot.
+    once; with both zero a request is answered inside `submit`. `waiting_room` bounds what may wait for a slot. With `patient_until` nothing
+    ends while a slot is empty, until so many requests were submitted: who does not keep the engine full waits for ever.
     Markers in a text: `[[slow:S]]` S seconds more; `[[until:PATH]]` ends when there is a file PATH, not before;
     `[[hang]]` never ends, not even by abort; `[[crash]]` kills the process; `[[crash_once:PATH]]` kills it unless PATH
     exists, and makes it; `[[fail:CODE]]` fails; `[[fail_once:CODE]]` fails the first time in this process;
@@ -77,6 +78,7 @@ class FakePipeline:
         seconds_per_character: float = 0.0,
         slots: int = 8,
         waiting_room: int = 64,
+        patient_until: int = 0,
         on_crash: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
@@ -85,6 +87,7 @@ class FakePipeline:
         self.seconds_per_character = seconds_per_character
         self.slots = slots
         self.waiting_room = waiting_room
+        self.patient_until = patient_until
         self.submitted: list[str] = []
         self.aborted: list[str] = []
         self.closes = 0
@@ -163,8 +166,8 @@ class FakePipeline:
                     heapq.heappush(self._ends, (end, next(self._order), request_id))
                     self._changed.notify_all()
                 wait_seconds = self._ends[0][0] - time.monotonic() if self._ends else 1.0
-                if wait_seconds > 0:
-                    self._changed.wait(min(wait_seconds, 1.0))
+                if wait_seconds > 0 or self._patient:
+                    self._changed.wait(min(wait_seconds, 1.0) if wait_seconds > 0 else 1.0)
                     continue
                 request_id = heapq.heappop(self._ends)[2]
                 if self._held(request_id):
@@ -173,6 +176,11 @@ class FakePipeline:
                 entry = self._running.pop(request_id, None)
             if entry is not None:
                 self._finish(*entry)
+
+    @property
+    def _patient(self) -> bool:
+        """Whether the engine waits until it is full."""
+        return len(self.submitted) < self.patient_until and len(self._running) + len(self._waiting) < self.slots
 
     def _held(self, request_id: str) -> bool:
         """Whether a running request waits for its file."""

@@ -74,7 +74,7 @@ def test_a_killed_worker_loses_nothing(site: Site) -> None:
 def test_sigterm_finishes_the_shards_in_flight(site: Site) -> None:
     job = site.submit([site.held("lasts") if n in (0, 16) else f"text {n}" for n in range(200)])
     # No shard comes out of its turn because its message waits for long.
-    worker = site.worker(SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS="600")
+    worker = site.worker(SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS="600", SPEECH_WORKER__SHARDS_IN_FLIGHT="2")
     # All that its two shards have beside what is held: it takes no third one.
     site.wait_for(lambda: site.status(job).items.done == 30)
     worker.send_signal(signal.SIGTERM)

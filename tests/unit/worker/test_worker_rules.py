@@ -62,7 +62,11 @@ def test_a_shard_whose_next_crash_decides_runs_with_no_other_beside_it(tmp_path:
         told.append(f"end {lease.shard_no}")
 
     monkeypatch.setattr(runtime.ledger, "on_trial", lambda ticket: ticket.shard_no == 1)
-    monkeypatch.setattr(runtime.ledger, "claim", lambda ticket, *_: SimpleNamespace(shard_no=ticket.shard_no, epoch=1))
+
+    def claim(ticket: Ticket, *_: object) -> Any:
+        return SimpleNamespace(ticket=ticket, shard_no=ticket.shard_no, epoch=1, open_items={})
+
+    monkeypatch.setattr(runtime.ledger, "claim", claim)
     monkeypatch.setattr(runtime.runner, "run", run)
     monkeypatch.setattr(runtime, "_end_job", lambda job_id: None)
     ended: list[Handling] = []
