@@ -61,6 +61,11 @@ class WorkerSettings(SettingsGroup):
     )
     threads: PositiveInt | None = Field(default=None, description="Threads of the engine. Unset: the fastest measured number.")
     meter_processes: PositiveInt = Field(default=1, description="Processes of the quality meters, one core each.")
+    writer_processes: Annotated[int, Field(ge=0)] | None = Field(
+        default=None,
+        description="Maximum processes that write to S3; they start when they are needed. Unset: one for two cores, maximum 4. "
+        "0: the worker's own threads write.",
+    )
 
 
 class EngineSettings(SettingsGroup):

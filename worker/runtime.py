@@ -22,7 +22,6 @@ from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
-from jobs.store import open_store
 from jobs.store.base import ObjectStore
 from pipelines.engine_process.client import EngineProcess
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, NightjarError, NotFoundError
@@ -37,6 +36,7 @@ from worker.pipeline_cache import PipelineCache
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
 from worker.shard_runner import ShardRunner
+from worker.writer_processes import WriterProcesses, default_processes
 
 if TYPE_CHECKING:
     from jobs.settings import Settings
@@ -106,6 +106,8 @@ class Runtime:
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
         self._writer = ResultWriter(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
+        processes = settings.worker.writer_processes
+        self._writer_processes = WriterProcesses(default_processes() if processes is None else processes, settings.s3)
         self._exclusive = ExclusiveLock()
         self.demand = Demand(settings.worker.shards_in_flight, self._engine_slots, lambda: self._exclusive.closed, self._clock)
         self.runner = ShardRunner(
@@ -177,6 +179,7 @@ class Runtime:
             return
         self.maintenance.stop()
         self._writer.close()
+        self._writer_processes.close()
         self.pipelines.close()
         self._stop_serving()
         self.ledger.close()
@@ -187,7 +190,7 @@ class Runtime:
         """The store of a job; one client each for the life of the process."""
         store = self._stores.get(url)
         if store is None:
-            store = self._stores[url] = open_store(url, self.settings.s3)
+            store = self._stores[url] = self._writer_processes.open(url)
         return store
 
     def _open(self, model: str) -> Pipeline:

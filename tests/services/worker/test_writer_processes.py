@@ -1,0 +1,232 @@
+"""Writer processes in front of real S3 servers: the same results with any number of them, and none is missed when it dies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from jobs.ledger.records import JobState
+from jobs.settings_groups import S3Settings
+from jobs.store import open_store
+from jobs.store.base import ObjectStore, PutResult
+from pipelines.errors import ErrorCode, StoreError
+from tests.support.services import S3, MotoS3, runs
+from tests.support.worker_rig import Rig
+from worker.shard_runner import ShardEnd
+from worker.writer_processes import WriterProcesses
+
+METADATA = {"seed": "7", "spec_sha": "ab" * 8}
+
+
+def access(s3: S3) -> S3Settings:
+    return S3Settings(
+        endpoint_url=s3.endpoint,
+        region=s3.region,
+        access_key_id=s3.access_key,
+        secret_access_key=s3.secret_key,  # pyright: ignore[reportArgumentType]
+        addressing_style="path",
+    )
+
+
+@contextmanager
+def writers(s3: S3Settings, url: str, processes: int) -> Iterator[tuple[WriterProcesses, ObjectStore]]:
+    """So many processes, all up, and a store that writes through them."""
+    pool = WriterProcesses(processes, s3, crowded=0)
+    try:
+        store = pool.open(url)
+        for number in range(1, processes + 1):
+            store.put(f"warm-{number}", b"one")
+            until(lambda number=number: len(pool.pids) == number)
+        yield pool, store
+    finally:
+        pool.close()
+
+
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def own_moto(tmp_path: Path) -> Iterator[MotoS3]:
+    """A server that this test may pause and kill."""
+    server = MotoS3(tmp_path / "moto")
+    server.folder.mkdir()
+    server.start()
+    yield server
+    server.stop()
+
+
+def test_the_first_put_stays(s3: S3, bucket: str) -> None:
+    with writers(access(s3), f"s3://{bucket}/some/prefix", 1) as (pool, store):
+        first = store.put("a/b.wav", b"one", content_type="audio/wav", metadata=METADATA)
+        second = store.put("a/b.wav", b"other")
+        assert pool.pids
+    assert (first.created, second.created) == (True, False)
+    assert first.info == second.info
+    assert first.info.metadata == METADATA
+    assert first.info.sha256 == hashlib.sha256(b"one").hexdigest()
+    assert open_store(f"s3://{bucket}/some/prefix", access(s3)).get("a/b.wav") == b"one"
+
+
+def test_a_job_has_the_same_artifacts_with_any_number_of_processes(rig: Rig, moto: MotoS3) -> None:
+    texts = [f"This is sentence {number}." for number in range(24)]
+    found = []
+    for processes in (0, 1, 3):
+        url = f"s3://{moto.create_bucket(f'writers-{processes}')}"
+        with writers(access(moto), url, processes) as (pool, rig.store):  # pyright: ignore[reportAttributeAccessIssue]
+            job = rig.submit(texts)
+            assert rig.run_next() is ShardEnd.FINISHED
+            assert len(pool.pids) == processes
+            audio = list(rig.ledger.shard_audio(job.id, 0))
+            found.append([(one.index, one.key.removeprefix(f"jobs/{job.id}"), one.sha256, one.bytes, one.samples) for one in audio])
+            assert {one.sha256 for one in audio} == {hashlib.sha256(rig.store.get(one.key)).hexdigest() for one in audio}
+    assert len(found[0]) == len(texts)
+    assert found[0] == found[1] == found[2]
+
+
+def test_puts_of_a_process_that_is_killed_are_put_by_another(own_moto: MotoS3) -> None:
+    url = f"s3://{own_moto.create_bucket('killed')}"
+    with writers(access(own_moto), url, 2) as (pool, store), ThreadPoolExecutor(8) as threads:
+        own_moto.pause()
+        puts = [threads.submit(store.put, f"a/{number}", b"%d" % number, metadata=METADATA) for number in range(8)]
+        until(lambda: sum(one.in_flight for one in pool.processes) == 8)
+        killed = pool.pids
+        os.kill(killed[0], signal.SIGKILL)
+        own_moto.unpause()
+        results: list[PutResult] = [put.result() for put in puts]
+        until(lambda: len(store.put("b", b"") and pool.pids) == 2)
+        assert killed[0] not in pool.pids
+        content = [store.get(f"a/{number}") for number in range(8)]
+    # An object may have been there when the second process came: it is what the first one wrote.
+    assert [one.info.sha256 for one in results] == [hashlib.sha256(b"%d" % number).hexdigest() for number in range(8)]
+    assert content == [b"%d" % number for number in range(8)]
+
+
+def test_a_job_goes_on_when_every_process_dies(rig: Rig, moto: MotoS3) -> None:
+    url = f"s3://{moto.create_bucket('all-die')}"
+    with writers(access(moto), url, 2) as (pool, rig.store):  # pyright: ignore[reportAttributeAccessIssue]
+        job = rig.submit([f"This is sentence {number}." for number in range(200)])
+        doomed = list(pool.processes)
+        runner = threading.Thread(target=rig.run_next)
+        runner.start()
+        until(lambda: sum(one.in_flight for one in doomed) > 4)
+        for one in doomed:
+            one.process.kill()
+        runner.join()
+        audio = list(rig.ledger.shard_audio(job.id, 0))
+        assert all(hashlib.sha256(rig.store.get(one.key)).hexdigest() == one.sha256 for one in audio)
+        assert all(one.ended for one in doomed)
+    assert len(audio) == 200
+    assert rig.ledger.job(job.id).state is JobState.COMPLETED
+
+
+def test_a_store_that_is_away_is_waited_for(rig: Rig, own_moto: MotoS3) -> None:
+    url = f"s3://{own_moto.create_bucket('away')}"
+    with writers(access(own_moto), url, 1) as (_, rig.store):  # pyright: ignore[reportAttributeAccessIssue]
+        rig.submit(["One.", "Two."])
+        shard = rig.claim_next()
+        data = rig.store.get(shard.input_key)
+        own_moto.kill()
+        with pytest.raises(StoreError) as away:
+            rig.store.put("x", b"x")
+        assert away.value.code is ErrorCode.STORE_UNREACHABLE
+        own_moto.start()
+        own_moto.create_bucket("away")
+        rig.store.put(shard.input_key, data)
+        assert rig.runner.run(shard) is ShardEnd.FINISHED
+
+
+class _Full(BaseHTTPRequestHandler):
+    """A server whose disk is full."""
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(507)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_a_full_store_says_so_through_a_process() -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Full)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    settings = S3Settings(endpoint_url=f"http://127.0.0.1:{server.server_port}", region="x", access_key_id="a", secret_access_key="b")  # type: ignore[arg-type]
+    pool = WriterProcesses(1, settings, crowded=0)
+    try:
+        store = pool.open("s3://full/prefix")
+        with pytest.raises(StoreError):
+            store.put("a", b"one")
+        until(lambda: bool(pool.pids))
+        with pytest.raises(StoreError) as caught:
+            store.put("a", b"one")
+        assert caught.value.code is ErrorCode.STORE_FULL
+        assert "s3://full/prefix/a" in caught.value.message
+    finally:
+        pool.close()
+        server.shutdown()
+        server.server_close()
+
+
+def test_the_worker_writes_where_no_process_starts(moto: MotoS3, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"s3://{moto.create_bucket('no-process')}"
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    pool = WriterProcesses(2, access(moto), crowded=0)
+    store = pool.open(url)
+    try:
+        assert all(store.put(f"a/{number}", b"one").created for number in range(40))
+        until(lambda: bool(store.put("b", b"") and pool.maximum == 0))
+    finally:
+        pool.close()
+    assert not pool.pids
+
+
+WORKER = """
+import sys, time
+from jobs.ledger.records import JobState
+from jobs.settings_groups import S3Settings
+from worker.writer_processes import WriterProcesses
+pool = WriterProcesses(1, S3Settings(endpoint_url=sys.argv[1], region="x", access_key_id="nightjar", secret_access_key="x"), crowded=0)
+try:
+    pool.open("s3://b/p").put("a", b"")
+except Exception:
+    pass
+while not pool.pids:
+    time.sleep(0.05)
+print(pool.pids[0], flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_process_ends_with_its_worker(moto: MotoS3) -> None:
+    worker = subprocess.Popen([sys.executable, "-c", WORKER, moto.endpoint], stdout=subprocess.PIPE, text=True)
+    assert worker.stdout is not None
+    child = int(worker.stdout.readline())
+    assert runs(child)
+    worker.kill()
+    worker.wait()
+    worker.stdout.close()
+    until(lambda: not runs(child))
+
+
+def test_a_folder_is_written_by_the_worker(tmp_path: Path) -> None:
+    pool = WriterProcesses(4, None, crowded=0)
+    assert pool.open(str(tmp_path)).put("a", b"one").created
+    pool.close()
+    assert not pool.pids
