@@ -116,6 +116,8 @@ class EngineCore:
         except torch.OutOfMemoryError as error:
             self._shrink(error)
             return
+        if started:
+            self.scheduler.limit.went_well(len(self.scheduler.running))
         while len(self._turns) > (self.executor.lag if started else 0):
             self._read(self._turns.popleft())
 
@@ -250,13 +252,13 @@ class EngineCore:
         self._listener.failed(utterance.request, error)
 
     def _shrink(self, error: torch.OutOfMemoryError) -> None:
-        """After running out of device memory: half the batch starts again later, and stays that small; one alone fails."""
+        """After running out of device memory: all start again, fewer at a time (see `BatchLimit`); one alone fails."""
         self._turns.clear()
         running = self.scheduler.running
+        self.scheduler.limit.drop(len(running))
+        log.warning("the device is out of memory with %d requests; %d may run for now: %s", len(running), self.scheduler.limit.now, error)
         if len(running) == 1:
             self._fail(running[0], SynthesisError(ErrorCode.SYNTH_OOM, f"The device is out of memory: {error}.", "Use a smaller engine."))
-        keep = len(running) // 2
-        self.scheduler.max_running = max(keep, 1)
         while running:
             self.scheduler.preempt_youngest()
         torch.cuda.empty_cache()

@@ -13,6 +13,10 @@ from pipelines.engine.executor import PromptLike
 from pipelines.engine.state import PagedKV, SamplingParams
 
 
+#: Full turns after a lack of memory before more requests may run: some seconds of a large batch. Doubled up to the maximum.
+FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class GenerationRequest:
     """One utterance for the engine, known by its identity.
@@ -68,6 +72,44 @@ class Utterance:
         self.run += 1
 
 
+class BatchLimit:
+    """How many requests may run: all slots, and fewer for a time after the device ran out of memory.
+
+    A lack of memory halves what ran. After `patience` full turns that go well the limit grows by an eighth of the slots, and so on up to
+    all of them. A lack of memory at a larger batch than the last one that went well goes back to that one, and each lack doubles the
+    patience, so that a device that stays small is asked less and less often. All slots for as long make the patience short again.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        #: Requests that may run now.
+        self.now = slots
+        #: Full turns that a limit has to go well, and that it has gone well.
+        self._patience = FIRST_PATIENCE
+        self._quiet = 0
+        #: The last limit that went well for its time; 0 where there is none.
+        self._proven = 0
+
+    def drop(self, running: int) -> None:
+        """The device ran out of memory with so many requests."""
+        self.now = self._proven if 0 < self._proven < running else max(running // 2, 1)
+        self._proven = min(self._proven, self.now)
+        self._patience = min(2 * self._patience, MAX_PATIENCE)
+        self._quiet = 0
+
+    def went_well(self, running: int) -> None:
+        """A turn with so many requests went well. Much smaller batches than the limit tell nothing about it."""
+        if running < self.now - self.now // 8:
+            return
+        self._quiet += 1
+        if self._quiet < self._patience:
+            return
+        self._quiet, self._proven = 0, self.now
+        if self.now == self.slots:
+            self._patience = FIRST_PATIENCE
+        self.now = min(self.now + max(self.slots // 8, 1), self.slots)
+
+
 class Scheduler:
     """First come, first served; a request that ran out of pages makes the youngest one start again later.
 
@@ -80,7 +122,7 @@ class Scheduler:
         self.running: list[Utterance] = []
         #: How many of `waiting` were running before and start again.
         self.returned = 0
-        self.max_running = slots
+        self.limit = BatchLimit(slots)
         self._free_slots = list(range(slots - 1, -1, -1))
         self._prefill_chunk = prefill_chunk
         self._prefill_tokens = prefill_tokens
@@ -97,7 +139,7 @@ class Scheduler:
     def admit(self) -> list[Utterance]:
         """Gives slots and the pages of their prompts to waiting requests, in order, as long as there is room."""
         admitted: list[Utterance] = []
-        while self.waiting and self._free_slots and len(self.running) < self.max_running:
+        while self.waiting and self._free_slots and len(self.running) < self.limit.now:
             request = self.waiting[0].request
             wanted = self.kv.pages_for(min(request.positions, len(request.prompt) + self._reserve_frames))
             if self.running and wanted > self.kv.free:

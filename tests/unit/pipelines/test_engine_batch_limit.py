@@ -1,0 +1,166 @@
+"""How the engine gets through a lack of device memory: a smaller batch, and step by step the full one again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipelines.engine.core import EngineCore, EngineOptions
+from pipelines.engine.executor import FrameCodes, FrameSettings, PrefillRun
+from pipelines.engine.scheduler import FIRST_PATIENCE, MAX_PATIENCE, BatchLimit, GenerationRequest
+from pipelines.engine.state import PagedKV, SamplingParams, SlotState
+from tests.support.qwen3_golden import Recorder
+
+SLOTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """A prompt of four positions."""
+
+    trailing = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return 4
+
+
+class Frames:
+    """Frames that are there at once."""
+
+    def __init__(self, count: int, rows: int) -> None:
+        self._codes = FrameCodes(np.zeros((count, rows, 1), np.int64), np.zeros((count, rows), np.uint8))
+
+    def result(self) -> FrameCodes:
+        return self._codes
+
+
+class SmallDevice:
+    """An executor without a model, on a device whose memory holds `room` requests at a time."""
+
+    name = "small"
+    lag = 0
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.kv = PagedKV(1, 256, 1, 8, 1, torch.float32, torch.device("cpu"))
+        self.state = SlotState(SLOTS, 1, 2, 8, 8, 0, torch.float32, torch.device("cpu"))
+        #: Turns, and those that ran out of memory; the largest batch that went well since somebody looked.
+        self.turns = 0
+        self.lacks: list[int] = []
+        self.most = 0
+
+    def embed(self, prompt: object) -> Tensor:
+        return torch.zeros(4, 1)
+
+    def prefill(self, runs: Sequence[PrefillRun]) -> None:
+        """Nothing to write."""
+
+    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> Frames:
+        self.turns += 1
+        if len(slots) > self.room:
+            self.lacks.append(self.turns)
+            raise torch.OutOfMemoryError("no room")
+        self.most = max(self.most, len(slots))
+        return Frames(count, len(slots))
+
+
+class Load:
+    """An engine with as many requests as it takes, for ever."""
+
+    def __init__(self, room: int) -> None:
+        self.device = SmallDevice(room)
+        self.heard = Recorder()
+        self.core = EngineCore(self.device, EngineOptions(slots=SLOTS, pages=256, page_size=8, max_context=64), self.heard)
+        self.sent = 0
+
+    def run(self, turns: int) -> None:
+        for _ in range(turns):
+            while len(self.core.scheduler.waiting) < SLOTS:
+                self.core.add(GenerationRequest(str(self.sent), Words(), SamplingParams(), self.sent, 6))
+                self.sent += 1
+            self.core.step()
+
+    def end(self) -> None:
+        while self.core.busy:
+            self.core.step()
+
+
+def test_the_batch_is_full_again_when_the_memory_is_back() -> None:
+    load = Load(room=5)
+    load.run(40)
+    assert load.core.scheduler.limit.now < SLOTS
+    load.device.room = SLOTS
+    load.device.most = 0
+    load.run(30 * FIRST_PATIENCE)
+    assert load.core.scheduler.limit.now == load.device.most == SLOTS
+    load.end()
+    assert (len(load.heard.codes), load.heard.errors) == (load.sent, {})
+
+
+def test_a_device_that_stays_small_is_asked_less_and_less_often() -> None:
+    load = Load(room=5)
+    load.run(200 * FIRST_PATIENCE)
+    # From 16 to 4 at first; after that each try is one step above what went well, and the next one comes later.
+    assert load.device.lacks[:2] == [1, 2]
+    pauses = np.diff(load.device.lacks[1:])
+    assert len(pauses) >= 4
+    assert (pauses >= FIRST_PATIENCE).all()
+    assert (pauses[1:] >= 1.5 * pauses[:-1]).all()
+    assert load.core.scheduler.limit.now in (4, 5, 6)
+    load.end()
+    assert (len(load.heard.codes), load.heard.errors) == (load.sent, {})
+    assert load.core.scheduler.kv.free == load.core.scheduler.kv.pages
+
+
+def test_a_limit_falls_to_what_went_well_and_rises_by_an_eighth() -> None:
+    limit = BatchLimit(64)
+    limit.drop(64)
+    assert limit.now == 32
+    for wanted in (40, 48):
+        for _ in range(2 * FIRST_PATIENCE - 1):
+            limit.went_well(limit.now)
+        assert limit.now == wanted - 8, "it rose before its time"
+        limit.went_well(limit.now)
+        assert limit.now == wanted
+    limit.drop(48)
+    assert limit.now == 40
+    limit.drop(40)
+    assert limit.now == 20
+    for _ in range(40):
+        limit.drop(1)
+    assert limit.now == 1
+
+
+def test_small_batches_tell_nothing_and_patience_has_an_end() -> None:
+    limit = BatchLimit(64)
+    for _ in range(40):
+        limit.drop(limit.now)
+    for _ in range(MAX_PATIENCE - 1):
+        limit.went_well(1)
+    assert limit.now == 1
+    limit.went_well(1)
+    assert limit.now == 9
+    for _ in range(2 * MAX_PATIENCE):
+        limit.went_well(7)
+    assert limit.now == 9
+
+
+@pytest.mark.parametrize("turns", [1, 8 * MAX_PATIENCE])
+def test_all_slots_for_long_make_the_patience_short_again(turns: int) -> None:
+    limit = BatchLimit(8)
+    for _ in range(5):
+        limit.drop(8)
+    while limit.now < 8:
+        limit.went_well(limit.now)
+    for _ in range(turns):
+        limit.went_well(8)
+    limit.drop(8)
+    before = limit.now
+    for _ in range(2 * FIRST_PATIENCE):
+        limit.went_well(limit.now)
+    assert (limit.now > before) == (turns > 1)
