@@ -12,7 +12,6 @@ from torch import Tensor
 from pipelines.engine.executor import PromptLike
 from pipelines.engine.state import PagedKV, SamplingParams
 
-
 #: Full turns after a lack of memory before more requests may run: some seconds of a large batch. Doubled up to the maximum.
 FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
 
