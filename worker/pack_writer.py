@@ -43,7 +43,7 @@ class PackWriter:
     """The packs of one shard while its lease lives; safe to use from several threads.
 
     A pack is put when it has `pack_bytes`, when its first item has waited for `pack_seconds`, or when no other item of the shard is on
-    its way. In memory are one open pack for each shard and one that is put for each thread that adds. A pack that was put and not
+    its way. In memory are one pack that is put and one that fills; a thread that adds to a full one waits. A pack that was put and not
     committed is of no use to anyone: its items are made again, and the sweep removes it.
     """
 
@@ -69,8 +69,9 @@ class PackWriter:
         self._on_retry = on_retry
         self._run = run
         self._alone = alone
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._open: _OpenPack | None = None
+        self._putting = False
         self._packs = 0
 
     def add(self, done: Done, artifacts: Sequence[EncodedArtifact], example_id: str) -> Future[Done]:
@@ -79,7 +80,9 @@ class PackWriter:
         A pack that is full now is put by this call, so that a slow store slows down who adds.
         """
         stored: Future[Done] = Future()
-        with self._lock:
+        with self._changed:
+            # The thread that puts the pack before this one takes the full one next.
+            self._changed.wait_for(lambda: self._open is None or self._open.builder.bytes < self._pack_bytes)
             pack = self._open
             if pack is None:
                 pack = self._open = _OpenPack(self._packs, self._clock.monotonic())
@@ -90,30 +93,39 @@ class PackWriter:
                 offset = pack.builder.add(made.key, one.data, sha256=made.sha256, index=made.index, example_id=example_id)
                 placed.append(msgspec.structs.replace(made, pack_offset=offset))
             pack.items.append((msgspec.structs.replace(done, artifacts=tuple(placed)), stored))
-        self._put(self._take_due())
+        self._put_due()
         return stored
 
     def flush_due(self) -> None:
         """Has the open pack put if it is time; does not wait for the store."""
-        if (pack := self._take_due()) is not None:
-            self._run(lambda: self._put(pack))
+        with self._changed:
+            due = not self._putting and self._due(self._open)
+        if due:
+            self._run(self._put_due)
 
-    def _take_due(self) -> _OpenPack | None:
-        with self._lock:
-            pack = self._open
-            if pack is None or not self._due(pack):
-                return None
-            self._open = None
-            return pack
+    def _put_due(self) -> None:
+        """Puts the open pack if it is time, and those that are full by then; returns at once while another thread does."""
+        while True:
+            with self._changed:
+                pack = self._open
+                if self._putting or pack is None or not self._due(pack):
+                    return
+                self._open, self._putting = None, True
+            try:
+                self._put(pack)
+            finally:
+                with self._changed:
+                    self._putting = False
+                    self._changed.notify_all()
 
-    def _due(self, pack: _OpenPack) -> bool:
+    def _due(self, pack: _OpenPack | None) -> bool:
+        if pack is None:
+            return False
         full = pack.builder.bytes >= self._pack_bytes
         return full or self._clock.monotonic() - pack.begun_at >= self._pack_seconds or self._alone(len(pack.items))
 
-    def _put(self, pack: _OpenPack | None) -> None:
+    def _put(self, pack: _OpenPack) -> None:
         """Puts a pack and answers its items, each with the key of the pack in its artifacts."""
-        if pack is None:
-            return
         try:
             key = self._put_bytes(pack)
         except Exception as error:  # noqa: BLE001 - handed to the items

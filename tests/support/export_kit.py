@@ -60,7 +60,7 @@ def run_all(
             lease = ledger.claim(ticket, "w", 60)
             assert lease is not None
             if spec.pack is True:
-                audio |= _run_packed(ledger, store, lease, seconds, sample_rate)
+                audio |= _run_packed(ledger, store, lease, seconds, sample_rate, mended=mended)
                 continue
             for index, (example_id, _) in lease.open_items.items():
                 if example_id.startswith("fails") and not mended:
@@ -76,13 +76,13 @@ def run_all(
     return dict(sorted(audio.items()))
 
 
-def _run_packed(ledger: Ledger, store: ObjectStore, lease: Lease, seconds: float, sample_rate: int) -> dict[str, bytes]:
+def _run_packed(ledger: Ledger, store: ObjectStore, lease: Lease, seconds: float, sample_rate: int, *, mended: bool) -> dict[str, bytes]:
     """As `run_all` for one shard of a job with packs: its items are in one pack."""
     builder, extension = PackBuilder(), lease.job.spec.format
     audio: dict[str, bytes] = {}
     made: list[Artifact] = []
     for index, (example_id, _) in lease.open_items.items():
-        if example_id.startswith("fails"):
+        if example_id.startswith("fails") and not mended:
             ledger.commit(lease.ticket, [Failed(index, ErrorCode.SYNTH_NO_EOS, "no end")])
             continue
         key, data = audio_key(lease.job.id, index, example_id, extension), wav(index, seconds, extension.upper(), sample_rate)

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
+from msgspec import UNSET
+
 from jobs.dispatch import Dispatcher, Publisher
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
@@ -66,11 +68,11 @@ class Site:
                 process.wait()
         self.ledger.close()
 
-    def submit(self, texts: Sequence[str], *, model: str = "fake", options: SubmitOptions | None = None) -> Job:
+    def submit(self, texts: Sequence[str], *, model: str = "fake", options: SubmitOptions | None = None, pack: bool = False) -> Job:
         path = self.folder / f"{time.monotonic_ns()}.jsonl"
         lines = [{"example_id": f"item-{n}", "messages": [["user", "text", text]]} for n, text in enumerate(texts)]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model=model), options=options).job
+        return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model=model, pack=pack or UNSET), options=options).job
 
     def held(self, text: str) -> str:
         return f"{text} [[until:{self.folder / 'gate'}]]"

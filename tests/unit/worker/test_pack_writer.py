@@ -6,15 +6,19 @@ import hashlib
 import io
 import tarfile
 import threading
+from concurrent.futures import Future
+
+import pytest
 
 from jobs.layout import packs_prefix
-from jobs.ledger.records import Job, JobState
+from jobs.ledger.records import Artifact, Done, Job, JobState
 from jobs.packs import read_artifact
 from jobs.quality import quality_of
 from pipelines.errors import ErrorCode, StoreError
-from tests.support.fakes import FakePipeline
+from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
 from tests.support.worker_rig import Build, Recording, Rig, wait_for
 from worker.leases import GoneReason, LeaseGoneError
+from worker.pack_writer import EncodedArtifact, PackWriter
 from worker.shard_runner import ShardEnd
 
 TEXTS = [f"Sentence {number}." for number in range(40)]
@@ -159,3 +163,74 @@ def test_a_store_that_is_away_costs_no_item(build: Build) -> None:
     assert rig.runner.run(lease) is ShardEnd.FINISHED
     assert failures == []
     assert sorted(content_of(rig, job)) == [0, 1]
+
+
+def test_a_slow_store_holds_back_who_adds_and_memory_stays_two_packs(build: Build) -> None:
+    """Eight threads add items while each put waits to be let go: at no time is more in memory than two packs and an item a thread."""
+    rig = build()
+    rig.submit(["One."], pack=True)
+    held = rig.leases.hold(rig.claim_next())
+    let_go, putting = threading.Event(), threading.Event()
+
+    class Slow(MemoryStore):
+        def put(self, key: str, data: bytes, **more: object):  # type: ignore[no-untyped-def, override]
+            putting.set()
+            let_go.wait()
+            return super().put(key, data, **more)  # pyright: ignore[reportArgumentType]
+
+    packs = PackWriter(
+        held,
+        Slow(),
+        pack_bytes=10_000,
+        pack_seconds=3600,
+        clock=FakeClock(),
+        on_retry=lambda _: None,
+        run=lambda work: work(),
+        alone=lambda items: False,
+    )
+    stored: list[Future[Done]] = []
+
+    def add(first: int) -> None:
+        for index in range(first, first + 10):
+            data = b"x" * 4000
+            made = Artifact(index, "audio", f"{index}.wav", hashlib.sha256(data).hexdigest(), len(data), 1, 1, 1, 0)
+            stored.append(packs.add(Done(index, ()), [EncodedArtifact(made, data)], ""))
+
+    threads = [threading.Thread(target=add, args=(10 * number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    putting.wait()
+    # Three items fill a pack: three are put, three wait in the full one, and each other thread holds the one it adds.
+    wait_for(lambda: len(stored) == 5)
+    assert not any(one.done() for one in stored)
+    let_go.set()
+    for thread in threads:
+        thread.join()
+    # The last pack is not full.
+    assert sum(one.done() for one in stored) == 78
+    packs_by_item = [one.result().artifacts[0].pack for one in stored if one.done()]
+    assert len(set(packs_by_item)) == 26
+
+
+def test_what_the_store_raises_is_each_items(build: Build) -> None:
+    rig = build()
+    rig.submit(["One."], pack=True)
+    held = rig.leases.hold(rig.claim_next())
+    store = MemoryStore()
+    store.fail_next = [StoreError(ErrorCode.STORE_FORBIDDEN, "no")]
+    packs = PackWriter(
+        held,
+        store,
+        pack_bytes=10,
+        pack_seconds=1,
+        clock=FakeClock(),
+        on_retry=lambda _: None,
+        run=lambda work: work(),
+        alone=lambda _: False,
+    )
+    made = Artifact(0, "audio", "0.wav", "", 100, 1, 1, 1, 0)
+    refused = packs.add(Done(0, ()), [EncodedArtifact(made, b"x" * 100)], "")
+    with pytest.raises(StoreError):
+        refused.result(0)
+    again = packs.add(Done(0, ()), [EncodedArtifact(made, b"x" * 100)], "")
+    assert again.result(0).artifacts[0].pack in store.objects
