@@ -34,8 +34,9 @@ def describe() -> ModelCard:
 
 def load(**options: Any) -> FakePipeline:
     """The fake engine with the options of `NIGHTJAR_FAKE`. `broken` as an option raises, `exit` ends the process."""
+    options = {**json.loads(os.environ.get("NIGHTJAR_FAKE", "{}")), **options}
     if "broken" in options:
         raise RuntimeError("no memory for the weights")
     if "exit" in options:
         os._exit(int(options["exit"]))
-    return FakePipeline(NAME, **{**json.loads(os.environ.get("NIGHTJAR_FAKE", "{}")), **options})
+    return FakePipeline(NAME, **options)

@@ -196,11 +196,16 @@ def test_who_waits_for_room_hears_of_the_end_last(open_process: Open) -> None:
     process = open_process(slots=1, waiting_room=1)
     heard: list[str] = []
 
+    def hear(done: Future[Speech]) -> None:
+        # Slow, so that who waits for room could be first.
+        time.sleep(0.01)
+        heard.append(type(done.exception()).__name__)
+
     def feed() -> None:
         try:
             for number in range(ON_THE_WAY + 20):
                 future = process.submit(request("[[slow:6000]]", f"r{number}"))
-                future.add_done_callback(lambda done: heard.append(type(done.exception()).__name__))
+                future.add_done_callback(hear)
         except ModelError as error:
             heard.append(type(error).__name__)
 
