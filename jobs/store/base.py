@@ -149,7 +149,7 @@ def probe(store: ObjectStore) -> None:
     try:
         store.put(key, first)
         again = store.put(key, second)
-        content, info = store.get(key), store.head(key)
+        content, part, info = store.get(key), store.get_range(key, 2, 5), store.head(key)
     finally:
         store.delete(key)
     if again.created or content != first:
@@ -157,6 +157,12 @@ def probe(store: ObjectStore) -> None:
             ErrorCode.STORE_CONFLICT,
             f"The store {store.url} replaced an object that was there.",
             "Use a store that honours `If-None-Match: *`, such as AWS S3, SeaweedFS or a local folder.",
+        )
+    if part != first[2:7]:
+        raise StoreError(
+            ErrorCode.STORE_CONFLICT,
+            f"The store {store.url} gave other bytes than the range that was asked for.",
+            "Use a store that honours ranged reads (`Range`), or jobs without --pack.",
         )
     if info is None or info.sha256 != hashlib.sha256(first).hexdigest():
         raise StoreError(ErrorCode.STORE_CONFLICT, f"The store {store.url} gave back other bytes than were put.", "Check the store.")

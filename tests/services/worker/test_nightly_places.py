@@ -52,6 +52,7 @@ def test_two_schedules_with_one_place_are_refused(house: House, names: tuple[str
         ({"export_to": "s3://b/{date}/{format}", "exports": ("parquet", "nemo")}, "nemo: The format nemo is one file"),
         ({"export_to": "s3://b/{date}/{format}", "exports": ("report",)}, "report: A report is one local file"),
         ({"export_to": "s3://b/{date}/{format}", "exports": ("espnet-dataset",)}, "espnet-dataset: .* local paths"),
+        ({"pack": True, "exports": ("webdataset", "nemo")}, "nemo: The format nemo names audio by its path"),
         ({"store_url": "s3://b/store", "exports": ("kaldi",)}, "kaldi: Readers of kaldi open local files"),
     ],
 )
