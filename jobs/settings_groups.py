@@ -54,10 +54,18 @@ class WorkerSettings(SettingsGroup):
         default=15.0, description="Jobs with `--pack`: maximum seconds that an item waits for its pack to be stored."
     )
     item_timeout_seconds: Positive = Field(default=600.0, description="Maximum seconds for one item.")
-    metrics_port: Port | None = Field(default=None, description="Port of the Prometheus metrics; unset: none.")
+    metrics_port: Port | None = Field(
+        default=None, description="Port of the Prometheus metrics; unset: none. The workers of `--gpu` use this port and the next ones."
+    )
     metrics_address: str = Field(default="127.0.0.1", description="Address of the metrics. `0.0.0.0` opens it to every network.")
     restart_seconds: Positive = Field(
         default=10.0, description="Maximum pause before `--gpu` or `--supervise` restarts a worker that died."
+    )
+    quarantine_seconds: Positive = Field(
+        default=600.0, description="Seconds between the restarts of a worker that failed again and again, while others work."
+    )
+    pin_cores: bool = Field(
+        default=True, description="With several GPUs, give each worker its own CPU cores, near its GPU. Off: all workers share all cores."
     )
     threads: PositiveInt | None = Field(default=None, description="Threads of the engine. Unset: the fastest measured number.")
     meter_processes: PositiveInt = Field(default=1, description="Processes of the quality meters, one core each.")

@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from jobs.child_process import say_last_words
 from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
@@ -39,8 +40,9 @@ def _settings() -> Settings:
 @click.option(
     "--gpu",
     "gpus",
-    metavar="N,N...",
-    help="GPUs, for example 0,1,2,3. Runs one worker process per GPU and restarts a process that dies.",
+    metavar="N,N...|all",
+    help="GPUs as `nvidia-smi` numbers them, for example 0,1,2,3, or `all`. Runs one worker process per GPU, on cores of its own, and "
+    "restarts a process that dies.",
 )
 @click.option("--model", metavar="MODEL", help="Run only jobs of this model, and load it at the start.")
 @click.option("--supervise", is_flag=True, help="Run the worker under a parent process that restarts it if it dies (--gpu does this too).")
@@ -48,21 +50,24 @@ def _settings() -> Settings:
 def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | None) -> None:
     """Run a worker: it takes shards and synthesizes them until SIGTERM.
 
-    At SIGTERM it takes no new shards and finishes its items. A second signal gives the rest back at once.
+    At SIGTERM it takes no new shards and finishes its items. A second signal gives the rest back at once. With --gpu or --supervise, a
+    worker that fails again and again is quarantined: the others go on, and the exit code at the end is 1.
 
     \b
     Examples:
       nightjar worker
       nightjar worker --gpu 0,1,2,3
+      nightjar worker --gpu all
     """
     settings = _settings()
     if gpus is not None or supervise:
+        from jobs.gpus import VISIBLE, choose_gpus
+        from jobs.worker_group import plan_workers
         from worker.supervisor import supervise as run_all
 
-        wanted = [gpu.strip() for gpu in gpus.split(",") if gpu.strip()] if gpus is not None else [None]
-        if not wanted:
-            raise click.UsageError("--gpu names no GPU.")
-        sys.exit(run_all(["--model", model] if model else [], wanted, settings.worker.restart_seconds))
+        devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
+        plans, arguments = plan_workers(settings, devices), ["--model", model] if model else []
+        sys.exit(run_all(arguments, plans, settings.worker.restart_seconds, settings.worker.quarantine_seconds))
     from worker.celery_app import run_worker
 
     sys.exit(run_worker(settings, model, parent_pid))
@@ -174,8 +179,12 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         sys.exit(128 + signal.SIGINT)
     except NightjarError as error:
+        say_last_words(str(error))
         fail(error, as_json="--json" in sys.argv)
         sys.exit(exit_code(error))
+    except Exception as error:
+        say_last_words(f"{type(error).__name__}: {error}")
+        raise
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from celery.platforms import SecurityWarning
 from celery.schedules import crontab
 from celery.worker import state as celery_state
 
+from jobs.child_process import say_last_words
 from jobs.dispatch import RUN_NIGHTLY, RUN_SHARD, RUN_SWEEP, make_celery
 from jobs.ledger.records import Ticket
 from jobs.logs import setup_logging
@@ -60,6 +61,10 @@ class EnginePool(TaskPool):
             # Celery would log a traceback; whoever started the worker tells the person.
             _failure = error
             raise SystemExit(1) from error
+        except Exception as error:
+            # Celery logs the traceback and ends with a status.
+            say_last_words(f"{type(error).__name__}: {error}")
+            raise
 
     def on_apply(self, target: Any, args: Any = None, *arguments: Any, **options: Any) -> Any:
         result = super().on_apply(target, args, *arguments, **options)

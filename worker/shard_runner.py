@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from jobs.child_process import say_finished
 from jobs.ledger.records import Done, Failed, JobState, Outcome
 from jobs.ledger.states import WORKING
 from jobs.manifest import put_shard_manifest
@@ -237,6 +238,8 @@ class ShardRunner:
             held.give_up(GoneReason.LOST)
             raise LeaseGoneError(GoneReason.LOST)
         self._metrics.count(batch)
+        if any(not isinstance(outcome, Failed) or not outcome.code.retryable for outcome in batch):
+            say_finished()
 
     def _commit_once(self, held: HeldLease, store: ObjectStore, left: Sequence[Outcome]) -> None:
         """Commits what is left of a shard that stops early. A failure costs time only: the items run again, and adopt their objects."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jobs.cli.context import GroupedCommand, common_options
+from jobs.cli.context import JOB, GroupedCommand, common_options, option
 from jobs.cli.follow import POLL_SECONDS, Progress, exit_code_of
 from jobs.cli.show import status_lines
 from jobs.cli.spec import check_source, job_options, lacking_meters, submit_options, take_spec
@@ -20,6 +21,7 @@ from jobs.cli.submit import no_items
 from jobs.console import Interrupted, Output, check_interrupts, undisturbed
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome, embedded_overrides
 from jobs.formatting import counted, redact
+from jobs.gpus import VISIBLE, choose_gpus
 from jobs.layout import job_prefix
 from jobs.ledger.records import Job, JobState, ShardState
 from jobs.ledger.states import LASTING_OUTAGES
@@ -74,9 +76,17 @@ class Signals:
 
 @click.command(cls=GroupedCommand)
 @click.argument("source", metavar="INPUT")
+@option(
+    "--gpu",
+    "gpus",
+    metavar="N,N...|all",
+    heading=JOB,
+    help="GPUs as `nvidia-smi` numbers them, for example 0,1, or `all`. Runs one worker per GPU. [default: one worker, on the first GPU "
+    "that CUDA_VISIBLE_DEVICES allows]",
+)
 @job_options
 @common_options
-def run(source: str, home: str | None, output: Output, **given: Any) -> int:
+def run(source: str, gpus: str | None, home: str | None, output: Output, **given: Any) -> int:
     """Synthesize INPUT into DIR and wait until it is done.
 
     INPUT is a path, `-` for standard input, or s3://BUCKET/KEY; JSONL, also .gz or .zst. Needs no other service: the command starts
@@ -88,9 +98,11 @@ def run(source: str, home: str | None, output: Output, **given: Any) -> int:
       nightjar run dialogues.jsonl --out out
       nightjar run dialogues.jsonl --out out --speak all --format flac
       nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --qa strict
+      nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --gpu all
     """
     chosen = load_settings(home=home)
     settings = load_settings(home=str(chosen.home), **embedded_overrides(chosen))
+    devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
     wanted = take_spec(given)
     with undisturbed():
         from jobs.spec import resolve
@@ -106,7 +118,7 @@ def run(source: str, home: str | None, output: Output, **given: Any) -> int:
         from jobs.ledger import Ledger
         from jobs.store import open_store
 
-    with Signals().installed() as signals, EmbeddedHome(settings) as embedded, Progress(quiet=output.quiet) as progress:
+    with Signals().installed() as signals, EmbeddedHome(settings, devices) as embedded, Progress(quiet=output.quiet) as progress:
         signals.embedded = embedded
         store = open_store(settings.effective_store_url, settings.s3)
         _say_settings(chosen, store, progress)
@@ -169,8 +181,8 @@ def _follow(ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, progre
     status = ledger.status(job.id)
     if status.job.state.final:
         return status
-    if embedded.lost_worker is not None:
-        ledger.lose_worker(*embedded.lost_worker)
+    for lost in embedded.lost_workers:
+        ledger.lose_worker(*lost)
     _requeue(ledger)
     ledger.wake(job.id)
     started_at = ledger.now()
@@ -181,12 +193,11 @@ def _follow(ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, progre
     while not status.job.state.final:
         time.sleep(POLL_SECONDS)
         signals.check()
-        embedded.tend(lambda: _requeue(ledger), lambda host, pid: _forsake(ledger, host, pid))
+        embedded.tend(lambda: _requeue(ledger), lambda host, pid: _forsake(ledger, host, pid), progress.say)
         status = ledger.status(job.id)
         progress.update(status)
         if status.items.done + status.items.failed > ended:
             ended = status.items.done + status.items.failed
-            embedded.progressed()
             written_at = time.monotonic()
             doubt_at = time.monotonic() + STALL_SECONDS
         elif time.monotonic() > doubt_at:

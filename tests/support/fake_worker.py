@@ -12,7 +12,7 @@ import time
 
 from pipelines.registry import ModelCard, register_pipeline
 from pipelines.request import Pipeline
-from tests.support.fakes import SAMPLE_RATE, FakePipeline, InstantPipeline
+from tests.support.fakes import SAMPLE_RATE, FakePipeline, InstantPipeline, die_on_bad_gpu
 from worker.__main__ import main
 
 
@@ -23,6 +23,7 @@ def fake_card(name: str = "fake") -> ModelCard:
 
 def make_pipeline(**_: object) -> Pipeline:
     """The fake engine as this process's environment wants it."""
+    die_on_bad_gpu()
     return FakePipeline(**json.loads(os.environ.get("NIGHTJAR_FAKE", "{}")))
 
 

@@ -32,6 +32,12 @@ MARKER = re.compile(r"\[\[(\w+)(?::([^\]]*))?\]\]")
 LOOK_SECONDS = 0.02
 
 
+def die_on_bad_gpu() -> None:
+    """Ends this process by SIGABRT, as CUDA's libraries do, if its GPU is the one that NIGHTJAR_BAD_GPU names."""
+    if os.environ.get("NIGHTJAR_BAD_GPU", "-") == os.environ.get("CUDA_VISIBLE_DEVICES"):
+        os.abort()
+
+
 def spoken_text(request: SynthesisRequest) -> str:
     """The user's text of a request."""
     return " ".join(m.content for m in request.messages if m.role == "user" and m.modality == "text" and isinstance(m.content, str))

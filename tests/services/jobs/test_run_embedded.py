@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import soundfile
 
+from jobs.worker_group import FAILED_STARTS
+from tests.support.gpu_host import install_nvidia_smi
 from tests.support.report_kit import read_page, rows_of
 from tests.support.run_kit import SLOW, Shell, until, write_input
-from tests.support.services import MotoS3
+from tests.support.services import MotoS3, free_port
 
 
 def test_a_run_makes_every_item_and_leaves_nothing(shell: Shell) -> None:
@@ -111,6 +113,68 @@ def test_a_worker_that_cannot_start_ends_the_run_with_its_words(shell: Shell) ->
     assert "worker.crash" in run.stderr
     assert "worker.log" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_a_run_on_two_gpus_has_two_workers_and_resumes(slow: Shell) -> None:
+    write_input(slow.folder / "in.jsonl", 80)
+    slow.hold("line-79")
+    gpus = install_nvidia_smi(slow.folder / "state" / "bin", 2)
+    run = slow.start(*SLOW, "--gpu", "all", **gpus)
+    until(lambda: slow.done() >= 5, "no item was made")
+    # The command, the broker and two workers.
+    until(lambda: len(slow.processes()) == 4, "not every worker runs")
+    workers = {pid for words in ("worker run", "celeryd") for pid in slow.processes(words)}
+    names = {variables(pid)["CUDA_VISIBLE_DEVICES"] for pid in workers}
+    assert names == {"0", "1"}
+    os.kill(max(workers), signal.SIGKILL)
+    until(lambda: len(slow.processes()) == 4, "the worker did not come back")
+    run.kill()
+    run.communicate(timeout=240)
+    until(lambda: not slow.processes(), "processes are left")
+    slow.let_go()
+    again = slow.run(*SLOW, "--gpu", "1,0", **gpus)
+    assert again.returncode == 0, again.stderr
+    assert {row["state"] for row in slow.items().values()} == {"done"}
+    assert slow.done() == 80
+
+
+def test_a_run_goes_on_without_a_worker_that_cannot_start_and_says_so(slow: Shell) -> None:
+    write_input(slow.folder / "in.jsonl", 20)
+    slow.hold("line-19")
+    gpus = install_nvidia_smi(slow.folder / "state" / "bin", 2)
+    log = slow.folder / "out/.nightjar/worker.log"
+    with socket.socket() as taken:
+        # The port of the second worker.
+        taken.bind(("127.0.0.1", free_port() + 1))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run = slow.start(*SLOW, "--gpu", "0,1", **gpus, SPEECH_WORKER__METRICS_PORT=str(port - 1))
+        until(lambda: log.exists() and log.read_text().count("cannot be served") == FAILED_STARTS, "the worker started", 100)
+        slow.let_go()
+        _, said = run.communicate(timeout=100)
+    assert run.returncode == 0, said
+    assert slow.done() == 20
+    assert "The worker of GPU 1 ended with status 4, 3 times in a row without a finished item." in said
+    assert f"It said: Metrics cannot be served on port {port}" in said
+    assert "It is quarantined: it is started again every 10 min 0 s." in said
+
+
+def test_wrong_gpus_are_refused_before_anything_is_written(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 1)
+    gpus = install_nvidia_smi(shell.folder / "state" / "bin", 2)
+    run = shell.run("run", "in.jsonl", "--gpu", "0,7", **gpus)
+    assert run.returncode == 4
+    assert "config.invalid: GPU 7 does not exist; this host has 0 and 1." in run.stderr
+    no_driver = shell.run("run", "in.jsonl", "--gpu", "all", PATH=str(shell.folder))
+    assert no_driver.returncode == 4
+    assert "config.invalid: --gpu all: no GPU was found on this host (`nvidia-smi`" in no_driver.stderr
+    assert not (shell.folder / "out").exists()
+
+
+def variables(pid: int) -> dict[str, str]:
+    """The environment of a process."""
+    text = Path(f"/proc/{pid}/environ").read_text()
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
 
 
 def test_two_runs_in_one_folder_are_refused(slow: Shell) -> None:

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import redis
 
 from jobs.dispatch import Publisher
+from jobs.gpus import LEAST_CORES
 from jobs.ingest import SubmitOptions
-from jobs.ledger.records import ItemState, JobState, ShardState, Ticket
+from jobs.ledger.records import ItemState, Job, JobState, ShardState, Ticket
 from jobs.manifest import newest_job_manifest, read_manifest
+from jobs.worker_group import CRASHES_BESIDE_OTHERS, core_text
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode
 from tests.support.fakes import SAMPLE_RATE, sine
+from tests.support.gpu_host import install_nvidia_smi
 from tests.support.ledger_kit import expire_leases_of_the_dead
 from tests.support.services import Valkey, free_port
 from tests.support.worker_process import REPOSITORY, Site, closed_port, stop
@@ -138,11 +144,7 @@ def test_an_item_that_kills_its_workers_dies_alone(tmp_path: Path, valkey_url: s
         job = site.submit(texts, options=SubmitOptions(max_attempts=2))
         supervisor = site.worker("--supervise")
 
-        def over() -> bool:
-            expire_leases_of_the_dead(site.ledger)
-            return site.status(job).job.state.final
-
-        site.wait_for(over, 500)
+        expire_until_final(site, job)
         status = site.status(job)
         assert status.items.done == 5
         assert [row.error_code for row in site.ledger.items(job.id)][3] is ErrorCode.POISON_WORKER_CRASH
@@ -219,8 +221,6 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path, valkey_url: str) ->
 def test_metrics_are_served(tmp_path: Path, valkey_url: str) -> None:
     port = free_port()
     with Site(tmp_path, valkey_url, SPEECH_WORKER__METRICS_PORT=str(port)) as site:
-        from urllib.request import urlopen
-
         job = site.submit(["one", "[[fail:synth.no_eos]] two"])
         site.worker()
         site.wait_until_final(job)
@@ -230,3 +230,73 @@ def test_metrics_are_served(tmp_path: Path, valkey_url: str) -> None:
         for name in ("speech_audio_seconds_total", "speech_engine_batch_size", "speech_lease_lost_total", "speech_queue_depth"):
             assert f"\n{name} " in text
         assert job.id not in text
+
+
+def test_workers_of_gpus_have_ports_and_cores_of_their_own(tmp_path: Path, valkey_url: str) -> None:
+    """Real GPUs are not needed: what a process gets is in its environment and in /proc."""
+    gpus = max(2, min(4, len(os.sched_getaffinity(0)) // LEAST_CORES))
+    port = free_port()
+    hosts = install_nvidia_smi(tmp_path / "bin", gpus)
+    with Site(tmp_path, valkey_url, SPEECH_WORKER__METRICS_PORT=str(port), **hosts) as site:
+        job = site.submit([f"text {n}" for n in range(40)])
+        supervisor = site.worker("--gpu", "all")
+        site.wait_for(lambda: site.log_text().count('"worker up"') == gpus)
+        started = [json.loads(line) for line in site.log_text().splitlines() if '"worker started"' in line]
+        assert [line["gpu"] for line in started] == [str(number) for number in range(gpus)]
+        assert [line["metrics_port"] for line in started] == list(range(port, port + gpus))
+        for line in started:
+            (allowed,) = re.findall(r"Cpus_allowed_list:\s*(\S+)", Path(f"/proc/{line['pid']}/status").read_text())
+            assert allowed == line.get("cores", core_text(frozenset(os.sched_getaffinity(0))))
+            assert urlopen(f"http://127.0.0.1:{line['metrics_port']}/metrics").status == 200
+        assert sorted(row.info.gpu for row in site.ledger.workers()) == sorted(line["gpu"] for line in started)
+        assert site.wait_until_final(job).items.done == 40
+        assert stop(supervisor) == 0
+
+
+def test_one_bad_gpu_of_four_is_quarantined_and_the_job_completes(tmp_path: Path, valkey_url: str) -> None:
+    quick = {"SPEECH_WORKER__RESTART_SECONDS": "0.5", "SPEECH_DISPATCH__BACKOFF_SECONDS": "0.1"}
+    with Site(tmp_path, valkey_url, **quick, **install_nvidia_smi(tmp_path / "bin", 4)) as site:
+        job = site.submit([f"text {n}" for n in range(200)], options=SubmitOptions(max_attempts=50))
+        supervisor = site.worker("--gpu", "all", "--model", "fake", engine={"seconds": 0.1, "slots": 2}, NIGHTJAR_BAD_GPU="2")
+        expire_until_final(site, job)
+        assert site.status(job).items.done == 200
+        site.wait_for(lambda: '"worker quarantined"' in site.log_text())
+        lines = [json.loads(line) for line in site.log_text().splitlines() if line.startswith("{")]
+        (quarantined,) = [line for line in lines if line["event"] == "worker quarantined"]
+        assert (quarantined["gpu"], quarantined["level"]) == ("2", "error")
+        assert "The worker of GPU 2 ended by signal 6 (SIGABRT)" in quarantined["reason"]
+        starts = Counter(line["gpu"] for line in lines if line["event"] == "worker started")
+        assert (starts["0"], starts["1"], starts["3"]) == (1, 1, 1)
+        assert starts["2"] == CRASHES_BESIDE_OTHERS
+        assert_all_done(site, job.id, 200)
+        assert stop(supervisor) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("7", "GPU 7 does not exist; this host has 0 and 1."),
+        ("0,0", "--gpu names GPU 0 twice."),
+        ("-1", "--gpu: '-1' is no GPU."),
+        ("both", "--gpu: 'both' is no GPU."),
+        ("", "--gpu names no GPU."),
+    ],
+)
+def test_wrong_gpus_are_refused_before_anything_starts(tmp_path: Path, wanted: str, message: str) -> None:
+    environment = os.environ | install_nvidia_smi(tmp_path / "bin", 2) | {"SPEECH_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "worker", "run", f"--gpu={wanted}"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout) == (4, "")
+    assert f"config.invalid: {message}" in done.stderr
+    assert "--gpu all" in done.stderr
+    assert not (tmp_path / "home").exists()
+
+
+def expire_until_final(site: Site, job: Job) -> None:
+    """As time would, ends the leases of workers that died."""
+
+    def over() -> bool:
+        expire_leases_of_the_dead(site.ledger)
+        return site.status(job).job.state.final
+
+    site.wait_for(over, 500)

@@ -84,18 +84,24 @@ def test_the_worker_of_a_killed_run_is_known_and_its_leases_end_at_once(state: P
     for worker_id in ("dead", "dead", "other"):
         lease_next(ledger, worker_id)
     execute(ledger, "UPDATE shards SET heartbeat_at = heartbeat_at - 1 WHERE state = 'leased'")
-    (state / "worker.json").write_text(json.dumps({"host": socket.gethostname(), "pid": 41}))
+    (state / "worker.json").write_text(json.dumps({"host": socket.gethostname(), "pids": [41, 43]}))
     with EmbeddedHome(settings) as home:
-        assert home.lost_worker == (socket.gethostname(), 41)
-        assert ledger.lose_worker(*home.lost_worker) == 2
+        assert home.lost_workers == [(socket.gethostname(), 41), (socket.gethostname(), 43)]
+        assert [ledger.lose_worker(*lost) for lost in home.lost_workers] == [2, 0]
         assert ledger.reconcile(queued_timeout_seconds=0).expired_leases == 2
     assert ledger.status(job.id).shards == {ShardState.READY: 2, ShardState.LEASED: 1}
     assert {row.info.id: row.state for row in ledger.workers()} == {"dead": "lost", "other": "up"}
     ledger.close()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": "x", "pid": "y"}', '{"host": "x"'])
+def test_the_record_of_a_version_with_one_worker_is_read(state: Path) -> None:
+    (state / "worker.json").write_text(json.dumps({"host": "here", "pid": 41}))
+    with EmbeddedHome(Settings(home=state.parent)) as home:
+        assert home.lost_workers == [("here", 41)]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"host": "x", "pid": "y"}', '{"host": "x", "pids": 3}', '{"host": "x"'])
 def test_a_record_that_says_nothing_is_no_worker(state: Path, text: str) -> None:
     (state / "worker.json").write_text(text)
     with EmbeddedHome(Settings(home=state.parent)) as home:
-        assert home.lost_worker is None
+        assert home.lost_workers == []

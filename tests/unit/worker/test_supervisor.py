@@ -13,39 +13,79 @@ from pathlib import Path
 
 import pytest
 
-from jobs.child_process import UP_PIPE, UpPipe, say_up
-from jobs.embedded import FAILED_STARTS, EmbeddedHome
+from jobs.child_process import UP_PIPE, UpPipe, say_finished, say_last_words, say_up
+from jobs.gpus import Device
 from jobs.settings import Settings
-from pipelines.errors import ErrorCode, NightjarError, ServiceError
+from jobs.worker_group import CRASHES, CRASHES_BESIDE_OTHERS, FAILED_STARTS, HEALTHY_SECONDS, WorkerGroup, WorkerPlan
+from pipelines.errors import ErrorCode, ServiceError
 from worker.runtime import Runtime
 
-#: A child that says up when its GPU is in `up`, and ends by SIGTERM or with the status of its GPU in `ends`.
+#: A child that says up when its GPU is in `up`, finishes items when it is in `works`, says its last words when it is in `says`, and ends
+#: by SIGTERM or with the status of its GPU in `ends`; unless the file `mended` is there.
 CHILD = """
 import os, signal, sys, time
+from jobs.child_process import say_finished, say_last_words, say_up
 log = open(sys.argv[1], 'a', buffering=1)
 gpu = os.environ.get('CUDA_VISIBLE_DEVICES', '-')
 signal.signal(signal.SIGTERM, lambda *_: (log.write(f'end {gpu}\\n'), sys.exit(0)))
-log.write(f'start {gpu} {sys.argv[2]}\\n')
-if gpu in UP:
-    from jobs.child_process import say_up
+cores = len(os.sched_getaffinity(0))
+log.write(f'start {gpu} {sys.argv[2]} cores {cores}\\n')
+mended = os.path.exists(sys.argv[1] + '.mended')
+if gpu in UP or mended:
     say_up()
-if gpu in ENDS:
+if gpu in SAYS:
+    say_last_words(SAYS[gpu])
+if gpu in ENDS and not mended:
     status = ENDS[gpu]
     os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
-time.sleep(600)
+for _ in range(6000):
+    if gpu in WORKS or mended:
+        say_finished()
+    time.sleep(0.1)
+"""
+#: Supervisor(command, plans, longest pause, pause of the quarantine).
+PROGRAM = """
+import sys
+from jobs.gpus import Device
+from jobs.worker_group import WorkerPlan
+from worker.supervisor import Supervisor
+plans = [WorkerPlan(gpu and Device(gpu, gpu)) for gpu in GPUS]
+sys.exit(Supervisor([sys.executable, CHILD, LOG], plans, 0.05, QUARANTINE).run())
 """
 
 
 class Run:
     """A supervisor in a process of its own."""
 
-    def __init__(self, folder: Path, gpus: list[str | None], up: str = "", ends: dict[str, int] | None = None) -> None:
-        (folder / "child.py").write_text(CHILD.replace("UP", repr(list(up))).replace("ENDS", repr(ends or {})))
+    def __init__(
+        self,
+        folder: Path,
+        gpus: list[str | None],
+        up: str = "",
+        ends: dict[str, int] | None = None,
+        works: str = "",
+        says: dict[str, str] | None = None,
+        quarantine_seconds: float = 600.0,
+    ) -> None:
+        child = CHILD
+        for name, value in {"UP": list(up), "ENDS": ends or {}, "WORKS": list(works), "SAYS": says or {}}.items():
+            child = child.replace(name, repr(value))
+        (folder / "child.py").write_text(child)
         self.log, self.said = folder / "log", folder / "said"
-        command = ["[sys.executable", repr(str(folder / "child.py")), f"{str(self.log)!r}]"]
-        code = f"import sys; from worker.supervisor import Supervisor; sys.exit(Supervisor({', '.join(command)}, {gpus!r}, 0.05).run())"
+        code = PROGRAM
+        for name, given in {
+            "CHILD": str(folder / "child.py"),
+            "LOG": str(self.log),
+            "GPUS": gpus,
+            "QUARANTINE": quarantine_seconds,
+        }.items():
+            code = code.replace(name, repr(given))
         with self.said.open("wb") as said:
             self.process = subprocess.Popen([sys.executable, "-c", code], stdout=said, stderr=said)
+
+    def mend(self) -> None:
+        """From the next start on, no child ends by itself and all finish items."""
+        Path(f"{self.log}.mended").touch()
 
     def lines(self) -> list[str]:
         return self.log.read_text().splitlines() if self.log.exists() else []
@@ -83,7 +123,8 @@ def test_every_gpu_has_its_process_and_signals_are_passed_on(run: Callable[..., 
     supervisor = run(["0", "3"])
     supervisor.wait_for(lambda: supervisor.count("start") == 2)
     assert supervisor.end() == 0
-    assert sorted(supervisor.lines()) == ["end 0", "end 3", "start 0 --parent-pid", "start 3 --parent-pid"]
+    started = [line.partition(" cores")[0] for line in supervisor.lines()]
+    assert sorted(started) == ["end 0", "end 3", "start 0 --parent-pid", "start 3 --parent-pid"]
 
 
 def test_a_signal_that_comes_while_a_worker_is_started_reaches_it() -> None:
@@ -95,7 +136,8 @@ def test_a_signal_that_comes_while_a_worker_is_started_reaches_it() -> None:
         "        super().__init__(*arguments, **options)\n"
         "        os.kill(os.getpid(), signal.SIGTERM)\n"
         "subprocess.Popen = Popen\n"
-        "sys.exit(Supervisor([sys.executable, '-c', 'import time; time.sleep(600)'], [None, None]).run())\n"
+        "from jobs.worker_group import WorkerPlan\n"
+        "sys.exit(Supervisor([sys.executable, '-c', 'import time; time.sleep(600)'], [WorkerPlan(), WorkerPlan()]).run())\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
 
@@ -110,54 +152,157 @@ def test_a_worker_that_came_up_comes_back_however_it_ends(run: Callable[..., Run
     supervisor = run(["0"], up="0", ends={"0": 1})
     supervisor.wait_for(lambda: supervisor.count("start") > FAILED_STARTS + 1)
     assert supervisor.end() == 0
-    assert "cannot start" not in supervisor.said.read_text()
+    assert "quarantined" not in supervisor.said.read_text()
 
 
-def test_a_worker_that_cannot_start_is_given_up_and_said_at_the_end(run: Callable[..., Run]) -> None:
-    supervisor = run(["0"], ends={"0": 5})
+def test_a_lone_worker_that_cannot_start_ends_the_supervisor(run: Callable[..., Run]) -> None:
+    supervisor = run(["0"], ends={"0": 5}, says={"0": "The driver is too old."})
     assert supervisor.process.wait(240) == 1
     assert supervisor.count("start") == FAILED_STARTS
-    assert "cannot start" in supervisor.said.read_text()
+    said = supervisor.said.read_text()
+    assert "The worker of GPU 0 ended with status 5, 3 times in a row without a finished item." in said
+    assert "It said: The driver is too old." in said
+    assert "nvidia-smi" in said
+    assert "no worker can work; the supervisor ends" in said
 
 
-def test_a_worker_that_cannot_start_stops_alone(run: Callable[..., Run]) -> None:
+def test_a_lone_worker_that_dies_without_end_ends_the_supervisor(run: Callable[..., Run]) -> None:
+    supervisor = run([None], up="-", ends={"-": -11})
+    assert supervisor.process.wait(240) == 1
+    assert supervisor.count("start") == CRASHES
+    assert "The worker ended by signal 11 (SIGSEGV), 20 times in a row without a finished item." in supervisor.said.read_text()
+
+
+def test_a_worker_that_cannot_start_is_quarantined_alone(run: Callable[..., Run]) -> None:
     supervisor = run(["0", "1"], up="1", ends={"0": 5})
-    supervisor.wait_for(lambda: "cannot start" in supervisor.said.read_text() and supervisor.count("start 1") == 1)
+    supervisor.wait_for(lambda: "worker quarantined" in supervisor.said.read_text() and supervisor.count("start 1") == 1)
     assert supervisor.count("end") == 0
     assert supervisor.end() == 1
     assert supervisor.count("start 0") == FAILED_STARTS
     assert supervisor.lines()[-1] == "end 1"
-    assert "workers could not start" in supervisor.said.read_text()
+    assert "workers were quarantined" in supervisor.said.read_text()
 
 
-def test_an_embedded_worker_that_came_up_is_no_failed_start(tmp_path: Path) -> None:
-    home = EmbeddedHome(Settings(home=tmp_path))
-
-    def ended(up: bool) -> None:
-        home._up = UpPipe()
-        if up:
-            os.write(home._up.pass_fds[0], b"1")
-        home._up.started()
-        home._count_crash(1)
-
-    for _ in range(2 * FAILED_STARTS):
-        ended(up=True)
-    for _ in range(FAILED_STARTS - 1):
-        ended(up=False)
-    ended(up=True)
-    for _ in range(FAILED_STARTS - 1):
-        ended(up=False)
-    with pytest.raises(NightjarError, match="ended with status 1"):
-        ended(up=False)
+def test_a_worker_that_dies_while_others_work_is_quarantined(run: Callable[..., Run]) -> None:
+    """As one whose GPU fell off the bus: it comes up each time, and dies at its first items."""
+    supervisor = run(["0", "1", "2", "3"], up="0123", works="123", ends={"0": -6})
+    supervisor.wait_for(lambda: "worker quarantined" in supervisor.said.read_text())
+    assert supervisor.count("start 0") == CRASHES_BESIDE_OTHERS
+    assert [supervisor.count(f"start {gpu}") for gpu in (1, 2, 3)] == [1, 1, 1]
+    assert "The worker of GPU 0 ended by signal 6 (SIGABRT), 5 times in a row" in supervisor.said.read_text()
+    assert supervisor.end() == 1
+    assert supervisor.count("start 0") == CRASHES_BESIDE_OTHERS
 
 
-def test_up_is_said_once_and_only_to_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quarantined_worker_is_tried_again_and_comes_back_with_an_item(run: Callable[..., Run]) -> None:
+    supervisor = run(["0", "1"], up="1", ends={"0": 5}, quarantine_seconds=0.2)
+    supervisor.wait_for(lambda: supervisor.count("start 0") >= FAILED_STARTS + 2)
+    assert supervisor.said.read_text().count("worker quarantined") >= 2
+    supervisor.mend()
+    supervisor.wait_for(lambda: "out of quarantine" in supervisor.said.read_text())
+    assert supervisor.count("start 1") == 1
+    assert supervisor.end() == 0
+
+
+def test_the_supervisor_ends_when_all_are_quarantined(run: Callable[..., Run]) -> None:
+    supervisor = run(["0", "1"], ends={"0": 5, "1": 6})
+    assert supervisor.process.wait(240) == 1
+    assert (supervisor.count("start 0"), supervisor.count("start 1")) == (FAILED_STARTS, FAILED_STARTS)
+    assert "no worker can work" in supervisor.said.read_text()
+
+
+class Failing:
+    """A group whose processes end at once, without a process: what its rules make of ends in a row."""
+
+    def __init__(self, members: int) -> None:
+        plans = [WorkerPlan(Device(str(number), str(number))) for number in range(members)]
+        self.quarantines: list[str] = []
+        self.group = WorkerGroup(
+            plans,
+            lambda plan, up: subprocess.Popen(["sleep", "600"], pass_fds=up.pass_fds, start_new_session=True),
+            longest_pause_seconds=0.0,
+            quarantine_seconds=600.0,
+            first_pause_seconds=0.0,
+            on_quarantine=self.quarantines.append,
+        )
+        self.group.start()
+
+    def end(self, number: int, count: int = 1) -> None:
+        """Kills a member so many times, each time as soon as it runs again."""
+        member = self.group.members[number]
+        for _ in range(count):
+            while member.process is None:
+                self.group.tend()
+            member.process.kill()
+            member.process.wait()
+            self.group.tend()
+
+
+@pytest.fixture
+def failing() -> Iterator[Callable[[int], Failing]]:
+    made: list[Failing] = []
+
+    def start(members: int) -> Failing:
+        made.append(Failing(members))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.group.send(signal.SIGKILL)
+        for process in one.group.processes:
+            process.wait()
+
+
+def test_a_finished_item_begins_a_new_count(failing: Callable[[int], Failing]) -> None:
+    group = failing(1)
+    for _ in range(3):
+        group.end(0, CRASHES - 1)
+        while not group.group.processes:
+            group.group.tend()
+        group.group._finished(group.group.members[0], time.monotonic())
+    assert group.quarantines == []
+    group.end(0, CRASHES)
+    assert len(group.quarantines) == 1
+
+
+def test_a_long_life_begins_a_new_count(failing: Callable[[int], Failing]) -> None:
+    group = failing(1)
+    group.end(0, CRASHES - 1)
+    while not group.group.processes:
+        group.group.tend()
+    group.group.members[0].started_at -= HEALTHY_SECONDS
+    group.end(0, CRASHES - 1)
+    assert group.quarantines == []
+
+
+def test_items_of_others_before_the_first_failure_prove_nothing(failing: Callable[[int], Failing]) -> None:
+    """Where all fail from some time on, it is the job or the driver, and no worker's own fault."""
+    group = failing(2)
+    group.group._finished(group.group.members[1], time.monotonic() - 1)
+    group.end(0, CRASHES_BESIDE_OTHERS + 1)
+    assert group.quarantines == []
+    group.group._finished(group.group.members[1], time.monotonic())
+    group.end(0)
+    assert len(group.quarantines) == 1
+
+
+def test_a_child_tells_only_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     say_up()
+    say_finished()
     pipe = UpPipe()
     monkeypatch.setenv(UP_PIPE, pipe.environment[UP_PIPE])
+    assert not pipe.read()
+    say_finished()
+    assert (pipe.read(), pipe.read(), pipe.came_up) == (True, False, False)
     say_up()
-    say_up()
+    say_last_words("Broken:\nredis://:hunter2@host/0 " + "x" * 100_000)
     assert pipe.close()
+    assert pipe.last_words.startswith("Broken: redis://:********@host/0 xxx")
+    assert UP_PIPE not in os.environ
+    # Nobody reads any more.
+    say_finished()
+    say_finished()
+    pipe.started()
 
 
 @pytest.fixture
