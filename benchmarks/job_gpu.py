@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -204,7 +205,14 @@ class JobBench:
         engine = self.engine_rates.get((size, gpus))
         asked = sum(frames) / FRAMES_PER_SECOND
         made = sum(commit.audio_seconds for commit in commits)
-        row: Row = {"path": path, "size": size, "gpus": gpus, "slots": self.slots, "qa": qa, "start": "cold" if cold else "warm"}
+        row: Row = {
+            "path": path,
+            "size": size,
+            "gpus": gpus,
+            "slots": slots_of(finished.said),
+            "qa": qa,
+            "start": "cold" if cold else "warm",
+        }
         if qa != "off":
             row["audio"] = "planted: a speech-like signal in the place of the noise, as long"
         row |= {
@@ -257,6 +265,12 @@ def _variant(row: Row) -> tuple[Any, ...]:
     return row["path"], row["size"], row["gpus"], row.get("qa")
 
 
+def slots_of(said: Sequence[str]) -> int | None:
+    """The slots of a worker's engine by its own words, `engine ready: ..., 512 slots`; None where it does not say."""
+    found = (re.search(r"engine ready: .*?(\d+) slots", line) for line in said)
+    return next((int(one[1]) for one in found if one), None)
+
+
 def table(rows: Sequence[Row]) -> str:
     """The rows as lines; a row without a figure leaves its place empty."""
 
@@ -266,7 +280,7 @@ def table(rows: Sequence[Row]) -> str:
     titles = f"{'audio-s/s':>10}{'engine':>9}{'share':>7}{'times 1':>8}{'first s':>9}{'cores':>7}{'failed':>8}"
     lines = [f"{'path':8}{'size':6}{'GPUs':>5}{'slots':>6} {'qa':6}{'start':6}{titles}"]
     for row in rows:
-        name = f"{row['path']:8}{row['size']:6}{row['gpus']:5}{row['slots']:6} {row.get('qa', ''):6}{row.get('start', ''):6}"
+        name = f"{row['path']:8}{row['size']:6}{row['gpus']:5}{row['slots'] or '':>6} {row.get('qa', ''):6}{row.get('start', ''):6}"
         rates = f"{cell(row.get('job_audio_s_per_s'), 10, ',.0f')}{cell(row.get('engine_audio_s_per_s'), 9, ',.0f')}"
         shares = f"{cell(row.get('share'), 7, '.0%')}{cell(row.get('times_one_gpu'), 8, '.2f')}"
         rest = f"{cell(row.get('first_audio_s'), 9, '.1f')}{cell(row.get('cpu_cores'), 7, '.2f')}{cell(row.get('failed'), 8, 'd')}"

@@ -363,6 +363,15 @@ def test_table_of_jobs_leaves_out_what_a_row_has_not() -> None:
     assert shown[2].split() == ["folder", "0b6", "2", "512", "off", "warm", "4,560", "4,800", "95%", "1.97", "8.0", "6.50", "0"]
 
 
+def test_slots_of_a_job_are_those_that_its_worker_names() -> None:
+    said = [
+        '{"event": "worker up"}',
+        '{"event": "engine ready: 0b6 on NVIDIA H200, graph executor, bfloat16, 512 slots, 9000 KV pages of 64"}',
+    ]
+    assert job_gpu.slots_of(said) == 512
+    assert job_gpu.slots_of(said[:1]) is None
+
+
 def test_samples_of_threads_become_shares() -> None:
     raw = (
         "thread (0x1): engine;run (a.py:1);step (a.py:2) 60\nthread (0x1): engine;run (a.py:1) 20\nthread (0x2): writer-0;put (b.py:3) 5\n"
