@@ -323,6 +323,9 @@ class Watched:
         self._turns += 1
         return _Waited(self, pending)
 
+    def prepare(self) -> bool:
+        return self._executor.prepare()
+
     def waited(self, begin: float) -> None:
         self._spent("wait", begin)
 

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 #: A tenth of what a frame of a large batch takes.
 _REST_SECONDS = 0.001
+#: How long nothing is to do before the executor prepares for later batches: a request waits for one such step at most.
+_IDLE_SECONDS = 1.0
 
 
 class FrameReceiver(Protocol):
@@ -67,6 +69,7 @@ class Engine:
         self._follower = follower
         self._waiting = 0
         self._closing = False
+        self._preparing = True
         self._done = 0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -151,8 +154,7 @@ class Engine:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not (self._inbox or self._aborts or self._closing or self.core.busy):
-                    self._wake.wait()
+                idle = not self._has_work and not self._wake.wait_for(lambda: self._has_work, _IDLE_SECONDS if self._preparing else None)
                 while self._follower is not None and self._follower.behind and not (self._aborts or self._closing):
                     self._wake.wait(_REST_SECONDS)
                 if self._closing:
@@ -160,8 +162,22 @@ class Engine:
                 arrived, self._inbox = self._inbox, []
                 aborts, self._aborts = self._aborts, []
                 self._waiting += len(arrived)
-            self._turn(arrived, aborts)
+            if idle and not (arrived or aborts):
+                self._prepare()
+            else:
+                self._turn(arrived, aborts)
         self._stop()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._inbox or self._aborts or self._closing or self.core.busy)
+
+    def _prepare(self) -> None:
+        try:
+            self._preparing = self.core.executor.prepare()
+        except Exception:
+            log.exception("the executor could not prepare for later batches")
+            self._preparing = False
 
     def _turn(self, arrived: list[tuple[GenerationRequest, FrameReceiver]], aborts: list[str | GenerationRequest]) -> None:
         for request, receiver in arrived:

@@ -137,6 +137,10 @@ class FrameExecutor(Protocol):
         """Starts `count` frames of these slots; `settings.max_length` holds for the first and grows by one a frame."""
         ...
 
+    def prepare(self) -> bool:
+        """Makes one thing ready that later batches are faster with, while nothing else is to do; False when there is nothing left."""
+        ...
+
 
 class EagerExecutor:
     """PyTorch ops one by one, on any device: the oracle of the other executors.
@@ -172,6 +176,9 @@ class EagerExecutor:
         codes = torch.stack([output.codes for output in outputs]).view(count, -1, self._model.codebooks)
         flags = torch.stack([output.flags for output in outputs]).view(count, -1)
         return _Copy(codes[:, : len(slots)], flags[:, : len(slots)])
+
+    def prepare(self) -> bool:
+        return False
 
 
 class _Copy:

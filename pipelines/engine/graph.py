@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,10 +14,12 @@ from torch import Tensor
 from kernels.lm_frame import DrawTensors, FrameTensors, FusedFrame, StateTensors, plan_for
 from kernels.prefill_triton import prefill_padded
 from kernels.registry import to_device
+from pipelines.engine.buckets import Buckets, buckets_for
 from pipelines.engine.executor import FrameCodes, FrameModel, FrameSettings, PendingFrames, PrefillRun
-from pipelines.engine.memory import BUCKETS
 from pipelines.engine.state import SCRATCH_PAGE, DrawSettings, PagedKV, SlotState
 from pipelines.errors import ConfigError, ErrorCode
+
+log = logging.getLogger(__name__)
 
 #: (prompts, pages of new positions, pages before them) that a graph is captured for, by pages, then prompts.
 SHAPES = ((8, 1, 0), (16, 1, 0), (32, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
@@ -39,18 +42,51 @@ class _Graph:
 
 
 class PrefillGraphs:
-    """Prefills chunks that fit a shape; thousands of launches become one."""
+    """Prefills chunks that fit a shape; thousands of launches become one. A graph is captured when `Buckets` has it due."""
 
     def __init__(self, work: Work, state: SlotState, kv: PagedKV, pool: Any, sharing: Sharing = "free") -> None:
         self.sharing: Sharing = sharing
         self._work, self._state, self._kv, self._pool = work, state, kv, pool
         self._shapes = [shape for shape in SHAPES if shape[1] + shape[2] <= state.page_table.shape[1]]
         self._graphs: dict[tuple[int, int, int], _Graph] = {}
+        sizes = dict.fromkeys((new, before) for _, new, before in self._shapes)
+        #: The numbers of prompts that chunks of one size and place can share a replay of.
+        self._prompts = {size: Buckets([count for count, *pages in self._shapes if tuple(pages) == size]) for size in sizes}
+        self._aside = torch.cuda.Stream() if kv.k.is_cuda else None
 
     def warm(self) -> None:
-        """Captures all graphs."""
-        for shape in self._shapes:
+        """Captures the graph that most prompts need: of chunks that fit a page, as many as share a replay."""
+        for size, prompts in list(self._prompts.items())[:1]:
+            self._graph((prompts.sizes[-1 if self.sharing == "free" else 0], *size))
+
+    def prepare(self) -> bool:
+        """Captures one more graph; False when there is nothing left."""
+        missing = [(prompts.missing, *size) for size, prompts in self._prompts.items() if self.sharing == "free" or not prompts.captured]
+        shape = next(((count, new, before) for count, new, before in missing if count is not None), None)
+        if shape is not None:
+            self._may_capture(shape)
+        return shape is not None
+
+    def _chosen(self, size: tuple[int, int], prompts: int) -> _Graph | None:
+        """The graph that so many chunks of this size and place take; None when there is no memory for one."""
+        known = self._prompts[size]
+        if self.sharing != "free":
+            return self._graph((known.sizes[0], *size))
+        prompts = min(prompts, known.sizes[-1])
+        while (count := known.choose(prompts)) is not None:
+            if count in known.captured or self._may_capture((count, *size)):
+                return self._graph((count, *size))
+        return None
+
+    def _may_capture(self, shape: tuple[int, int, int]) -> bool:
+        """Captures a graph that others, or none, can stand in for; whether there was memory for it."""
+        try:
             self._graph(shape)
+        except torch.OutOfMemoryError:
+            log.warning("there is no memory for a graph of %d prompts of %d pages", *shape[:2])
+            self._prompts[shape[1:]].refuse(shape[0])
+            return False
+        return True
 
     def run(self, runs: Sequence[PrefillRun]) -> list[PrefillRun]:
         """Prefills what fits a graph; returns the rest."""
@@ -62,11 +98,13 @@ class PrefillGraphs:
             else:
                 sizes.setdefault(size, []).append(run)
         for size, group in sizes.items():
-            prompts = [count for count, *pages in self._shapes if tuple(pages) == size]
             while group:
-                count = prompts[0] if self.sharing != "free" else next((one for one in prompts if len(group) <= one), prompts[-1])
-                taken = 1 if self.sharing == "alone" else count
-                self._replay(self._graph((count, *size)), group[:taken])
+                graph = self._chosen(size, len(group))
+                if graph is None:
+                    left += group
+                    break
+                taken = 1 if self.sharing == "alone" else len(graph.counts)
+                self._replay(graph, group[:taken])
                 group = group[taken:]
         return left
 
@@ -101,26 +139,37 @@ class PrefillGraphs:
             table, counts = (torch.zeros(*size, dtype=torch.int64, device=device) for size in ((runs, before + pages), (runs,)))
             start = before * self._kv.page_size
             replay = self._captured(lambda: self._work(embeddings.view(runs, new, hidden), table, counts, start))
+        self._prompts[pages, before].captured.add(runs)
         self._graphs[shape] = _Graph(replay, embeddings, table, counts)
         return self._graphs[shape]
 
     def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """What replays this work."""
-        graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            work()  # builds kernels and sets up libraries, which a capture may not do
-        torch.cuda.current_stream().wait_stream(aside)
-        with torch.cuda.graph(graph, pool=self._pool):
+        assert self._aside is not None
+        return capture(work, self._pool, self._aside).replay
+
+
+def capture(work: Callable[[], None], pool: Any, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A graph of this work, which runs once before, on the stream `aside`. Other threads may use the device meanwhile."""
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    aside.wait_stream(current)
+    with torch.cuda.stream(aside):
+        work()  # builds kernels and sets up libraries, which a capture may not do
+        # What other threads ask of the device does not end this capture, and nothing waits for the device.
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
             work()
-        return graph.replay
+        finally:
+            graph.capture_end()
+    current.wait_stream(aside)
+    return graph
 
 
 class GraphExecutor:
     """The `FrameExecutor` for a GPU: the frame of `model` in fused kernels, captured once a bucket.
 
-    A graph is captured when its bucket is first asked for; `warm` does so ahead. `reproducible` runs every batch in one bucket,
-    so with the same splits, and prefills chunks of one size and place in one shape, so that every row meets the same kernels and its
+    `warm` captures a few graphs, which serve every batch; `Buckets` says when others follow. `reproducible` runs every batch in one
+    bucket, so with the same splits, and prefills chunks of one size and place in one shape: every row meets the same kernels, and its
     codes are the same bits alone and in any company.
     """
 
@@ -144,10 +193,9 @@ class GraphExecutor:
         self._reproducible = reproducible
         self.kv = model.make_kv(pages, page_size)
         self.state = model.make_state(slots, self.kv.pages_for(max_context), max_context)
-        largest = _bucket(slots, BUCKETS)
-        self._buckets = (
-            (largest,) if reproducible else tuple(sorted({_bucket(rows, BUCKETS) for rows in (*BUCKETS, slots) if rows <= largest}))
-        )
+        sizes = buckets_for(slots)
+        largest = sizes[-1]
+        self._buckets = Buckets([largest] if reproducible else sizes)
         self._tensors, self._state_tensors = tensors, _state_tensors(self.state)
         with torch.inference_mode():
             self._rows = torch.full((largest,), self.state.dead, device=model.device)
@@ -155,7 +203,7 @@ class GraphExecutor:
             self._flags = torch.zeros(largest, dtype=torch.uint8, device=model.device)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._frames: dict[int, FusedFrame] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         stack, cache = tensors.talker, self.kv
 
         def prefill(embeddings: Tensor, page_table: Tensor, counts: Tensor, start: int) -> None:
@@ -177,8 +225,7 @@ class GraphExecutor:
     @torch.inference_mode()
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
         """Starts `count` frames; `settings` is not needed, since the kernels read every row's own."""
-        bucket = _bucket(len(slots), self._buckets)
-        graph = self._graphs.get(bucket) or self._capture(bucket)
+        bucket, graph = self._graph_for(len(slots))
         self._write_rows([*slots, *[self.state.dead] * (bucket - len(slots))])
         codes = torch.empty(count, len(slots), self._codes.shape[1], dtype=torch.int64, device=self._codes.device)
         flags = torch.empty(count, len(slots), dtype=torch.uint8, device=self._codes.device)
@@ -189,12 +236,37 @@ class GraphExecutor:
         return _OnTheWay(codes, flags)
 
     @torch.inference_mode()
-    def warm(self, most: int) -> None:
-        """Captures the graphs of all buckets up to the one that `most` slots need."""
-        for bucket in self._buckets:
-            if bucket <= _bucket(most, self._buckets) and bucket not in self._graphs:
-                self._capture(bucket)
+    def warm(self) -> None:
+        """Captures the graphs without which a first batch would wait."""
+        for bucket in self._buckets.first:
+            self._capture(bucket)
         self.prefills.warm()
+
+    @torch.inference_mode()
+    def prepare(self) -> bool:
+        missing = self._buckets.missing
+        if missing is None:
+            return self.prefills.prepare()
+        self._may_capture(missing)
+        return True
+
+    def _graph_for(self, rows: int) -> tuple[int, torch.cuda.CUDAGraph]:
+        """The bucket and the graph that so many rows take now. Raises what a lack of memory raises where no graph holds them."""
+        while (bucket := self._buckets.choose(rows)) is not None:
+            if bucket in self._graphs or self._may_capture(bucket):
+                return bucket, self._graphs[bucket]
+        largest = self._buckets.sizes[-1]
+        return largest, self._capture(largest)
+
+    def _may_capture(self, bucket: int) -> bool:
+        """Captures a bucket that others can stand in for; whether there was memory for it."""
+        try:
+            self._capture(bucket)
+        except torch.OutOfMemoryError:
+            log.warning("there is no memory for a graph of %d rows; larger ones serve its batches", bucket)
+            self._buckets.refuse(bucket)
+            return False
+        return True
 
     def _write_rows(self, rows: list[int]) -> None:
         if rows != self._running:
@@ -209,15 +281,9 @@ class GraphExecutor:
         frame = FusedFrame(
             self._tensors, self._state_tensors, self.kv.k, self.kv.v, bucket, plan_for(bucket, self._tensors.talker.norm.shape[0])
         )
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            frame.run(rows, codes, flags)  # builds kernels and sets up libraries, which a capture may not do
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            frame.run(rows, codes, flags)
+        graph = capture(lambda: frame.run(rows, codes, flags), self._pool, self._aside)
         self._graphs[bucket], self._frames[bucket] = graph, frame
+        self._buckets.captured.add(bucket)
         return graph
 
 
@@ -233,11 +299,6 @@ class _OnTheWay:
         self._event.synchronize()
         codes, flags = self._tensors
         return FrameCodes(codes.numpy().copy(), flags.numpy())  # a request keeps its codes; the pinned memory goes back
-
-
-def _bucket(rows: int, buckets: Sequence[int]) -> int:
-    """The smallest bucket that holds `rows`, or `rows` itself rounded up to a multiple of 128 beyond the largest."""
-    return next((bucket for bucket in buckets if rows <= bucket), -(-rows // 128) * 128)
 
 
 def _draw_tensors(settings: DrawSettings) -> DrawTensors:

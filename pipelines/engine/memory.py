@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 
 from pipelines.codec.decoder import BATCH_FRAMES
+from pipelines.engine.buckets import BUCKETS
 from pipelines.errors import ConfigError, ErrorCode
 
-#: Sizes of the batch that a CUDA graph is captured for; others are filled up with the dead slot. The default of slots is one of them.
-BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
 #: Share of the free memory that an engine takes where nobody says how much; the rest is for what the allocator cannot use.
 DEFAULT_SHARE = 0.9
 #: Positions that the default keeps for every slot: 30 s of speech, its text and a recording of 5 s. KV pages are taken as they are needed,

@@ -111,7 +111,7 @@ def memory_budget(device: torch.device, share: float | None) -> int:
 def open_executor(
     model: Qwen3TTSModel, sizes: EngineOptions, kind: Literal["auto", "eager", "graph"] = "auto", reproducible: bool = False
 ) -> FrameExecutor:
-    """The executor of a model; "auto" means graphs on a CUDA device, else eager. Graphs are captured before this returns.
+    """The executor of a model; "auto" means graphs on a CUDA device, else eager. The first graphs are captured before this returns.
 
     Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
     Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` on a GPU without them.
@@ -135,13 +135,13 @@ def open_executor(
 
 
 def _open_graphs(model: Qwen3TTSModel, sizes: EngineOptions, reproducible: bool) -> tuple[FrameExecutor | None, str | None]:
-    """The graph executor with its graphs captured, or None and why its kernels cannot be made. Raises what a lack of memory raises."""
+    """The graph executor, or None and why its kernels cannot be made. Raises what a lack of memory raises."""
     fault = triton_fault()
     if fault is not None:
         return None, fault
     try:
         executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible)
-        executor.warm(sizes.slots)
+        executor.warm()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:

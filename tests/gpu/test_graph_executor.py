@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +13,12 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import EagerExecutor, FrameExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.qwen3_tts.dummy import dummy_model
+from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.execution import graph_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
@@ -78,7 +80,11 @@ def narrow() -> Qwen3TTSModel:
 
 
 def graph(model: Qwen3TTSModel, slots: int, reproducible: bool = False) -> FrameExecutor:
-    return graph_executor(model, slots, 512, 64, 1024, reproducible)
+    """An executor with all of its graphs."""
+    executor = graph_executor(model, slots, 512, 64, 1024, reproducible)
+    while executor.prepare():
+        pass
+    return executor
 
 
 def test_float32_codes_equal_the_eager_executors(wide: Qwen3TTSModel) -> None:
@@ -170,6 +176,49 @@ def test_small_buckets_are_the_same_bits_in_any_company(narrow: Qwen3TTSModel) -
     assert codes.shape == (frames, 16)
     assert written.shape[3] == len(batch[0].prompt) - 1 + frames
     assert not torch.equal(written[:, :, :, :9], eight["1"][1][:, :, :, :9]) or not np.array_equal(codes, eight["1"][0])
+
+
+def test_a_few_graphs_serve_every_batch(wide: Qwen3TTSModel) -> None:
+    batch = requests(wide, 12, greedy=False)
+    every = spoken(graph(wide, 16), batch, 12)
+    few = graph_executor(wide, 16, 512, 64, 1024)
+    few.warm()
+    assert few._buckets.captured == {1, 8, 16}
+    found = spoken(few, batch, 12)
+    assert sum(np.array_equal(every[name], found[name]) for name in every) >= len(batch) - 1
+    spoken(few, batch[:4], 4)
+    spoken(few, batch[:4], 4)
+    assert 4 in few._buckets.captured, "a size that is asked for again and again gets its graph"
+
+
+def test_graphs_are_captured_beside_a_codec_that_works(wide: Qwen3TTSModel) -> None:
+    """The codec's thread allocates, launches, copies and waits on a stream of its own all the while; neither side disturbs the other."""
+    device = torch.device("cuda")
+    stage = CodecStage(dummy_decoder(PUBLISHED_CODEC, device, torch.bfloat16), 16, device)
+    draw, heard, stop = np.random.default_rng(0), [], threading.Event()
+
+    def keep_busy() -> None:
+        while not stop.is_set():
+            done = threading.Event()
+            for _ in range(4):
+                codes = draw.integers(0, 2048, (int(draw.integers(10, 60)), 16))
+                stage.decode(codes, lambda outcome: (heard.append(outcome), done.set()))
+            done.wait(60)
+
+    feeding = threading.Thread(target=keep_busy, daemon=True)
+    feeding.start()
+    try:
+        executor = graph(wide, 16)
+        batch = requests(wide, 12, greedy=True)
+        beside = spoken(executor, batch, 12)
+    finally:
+        stop.set()
+        feeding.join()
+        stage.close()
+    assert len(heard) > 4
+    assert all(isinstance(outcome, np.ndarray) for outcome in heard)
+    alone = spoken(graph(wide, 16), batch, 12)
+    assert sum(np.array_equal(alone[name], beside[name]) for name in alone) >= len(batch) - 1
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.engine.memory import BUCKETS, LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory
+from pipelines.engine.buckets import BUCKETS
+from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts import pipeline as qwen3

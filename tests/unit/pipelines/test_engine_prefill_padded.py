@@ -65,7 +65,7 @@ class Replayed(PrefillGraphs):
 
 
 @pytest.mark.parametrize(
-    ("sharing", "replays"), [("free", [(6, 6), (2, 1), (3, 2), (2, 2), (2, 2)]), ("fixed", [(2, 2)] * 3 + [(2, 1), (3, 2), (2, 2), (2, 2)]),
+    ("sharing", "replays"), [("free", [(6, 6), (6, 1), (3, 2), (2, 2), (2, 2)]), ("fixed", [(2, 2)] * 3 + [(2, 1), (3, 2), (2, 2), (2, 2)]),
                              ("alone", [(2, 1)] * 7 + [(3, 1)] * 2 + [(2, 1)] * 4)],
 )  # fmt: skip
 def test_chunks_share_replays_and_write_what_the_packed_prefill_writes(
@@ -106,3 +106,38 @@ def test_chunks_that_start_within_a_page_and_shapes_beyond_the_context_are_left(
     (prompt,) = prompts_of(model, [24])
     runs = [PrefillRun(0, 4, prompt[4:8]), PrefillRun(0, 0, prompt)]
     assert graphs.run(runs) == runs
+
+
+def test_a_few_graphs_serve_every_batch_and_idle_turns_capture_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "SHAPES", SHAPES)
+    model = golden_model("base")
+    state, kv = placed(model, [24], 8), model.make_kv(4, PAGE)
+    made: list[tuple[int, int]] = []
+    graphs = Replayed(lambda rows, _pages, _sizes, _start: None, state, kv, None)
+    plain = graphs._graph
+    monkeypatch.setattr(graphs, "_graph", lambda shape: made.append(shape[:2]) or plain(shape))
+    graphs.warm()
+    assert made == [(6, 1)]
+    steps = 0
+    while graphs.prepare():
+        steps += 1
+    assert steps == len(SHAPES) - 1
+    assert set(made) == {shape[:2] for shape in SHAPES}
+
+
+def test_without_memory_for_a_graph_chunks_are_left_to_the_packed_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "SHAPES", SHAPES)
+    model = golden_model("base")
+    state, kv = placed(model, [5], 8), model.make_kv(4, PAGE)
+    tried: list[int] = []
+
+    class Full(Replayed):
+        def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
+            tried.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    graphs = Full(lambda *_: None, state, kv, None)
+    runs = [PrefillRun(0, 0, prompts_of(model, [5])[0])]
+    assert graphs.run(runs) == runs
+    assert graphs.run(runs) == runs
+    assert len(tried) == 1, "what was refused is not tried again"

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipelines.engine import engine
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.engine import Engine
 from pipelines.engine.executor import EagerExecutor
@@ -238,3 +239,40 @@ def test_close_fails_what_runs_and_refuses_what_comes() -> None:
     assert {waiter.error.code for waiter in waiters if waiter.error} == {ErrorCode.SYNTH_ABORTED}
     with pytest.raises(SynthesisError):
         engine.submit(some_requests(1)[0], Waiter())
+
+
+def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_requests_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_IDLE_SECONDS", 0.01)
+    model = golden_model("base")
+    rng = random.Random(3)
+    steps: list[int] = []
+    done = threading.Event()
+
+    class Preparing(EagerExecutor):
+        def prepare(self) -> bool:
+            steps.append(len(steps))
+            if len(steps) == 2:
+                first.submitted = True
+                running.submit(request, first)
+            if len(steps) < 6:
+                return True
+            done.set()
+            raise RuntimeError("the last step fails")
+
+    class Submitted(Waiter):
+        submitted = False
+
+    first = Submitted()
+    request = random_request(rng, model, "a")
+    running = Engine(Preparing(model, OPTIONS.slots, OPTIONS.pages, OPTIONS.page_size, OPTIONS.max_context), OPTIONS)
+    try:
+        assert done.wait(SECONDS)
+        assert first.submitted
+        first.wait()
+        assert first.error is None
+        later = Waiter()
+        running.submit(replace(request, request_id="b"), later)
+        assert later.wait().error is None
+        assert len(steps) == 6, "what failed, or has nothing left, is not asked again"
+    finally:
+        running.close()

@@ -1,0 +1,62 @@
+"""Which batch sizes have a graph, which of them a batch takes, and which is captured next. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+#: Sizes of the batch that a CUDA graph is captured for; others are filled up with the dead slot. The default of slots is one of them.
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
+#: Beyond the largest: multiples of this.
+_STEP = 128
+#: Of these one is captured before the first batch, beside the largest: a single request and a few have theirs at once.
+_FIRST = (1, 8)
+#: Turns in a larger bucket after which a capture pays: it takes the time of about so many frames of a large batch.
+ASKS = 8
+
+
+def bucket_of(rows: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `rows`, or `rows` itself rounded up to a multiple of 128 beyond the largest."""
+    return next((bucket for bucket in buckets if rows <= bucket), -(-rows // _STEP) * _STEP)
+
+
+def buckets_for(slots: int) -> tuple[int, ...]:
+    """The buckets of an engine with so many slots."""
+    largest = bucket_of(slots, BUCKETS)
+    return (*(bucket for bucket in BUCKETS if bucket < largest), largest)
+
+
+class Buckets:
+    """Chooses among sizes of which some have a graph. A batch is correct in any size that holds it, and fastest in the smallest.
+
+    So few graphs are enough to begin with. Another is captured when its size was asked for `ASKS` times, or when nothing else is to do.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sorted(sizes))
+        self.captured: set[int] = set()
+        self._refused: set[int] = set()
+        self._asked: Counter[int] = Counter()
+
+    @property
+    def first(self) -> list[int]:
+        """What to capture before the first batch: the largest, which holds every batch, and those of few rows."""
+        return [self.sizes[-1], *(size for size in _FIRST if size in self.sizes[:-1])]
+
+    @property
+    def missing(self) -> int | None:
+        """What to capture when nothing else is to do; None when there is nothing left."""
+        return next((size for size in self.sizes if size not in self.captured | self._refused), None)
+
+    def choose(self, rows: int) -> int | None:
+        """The size that a batch of `rows` takes; where that has no graph, the caller captures it now. None: no size can serve it."""
+        wanted = bucket_of(rows, self.sizes)
+        held = next((size for size in self.sizes if rows <= size and size in self.captured), None)
+        if wanted in self._refused or held == wanted:
+            return held
+        self._asked[wanted] += 1
+        return wanted if held is None or self._asked[wanted] >= ASKS else held
+
+    def refuse(self, size: int) -> None:
+        """Takes a size as one that cannot be captured, for want of memory: larger ones serve it."""
+        self._refused.add(size)

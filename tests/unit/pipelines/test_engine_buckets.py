@@ -1,0 +1,67 @@
+"""Which graph a batch takes while only some are captured, and when the others follow."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pipelines.engine.buckets import ASKS, BUCKETS, Buckets, bucket_of, buckets_for
+
+
+@pytest.mark.parametrize(("slots", "last"), [(1, [1]), (100, [64, 128]), (128, [64, 128]), (512, [384, 512]), (513, [512, 640])])
+def test_an_engine_has_the_buckets_up_to_one_that_holds_its_slots(slots: int, last: list[int]) -> None:
+    assert list(buckets_for(slots))[-len(last) :] == last
+    assert bucket_of(slots, buckets_for(slots)) == last[-1]
+
+
+def test_the_first_graphs_hold_every_batch() -> None:
+    buckets = Buckets(buckets_for(300))
+    assert buckets.first == [384, 1, 8]
+    buckets.captured.update(buckets.first)
+    assert [buckets.choose(rows) for rows in (1, 2, 8, 9, 64, 300)] == [1, 8, 8, 384, 384, 384]
+    assert Buckets([512]).first == [512]
+
+
+def test_a_size_that_is_asked_for_often_is_captured_and_then_used() -> None:
+    buckets = Buckets(buckets_for(128))
+    buckets.captured.update(buckets.first)
+    assert [buckets.choose(20) for _ in range(ASKS)] == [128] * (ASKS - 1) + [32]
+    buckets.captured.add(32)
+    assert buckets.choose(20) == 32
+    assert buckets.choose(33) == 128, "each size is asked for by itself"
+
+
+def test_idle_turns_capture_what_is_left_one_by_one() -> None:
+    buckets = Buckets(buckets_for(64))
+    buckets.captured.update(buckets.first)
+    found = []
+    while (missing := buckets.missing) is not None:
+        found.append(missing)
+        buckets.captured.add(missing)
+    assert found == [2, 4, 16, 32]
+
+
+def test_a_size_without_memory_is_served_by_larger_ones_and_never_tried_again() -> None:
+    buckets = Buckets(buckets_for(64))
+    buckets.captured.update(buckets.first)
+    buckets.refuse(16)
+    assert {buckets.choose(12) for _ in range(3 * ASKS)} == {64}
+    assert buckets.missing == 2
+    alone = Buckets([4])
+    alone.refuse(4)
+    assert alone.choose(1) is None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_was_captured_a_batch_fits_its_size(seed: int) -> None:
+    rng = random.Random(seed)
+    buckets = Buckets(BUCKETS)
+    buckets.captured.update(buckets.first)
+    for _ in range(500):
+        rows = rng.randint(1, BUCKETS[-1])
+        size = buckets.choose(rows)
+        assert size is not None
+        assert size >= rows
+        if size not in buckets.captured:
+            (buckets.refuse if rng.random() < 0.3 else buckets.captured.add)(size)
