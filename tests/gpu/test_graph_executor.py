@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from dataclasses import replace
 
@@ -195,15 +196,15 @@ def test_graphs_are_captured_beside_a_codec_that_works(wide: Qwen3TTSModel) -> N
     """The codec's thread allocates, launches, copies and waits on a stream of its own all the while; neither side disturbs the other."""
     device = torch.device("cuda")
     stage = CodecStage(dummy_decoder(PUBLISHED_CODEC, device, torch.bfloat16), 16, device)
-    draw, heard, stop = np.random.default_rng(0), [], threading.Event()
+    draw, stop = np.random.default_rng(0), threading.Event()
+    heard: queue.Queue[object] = queue.Queue()
+    outcomes: list[object] = []
 
     def keep_busy() -> None:
         while not stop.is_set():
-            done = threading.Event()
             for _ in range(4):
-                codes = draw.integers(0, 2048, (int(draw.integers(10, 60)), 16))
-                stage.decode(codes, lambda outcome: (heard.append(outcome), done.set()))
-            done.wait(60)
+                stage.decode(draw.integers(0, 2048, (int(draw.integers(10, 60)), 16)), heard.put)
+            outcomes.extend(heard.get(timeout=60) for _ in range(4))
 
     feeding = threading.Thread(target=keep_busy, daemon=True)
     feeding.start()
@@ -215,8 +216,8 @@ def test_graphs_are_captured_beside_a_codec_that_works(wide: Qwen3TTSModel) -> N
         stop.set()
         feeding.join()
         stage.close()
-    assert len(heard) > 4
-    assert all(isinstance(outcome, np.ndarray) for outcome in heard)
+    assert len(outcomes) > 4
+    assert all(isinstance(outcome, np.ndarray) for outcome in outcomes)
     alone = spoken(graph(wide, 16), batch, 12)
     assert sum(np.array_equal(alone[name], beside[name]) for name in alone) >= len(batch) - 1
 

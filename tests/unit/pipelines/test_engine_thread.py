@@ -276,3 +276,19 @@ def test_an_idle_engine_prepares_for_later_batches_step_by_step_and_serves_reque
         assert len(steps) == 6, "what failed, or has nothing left, is not asked again"
     finally:
         running.close()
+
+
+def test_what_arrives_while_an_idle_engine_rests_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "_IDLE_SECONDS", 0.01)
+    model = golden_model("base")
+    follower, waiter = Following(), Waiter()
+    follower.behind = True
+    executor = EagerExecutor(model, OPTIONS.slots, OPTIONS.pages, OPTIONS.page_size, OPTIONS.max_context)
+    running = Engine(executor, OPTIONS, follower=follower)
+    try:
+        assert follower.asked.wait(SECONDS)
+        running.submit(random_request(random.Random(3), model, "a"), waiter)
+        follower.behind = False
+        assert waiter.wait().error is None
+    finally:
+        running.close()
