@@ -113,7 +113,8 @@ def submit(
             return SubmitResult(job, created=False, resumed=False, items=job.total_items, rejected=job.rejected_lines)
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         uploader = ReferenceUploader(reader, store, job.id)
-        size = ShardSize.of(resolved.card, settings.shard.target_seconds, settings.shard.max_items)
+        measured_rtf = ledger.measured_rtf(resolved.spec.model)
+        size = ShardSize.of(resolved.card, settings.shard.target_seconds, settings.shard.max_items, measured_rtf)
         try:
             _Ingest(ledger, store, job, opened, resolved.checker, uploader, size, options.on_error == "abort", progress).run()
         except InputError:
@@ -212,7 +213,7 @@ class _Ingest:
 
     def _numbered(self, good: list[GoodLine]) -> tuple[range, list[int], list[Sequence[GoodLine]]]:
         """Number, index of the first item and lines of each shard."""
-        runs = list(cut(good, self._size))
+        runs = list(cut(good, self._size, self._items))
         firsts: list[int] = []
         index = self._items
         for run in runs:

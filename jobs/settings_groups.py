@@ -142,9 +142,9 @@ class ShardSettings(SettingsGroup):
     """How ingest cuts a job into shards."""
 
     target_seconds: Positive = Field(
-        default=3600.0, description="Maximum estimated audio seconds of a shard; a shard is about a minute of engine time."
+        default=100_000.0, description="Maximum estimated audio seconds of a shard; a shard is about a minute of engine time."
     )
-    max_items: PositiveInt = Field(default=256, description="Maximum items of a shard.")
+    max_items: PositiveInt = Field(default=8192, description="Maximum items of a shard.")
 
 
 class SweepSettings(SettingsGroup):

@@ -204,6 +204,7 @@ class Ledger:
     # Jobs and their status
     job = _reads(mapping.read_job)
     job_state = _reads(queries.job_state)
+    measured_rtf = _reads(queries.measured_rtf)
     job_of_key = _reads(queries.job_of_key)
     keys_of_input = _reads(queries.keys_of_input)
     find_job = _reads_plainly(job_status.find_job)

@@ -21,8 +21,9 @@ from jobs.ledger.records import (
     JobState,
     RejectedLine,
     ShardAudio,
+    ShardState,
 )
-from jobs.ledger.schema import db_now, item_is
+from jobs.ledger.schema import db_now, item_is, state_is
 from jobs.ledger.status import no_such_job
 from pipelines.errors import ErrorCode
 
@@ -69,6 +70,20 @@ def job_state(connection: sa.Connection, job_id: str) -> JobState:
     if state is None:
         raise no_such_job(job_id)
     return JobState(state)
+
+
+#: Jobs of a model that tell its speed, the newest ones, and how much audio they must have made.
+_MEASURED_JOBS, _MEASURED_AUDIO_MS = 20, 600_000
+
+
+def measured_rtf(connection: sa.Connection, model: str) -> float | None:
+    """RTF of a model on the workers that ran its newest jobs: their engine time over their audio. None: they made too little."""
+    jobs, shards = schema.jobs.c, schema.shards.c
+    newest = sa.select(jobs.id).where(jobs.spec["model"].as_string() == model).order_by(jobs.no.desc()).limit(_MEASURED_JOBS)
+    sums = sa.select(sa.func.sum(shards.engine_ms), sa.func.sum(shards.audio_ms))
+    ended = sums.where(shards.job_id.in_(list(connection.scalars(newest))), state_is(shards.state, ShardState.DONE))
+    engine_ms, audio_ms = connection.execute(ended).one()
+    return None if (audio_ms or 0) < _MEASURED_AUDIO_MS else float(engine_ms) / float(audio_ms)
 
 
 def job_of_key(connection: sa.Connection, idempotency_key: str) -> Job | None:

@@ -132,6 +132,39 @@ class TestDispatch:
         ledger.set_priority(low.id, 9)
         assert [ticket.job_id for ticket in ledger.take_ready(2)] == [low.id] * 2
 
+    def test_shares_are_of_items_and_not_of_shards(self, ledger: Ledger) -> None:
+        small = submit(ledger, (10,) * 20)
+        large = submit(ledger, (50, 50))
+        names = {small.id: "small", large.id: "large"}
+        taken = [names[ticket.job_id] for ticket in ledger.take_ready(12)]
+        assert taken == ["small", "large", *["small"] * 5, "large", *["small"] * 4]
+
+    def test_a_window_full_of_shards_does_not_keep_a_job_of_a_higher_priority_waiting(self, ledger: Ledger) -> None:
+        ledger.register_worker(worker("a", slots=2))
+        low = submit(ledger, (1,) * 9)
+        assert len(ledger.take_ready(ledger.free_window())) == 4
+        assert ledger.free_window() == 0
+        high = submit(ledger, (1,) * 3, priority=5)
+        assert [ticket.job_id for ticket in ledger.take_ready(ledger.free_window())] == [high.id] * 3, "and no more of the other one"
+        assert ledger.free_window() == 0
+        submit(ledger, (1,) * 9, priority=5)
+        assert ledger.free_window() == 1
+        assert low.id not in [ticket.job_id for ticket in ledger.take_ready(1)]
+
+    def test_the_speed_of_a_model_is_that_of_its_newest_jobs(self, ledger: Ledger) -> None:
+        assert ledger.measured_rtf("fake") is None
+        submit(ledger, (1,))
+        execute(ledger, "UPDATE shards SET state = 'done', engine_ms = 1000, audio_ms = 599000")
+        assert ledger.measured_rtf("fake") is None, "too little audio"
+        submit(ledger, (1,))
+        execute(ledger, "UPDATE shards SET state = 'done', engine_ms = 1000, audio_ms = 400000")
+        assert ledger.measured_rtf("fake") == pytest.approx(2 / 800)
+        assert ledger.measured_rtf("other") is None
+        for _ in range(20):
+            submit(ledger, (1,))
+        execute(ledger, "UPDATE shards SET state = 'done', engine_ms = 500, audio_ms = 100000 WHERE state = 'ready'")
+        assert ledger.measured_rtf("fake") == pytest.approx(5 / 1000)
+
     def test_a_job_holds_no_more_than_its_limit_in_flight(self, ledger: Ledger) -> None:
         job = submit(ledger, (1,) * 5, max_in_flight=2)
         other = submit(ledger, (1,), priority=-1)

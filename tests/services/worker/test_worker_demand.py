@@ -77,7 +77,7 @@ def twenty_shards(site: Site) -> Job:
     return job
 
 
-CROWDED = {"slots": 20, "waiting_room": 1}
+CROWDED: dict[str, float] = {"slots": 20, "waiting_room": 1}
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.line_check import GoodLine, LineChecker
-from jobs.sharding import ENGINE_SECONDS, MAX_SHARD_BYTES, ShardSize, cut
+from jobs.sharding import ENGINE_SECONDS, ITEMS_PER_GROWTH, LEAST_ITEMS, MAX_SHARD_BYTES, ShardSize, cut
 from jobs.source import LineBatch
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
@@ -115,6 +116,38 @@ def test_no_line_is_lost_in_cutting(times: list[int], most: int) -> None:
 
 
 def test_the_size_of_a_shard_comes_from_the_models_speed() -> None:
-    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256) == ShardSize(int(ENGINE_SECONDS * 2000), 256)
-    assert ShardSize.of(replace(PLAIN, rtf=0.001), 3600, 256) == ShardSize(3_600_000, 256)
-    assert ShardSize.of(PLAIN, 3600, 256) == ShardSize(600_000, 256)
+    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256) == ShardSize(int(ENGINE_SECONDS * 2000), 256, 2000)
+    assert ShardSize.of(replace(PLAIN, rtf=0.001), 3600, 256) == ShardSize(3_600_000, 256, 1_000_000)
+    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256, measured_rtf=0.25) == ShardSize(int(ENGINE_SECONDS * 4000), 256, 4000)
+    assert ShardSize.of(replace(PLAIN, rtf=0.5), 3600, 256, measured_rtf=0.0) == ShardSize(3_600_000, 256, 3_600_000)
+
+
+@pytest.mark.parametrize(("engine", "audio_ms"), [("cpu", 600_000), ("vllm", 42_000_000), ("native", 120_000_000)])
+def test_a_model_whose_speed_nobody_knows_has_the_usual_one_of_its_engine(engine: Literal["cpu", "native", "vllm"], audio_ms: int) -> None:
+    assert ShardSize.of(replace(PLAIN, engine=engine), 1_000_000, 8192) == ShardSize(audio_ms, 8192)
+
+
+def sizes(size: ShardSize, items: int, batch: int = 10_000) -> list[int]:
+    """Items of the shards of a job whose items are 9 s each."""
+    runs = [cut([made(9000)] * min(batch, items - first), size, first) for first in range(0, items, batch)]
+    return [len(run) for shards in runs for run in shards]
+
+
+def test_shards_grow_with_their_job() -> None:
+    size = ShardSize.of(replace(PLAIN, engine="native"), 100_000, 8192)
+    assert sizes(size, 64) == [64]
+    assert sizes(size, 300) == [64, 64, 65, 65, 42]
+    of_a_day = sizes(size, 20_000)
+    assert 140 <= len(of_a_day) <= 180
+    assert max(of_a_day) <= LEAST_ITEMS + 20_000 // ITEMS_PER_GROWTH
+    of_a_month = sizes(size, 1_000_000)
+    assert sum(of_a_month) == 1_000_000
+    assert len(of_a_month) < 1000
+    assert max(of_a_month) == 64 + 990_000 // ITEMS_PER_GROWTH
+
+
+def test_the_first_shards_have_a_second_of_work_where_the_speed_is_known() -> None:
+    size = ShardSize.of(replace(PLAIN, engine="native"), 100_000, 8192, measured_rtf=1 / 2000)
+    assert sizes(size, 1000) == [222, 222, 222, 222, 112]
+    slow = ShardSize.of(replace(PLAIN, engine="native"), 100_000, 8192, measured_rtf=1.0)
+    assert sizes(slow, 20) == [6, 6, 6, 2]
