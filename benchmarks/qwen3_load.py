@@ -277,6 +277,7 @@ class Watched:
     def __init__(self, executor: FrameExecutor) -> None:
         self._executor = executor
         self.name, self.lag = executor.name, executor.lag
+        self.kernels, self.reproducible = executor.kernels, executor.reproducible
         self.state, self.kv = executor.state, executor.kv
         self.device = executor.kv.k.device
         self._on = False

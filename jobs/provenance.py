@@ -10,7 +10,6 @@ import hashlib
 import json
 import platform
 import subprocess
-import sys
 import threading
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, distribution, version
@@ -25,6 +24,7 @@ from jobs.ledger.records import Job, JobSpec
 from jobs.store.base import ObjectInfo, ObjectStore
 from pipelines.errors import ErrorCode, ModelError, StoreError
 from pipelines.registry import describe
+from pipelines.request import EngineInfo
 
 #: Libraries that can change what a job's audio sounds like, or which of its draws is kept.
 LIBRARIES = tuple(
@@ -60,6 +60,23 @@ class ModelProvenance(msgspec.Struct, frozen=True):
     files: tuple[ModelFile, ...] = ()
 
 
+class EngineProvenance(msgspec.Struct, frozen=True):
+    """What of an engine decides which bits it makes. Pages and waiting rooms do not, and are in the worker's log and metrics."""
+
+    executor: str
+    kernels: str
+    dtype: str
+    #: Whether equal requests give equal bits in every batch. If not, rounding depends on the batch.
+    reproducible: bool
+    #: On a GPU the largest batch, whose size decides which kernels run; 0 on a CPU, where speech does not depend on it.
+    slots: int
+
+    @classmethod
+    def of(cls, info: EngineInfo) -> EngineProvenance:
+        slots = info.slots if _accelerator(info) else 0
+        return cls(info.executor, info.kernels, info.dtype, info.reproducible, slots)
+
+
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """One record. Nothing in it depends on the time or on which of several equal machines wrote it."""
 
@@ -80,6 +97,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     #: Name of the accelerator; empty without one.
     device: str
     libraries: dict[str, str]
+    #: None for an exporter's record, and one of an earlier version.
+    engine: EngineProvenance | None = None
     seeds: str = SEEDS
 
 
@@ -88,8 +107,8 @@ def provenance_key(job_id: str) -> str:
     return f"{job_prefix(job_id)}provenance.json"
 
 
-def provenance(job: Job, recorded_by: str, model: ModelProvenance, device: str = "") -> Provenance:
-    """The record of this process."""
+def provenance(job: Job, recorded_by: str, model: ModelProvenance, info: EngineInfo | None = None) -> Provenance:
+    """The record of this process; `info` is that of a worker's engine."""
     return Provenance(
         job=job.id,
         input_uri=job.input_uri,
@@ -102,8 +121,9 @@ def provenance(job: Job, recorded_by: str, model: ModelProvenance, device: str =
         commit=commit(),
         python=platform.python_version(),
         machine=f"{platform.system()} {platform.machine()}",
-        device=device,
+        device="" if info is None else _accelerator(info),
         libraries={name: found for name in LIBRARIES if (found := _version(name)) is not None},
+        engine=None if info is None else EngineProvenance.of(info),
     )
 
 
@@ -113,9 +133,9 @@ def model_provenance(model: str) -> ModelProvenance:
     return ModelProvenance(card.name, card.family, card.engine, card.revision, _model_files(card.name))
 
 
-def put_provenance(store: ObjectStore, job: Job) -> ObjectInfo:
+def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo:
     """Keeps a worker's record in the store of the job; an equal one that is there is adopted. Raises `ModelError`, `StoreError`."""
-    record = provenance(job, "worker", model_provenance(job.spec.model), _device())
+    record = provenance(job, "worker", model_provenance(job.spec.model), info)
     data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
     return put_numbered(store, provenance_key(job.id), data, hashlib.sha256(data).hexdigest(), "application/json").info
 
@@ -124,18 +144,19 @@ _decode = msgspec.json.Decoder(Provenance).decode
 
 
 class ProvenanceBook:
-    """Writes a worker's record of each job it takes part in, once a process. May be called from any thread."""
+    """Writes a worker's record of each job it takes part in, once for each kind of engine. May be called from any thread."""
 
     def __init__(self) -> None:
-        self._written: set[str] = set()
+        self._written: set[tuple[str, EngineProvenance]] = set()
         self._lock = threading.Lock()
 
-    def note(self, store: ObjectStore, job: Job) -> None:
+    def note(self, store: ObjectStore, job: Job, info: EngineInfo) -> None:
         """Raises `ModelError` and `StoreError`; the next call then tries again."""
+        key = job.id, EngineProvenance.of(info)
         with self._lock:
-            if job.id not in self._written:
-                put_provenance(store, job)
-                self._written.add(job.id)
+            if key not in self._written:
+                put_provenance(store, job, info)
+                self._written.add(key)
 
 
 def records(store: ObjectStore, job: Job) -> list[Provenance]:
@@ -191,10 +212,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _device() -> str:
-    """The accelerator of a process whose model has loaded torch."""
-    torch = sys.modules.get("torch")
-    return str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_available() else ""
+def _accelerator(info: EngineInfo) -> str:
+    """The name of an engine's accelerator; empty without one."""
+    return "" if info.device == "cpu" else info.device
 
 
 @lru_cache(maxsize=8)

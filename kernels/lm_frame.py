@@ -114,6 +114,11 @@ def _skinny_shapes(weights: FrameTensors) -> bool:
     return all(lm_cuda.has_skinny(*shape) for shape in needed)
 
 
+def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
+    """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the predictor, draws."""
+    return k_cache.dtype == torch.bfloat16 and k_cache.is_cuda and lm_cuda.available() and _skinny_shapes(weights)
+
+
 class FusedFrame:
     """Runs frames of up to `max_rows` slots over fixed weights, state and pages."""
 
@@ -125,7 +130,7 @@ class FusedFrame:
         self._orders: dict[int, list[Tensor]] = {}
         self._order: list[Tensor] = []
         self._step = 0
-        self._skinny = dtype == torch.bfloat16 and k_cache.is_cuda and lm_cuda.available() and _skinny_shapes(weights)
+        self._skinny = runs_cuda(weights, k_cache)
         span = 1 << weights.heads.shape[0].bit_length()
         head_dim = k_cache.shape[-1]
 

@@ -166,6 +166,19 @@ class EngineInfo:
     #: Whether equal requests give equal bits in any company.
     reproducible: bool = True
 
+    def summary(self, model: str) -> str:
+        """One line for logs: the model, and what runs it."""
+        words = (
+            f"{model} on {self.device}" if self.device else model,
+            self.executor and f"{self.executor} executor",
+            self.kernels and f"{self.kernels} kernels",
+            self.dtype,
+            f"{self.slots} slots",
+            f"{self.kv_pages} KV pages of {self.page_size}" if self.kv_pages else "",
+            "reproducible" if self.reproducible else "",
+        )
+        return ", ".join(word for word in words if word)
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:

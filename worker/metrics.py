@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from jobs.ledger.records import Done, Outcome
+from pipelines.engine_metrics import EngineMetrics
 from pipelines.errors import NightjarError
+from pipelines.request import Pipeline
 from pipelines.vllm_engine.library import VllmMetrics
 
 log = structlog.get_logger(__name__)
@@ -74,11 +76,12 @@ class Metrics:
         self.retries.labels(code=error.code.value).inc()
         log.warning("waiting for a service", code=error.code.value, error=str(error))
 
-    def watch(self, leases_held: Callable[[], int], running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Sets the functions of gauges that are read at each scrape."""
+    def watch(self, leases_held: Callable[[], int], pipelines: Callable[[], Sequence[Pipeline]]) -> None:
+        """Sets what gauges read at each scrape: shards in flight, and the open pipelines."""
         self.leases_held.set_function(leases_held)
-        self.batch_size.set_function(running)
-        self.engine_waiting.set_function(waiting)
+        self.batch_size.set_function(lambda: sum(pipeline.stats().running for pipeline in pipelines()))
+        self.engine_waiting.set_function(lambda: sum(pipeline.stats().waiting for pipeline in pipelines()))
+        self.registry.register(EngineMetrics(pipelines))
 
     def serve(self, port: int, address: str = "127.0.0.1") -> Callable[[], None]:
         """Serves the metrics over HTTP; returns a function that stops it. Raises `OSError` when the port is taken."""

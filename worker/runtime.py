@@ -194,6 +194,11 @@ class Runtime:
         return store
 
     def _open(self, model: str) -> Pipeline:
+        pipeline = self._opened(model)
+        log.info(f"engine ready: {engine_info(pipeline).summary(pipeline.name)}")
+        return pipeline
+
+    def _opened(self, model: str) -> Pipeline:
         engine = describe(model).engine
         options = self.settings.engine_options(engine)
         if self._open_model is not None:
@@ -283,11 +288,7 @@ class Runtime:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _serve_metrics(self) -> None:
-        self.metrics.watch(
-            lambda: len(self.leases),
-            lambda: sum(pipeline.stats().running for pipeline in self.pipelines.pipelines()),
-            lambda: sum(pipeline.stats().waiting for pipeline in self.pipelines.pipelines()),
-        )
+        self.metrics.watch(lambda: len(self.leases), self.pipelines.pipelines)
         port = self.settings.worker.metrics_port
         if port is None:
             return

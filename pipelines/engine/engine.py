@@ -14,6 +14,7 @@ from pipelines.engine.core import EngineCore, EngineOptions, Finish, engine_fail
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.nn.checkpoint import device_name, type_name
 from pipelines.request import EngineInfo, EngineStats
 
 log = logging.getLogger(__name__)
@@ -104,10 +105,14 @@ class Engine:
         return EngineInfo(
             slots=options.slots,
             waiting_room=self._room,
+            device=device_name(executor.kv.k.device),
+            dtype=type_name(executor.kv.k.dtype),
             executor=executor.name,
+            kernels=executor.kernels,
             kv_pages=executor.kv.pages,
             page_size=executor.kv.page_size,
             max_context=options.max_context,
+            reproducible=executor.reproducible,
         )
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:

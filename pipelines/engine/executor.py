@@ -120,6 +120,10 @@ class FrameExecutor(Protocol):
     """Makes frames of the slots of a `SlotState`."""
 
     name: str
+    #: What its kernels are made with: `fused CUDA`, `Triton`, or `plain` for PyTorch's own.
+    kernels: str
+    #: Whether a request's codes are the same bits alone and in any company.
+    reproducible: bool
     state: SlotState
     kv: PagedKV
     #: Turns that may be under way before the oldest is read: 0 where frames are made at once, 1 to hide the host behind a GPU.
@@ -150,10 +154,11 @@ class EagerExecutor:
     """
 
     name = "eager"
+    kernels = "plain"
 
     def __init__(self, model: FrameModel, slots: int, pages: int, page_size: int, max_context: int) -> None:
         self._model = model
-        self._on_cpu = model.device.type == "cpu"
+        self._on_cpu = self.reproducible = model.device.type == "cpu"
         self.kv = model.make_kv(pages, page_size)
         self.state = model.make_state(slots, self.kv.pages_for(max_context), max_context)
         self.lag = 0 if self._on_cpu else 1

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.lm_frame import DrawTensors, FrameTensors, FusedFrame, StateTensors, plan_for
+from kernels.lm_frame import DrawTensors, FrameTensors, FusedFrame, StateTensors, plan_for, runs_cuda
 from kernels.prefill_triton import prefill_padded
 from kernels.registry import to_device
 from pipelines.engine.buckets import Buckets, buckets_for
@@ -190,13 +190,14 @@ class GraphExecutor:
         if model.device.type != "cuda":
             raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.", "Use the eager executor on CPU.")
         self._model = model
-        self._reproducible = reproducible
+        self.reproducible = reproducible
         self.kv = model.make_kv(pages, page_size)
         self.state = model.make_state(slots, self.kv.pages_for(max_context), max_context)
         sizes = buckets_for(slots)
         largest = sizes[-1]
         self._buckets = Buckets([largest] if reproducible else sizes)
         self._tensors, self._state_tensors = tensors, _state_tensors(self.state)
+        self.kernels = "fused CUDA" if runs_cuda(tensors, self.kv.k) else "Triton"
         with torch.inference_mode():
             self._rows = torch.full((largest,), self.state.dead, device=model.device)
             self._codes = torch.zeros(largest, model.codebooks, dtype=torch.int64, device=model.device)
@@ -219,7 +220,7 @@ class GraphExecutor:
     @torch.inference_mode()
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
         left = self.prefills.run(runs)
-        for group in [[run] for run in left] if self._reproducible else [left] if left else []:
+        for group in [[run] for run in left] if self.reproducible else [left] if left else []:
             self._model.prefill(group, self.state, self.kv)
 
     @torch.inference_mode()

@@ -52,7 +52,7 @@ class HibariPipeline:
         count = threads or len(os.sched_getaffinity(0))
         self._reader = EnglishReader()
         self._room = waiting_room or count * _WAITING_PER_THREAD
-        self.info = EngineInfo(slots=count, waiting_room=self._room, device="cpu")
+        self.info = EngineInfo(slots=count, waiting_room=self._room, device="cpu", dtype="float32")
         self._waiting: deque[_Synthesis] = deque()
         self._running: set[_Synthesis] = set()
         self._reading: set[_Synthesis] = set()

@@ -272,6 +272,11 @@ def precision(asked: Precision | None, device: torch.device) -> torch.dtype:
     return getattr(torch, asked or ("float32" if device.type == "cpu" else "bfloat16"))
 
 
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, such as `NVIDIA H200`; else the kind of the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def type_name(dtype: torch.dtype) -> str:
     """`float32` of `torch.float32`."""
     return str(dtype).removeprefix("torch.")
@@ -290,7 +295,7 @@ class TokenModelOptions:
     reproducible: bool = False
     cpu_kv_gib: int = 1
     slots: int | None = None
-    waiting_room: int = 64
+    waiting_room: int | None = None
     max_context: int | None = None
     step_tokens: int | None = None
     tensor_parallel: int = 1

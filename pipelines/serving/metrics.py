@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from pipelines.engine_metrics import EngineMetrics
 from pipelines.request import EngineStats
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.model import ServedModel
@@ -24,6 +25,7 @@ class ServerMetrics:
         self._registry = CollectorRegistry()
         self._registry.register(VllmMetrics())
         self._registry.register(_Now(model, gate))
+        self._registry.register(EngineMetrics(model.pipelines))
         ProcessCollector(registry=self._registry)
         self._answers = Counter("speech_http_requests", "Answers by route and status.", ["route", "status"], registry=self._registry)
         self._seconds = Histogram(
@@ -68,7 +70,6 @@ class _Now(Collector):
         yield _gauge("speech_engine_up", "Whether the engine takes requests.", stats.state == "ready")
         yield _gauge("speech_engine_batch_size", "Requests in the running batch.", stats.running)
         yield _gauge("speech_engine_waiting", "Requests that wait for a slot of the engine.", stats.waiting)
-        yield _gauge("speech_engine_kv_use", "Share of KV cache in use.", stats.kv_use)
         yield from _counters(stats)
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import NightjarError
 from pipelines.registry import ModelCard
-from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, SynthesisRequest, engine_info
 from pipelines.serving.admission import Permit
 from pipelines.serving.async_bridge import SpeechCall, StreamCall
 from pipelines.serving.errors import unavailable
@@ -100,6 +100,10 @@ class ServedModel:
         stuck = self._progress.is_stuck(stats)
         return "stuck" if stuck and stats.state == "ready" else stats.state
 
+    def pipelines(self) -> list[Pipeline]:
+        """The pipeline, where it is open."""
+        return [] if (pipeline := self._pipeline) is None else [pipeline]
+
     def stats(self) -> EngineStats:
         return EngineStats(state="starting") if self._pipeline is None else self._pipeline.stats()
 
@@ -140,7 +144,6 @@ class ServedModel:
             self.failure = error
             failed()
             return
-        log.info("the model %s is ready", self.card.name)
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             # Also what notices a core that died while nobody asked for anything.
@@ -182,8 +185,9 @@ class ServedModel:
     async def _open_beside(self) -> None:
         """Opens the pipeline in a thread, while the server answers."""
         await asyncio.to_thread(self._open_now)
-        if self._pipeline is not None:
-            self._opened(self._pipeline)
+        if (pipeline := self._pipeline) is not None:
+            log.info("engine ready: %s", engine_info(pipeline).summary(pipeline.name))
+            self._opened(pipeline)
 
     def _open_now(self) -> None:
         # In the thread, so that a model that is still loading when the server ends is there to be closed.

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
@@ -20,7 +21,7 @@ from pipelines.errors import ConfigError, ErrorCode
 from pipelines.vllm_engine.library import on_cpu
 from pipelines.vllm_engine.options import AT_ONCE, CODE_SPAN, EngineMoment, ModelSpec, TokenRequest, VllmOptions
 
-__all__ = ["AsyncLLM", "check_runner", "codes_of", "engine_arguments", "sampling_params", "start_engine"]
+__all__ = ["AsyncLLM", "check_runner", "codes_of", "device_name", "engine_arguments", "kv_sizes", "sampling_params", "start_engine"]
 
 _CPU_SEQUENCES, _GPU_SEQUENCES = 32, 512
 _CONTEXT = 8192
@@ -107,6 +108,19 @@ def start_engine(arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:
         return _MomentLogger(moment)
 
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[logger])  # pyright: ignore[reportArgumentType]
+
+
+def device_name() -> str:
+    """The name of the device that vLLM was built for, such as `NVIDIA H200`; takes none of its memory."""
+    return current_platform.device_type if on_cpu() else current_platform.get_device_name()
+
+
+def kv_sizes(llm: AsyncLLM | None) -> tuple[int, int]:
+    """Pages of the KV cache and positions of a page; zeros while there is no engine core."""
+    if llm is None:
+        return 0, 0
+    cache = llm.vllm_config.cache_config
+    return cache.num_gpu_blocks or 0, cache.block_size or 0
 
 
 def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool) -> SamplingParams:

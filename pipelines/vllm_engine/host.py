@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import EngineInfo, EngineStats
 from pipelines.vllm_engine.core_supervisor import CoreSupervisor
-from pipelines.vllm_engine.library import check_plugin, load_vllm
+from pipelines.vllm_engine.library import check_plugin, load_vllm, on_cpu
 from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, Tokens, VllmOptions
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 _STOP_SECONDS = 30.0
 #: For the sequences of a dead engine core to fail by themselves. Not all do: vLLM also asks the core things that it never answers then.
 _GRACE_SECONDS = 2.0
+#: Requests that wait behind the running ones on a CPU; on a GPU as many as run.
+_CPU_WAITING_ROOM = 64
 
 
 class TokenReceiver(Protocol):
@@ -71,7 +73,8 @@ class VllmHost:
             adapter.check_runner(self._arguments)
         self._codes = spec.codes_per_step
         self._moment = EngineMoment()
-        self._room = self._arguments["max_num_seqs"] + options.waiting_room
+        slots = self._arguments["max_num_seqs"]
+        self._room = slots + (options.waiting_room or (_CPU_WAITING_ROOM if on_cpu() else slots))
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         #: Under way, by the number that makes vLLM's request ids unique.
@@ -104,9 +107,20 @@ class VllmHost:
 
     @property
     def info(self) -> EngineInfo:
-        """Sizes of the engine."""
+        """Sizes of the engine and how it runs a step."""
         slots = self._arguments["max_num_seqs"]
-        return EngineInfo(slots, self._room - slots, dtype=self.dtype, executor="vllm", max_context=self.max_context)
+        kv_pages, page_size = self._adapter.kv_sizes(self._core.llm)
+        return EngineInfo(
+            slots=slots,
+            waiting_room=self._room - slots,
+            device=self._adapter.device_name(),
+            dtype=self.dtype,
+            executor=f"vllm {'eager' if self._arguments['enforce_eager'] else 'graph'}",
+            kv_pages=kv_pages,
+            page_size=page_size,
+            max_context=self.max_context,
+            reproducible=False,
+        )
 
     def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
         """Queues a sequence; blocks while the waiting room is full or a new engine core starts (never on the host's own loop).

@@ -29,7 +29,7 @@ class VllmOptions:
     cpu_kv_gib: int = 1
     #: Sequences that run at once, and requests that wait behind them before `submit` blocks.
     max_sequences: int | None = None
-    waiting_room: int = 64
+    waiting_room: int | None = None
     #: Positions of a sequence: prompt and new tokens.
     max_context: int | None = None
     #: Tokens of one engine step.

@@ -21,7 +21,7 @@ COMMANDS = [command for page in PAGES for command in commands_of(page)]
 #: How a command that goes on says that it is ready; it is ended when its page is done.
 GOES_ON = {
     "nightjar worker": "worker up",
-    "nightjar serve": "is ready",
+    "nightjar serve": "engine ready",
     "nightjar beat": "beat: Starting",
     "nightjar flower": "Visit me at",
 }

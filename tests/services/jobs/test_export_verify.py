@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,14 @@ from jobs.verify import Fault, Match, ObjectCheck, reproduce, sample_items, snr_
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, StoreError
 from pipelines.registry import ModelCard, open_pipeline, register_pipeline
-from pipelines.request import Capabilities
+from pipelines.request import Capabilities, EngineInfo
 from tests.services.jobs.test_s3_store import Access
 from tests.support.export_kit import Finished, finished_job
 from tests.support.fakes import FakePipeline
 from tests.support.ledger_kit import execute
 from tests.support.services import MotoS3
 
+VOICE = EngineInfo(slots=2, device="cpu", dtype="float32")
 LINES = [{"example_id": f"u{number}", "messages": [["user", "text", f"Text number {number}."]]} for number in range(7)]
 
 
@@ -114,6 +116,10 @@ def test_a_job_of_the_embedded_voice_comes_out_the_same(tmp_path: Path, capsys: 
     (record,) = [json.loads(path.read_text()) for path in (tmp_path / "out" / "jobs" / job).glob("provenance*.json")]
     assert (record["recorded_by"], record["model"]["name"], record["spec"]["seed"]) == ("worker", "hibari", 0)
     assert record["libraries"].keys() >= {"hibari-tts", "numpy", "soundfile"}
+    assert (record["device"], record["engine"]) == (
+        "",
+        {"executor": "", "kernels": "", "dtype": "float32", "reproducible": True, "slots": 0},
+    )
     audio = sorted((tmp_path / "out" / "jobs" / job / "audio").rglob("*.wav"))
     whole = {path: path.read_bytes() for path in audio}
     audio[0].unlink()
@@ -185,14 +191,25 @@ def test_the_sample_is_the_same_each_time_and_no_larger_than_the_job(finished: F
 def test_equal_workers_share_a_record_and_others_add_one(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
     job = finished.ledger.job(finished.job_id)
     assert records(finished.store, job) == []
-    assert put_provenance(finished.store, job).key == put_provenance(finished.store, job).key == provenance_key(job.id)
+    assert put_provenance(finished.store, job, VOICE).key == put_provenance(finished.store, job, VOICE).key == provenance_key(job.id)
     monkeypatch.setattr("jobs.provenance.LIBRARIES", ("numpy",))
     book = ProvenanceBook()
     for _ in range(2):
-        book.note(finished.store, job)
+        book.note(finished.store, job, VOICE)
     first, second = records(finished.store, job)
     assert set(second.libraries) == {"numpy"} < set(first.libraries)
     assert (first.spec, first.spec_sha, first.input_sha256) == (job.spec, job.spec_sha, job.input_sha256)
+
+
+def test_an_engine_that_makes_other_bits_adds_a_record(finished: Finished) -> None:
+    """Pages and waiting rooms change no bits. The size of the batch does on a GPU, and not on a CPU."""
+    job, book = finished.ledger.job(finished.job_id), ProvenanceBook()
+    gpu = EngineInfo(slots=512, device="NVIDIA H200", dtype="bfloat16", executor="graph", kernels="fused CUDA", reproducible=False)
+    for info in (VOICE, replace(VOICE, slots=9), gpu, replace(gpu, kv_pages=7, waiting_room=9), replace(gpu, slots=256)):
+        book.note(finished.store, job, info)
+        ProvenanceBook().note(finished.store, job, info)
+    found = [(record.device, record.engine and (record.engine.slots, record.engine.kernels)) for record in records(finished.store, job)]
+    assert found == [("", (0, "")), ("NVIDIA H200", (512, "fused CUDA")), ("NVIDIA H200", (256, "fused CUDA"))]
 
 
 def test_a_record_that_could_not_be_written_is_tried_again(finished: Finished, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +222,8 @@ def test_a_record_that_could_not_be_written_is_tried_again(finished: Finished, m
     with monkeypatch.context() as patched:
         patched.setattr(finished.store, "put", refuse)
         with pytest.raises(StoreError):
-            book.note(finished.store, job)
-    book.note(finished.store, job)
+            book.note(finished.store, job, VOICE)
+    book.note(finished.store, job, VOICE)
     assert len(records(finished.store, job)) == 1
 
 

@@ -105,6 +105,7 @@ def test_a_server_with_keys_drains_and_leaves_no_key_anywhere(tmp_path: Path) ->
             assert answer.status_code == 200, answer.text
         with half_a_request(url, "Good evening.", **key) as (connection, rest):
             until(lambda: metrics(url, **key)["speech_server_running"] == 1)
+            assert metrics(url, **key)["speech_engine_slots"] >= 1
             held: list[httpx2.Response] = []
             thread = threading.Thread(target=lambda: held.append(speak(url, LONG, **key)))
             thread.start()
@@ -122,6 +123,7 @@ def test_a_server_with_keys_drains_and_leaves_no_key_anywhere(tmp_path: Path) ->
         said = log.read_text()
         command = " ".join(str(part) for part in process.args)
     assert "/v1/audio/speech 200" in said
+    assert "engine ready: hibari on cpu, float32, " in said
     assert "-key" not in said.replace("invalid_api-key", "") + command
 
 

@@ -229,6 +229,9 @@ def test_metrics_are_served(tmp_path: Path, valkey_url: str) -> None:
         assert 'speech_items_total{code="synth.no_eos",outcome="failed"} 1.0' in text
         for name in ("speech_audio_seconds_total", "speech_engine_batch_size", "speech_lease_lost_total", "speech_queue_depth"):
             assert f"\n{name} " in text
+        assert 'speech_engine_info{device="",dtype="",executor="",kernels="",model="fake",reproducible="yes"} 1.0' in text
+        assert "\nspeech_engine_slots 8.0" in text
+        assert "engine ready: fake, 8 slots, reproducible" in site.log_text()
         assert job.id not in text
 
 

@@ -43,6 +43,8 @@ class SmallDevice:
     """An executor without a model, on a device whose memory holds `room` requests at a time."""
 
     name = "small"
+    kernels = "plain"
+    reproducible = True
     lag = 0
 
     def __init__(self, room: int) -> None:

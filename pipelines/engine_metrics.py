@@ -1,0 +1,36 @@
+"""Prometheus metrics of engines: how they were opened, and what they do now. Labels are few and closed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client.metrics_core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pipelines.request import Pipeline, engine_info
+
+_LABELS = ("model", "device", "dtype", "executor", "kernels", "reproducible")
+
+
+class EngineMetrics(Collector):
+    """What the open pipelines of this process say of their engines, read at each scrape. Sizes of several add up."""
+
+    def __init__(self, pipelines: Callable[[], Sequence[Pipeline]]) -> None:
+        self._pipelines = pipelines
+
+    def collect(self) -> Iterable[Metric]:
+        pipelines = self._pipelines()
+        infos, stats = [engine_info(one) for one in pipelines], [one.stats() for one in pipelines]
+        opened = InfoMetricFamily("speech_engine", "How the engine of a model was opened.", labels=_LABELS)
+        for pipeline, info in zip(pipelines, infos):
+            reproducible = "yes" if info.reproducible else "no"
+            opened.add_metric((pipeline.name, info.device, info.dtype, info.executor, info.kernels, reproducible), {})
+        yield opened
+        yield _gauge("speech_engine_slots", "Utterances that can run at the same time.", sum(info.slots for info in infos))
+        yield _gauge("speech_engine_waiting_room", "Requests that can wait for a slot.", sum(info.waiting_room for info in infos))
+        yield _gauge("speech_engine_kv_pages", "Pages of the KV cache.", sum(info.kv_pages for info in infos))
+        yield _gauge("speech_engine_kv_use", "Share of KV cache in use.", max((one.kv_use for one in stats), default=0.0))
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, float(value))
