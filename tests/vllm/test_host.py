@@ -62,6 +62,14 @@ def settled(host: VllmHost) -> bool:
     return (stats.running, stats.waiting) == (0, 0)
 
 
+def test_it_says_how_it_was_opened(host: VllmHost) -> None:
+    info = host.info
+    assert (info.slots, info.waiting_room, info.max_context) == (16, ROOM - 16, 32_768)
+    assert (info.device, info.dtype, info.executor, info.kernels) == ("cpu", "float32", "vllm eager", "")
+    assert info.kv_pages * info.page_size >= info.max_context
+    assert not info.reproducible
+
+
 def test_alone_equals_any_mix(host: VllmHost) -> None:
     asked = [sequence(f"s{n}", prompt(n), 4 + 3 * (n % 6), seed=n if n % 4 else None) for n in range(24)]
     alone = [ask(host, one).future.result(PATIENCE_SECONDS).ids for one in asked]

@@ -211,6 +211,8 @@ def test_options_are_checked_by_name_and_type() -> None:
     for given, words in (({"slot": 3}, "'slot'"), ({"slots": "many"}, "slots"), ({"dtype": "int3"}, "dtype")):
         with pytest.raises(ConfigError, match=words):
             read_options(TokenModelOptions, given)
+    with pytest.raises(ConfigError, match="The engine vllm has no reproducible mode"):
+        TokenModelOptions(reproducible=True).vllm(0.5, 8192, 4096)
     chosen = TokenModelOptions(memory_share=0.2).vllm(0.5, 8192, 4096)
     assert (chosen.memory_share, chosen.max_context) == (0.2, 4096)
     assert TokenModelOptions(max_context=100).vllm(0.5, 8192, 4096).max_context == 100
