@@ -79,6 +79,11 @@ def say_up() -> None:
     _say(_UP)
 
 
+def is_watched() -> bool:
+    """Whether the process that started this one starts it again when it ends."""
+    return UP_PIPE in os.environ or _writer is not None
+
+
 def say_finished() -> None:
     """Tells it that this process has finished items."""
     _say(_FINISHED)

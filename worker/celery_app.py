@@ -190,8 +190,9 @@ def run_worker(settings: Settings, model: str | None, parent_pid: int | None) ->
         without_mingle=True,
     )
     worker.start()
-    if _failure is not None:
-        raise _failure
+    failure = _failure or (None if _runtime is None else _runtime.failure)
+    if failure is not None:
+        raise failure
     return int(worker.exitcode or 0)
 
 

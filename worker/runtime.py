@@ -17,7 +17,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from jobs import installed_version
-from jobs.child_process import say_up
+from jobs.child_process import is_watched, say_up
 from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
@@ -103,6 +103,9 @@ class Runtime:
             version=installed_version(),
             slots=settings.worker.shards_in_flight or SHARDS_AT_START,
         )
+        #: Why this worker ended by itself.
+        self.failure: NightjarError | None = None
+        self._up = False
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
         self._writer = ResultWriter(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
@@ -142,6 +145,7 @@ class Runtime:
             if not self._done(step):
                 return
         say_up()
+        self._up = True
         log.info("worker up", worker=self.worker.id, slots=self.worker.slots, model=self.worker.model or "any")
 
     def handle(self, ticket: Ticket) -> Handling:
@@ -204,8 +208,21 @@ class Runtime:
         if self._open_model is not None:
             return self._open_model(model, **options)
         if engine == "native" and not is_registered(model):
-            return EngineProcess(model, options, ("-m", "worker.engine", self.settings.log_level, self.settings.log_format))
+            try:
+                return EngineProcess(model, options, ("-m", "worker.engine", self.settings.log_level, self.settings.log_format))
+            except EngineCrashError as error:
+                self._end_without_engine(error)
+                raise
         return open_pipeline(model, **options)
+
+    def _end_without_engine(self, error: EngineCrashError) -> None:
+        """An engine that dies while it opens says that its GPU is broken, or its model. A worker that went on would fail every shard that
+        it takes; the process that started it starts it again after a pause, and in the end no more."""
+        if self._up and is_watched():
+            log.error("the engine cannot be opened; the worker ends", error=str(error))
+            self.failure = error
+            self.hurry()
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _run(self, ticket: Ticket) -> bool:
         """Claims a shard and runs it to its end; False: there is nothing to claim."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
 from tests.support.fake_worker import fake_card
-from tests.support.fakes import FakePipeline
+from tests.support.fakes import FakePipeline, die_on_bad_gpu
 
 NAME = "fake-native"
 REPOSITORY = Path(__file__).parents[2]
@@ -34,6 +34,7 @@ def describe() -> ModelCard:
 
 def load(**options: Any) -> FakePipeline:
     """The fake engine with the options of `NIGHTJAR_FAKE`. `broken` as an option raises, `exit` ends the process."""
+    die_on_bad_gpu()
     options = {**json.loads(os.environ.get("NIGHTJAR_FAKE", "{}")), **options}
     if "broken" in options:
         raise RuntimeError("no memory for the weights")
