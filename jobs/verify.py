@@ -20,7 +20,7 @@ import numpy as np
 
 from jobs.layout import PACK_SHA_CHARACTERS, sha256_of_pack
 from jobs.ledger.records import QUARANTINE, Artifact, ItemRow, ItemState, Job
-from jobs.packs import read_artifact
+from jobs.packs import ArtifactReader, read_artifact
 from jobs.references import load_reference
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectInfo, ObjectStore
@@ -133,6 +133,7 @@ class ObjectCheck:
         self._deep = deep
         self._kinds = kinds
         self._packs = _PackChecks(store)
+        self._artifacts = ArtifactReader(store)
         #: Objects looked at so far.
         self.objects = 0
 
@@ -171,7 +172,7 @@ class ObjectCheck:
         """The hash of a member of a pack. Where the server says that the whole pack is as it was written, it is the one that is known."""
         if self._store.remote and not self._deep and self._packs.whole(expected):
             return expected.sha256
-        return hashlib.sha256(read_artifact(self._store, expected)).hexdigest()
+        return hashlib.sha256(self._artifacts.read(expected)).hexdigest()
 
     def _asked(self, key: str) -> str | None:
         info = self._store.head(key)

@@ -12,7 +12,7 @@ from typing import TypeVar
 from jobs.export.files import output, output_error, sha256_of
 from jobs.export.items import AudioItem
 from jobs.ledger.records import Artifact
-from jobs.packs import read_artifact
+from jobs.packs import ArtifactReader
 from jobs.store.base import ObjectStore, split_key
 from pipelines.errors import ErrorCode, StoreError
 
@@ -33,6 +33,7 @@ class AudioReader:
     def __init__(self, store: ObjectStore, root: Path | None) -> None:
         """`root`: local folder that the audio is fetched to, or None."""
         self._store = store
+        self._artifacts = ArtifactReader(store)
         self._root = root.absolute() if root is not None else None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
 
@@ -72,7 +73,7 @@ class AudioReader:
             yield first, future.result()
 
     def _load(self, artifact: Artifact) -> bytes:
-        data = read_artifact(self._store, artifact)
+        data = self._artifacts.read(artifact)
         if hashlib.sha256(data).hexdigest() != artifact.sha256:
             raise _changed(artifact)
         return data

@@ -12,7 +12,7 @@ import msgspec
 
 from jobs.dialogue import Dialogue, spoken_text
 from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
-from jobs.packs import read_artifact
+from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import Triple, reference_places
@@ -167,6 +167,7 @@ class _ShardLines:
 
     def __init__(self, ledger: Ledger, store: ObjectStore, job_id: str) -> None:
         self._store = store
+        self._artifacts = ArtifactReader(store)
         self._inputs = ledger.shard_inputs(job_id)
         self._loaded = ("", "")
         self._lines: dict[int, RawLine] = {}
@@ -189,7 +190,7 @@ class _ShardLines:
         """The text that the model wrote for an item, or None."""
         while self._next is not None and self._next.index < row.index:
             self._next = next(self._texts, None)
-        return read_artifact(self._store, self._next).decode() if self._next is not None and self._next.index == row.index else None
+        return self._artifacts.read(self._next).decode() if self._next is not None and self._next.index == row.index else None
 
 
 def _speaker(job: Job, item: AudioItem, voice: str | None, recordings: Sequence[int] | None) -> str:

@@ -7,6 +7,8 @@ import io
 import json
 import tarfile
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from jobs.layout import audio_key, lease_of_pack, pack_index_name, pack_key, sha256_of_pack
 from jobs.ledger.records import ArtifactFacts
-from jobs.packs import PackBuilder, read_artifact
+from jobs.packs import KEPT_PIECES, PIECE_BYTES, ArtifactReader, PackBuilder, read_artifact
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import MemoryStore
 
@@ -106,3 +108,67 @@ def test_the_key_of_a_pack_says_who_wrote_it_and_what_it_holds() -> None:
     assert lease_of_pack(key, "another") is None
     assert lease_of_pack(INDEX, JOB) is None
     assert sha256_of_pack("notes.tar") == ""
+
+
+class RemoteStore(MemoryStore):
+    """A store in memory that takes itself for a remote one, and counts what is asked of it."""
+
+    remote: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, int]] = []
+
+    def get_range(self, key: str, offset: int, length: int) -> bytes:
+        self.asked.append((offset, length))
+        return super().get_range(key, offset, length)
+
+
+@pytest.mark.parametrize("piece_bytes", [100, 512, 5000, 1 << 20])
+def test_neighbours_in_a_remote_store_are_read_in_pieces(piece_bytes: int) -> None:
+    data, rows = packed({f"{number}.wav": b"%d" % number * (100 * number) for number in range(30)})
+    store = RemoteStore()
+    store.put("pack.tar", data)
+    reader = ArtifactReader(store, piece_bytes)
+    for row in rows:
+        assert reader.read(row) == data[row.pack_offset or 0 :][: row.bytes]
+    pieces = {one for one in store.asked if one[1] == piece_bytes}
+    assert all(offset % piece_bytes == 0 for offset, _ in pieces)
+    assert len(pieces) <= -(-len(data) // piece_bytes)
+
+
+def test_threads_that_want_one_piece_ask_for_it_once() -> None:
+    data, rows = packed({f"{number}.wav": b"x" * 10 for number in range(64)})
+    store = RemoteStore()
+    store.put("pack.tar", data)
+    reader = ArtifactReader(store)
+    with ThreadPoolExecutor(16) as threads:
+        assert set(threads.map(reader.read, rows)) == {b"x" * 10}
+    assert store.asked == [(0, PIECE_BYTES)]
+
+
+def test_few_pieces_are_kept_and_a_failed_one_is_asked_for_again() -> None:
+    data, rows = packed({f"{number}.wav": b"x" * 512 for number in range(3 * KEPT_PIECES)})
+    store = RemoteStore()
+    store.put("pack.tar", data)
+    reader = ArtifactReader(store, 1024)
+    store.fail_next = [StoreError(ErrorCode.STORE_UNREACHABLE, "away")]
+    with pytest.raises(StoreError):
+        reader.read(rows[0])
+    assert [reader.read(row) for row in rows] == [b"x" * 512] * len(rows)
+    before = len(store.asked)
+    reader.read(rows[-1])
+    assert len(store.asked) == before
+    reader.read(rows[0])
+    assert len(store.asked) == before + 1
+
+
+def test_a_piece_that_ends_early_is_an_error_too() -> None:
+    data, (first, last) = packed({"a.wav": b"a" * 600, "b.wav": b"b" * 600})
+    store = RemoteStore()
+    store.put("pack.tar", data[: (last.pack_offset or 0) + 599])
+    reader = ArtifactReader(store, 512)
+    assert reader.read(first) == b"a" * 600
+    with pytest.raises(StoreError) as cut:
+        reader.read(last)
+    assert cut.value.code is ErrorCode.STORE_CONFLICT
