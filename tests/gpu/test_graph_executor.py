@@ -216,7 +216,7 @@ def test_graphs_are_captured_beside_a_codec_that_works(wide: Qwen3TTSModel) -> N
         stop.set()
         feeding.join()
         stage.close()
-    assert len(outcomes) > 4
+    assert len(outcomes) >= 4
     assert all(isinstance(outcome, np.ndarray) for outcome in outcomes)
     alone = spoken(graph(wide, 16), batch, 12)
     assert sum(np.array_equal(alone[name], beside[name]) for name in alone) >= len(batch) - 1
