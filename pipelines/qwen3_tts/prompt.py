@@ -66,15 +66,18 @@ class PromptParts:
 class _Columns:
     codebooks: int
     text: list[int] = field(default_factory=list)
-    codes: list[Sequence[int]] = field(default_factory=list)
+    #: Runs of int64 [frames, codebooks].
+    codes: list[NDArray[np.int64]] = field(default_factory=list)
 
     def add(self, text: Sequence[int], codec: Sequence[int]) -> None:
         """Aligned runs of text ids and codebook-0 ids."""
-        self.add_frames(text, [(code, *[NONE] * (self.codebooks - 1)) for code in codec])
+        frames = np.full((len(codec), self.codebooks), NONE, np.int64)
+        frames[:, 0] = codec
+        self.add_frames(text, frames)
 
-    def add_frames(self, text: Sequence[int], frames: Sequence[Sequence[int]]) -> None:
+    def add_frames(self, text: Sequence[int], frames: NDArray[np.int64]) -> None:
         self.text.extend(text)
-        self.codes.extend(frames)
+        self.codes.append(frames)
 
 
 def build_prompt(config: Qwen3TTSConfig, parts: PromptParts) -> Prompt:
@@ -101,7 +104,7 @@ def build_prompt(config: Qwen3TTSConfig, parts: PromptParts) -> Prompt:
         trailing = [*parts.body_ids[1:], ids.tts_eos]
     return Prompt(
         text=np.array(columns.text, np.int64),
-        codes=np.array(columns.codes, np.int64).reshape(-1, config.codebooks),
+        codes=np.concatenate(columns.codes),
         trailing=np.array(trailing, np.int64),
         voice_at=voice_at,
         voice=parts.voice,
@@ -152,7 +155,9 @@ def _clone_in_context(config: Qwen3TTSConfig, columns: _Columns, reference: Refe
     """Adds the reference's text and codes with the text to speak; returns the trailing text."""
     ids = config.ids
     text = [*reference.text_ids, *parts.body_ids, ids.tts_eos]
-    frames: list[Sequence[int]] = [(ids.bos, *[NONE] * (config.codebooks - 1)), *reference.codes.tolist()]
+    frames = np.full((len(reference.codes) + 1, config.codebooks), NONE, np.int64)
+    frames[0, 0] = ids.bos
+    frames[1:] = reference.codes
     if parts.text_first:
         columns.add(text, [ids.pad] * len(text))
         columns.add_frames([ids.tts_pad] * len(frames), frames)
