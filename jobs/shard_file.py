@@ -82,7 +82,8 @@ class _References(msgspec.Struct, frozen=True):
     references: dict[int, str] = {}
 
 
-_NO_GENERATION = Generation()
+#: Of every line without settings of its own.
+NO_GENERATION = Generation()
 _decode = msgspec.json.Decoder(_StoredLine).decode
 _decode_position = msgspec.json.Decoder(_Position).decode
 _decode_references = msgspec.json.Decoder(_References).decode
@@ -141,7 +142,7 @@ def _read_lines(store: ObjectStore, key: str, sha256: str) -> list[bytes]:
 
 def _shard_line(stored: _StoredLine) -> ShardLine:
     dialogue, references, turn = stored.dialogue, stored.references, stored.message
-    generation = dialogue.generation or _NO_GENERATION
+    generation = dialogue.generation or NO_GENERATION
     if turn is not None:
         messages = turn_messages(dialogue.messages, turn, references)
         role: SpokenRole = "assistant" if dialogue.messages[turn][0] == "assistant" else "user"

@@ -5,7 +5,6 @@ In a job with packs they are only encoded here; `worker.pack_writer` stores them
 
 from __future__ import annotations
 
-import hashlib
 import io
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -39,10 +38,13 @@ class ArtifactWriter:
 
     def write(self, speech: Speech, seed: int, draw: int) -> tuple[Artifact, ...]:
         """Writes the audio of a draw, and its text where the model wrote one. Writes the text alone where no audio was asked for."""
-        return tuple([self._write(one) for one in self.encode(speech, seed, draw)])
+        return tuple([self._write(one) for one in self._encoded(speech, seed, draw)])
 
     def encode(self, speech: Speech, seed: int, draw: int) -> tuple[EncodedArtifact, ...]:
         """As `write`, without writing anything."""
+        return tuple([one.hashed() for one in self._encoded(speech, seed, draw)])
+
+    def _encoded(self, speech: Speech, seed: int, draw: int) -> tuple[EncodedArtifact, ...]:
         job = self.held.lease.job
         if speech.text_out is not None and text_only(speech):
             return (self._encoded_text(speech.text_out, seed, draw),)
@@ -66,7 +68,7 @@ class ArtifactWriter:
             index=self.index,
             kind=kind,
             key=key,
-            sha256=hashlib.sha256(data).hexdigest(),
+            sha256="",
             bytes=len(data),
             duration_ms=round(samples * 1000 / sample_rate),
             sample_rate=sample_rate,
@@ -79,8 +81,7 @@ class ArtifactWriter:
     def _encoded_text(self, text: str, seed: int, draw: int) -> EncodedArtifact:
         """The text that a model wrote beside its speech."""
         key, data = text_key(self.held.lease.job.id, self.index, self.example_id, draw), text.encode()
-        sha256 = hashlib.sha256(data).hexdigest()
-        made = Artifact(self.index, "text", key, sha256, len(data), duration_ms=0, sample_rate=0, samples=0, seed=seed)
+        made = Artifact(self.index, "text", key, "", len(data), duration_ms=0, sample_rate=0, samples=0, seed=seed)
         return EncodedArtifact(made, data)
 
     def _write(self, one: EncodedArtifact) -> Artifact:
@@ -88,9 +89,10 @@ class ArtifactWriter:
         made, data = one.artifact, one.data
         content_type = CONTENT_TYPES[made.key.rpartition(".")[2]]
         result = self._put(made.key, data, content_type, made.seed)
-        if result.created or result.info.sha256 == made.sha256:
-            return made
         known = result.info
+        # The store hashes what it puts; a second hash takes as long as encoding.
+        if result.created or known.sha256 == one.hashed().artifact.sha256:
+            return msgspec.structs.replace(made, sha256=known.sha256)
         if made.kind == "text":
             if data and not known.bytes:
                 known = self._replace(made.key, data, content_type, made.seed).info

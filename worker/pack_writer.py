@@ -22,10 +22,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EncodedArtifact:
-    """An artifact that is not stored yet, with its bytes."""
+    """An artifact that is not stored yet, with its bytes. Its SHA-256 may be empty: a store that is given an object hashes it anyway."""
 
     artifact: Artifact
     data: bytes
+
+    def hashed(self) -> EncodedArtifact:
+        """With the SHA-256 of its bytes."""
+        return EncodedArtifact(msgspec.structs.replace(self.artifact, sha256=hashlib.sha256(self.data).hexdigest()), self.data)
 
 
 @dataclass(slots=True)

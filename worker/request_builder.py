@@ -8,10 +8,10 @@ from collections import OrderedDict
 import msgspec
 
 from jobs.references import load_reference
-from jobs.shard_file import ShardLine
+from jobs.shard_file import NO_GENERATION, ShardLine
 from jobs.spec import item_seed
 from jobs.store.base import ObjectStore
-from pipelines.request import Message, SynthesisRequest
+from pipelines.request import Generation, Message, SpokenRole, SynthesisRequest
 from worker.leases import HeldLease, RetryNote
 
 
@@ -49,6 +49,8 @@ class RequestBuilder:
         self._store = store
         self._references = references
         self._on_retry = on_retry
+        #: The settings of lines that have none of their own, by role.
+        self._defaults: dict[SpokenRole | None, Generation] = {}
 
     def build(self, line: ShardLine, draw: int = 0) -> SynthesisRequest:
         """The request of a line, with its reference audio and the seed of its draw; the first draw is 0.
@@ -60,9 +62,16 @@ class RequestBuilder:
         return SynthesisRequest(
             request_id=f"{lease.job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else ""),
             messages=tuple([self._loaded(message) if message.modality == "audio" else message for message in line.messages]),
-            generation=line.generation_over(spec.generation),
+            generation=self._generation(line, spec.generation),
             seed=item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.seed),
         )
+
+    def _generation(self, line: ShardLine, defaults: Generation) -> Generation:
+        if line.generation is not NO_GENERATION:
+            return line.generation_over(defaults)
+        if line.role not in self._defaults:
+            self._defaults[line.role] = line.generation_over(defaults)
+        return self._defaults[line.role]
 
     def _loaded(self, message: Message) -> Message:
         """A user's audio message with the encoded file in place of its key; audio of other roles is not used."""
