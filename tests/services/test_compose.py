@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,22 +24,79 @@ from jobs.settings import load_settings
 from tests.support.services import SeaweedFS, Valkey, free_port
 
 ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = [name for name, service in SERVICES.items() if "build" in service]
 SECRETS = {"POSTGRES_PASSWORD": "p", "REDIS_PASSWORD": "r", "S3_SECRET_KEY": "s", "FLOWER_AUTH": "me:secret"}
+ON_GPUS = {"worker-gpu": "gpu", "worker-vllm": "vllm", "serve": "serve"}
 
 
 def filled(text: str) -> str:
     """The text with its variables replaced as compose does."""
-    return re.sub(r"\$\{(\w+)[^}]*\}", lambda match: SECRETS[match[1]], text)
+    return re.sub(r"\$\{(\w+)(?::-([^}]*)|[^}]*)\}", lambda match: SECRETS[match[1]] if match[2] is None else match[2], text)
 
 
 def test_every_part_is_there() -> None:
-    assert set(SERVICES) == {"redis", "postgres", "s3", "migrate", "worker-cpu", "worker-gpu", "beat", "flower", "nightjar"}
+    assert set(SERVICES) == {"redis", "postgres", "s3", "migrate", "worker-cpu", *ON_GPUS, "beat", "flower", "nightjar"}
     assert SERVICES["worker-cpu"]["profiles"] == ["cpu"]
-    assert SERVICES["worker-gpu"]["profiles"] == ["gpu"]
-    assert SERVICES["worker-gpu"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
+
+
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_services_on_gpus_have_them_all_a_compiler_and_what_they_keep(name: str) -> None:
+    service = SERVICES[name]
+    assert service["profiles"] == [ON_GPUS[name]]
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (devices["driver"], devices["count"], devices["capabilities"]) == ("nvidia", "all", ["gpu"])
+    assert "-devel-" in service["build"]["args"]["BASE"]
+    extras = service["build"]["args"]["EXTRAS"].split(",")
+    assert set(extras) <= set(PROJECT["project"]["optional-dependencies"])
+    assert ("vllm" if name == "worker-vllm" else "gpu") in extras
+    assert ("serve" in extras) >= (name == "serve")
+    images = {one["image"]: one["build"] for one in SERVICES.values() if "build" in one}
+    assert images[service["image"]] == service["build"], "an image has one recipe"
+    (folder,) = [volume.partition(":")[2] for volume in service["volumes"] if volume.startswith("cache:")]
+    kept = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if line.startswith("ENV XDG_CACHE_HOME")]
+    assert kept == [f"ENV XDG_CACHE_HOME={folder} TRITON_CACHE_DIR={folder}/triton"]
+    assert "cache" in COMPOSE["volumes"]
+    if name != "serve":
+        assert service["command"] == ["worker", "--gpu", "all"]
+
+
+def test_the_server_is_reached_from_its_host_alone_and_asks_for_a_key() -> None:
+    serve = SERVICES["serve"]
+    assert serve["ports"] == ["127.0.0.1:8000:8000"]
+    assert "http://127.0.0.1:8000/health" in serve["healthcheck"]["test"][-1]
+    assert serve["environment"]["SPEECH_SERVE__API_KEY"] == "${SERVE_API_KEY:-}"
+    drain = int(serve["environment"]["SPEECH_SERVE__DRAIN_SECONDS"])
+    assert int(serve["stop_grace_period"].removesuffix("s")) > drain
+    started = subprocess.run(
+        [sys.executable, "-m", "jobs", "serve", "--model", "hibari"],
+        env=os.environ | settings_of("serve"), capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert started.returncode != 0, "without a key it does not start"
+    assert "A key of the API is empty" in started.stderr
+
+
+def test_docker_takes_the_file(tmp_path: Path) -> None:
+    asked = subprocess.run(["docker", "compose", "version"], capture_output=True, check=False) if shutil.which("docker") else None
+    if asked is None or asked.returncode != 0:
+        pytest.skip("needs docker compose")
+    (tmp_path / ".env").write_text("".join(f"{name}={value}\n" for name, value in SECRETS.items()))
+    command = [
+        "docker",
+        "compose",
+        "--env-file",
+        tmp_path / ".env",
+        "--file",
+        ROOT / "docker-compose.yml",
+        "--profile",
+        "*",
+        "config",
+        "--quiet",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -58,6 +117,8 @@ def test_every_variable_is_a_setting(name: str, tmp_path: Path, monkeypatch: pyt
     config.write_text(filled(COMPOSE["configs"]["schedules"]["content"]))
     monkeypatch.setenv("SPEECH_CONFIG", str(config))
     settings = load_settings()
+    if name == "serve":
+        return
     assert settings.ledger_url == "postgresql://nightjar:p@postgres:5432/nightjar"
     assert settings.store_url == "s3://speech/datasets"
 
@@ -150,15 +211,14 @@ def test_the_example_configuration_loads(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_image_copies_every_package_and_runs_as_nobody_special() -> None:
     lines = (ROOT / "Dockerfile").read_text().splitlines()
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
     for package in packages:
         name = package.removesuffix("*")
         assert f"COPY {name} {name}" in lines
         assert (ROOT / name).is_dir()
     assert "USER nightjar" in lines
-    # One base for building and running, so that what was built runs; the GPU's has nvcc.
+    # One base for building and running, so that what was built runs.
     assert [line for line in lines if line.startswith("FROM")] == ["FROM ${BASE} AS base", "FROM base AS build", "FROM base"]
-    assert "-devel-" in SERVICES["worker-gpu"]["build"]["args"]["BASE"]
     for line in lines:
         if line.startswith("COPY") and "--from" not in line:
             assert all((ROOT / source).exists() for source in line.split()[1:-1])
