@@ -47,8 +47,8 @@ class WorkerSettings(SettingsGroup):
     drain_seconds: Positive = Field(default=300.0, description="Maximum seconds in which a worker finishes its items after SIGTERM.")
     commit_items: PositiveInt = Field(default=256, description="Maximum outcomes per commit.")
     commit_seconds: Positive = Field(default=2.0, description="Maximum seconds that an outcome waits for its commit.")
-    pack_bytes: PositiveInt = Field(
-        default=16 << 20, description="Jobs with `--pack`: bytes at which a pack is stored. A worker holds a few packs in memory."
+    pack_bytes: Annotated[int, Field(ge=1, le=1 << 30)] = Field(
+        default=16 << 20, description="Jobs with `--pack`: bytes at which a pack is stored; maximum 1 GiB. Two per shard are in memory."
     )
     pack_seconds: Positive = Field(
         default=15.0, description="Jobs with `--pack`: maximum seconds that an item waits for its pack to be stored."

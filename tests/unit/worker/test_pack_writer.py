@@ -6,6 +6,7 @@ import hashlib
 import io
 import tarfile
 import threading
+from collections import Counter
 from concurrent.futures import Future
 
 import pytest
@@ -196,20 +197,19 @@ def test_a_slow_store_holds_back_who_adds_and_memory_stays_two_packs(build: Buil
             made = Artifact(index, "audio", f"{index}.wav", hashlib.sha256(data).hexdigest(), len(data), 1, 1, 1, 0)
             stored.append(packs.add(Done(index, ()), [EncodedArtifact(made, data)], ""))
 
-    threads = [threading.Thread(target=add, args=(10 * number,)) for number in range(8)]
+    threads = [threading.Thread(target=add, args=(10 * number,), daemon=True) for number in range(8)]
     for thread in threads:
         thread.start()
     putting.wait()
     # Three items fill a pack: three are put, three wait in the full one, and each other thread holds the one it adds.
-    wait_for(lambda: len(stored) == 5)
+    wait_for(lambda: len(stored) >= 5)
     assert not any(one.done() for one in stored)
     let_go.set()
     for thread in threads:
         thread.join()
-    # The last pack is not full.
-    assert sum(one.done() for one in stored) == 78
-    packs_by_item = [one.result().artifacts[0].pack for one in stored if one.done()]
-    assert len(set(packs_by_item)) == 26
+    packs_by_item = Counter(one.result().artifacts[0].pack for one in stored if one.done())
+    # No pack has more than fill it, however long the put before it took; the last one is not full.
+    assert list(packs_by_item.values()) == [3] * 26
 
 
 def test_what_the_store_raises_is_each_items(build: Build) -> None:
