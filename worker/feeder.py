@@ -150,7 +150,7 @@ class Feeder:
             request,
             made,
             round(engine_ms),
-            text=spoken_text(line.messages),
+            text=spoken_text(line.messages) if self._checked else "",
             draw=planned.draw,
             last_draw=self._progress.last_draw(line.index),
             sampled=self._pipeline.capabilities.sampling and request.generation.temperature != 0,
