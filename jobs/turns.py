@@ -41,7 +41,7 @@ def reference_places(messages: Sequence[Triple], turn: int) -> tuple[int, ...]:
     """
     if messages[turn][0] != "user":
         return tuple([place for place, message in enumerate(messages) if message[0] == "system" and message[1] == "audio"])
-    if not any([message[0] == "user" and message[1] == "audio" for message in messages]):
+    if not any(message[0] == "user" and message[1] == "audio" for message in messages):
         return ()
     for place in reversed(_texts(messages[: turn + 1], "user")):
         first, end = _side_by_side(messages, place)
