@@ -157,8 +157,7 @@ class Clips:
 
     def clip(self, artifact: Artifact) -> Clip:
         """The clip of an artifact. Audio that cannot be read has no player, and a note with the reason."""
-        # A player opens files, and what is in a pack is none.
-        link = None if self._root is None or artifact.pack is not None else _relative(self._root / artifact.key, self._folder)
+        link = None if self._root is None else _relative(self._root / artifact.key, self._folder)
         if artifact.bytes > MAX_BYTES:
             return Clip(link, None, "too large to be drawn" if link else "too large to be embedded")
         try:

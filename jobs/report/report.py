@@ -64,7 +64,7 @@ class ReportOptions:
 
     #: Rows of the table of items.
     items: int = SHOWN_ITEMS
-    #: Puts short clips into the page instead of links to the store's folder. Audio of a bucket is always embedded.
+    #: Puts short clips into the page instead of links to the store's folder. Audio of a bucket or in packs is always embedded.
     embed: bool = False
     price_per_gpu_hour: float | None = None
 
@@ -99,7 +99,8 @@ def write_report(
     status = ledger.status(job_id)
     errors = ledger.error_counts(job_id)
     sample = take_sample(ledger, store, status.job, min(options.items, MAX_SHOWN_ITEMS), errors)
-    clips = Clips(store, to, embed=options.embed)
+    # A player opens files, and what is in a pack is none.
+    clips = Clips(store, to, embed=options.embed or status.job.spec.pack is True)
     line = _timeline(ledger, status)
     checks = eta_checks(line) if line and status.job.state.final and line.spans >= MIN_FOR_ETA else []
     page = Page(

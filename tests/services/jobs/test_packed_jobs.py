@@ -181,6 +181,7 @@ def test_a_report_plays_what_is_in_packs(packed: Finished) -> None:
     page = packed.folder / "report.html"
     write_report(packed.ledger, packed.store, packed.job_id, page, ReportOptions())
     assert page.read_text().count("data:audio/flac;base64,") >= 7
+    assert "Players read the files" not in page.read_text()
 
 
 def pack_in_place(finished: Finished) -> None:
