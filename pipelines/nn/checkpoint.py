@@ -130,7 +130,8 @@ class Checkpoint:
         if dtype is not None and dtype.is_floating_point and not (tensor.is_floating_point() and tensor.element_size() > 1):
             raise bad_checkpoint(f"Tensor {name} is stored as {tensor.dtype}, not as plain floating point.")
         self._left.discard(name)
-        return tensor.to(device=device, dtype=dtype)
+        # The file's pages go to the device as they are, and change their type there.
+        return tensor.to(device=device).to(dtype=dtype)
 
     def values(self) -> int:
         """Numbers in all tensors together; reads no tensor."""

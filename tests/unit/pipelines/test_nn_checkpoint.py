@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.nn.checkpoint import Checkpoint
@@ -123,3 +125,24 @@ def test_empty_folder_and_bad_index(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ModelError, match=r"index\.json cannot be read as JSON"):
         Checkpoint.open(tmp_path)
+
+
+class Moves(TorchDispatchMode):
+    """Keeps (device, type) of everything that is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.made.append((out.device.type, out.dtype))
+        return out
+
+
+def test_a_tensor_goes_to_its_device_as_it_is_stored_and_changes_its_type_there(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3, dtype=torch.float32)}, tmp_path / "model.safetensors")
+    with Checkpoint.open(tmp_path) as weights, Moves() as moves:
+        assert weights.take("a", (3,), torch.bfloat16, "meta").dtype == torch.bfloat16
+    assert moves.made == [("meta", torch.float32), ("meta", torch.bfloat16)]
