@@ -19,8 +19,11 @@ MAX_SHARDS = 64
 SHARDS_AT_START = 2
 #: Maximum messages at once whose shards are not claimed yet. A claim takes some milliseconds, and only then is the shard's size known.
 MAX_UNCLAIMED = 4
-#: The reserve lasts as long as it takes to claim and to read a shard, at the speed of the engine.
+#: The reserve lasts as long as it takes to claim and to read a shard, at the speed of the engine; so many items are enough for any.
 RESERVE_SECONDS = 2.0
+RESERVE_ITEMS = 1024
+#: Maximum items that wait for meters or for their store before more shards are taken.
+MAX_WRITING_ITEMS = 2048
 #: Between two measurements of that speed; a slower one counts gradually.
 MEASURE_SECONDS = 0.5
 _DECAY = 0.8
@@ -37,11 +40,14 @@ class Progress(Protocol):
     @property
     def answered_items(self) -> int: ...
 
+    @property
+    def writing_items(self) -> int: ...
+
 
 class _Claimed:
     """A shard that was claimed; all its items are open until it begins."""
 
-    answered_items = 0
+    answered_items = writing_items = 0
 
     def __init__(self, open_items: int) -> None:
         self.open_items = open_items
@@ -109,6 +115,12 @@ class Demand:
             held = list(self._held.values())
         return sum([shard.open_items for shard in held])
 
+    @property
+    def writing_items(self) -> int:
+        """Items of the shards in flight that left the engine and have no outcome yet."""
+        with self._lock:
+            return sum([shard.writing_items for shard in self._held.values()])
+
     def taken(self) -> None:
         """A message was taken."""
         with self._lock:
@@ -143,8 +155,10 @@ class Demand:
             return max(0, self._taken - claimed), max(self._taken, claimed)
 
     def _missing(self, slots: int, unclaimed: int) -> int:
-        """Items to claim before slots and reserve are covered; negative where there are more than enough."""
-        reserve = max(slots, math.ceil(self._speed() * RESERVE_SECONDS))
+        """Items to claim before slots and reserve are covered; zero or less where there are enough."""
+        if self.writing_items >= MAX_WRITING_ITEMS:
+            return 0
+        reserve = max(slots, min(RESERVE_ITEMS, math.ceil(self._speed() * RESERVE_SECONDS)))
         return slots + reserve - self.open_items - unclaimed * self._typical(slots)
 
     def _typical(self, slots: int) -> int:

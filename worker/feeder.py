@@ -17,6 +17,8 @@ from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Pipeline, Speech, SynthesisRequest
+from worker.demand import MAX_WRITING_ITEMS
+from worker.feeding_order import FeedingOrder, Turn
 from worker.leases import Clock, HeldLease, LeaseGoneError
 from worker.pack_writer import PackWriter
 from worker.quality.verdict import REDRAWN, History
@@ -33,7 +35,8 @@ _OF_THE_SHARD = LASTING_OUTAGES | {ErrorCode.WORKER_CRASH, ErrorCode.MODEL_UNREA
 class Feeder:
     """Feeds draws to a pipeline from a thread of its own. Each item ends with one outcome in `progress`.
 
-    `build` turns a line and the number of its draw into its request, or raises a `NightjarError` that becomes the item's outcome.
+    `build` turns a line and the number of its draw into its request, or raises a `NightjarError` that becomes the item's outcome. It feeds
+    while it has its `turn`.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Feeder:
         store: ObjectStore,
         clock: Clock,
         packs: PackWriter | None = None,
+        turn: Turn | None = None,
     ) -> None:
         self._held = held
         self._progress = progress
@@ -56,6 +60,7 @@ class Feeder:
         self._store = store
         self._clock = clock
         self._packs = packs
+        self._turn = turn or FeedingOrder().turn(0, remote=False)
         self._checked = held.lease.job.spec.quality is not None
         in_context = contextvars.copy_context().run
         self._thread = threading.Thread(target=in_context, args=(self._run,), name=f"feeder-{held.lease.shard_no}", daemon=True)
@@ -92,8 +97,8 @@ class Feeder:
 
     def _run(self) -> None:
         try:
-            while (planned := self._progress.next_draw()) is not None:
-                while self._writer.full and not self._progress.stopped:
+            while (planned := self._next_draw()) is not None:
+                while (self._writer.full or self._progress.writing_items >= MAX_WRITING_ITEMS) and not self._progress.stopped:
                     self._clock.sleep(ROOM_POLL_SECONDS)
                 if not self._progress.begin():
                     return
@@ -102,6 +107,15 @@ class Feeder:
         except Exception as error:
             log.exception("feeder failed")
             self._progress.fail(error)
+        finally:
+            self._turn.leave()
+
+    def _next_draw(self) -> PlannedDraw | None:
+        """The next draw, once it is the shard's turn; None when no more come."""
+        if not self._progress.has_draw:
+            self._turn.leave()
+            self._progress.wait_for_draw()
+        return self._progress.next_draw() if self._turn.take(lambda: self._progress.stopped) else None
 
     def _feed(self, planned: PlannedDraw) -> None:
         index = planned.line.index

@@ -159,6 +159,11 @@ class ShardProgress:
         return len(self._in_engine) + (0 if self.stopped else len(self._fresh) + len(self._redraws))
 
     @property
+    def writing_items(self) -> int:
+        """Items that left the engine and are not settled."""
+        return len(self._writing)
+
+    @property
     def _begun(self) -> bool:
         """Whether items are on their way: in a call of `submit`, in the engine, or being written."""
         return bool(self._feeding or self._in_engine or self._writing)
@@ -221,11 +226,20 @@ class ShardProgress:
             self._closed = True
         return left
 
+    @property
+    def has_draw(self) -> bool:
+        """Whether `next_draw` has one without waiting."""
+        return bool(self._redraws or self._fresh)
+
+    def wait_for_draw(self) -> None:
+        """Waits as `next_draw` does, and takes none."""
+        with self._changed:
+            self._wait_for_draw()
+
     def next_draw(self) -> PlannedDraw | None:
         """The next draw to make: a redraw before a new item. Waits while items may still need one; None when no more can come."""
         with self._changed:
-            if not self._redraws and not self._fresh and self._draws > 1:
-                self._changed.wait_for(lambda: self._redraws or not self._unsettled or self.stopped)
+            self._wait_for_draw()
             if self._redraws:
                 return self._redraws.popleft()
             if not self._fresh:
@@ -323,6 +337,10 @@ class ShardProgress:
                 self._writing.discard(index)
             self._error = self._error or error
             self._changed.notify_all()
+
+    def _wait_for_draw(self) -> None:
+        if not self.has_draw and self._draws > 1:
+            self._changed.wait_for(lambda: self._redraws or not self._unsettled or self.stopped)
 
     def _leave(self, index: int) -> float:
         entry = self._in_engine.pop(index, None)

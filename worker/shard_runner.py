@@ -19,6 +19,7 @@ from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisErro
 from pipelines.request import Pipeline, engine_info
 from worker.demand import Demand
 from worker.feeder import Feeder
+from worker.feeding_order import FeedingOrder
 from worker.leases import Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import Metrics
 from worker.pack_writer import PackWriter
@@ -83,6 +84,7 @@ class ShardRunner:
         self._clock = clock or SystemClock()
         self._references = ReferenceCache()
         self._timer = EngineTimer(self._clock)
+        self._order = FeedingOrder()
         self._provenance = provenance
         self._demand = demand
 
@@ -147,7 +149,10 @@ class ShardRunner:
         if self._demand is not None:
             self._demand.follow(held.lease.ticket, progress)
         build = RequestBuilder(held, store, self._references, self._metrics.waited_for).build
-        feeder = Feeder(held, progress, build, pipeline=pipeline, writer=self._writer, store=store, clock=self._clock, packs=packs)
+        turn = self._order.turn(held.lease.job.priority, remote=store.remote)
+        feeder = Feeder(
+            held, progress, build, pipeline=pipeline, writer=self._writer, store=store, clock=self._clock, packs=packs, turn=turn
+        )
         feeder.start()
         try:
             return self._collect(held, store, progress, feeder, pipeline, packs)

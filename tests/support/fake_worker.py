@@ -18,7 +18,7 @@ from worker.__main__ import main
 
 def fake_card(name: str = "fake") -> ModelCard:
     """What ingest may know of the fake engine."""
-    return ModelCard(name, "fake", "cpu", SAMPLE_RATE, FakePipeline().capabilities, "1", 0.01, 0.01)
+    return ModelCard(name, "fake", "cpu", SAMPLE_RATE, FakePipeline().capabilities, "1", seconds_per_character=0.01, rtf=0.01)
 
 
 def make_pipeline(**_: object) -> Pipeline:

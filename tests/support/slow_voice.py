@@ -12,7 +12,7 @@ ITEMS_PER_SECOND = 20
 
 
 def describe() -> ModelCard:
-    return ModelCard("slow", "fake", "cpu", SAMPLE_RATE, FakePipeline().capabilities, "1", 0.01, 0.01)
+    return ModelCard("slow", "fake", "cpu", SAMPLE_RATE, FakePipeline().capabilities, "1", seconds_per_character=0.01, rtf=0.01)
 
 
 def load(**_: object) -> Pipeline:

@@ -33,7 +33,7 @@ TIMES = {name: TIMING[name] for name in ("SPEECH_WORKER__LEASE_SECONDS", "SPEECH
 
 
 def describe() -> ModelCard:
-    return ModelCard("tormented", "fake", "cpu", SAMPLE_RATE, FakePipeline().capabilities, "1", 0.01, 0.01)
+    return ModelCard("tormented", "fake", "cpu", SAMPLE_RATE, FakePipeline().capabilities, "1", seconds_per_character=0.01, rtf=0.01)
 
 
 def load(**_: object) -> Pipeline:

@@ -10,13 +10,14 @@ import pytest
 
 from jobs.ledger.records import Ticket
 from tests.support.fakes import FakeClock
-from worker.demand import MAX_SHARDS, MAX_UNCLAIMED, SHARDS_AT_START, Demand
+from worker.demand import MAX_SHARDS, MAX_UNCLAIMED, MAX_WRITING_ITEMS, SHARDS_AT_START, Demand
 
 
 @dataclass
 class Shard:
     open_items: int
     answered_items: int = 0
+    writing_items: int = 0
 
     def answer(self, items: int) -> None:
         self.open_items -= items
@@ -125,6 +126,16 @@ def test_messages_that_are_not_claimed_yet_count_as_shards_of_the_usual_size() -
             assert worker.demand.hungry
             worker.demand.taken()
         assert not worker.demand.hungry, "their shards may be large"
+
+
+def test_meters_that_are_slower_than_the_engine_stop_the_taking() -> None:
+    worker = Worker(slots=64)
+    with worker.shard(5000) as shard:
+        shard.open_items, shard.writing_items = 0, MAX_WRITING_ITEMS
+        assert not worker.demand.hungry
+        assert worker.demand.shards == 1
+        shard.writing_items -= 1
+        assert worker.demand.hungry
 
 
 def test_nothing_is_taken_while_a_shard_is_to_run_alone() -> None:
