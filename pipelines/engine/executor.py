@@ -158,7 +158,8 @@ class EagerExecutor:
 
     def __init__(self, model: FrameModel, slots: int, pages: int, page_size: int, max_context: int) -> None:
         self._model = model
-        self._on_cpu = self.reproducible = model.device.type == "cpu"
+        self._on_cpu = model.device.type == "cpu"
+        self.reproducible = self._on_cpu and torch.get_num_threads() == 1
         self.kv = model.make_kv(pages, page_size)
         self.state = model.make_state(slots, self.kv.pages_for(max_context), max_context)
         self.lag = 0 if self._on_cpu else 1

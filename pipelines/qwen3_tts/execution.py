@@ -108,6 +108,19 @@ def memory_budget(device: torch.device, share: float | None) -> int:
     return min(int(share * total), free)
 
 
+def check_executor(device: torch.device, kind: Literal["auto", "eager", "graph"], reproducible: bool) -> None:
+    """Raises `ConfigError` (`config.invalid`) for an executor that a device cannot have, before anything is loaded."""
+    on_gpu = device.type == "cuda"
+    if kind == "eager" and reproducible and on_gpu:
+        advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", advice)
+    if kind == "graph" and not on_gpu:
+        advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.", advice)
+    if on_gpu and (kind == "graph" or reproducible) and (fault := triton_fault()) is not None:
+        raise _no_graphs(fault)
+
+
 def open_executor(
     model: Qwen3TTSModel, sizes: EngineOptions, kind: Literal["auto", "eager", "graph"] = "auto", reproducible: bool = False
 ) -> FrameExecutor:
@@ -116,22 +129,22 @@ def open_executor(
     Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
     Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` on a GPU without them.
     """
-    on_gpu = model.device.type == "cuda"
-    if kind == "eager" and reproducible and on_gpu:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", "Use the graph executor.")
-    if kind == "graph" and not on_gpu:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.", "Use the eager executor.")
-    if kind != "eager" and on_gpu:
+    check_executor(model.device, kind, reproducible)
+    if kind != "eager" and model.device.type == "cuda":
         executor, fault = _open_graphs(model, sizes, reproducible)
         if executor is not None:
             return executor
         if kind == "graph" or reproducible:
-            raise ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
+            raise _no_graphs(fault)
         log.warning(
             "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower. %s",
             fault, TRITON_ADVICE,
         )  # fmt: skip
     return EagerExecutor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
+
+
+def _no_graphs(fault: str | None) -> ConfigError:
+    return ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
 
 
 def _open_graphs(model: Qwen3TTSModel, sizes: EngineOptions, reproducible: bool) -> tuple[FrameExecutor | None, str | None]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.toolchain import first_line
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions, Finish
@@ -21,7 +22,7 @@ from pipelines.nn.checkpoint import Checkpoint, open_device, precision, read_opt
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
-from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
+from pipelines.qwen3_tts.execution import check_executor, engine_options, open_executor, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, TextTokenizer, build_prompt
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache
@@ -118,8 +119,17 @@ class PipelineOptions:
 
 
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
-    """Loads a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`), `ConfigError` for an option that is unknown."""
-    return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
+    """Loads a checkpoint folder.
+
+    Raises `ModelError` (`model.bad_checkpoint`), `ConfigError` for options that are unknown or that the device cannot have, and
+    `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory meanwhile.
+    """
+    try:
+        return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
+    except torch.OutOfMemoryError as error:
+        advice = "End other programs on the GPU, or lower SPEECH_ENGINE__SLOTS or SPEECH_ENGINE__MEMORY_SHARE."
+        message = f"The GPU ran out of memory while the model was opened: {first_line(error)}."
+        raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
 
 
 class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
@@ -130,6 +140,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         dtype = precision(options.dtype, device)
         self.config = Qwen3TTSConfig.from_folder(folder)
         codec_dtype = precision(options.codec_dtype or options.dtype, device)
+        check_executor(device, options.executor, options.reproducible)
         sizes = _sizes(self.config, options, device, dtype, codec_dtype)
         self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible)
         _check_codec(self.config, self.codec)

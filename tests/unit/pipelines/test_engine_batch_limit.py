@@ -62,6 +62,9 @@ class SmallDevice:
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
         """Nothing to write."""
 
+    def prepare(self) -> bool:
+        return False
+
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> Frames:
         self.turns += 1
         if len(slots) > self.room:

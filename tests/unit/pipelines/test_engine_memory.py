@@ -10,8 +10,9 @@ import torch
 
 from pipelines.engine.buckets import BUCKETS
 from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.nn.checkpoint import open_device
+from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.dummy import published_config
@@ -129,18 +130,33 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float]
         ({"max_context": 20}, "A context of 20 positions is too short"),
         ({"device": "cuda:7"}, "There is no GPU 7; this process sees 2."),
         ({"device": "gpu"}, "There is no device 'gpu'."),
+        ({"executor": "eager", "reproducible": True}, "The eager executor is not reproducible on a GPU"),
+        ({"reproducible": True}, r"The graph executor cannot run here\. Triton cannot make kernels here"),
+        ({"device": "cpu", "executor": "graph"}, "The graph executor needs a CUDA device"),
         ({"dtype": "int3"}, "wrong value: Invalid enum value 'int3'"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_loaded(
     options: dict[str, object], said: str, two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(execution, "triton_fault", lambda: "Triton cannot make kernels here (no gcc).")
     monkeypatch.setattr(qwen3, "load_codec", lambda *_: pytest.fail("the codec was loaded"))
     monkeypatch.setattr(qwen3, "_load", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match=said) as caught:
         qwen3.open_pipeline(GOLDEN / "checkpoint-base", **options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
     assert caught.value.advice
+
+
+def test_memory_that_others_took_meanwhile_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore words")
+
+    monkeypatch.setattr(qwen3, "_load", full)
+    with pytest.raises(SynthesisError, match="while the model was opened: CUDA out of memory") as caught:
+        qwen3.open_pipeline(GOLDEN / "checkpoint-base")
+    assert caught.value.code is ErrorCode.SYNTH_OOM
+    assert "more words" not in caught.value.message
 
 
 def test_a_device_is_named_or_the_best_there_is(two_gpus: dict[str, float]) -> None:
