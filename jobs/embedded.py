@@ -222,7 +222,7 @@ class EmbeddedHome:
 
     def _start_worker(self, plan: WorkerPlan, up: UpPipe) -> subprocess.Popen[bytes]:
         # -P: the working directory must not shadow our modules. The parent's id serves systems that have no death signal.
-        command = [sys.executable, "-P", "-m", "worker", "run", "--parent-pid", str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "worker", "run", "--private", "--parent-pid", str(os.getpid())]
         environment = os.environ | self._environment() | plan.environment | up.environment
         return spawn(command, _open_log(self.worker_log), environment, up.pass_fds, plan.cores)
 

@@ -89,8 +89,7 @@ class EngineSettings(SettingsGroup):
         default=None, description="Maximum requests that wait in the engine for a slot. Unset: on a GPU as many as there are slots."
     )
     memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None,
-        description="Share of the GPU's memory for the engine. Unset: 0.9 of what is free. `vllm`: for the LM alone; unset: the model's own share.",
+        default=None, description="Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of what is free."
     )
     reproducible: bool | None = Field(
         default=None, description="Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."

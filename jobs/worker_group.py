@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jobs.child_process import UpPipe, signal_group
+from jobs.console import INVALID_INPUT
 from jobs.formatting import seconds_text
 from jobs.gpus import VISIBLE, Device, share_cores
 from jobs.settings import Settings
@@ -216,7 +217,9 @@ class WorkerGroup:
         member.status = process.returncode
         member.last_words = member.up.last_words or self._words()
         member.crashes += 1
-        member.failed_starts = member.failed_starts + 1 if process.returncode > 0 and not came_up else 0
+        # A worker whose settings cannot be used may find that out when it opens its first model.
+        never_worked = process.returncode == INVALID_INPUT or (process.returncode > 0 and not came_up)
+        member.failed_starts = member.failed_starts + 1 if never_worked else 0
         if member.quarantined or self._is_hopeless(member):
             self._quarantine(member, now)
             return

@@ -47,7 +47,8 @@ def _settings() -> Settings:
 @click.option("--model", metavar="MODEL", help="Run only jobs of this model, and load it at the start.")
 @click.option("--supervise", is_flag=True, help="Run the worker under a parent process that restarts it if it dies (--gpu does this too).")
 @click.option("--parent-pid", metavar="N", type=int, help="Stop as at SIGTERM when this parent process is gone.")
-def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | None) -> None:
+@click.option("--private", is_flag=True, hidden=True, help="The worker of `nightjar run`.")
+def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | None, private: bool) -> None:
     """Run a worker: it takes shards and synthesizes them until SIGTERM.
 
     At SIGTERM it takes no new shards and finishes its items. A second signal gives the rest back at once. With --gpu or --supervise, a
@@ -69,8 +70,9 @@ def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | 
         plans, arguments = plan_workers(settings, devices), ["--model", model] if model else []
         sys.exit(run_all(arguments, plans, settings.worker.restart_seconds, settings.worker.quarantine_seconds))
     from worker.celery_app import run_worker
+    from worker.runtime import WorkerOptions
 
-    sys.exit(run_worker(settings, model, parent_pid))
+    sys.exit(run_worker(settings, WorkerOptions(model, parent_pid, private)))
 
 
 @cli.command()

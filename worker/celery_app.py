@@ -183,14 +183,14 @@ def run_sweep() -> int:
     return sweep(runtime().ledger, runtime().store_for, settings.grace_hours * 3600, delete=settings.delete).orphans
 
 
-def run_worker(settings: Settings, model: str | None, parent_pid: int | None) -> int:
+def run_worker(settings: Settings, options: WorkerOptions) -> int:
     """Works until a signal; returns the exit status. Raises `NightjarError` when the worker cannot start."""
     global _configured
     # Celery warns root of pickled messages; only JSON is accepted here.
     warnings.filterwarnings("ignore", category=SecurityWarning)
     # And of what becomes of tasks when a connection is lost, at each loss; that is set.
     warnings.filterwarnings("ignore", category=CPendingDeprecationWarning)
-    _configured = (settings, WorkerOptions(model, parent_pid))
+    _configured = (settings, options)
     worker = create_app(settings).Worker(
         pool_cls=EnginePool,
         concurrency=settings.worker.shards_in_flight or MAX_SHARDS,

@@ -29,7 +29,7 @@ from pipelines.registry import describe, is_registered, open_pipeline
 from pipelines.request import Pipeline, engine_info
 from worker.demand import SHARDS_AT_START, Demand
 from worker.exclusive import ExclusiveLock
-from worker.leases import Clock, LeaseBook, SystemClock
+from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
 from worker.maintenance import Maintenance, put_manifest_if_over
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
@@ -69,6 +69,9 @@ class WorkerOptions:
     model: str | None = None
     #: The worker drains when this process is no longer its parent.
     parent_pid: int | None = None
+    #: Whether jobs and settings are one person's, as with `nightjar run`. Then the worker ends where its settings do not let it open a
+    #: job's model. Else it fails the job's items, so that no job ends the workers of others.
+    private: bool = False
 
 
 class Runtime:
@@ -198,7 +201,14 @@ class Runtime:
         return store
 
     def _open(self, model: str) -> Pipeline:
-        pipeline = self._opened(model)
+        try:
+            pipeline = self._opened(model)
+        except ConfigError as error:
+            if not (self._up and self.options.private):
+                raise
+            # The shard goes back as it was.
+            self._end_with(error)
+            raise LeaseGoneError(GoneReason.DRAINED) from error
         log.info(f"engine ready: {engine_info(pipeline).summary(pipeline.name)}")
         return pipeline
 
@@ -219,10 +229,15 @@ class Runtime:
         """An engine that dies while it opens says that its GPU is broken, or its model. A worker that went on would fail every shard that
         it takes; the process that started it starts it again after a pause, and in the end no more."""
         if self._up and is_watched():
-            log.error("the engine cannot be opened; the worker ends", error=str(error))
-            self.failure = error
-            self.hurry()
-            os.kill(os.getpid(), signal.SIGTERM)
+            self._end_with(error)
+
+    def _end_with(self, error: NightjarError) -> None:
+        """Ends this process with an error that every shard would meet."""
+        log.error("the engine cannot be opened; the worker ends", error=str(error))
+        self.failure = error
+        self.hurry()
+        # Only a signal stops Celery's loop.
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _run(self, ticket: Ticket) -> bool:
         """Claims a shard and runs it to its end; False: there is nothing to claim."""
