@@ -159,6 +159,15 @@ def test_a_run_goes_on_without_a_worker_that_cannot_start_and_says_so(slow: Shel
     assert "It is quarantined: it is started again every 10 min 0 s." in said
 
 
+def test_settings_that_do_not_let_the_model_open_end_the_run_and_fail_no_item(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 3)
+    model = str(Path(__file__).parents[2] / "golden/qwen3_tts/checkpoint-custom")
+    run = shell.run("run", "in.jsonl", "--model", model, SPEECH_ENGINE__SLOTS="3", SPEECH_ENGINE__EXECUTOR="graph", CUDA_VISIBLE_DEVICES="")
+    assert run.returncode == 1, run.stderr
+    assert "It said: The graph executor needs a CUDA device. Set SPEECH_ENGINE__EXECUTOR to eager, or unset it." in run.stderr
+    assert {(row["state"], row["attempts"]) for row in shell.items().values()} == {("pending", 0)}
+
+
 def test_wrong_gpus_are_refused_before_anything_is_written(shell: Shell) -> None:
     write_input(shell.folder / "in.jsonl", 1)
     gpus = install_nvidia_smi(shell.folder / "state" / "bin", 2)
