@@ -242,6 +242,8 @@ class GraphExecutor:
         for bucket in self._buckets.first:
             self._capture(bucket)
         self.prefills.warm()
+        # What ran before the captures took memory that later batches do not need.
+        torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def prepare(self) -> bool:

@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from pipelines.codec.stage import CodecStage
+from pipelines.engine.buckets import ASKS
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import EagerExecutor, FrameExecutor
 from pipelines.engine.scheduler import GenerationRequest
@@ -187,8 +188,8 @@ def test_a_few_graphs_serve_every_batch(wide: Qwen3TTSModel) -> None:
     assert few._buckets.captured == {1, 8, 16}
     found = spoken(few, batch, 12)
     assert sum(np.array_equal(every[name], found[name]) for name in every) >= len(batch) - 1
-    spoken(few, batch[:4], 4)
-    spoken(few, batch[:4], 4)
+    for _ in range(ASKS):
+        spoken(few, batch[:4], 4)
     assert 4 in few._buckets.captured, "a size that is asked for again and again gets its graph"
 
 
