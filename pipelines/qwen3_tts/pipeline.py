@@ -22,7 +22,7 @@ from pipelines.nn.checkpoint import Checkpoint, open_device, precision, read_opt
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
-from pipelines.qwen3_tts.execution import check_executor, engine_options, open_executor, open_stage
+from pipelines.qwen3_tts.execution import check_executor, decode_ahead, engine_options, open_executor, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, TextTokenizer, build_prompt
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache
@@ -155,9 +155,14 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self._options = options
         self._voices = VoiceCache(speaker, self.codec) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
-        executor = open_executor(model, sizes, options.executor, options.reproducible)
-        self._meta = {"engine": "native", "executor": executor.name, "dtype": type_name(dtype)}
         stage = open_stage(self.codec.decoder, sizes.decode_frames)
+        try:
+            decode_ahead(stage, self.codec.decoder)
+            executor = open_executor(model, sizes, options.executor, options.reproducible)
+        except BaseException:
+            stage.close()
+            raise
+        self._meta = {"engine": "native", "executor": executor.name, "dtype": type_name(dtype)}
         waiting_room = options.waiting_room or (sizes.slots if device.type == "cuda" else _CPU_WAITING_ROOM)
         self.engine = Engine(executor, sizes, waiting_room, stage)
         super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)
