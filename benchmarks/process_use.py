@@ -116,7 +116,7 @@ def _processor_seconds(pid: int) -> float | None:
 
 
 def _name(pid: int) -> str:
-    """The module of a Python process, such as `jobs run`; else its program."""
+    """The module of a Python process, such as `pipelines.engine_process`; else its program."""
     try:
         words = [word.decode(errors="replace") for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if word]
     except OSError:
