@@ -24,6 +24,7 @@ from jobs.store.base import ObjectStore, PutResult
 from pipelines.errors import ErrorCode, StoreError
 from tests.support.services import S3, MotoS3, runs
 from tests.support.worker_rig import Rig
+from worker.leases import LeaseBook
 from worker.shard_runner import ShardEnd
 from worker.writer_processes import WriterProcesses
 
@@ -149,6 +150,28 @@ def test_a_store_that_is_away_is_waited_for(rig: Rig, own_moto: MotoS3) -> None:
         own_moto.create_bucket("away")
         rig.store.put(shard.input_key, data)
         assert rig.runner.run(shard) is ShardEnd.FINISHED
+
+
+def test_a_drain_gives_a_shard_back_while_its_puts_hang_and_the_rest_adopts_them(rig: Rig, own_moto: MotoS3) -> None:
+    url = f"s3://{own_moto.create_bucket('drained')}"
+    with writers(access(own_moto), url, 1) as (pool, rig.store):  # pyright: ignore[reportAttributeAccessIssue]
+        job = rig.submit([f"This is sentence {number}." for number in range(64)])
+        ends: list[ShardEnd] = []
+        runner = threading.Thread(target=lambda: ends.append(rig.run_next()))
+        runner.start()
+        until(lambda: sum(one.in_flight for one in pool.processes) > 4)
+        own_moto.pause()
+        rig.leases.drain()
+        runner.join()
+        own_moto.unpause()
+        assert ends == [ShardEnd.RELEASED]
+        rig.leases = LeaseBook(rig.settings.worker.lease_seconds, rig.clock)
+        rig.runner = rig.runner_on(rig.ledger)
+        while rig.ledger.job(job.id).state is not JobState.COMPLETED:
+            assert rig.run_next() is ShardEnd.FINISHED
+        audio = [one for shard in range(8) for one in rig.ledger.shard_audio(job.id, shard)]
+        assert all(hashlib.sha256(rig.store.get(one.key)).hexdigest() == one.sha256 for one in audio)
+    assert len({one.index for one in audio}) == len(audio) == 64
 
 
 class _Full(BaseHTTPRequestHandler):
