@@ -16,7 +16,7 @@ import msgspec
 
 from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, ModelError
-from pipelines.request import Capabilities, Pipeline
+from pipelines.request import Capabilities, Frontend, Pipeline
 
 ENTRY_POINT_GROUP = "nightjar.pipelines"
 _CONFIG_BYTES = 4 << 20
@@ -88,6 +88,9 @@ class Family:
     published: tuple[Published, ...] = ()
     #: The package; empty: `pipelines.<name>`.
     package: str = ""
+    #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch, and its pipeline a method
+    #: `submit_prepared`.
+    frontend: bool = False
 
     def describe(self, folder: Path) -> ModelCard:
         """The card of a checkpoint folder."""
@@ -96,6 +99,10 @@ class Family:
     def open(self, folder: Path, options: dict[str, Any]) -> Pipeline:
         """Loads a checkpoint folder."""
         return self._module("pipeline").open_pipeline(folder, **options)
+
+    def open_frontend(self, folder: Path) -> Frontend | None:
+        """What prepares requests for a checkpoint folder outside of the engine's process; None: nothing does."""
+        return self._module("frontend").open_frontend(folder) if self.frontend else None
 
     def _module(self, name: str) -> Any:
         return importlib.import_module(f"{self.package or f'pipelines.{self.name}'}.{name}")
@@ -124,7 +131,7 @@ _QWEN3_TTS = (
 BUILT_IN: dict[str, str] = {"hibari": "pipelines.hibari"}
 #: Families of checkpoints, a row each; the first that recognises a folder reads it.
 FAMILIES: tuple[Family, ...] = (
-    Family("qwen3_tts", "gpu", model_types=("qwen3_tts",), published=_QWEN3_TTS),
+    Family("qwen3_tts", "gpu", model_types=("qwen3_tts",), published=_QWEN3_TTS, frontend=True),
     Family("speechlm", "vllm", model_types=("speechlm", "bagpiper")),
     Family("spark_tts", "vllm", subfolders=("LLM", "BiCodec")),
     Family("fish_speech", "vllm", model_types=("fish_qwen3_omni",)),
@@ -188,6 +195,18 @@ def open_pipeline(model: str, **options: Any) -> Pipeline:
     family, folder, _ = _locate(model, _WEIGHT_FILES)
     with _extra_of(family):
         return family.open(folder, options)
+
+
+def open_frontend(model: str) -> Frontend | None:
+    """What prepares requests for a model, outside of the process that `open_pipeline` opened it in; None where its family has none.
+
+    Raises as `open_pipeline`.
+    """
+    if _provider(model) is not None:
+        return None
+    family, folder, _ = _locate(model, _WEIGHT_FILES)
+    with _extra_of(family):
+        return family.open_frontend(folder)
 
 
 def list_models() -> list[ModelCard]:

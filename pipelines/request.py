@@ -85,6 +85,23 @@ class SynthesisRequest:
     seed: int = 0
 
 
+class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
+    """A request as its family's `Frontend` made it ready."""
+
+    request_id: str
+    seed: int
+    #: What only the family reads.
+    data: bytes
+
+
+class Frontend(Protocol):
+    """The part of a pipeline that needs neither weights nor a device. It runs where the engine does not; `pipelines.registry.Family`."""
+
+    def prepare(self, request: SynthesisRequest) -> PreparedRequest:
+        """Raises `InputError` for a request that the model cannot serve."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Speech:
     """The result of one request. It has no samples where only text was asked for."""

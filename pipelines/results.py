@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import AudioChunk, EngineInfo, EngineStats, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, EngineInfo, EngineStats, PreparedRequest, Speech, SynthesisRequest
 
 S = TypeVar("S")
 Meta = dict[str, str | int | float | bool]
@@ -222,7 +222,13 @@ class SpeechPipeline(Generic[R, O]):
 
     def submit(self, request: SynthesisRequest) -> Future[Speech]:
         """Queues a request; see `Pipeline.submit`."""
-        wanted, info = self._prepare(request)
+        return self._begin(*self._prepare(request))
+
+    def submit_prepared(self, request: PreparedRequest) -> Future[Speech]:
+        """As `submit`, for a request of the family's `Frontend`."""
+        return self._begin(*self._prepare_rest(request))
+
+    def _begin(self, wanted: R, info: O) -> Future[Speech]:
         receiver = self._future_class(info, self._stage, lambda seconds: self._forget(wanted, receiver, seconds))
         self._send(wanted, receiver)
         return receiver.future
@@ -254,6 +260,10 @@ class SpeechPipeline(Generic[R, O]):
 
     def _prepare(self, request: SynthesisRequest) -> tuple[R, O]:
         """The engine's request and what its receivers must know. Raises `InputError` for what this model cannot do."""
+        raise NotImplementedError
+
+    def _prepare_rest(self, request: PreparedRequest) -> tuple[R, O]:
+        """As `_prepare`, in families with a `Frontend`."""
         raise NotImplementedError
 
     def _chunks(self, wanted: R, info: O) -> Iterator[AudioChunk]:

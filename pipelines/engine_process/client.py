@@ -39,7 +39,8 @@ from pipelines.engine_process.messages import (
 )
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.ipc import Channel, close_all, read_shared
-from pipelines.request import AudioChunk, EngineStats, Speech, SynthesisRequest
+from pipelines.registry import open_frontend
+from pipelines.request import AudioChunk, EngineStats, Frontend, Speech, SynthesisRequest
 from pipelines.validation import no_character
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ class EngineProcess:
         self.sample_rate = opened.sample_rate
         self.capabilities = opened.capabilities
         self.info = opened.info
+        self._frontend: Frontend | None = None
+        threading.Thread(target=self._open_frontend, args=(model,), name="engine-frontend", daemon=True).start()
 
     @property
     def pid(self) -> int | None:
@@ -112,13 +115,15 @@ class EngineProcess:
         return None if self._process is None else self._process.pid
 
     def submit(self, request: SynthesisRequest) -> Future[Speech]:
-        """Sends a request to the child; see `Pipeline.submit`. What the child refuses comes as the future's error.
+        """Sends a request to the child, prepared as far as its family can do that here; see `Pipeline.submit`. What the child refuses comes
+        as the future's error.
 
         Raises `SynthesisError` (`synth.aborted`) once it is closed, and `ModelError` (`model.unreachable`) when the child is gone.
         """
+        wanted = RequestRecord.of(request) if self._frontend is None else self._frontend.prepare(request)
         future: Future[Speech] = Future()
         future.set_running_or_notify_cancel()
-        self._send(Submit(next(self._numbers), RequestRecord.of(request)), _Request(request.request_id, future))
+        self._send(Submit(next(self._numbers), wanted), _Request(request.request_id, future))
         return future
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
@@ -175,6 +180,13 @@ class EngineProcess:
             self._on_the_way.add(message.number)
             # Inside the lock, so that no abort overtakes its request.
             self._outbox.put(message)
+
+    def _open_frontend(self, model: str) -> None:
+        """Reads the family's frontend, if it has one. Until then, and without one, the child prepares whole requests."""
+        try:
+            self._frontend = open_frontend(model)
+        except NightjarError as error:
+            log.warning("requests are prepared by the engine's process: %s", error)
 
     def _cancel(self, number: int) -> None:
         with self._changed:

@@ -19,7 +19,7 @@ from pipelines.errors import (
     StoreError,
     SynthesisError,
 )
-from pipelines.request import Capabilities, EngineInfo, EngineStats, Generation, Message, Modality, Role, SynthesisRequest
+from pipelines.request import Capabilities, EngineInfo, EngineStats, Generation, Message, Modality, PreparedRequest, Role, SynthesisRequest
 
 Meta = dict[str, str | int | float | bool]
 
@@ -74,7 +74,7 @@ def plain(meta: Meta) -> Meta:
     return {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
 
 
-class RequestRecord(msgspec.Struct, frozen=True):
+class RequestRecord(msgspec.Struct, frozen=True, tag=True):
     """A `SynthesisRequest` as it travels."""
 
     request_id: str
@@ -103,7 +103,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     number: int
-    request: RequestRecord
+    request: RequestRecord | PreparedRequest
 
 
 class Stream(msgspec.Struct, frozen=True, tag=True):

@@ -40,7 +40,7 @@ from pipelines.engine_process.messages import (
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.ipc import Channel, close_all, share
 from pipelines.registry import open_pipeline
-from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, engine_info
+from pipelines.request import AudioChunk, EngineStats, Pipeline, PreparedRequest, Speech, engine_info
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +245,11 @@ class EngineServer:
 
 def _submitted(pipeline: Pipeline, message: Submit) -> Future[Speech]:
     try:
-        return pipeline.submit(message.request.request)
+        request = message.request
+        if isinstance(request, PreparedRequest):
+            prepared: Any = pipeline
+            return prepared.submit_prepared(request)
+        return pipeline.submit(request.request)
     except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
         future: Future[Speech] = Future()
         future.set_exception(error)

@@ -23,13 +23,14 @@ from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
 from pipelines.qwen3_tts.execution import check_executor, decode_ahead, engine_options, open_executor, open_stage
+from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.prompt import PromptParts, Reference, TextTokenizer, build_prompt
+from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache
 from pipelines.qwen3_tts.weights import take_weights
-from pipelines.request import Generation, SynthesisRequest
+from pipelines.request import Generation, PreparedRequest, SynthesisRequest
 from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechPipeline, Streamer, UtteranceFuture, no_audio
-from pipelines.validation import SpeechTask, bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
+from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +145,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         sizes = _sizes(self.config, options, device, dtype, codec_dtype)
         self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible)
         _check_codec(self.config, self.codec)
-        self.tokenizer = TextTokenizer.from_folder(folder)
-        if self.tokenizer.vocabulary > self.config.text_vocab:
-            message = f"{folder}: the tokenizer has {self.tokenizer.vocabulary} ids, but text_vocab_size is {self.config.text_vocab}."
-            raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, "Download the checkpoint again, with its own tokenizer.")
+        self._frontend = Frontend(folder, self.config)
         model, speaker = _load(self.config, device, dtype, sizes.max_context)
         self.name = folder.name
         self.sample_rate = self.codec.config.output_sample_rate
@@ -169,37 +167,34 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
 
     def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
         """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""
-        check_seed(request.seed)
-        task = self._task(request)
+        return self._request(request.request_id, request.seed, self._frontend.tokenize(request))
+
+    def _prepare_rest(self, request: PreparedRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
+        return self._request(request.request_id, request.seed, read(request))
+
+    def _request(self, request_id: str, seed: int, task: TokenizedTask) -> tuple[GenerationRequest, FrameRequestInfo]:
         parts, voice = self._parts(task)
         prompt = build_prompt(self.config, parts)
         room = self._positions - len(prompt) + 1
         check_room(len(prompt), self._positions, room, "more pages")
-        max_tokens = min(self._token_limit(request.generation), room)
-        generation = GenerationRequest(
-            request.request_id, prompt, sampling_params(self.config.sampling, request.generation), request.seed, max_tokens
-        )
+        max_tokens = min(self._token_limit(task.generation), room)
+        generation = GenerationRequest(request_id, prompt, sampling_params(self.config.sampling, task.generation), seed, max_tokens)
         start = voice.codec_state if voice else None
         meta = {**self._meta, "prompt_positions": len(prompt)}
         info = FrameRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, start)
         return generation, info
 
-    def _task(self, request: SynthesisRequest) -> SpeechTask:
-        return speech_task(request.messages, request.generation, self.capabilities)
-
-    def _parts(self, task: SpeechTask) -> tuple[PromptParts, PreparedVoice | None]:
+    def _parts(self, task: TokenizedTask) -> tuple[PromptParts, PreparedVoice | None]:
         """Ids and voice of a prompt, in the mode that the checkpoint and the task make."""
-        role, body = self.tokenizer.target(task.text)
-        instruct = self.tokenizer.instruction(task.instruct) if task.instruct and self.config.takes_instructions else []
+        role, body, instruct, language = task.role_ids, task.body_ids, task.instruct_ids, task.language
         text_first = self._options.text_first
-        language = task.language or "auto"
-        if self._voices is None:
+        if self._voices is None or task.recording is None:
             first = True if text_first is None else text_first
             return PromptParts(role, body, instruct, language, task.voice, text_first=first), None
-        voice = self._voices.prepare(task.recording, in_context=bool(task.reference_text))
+        voice = self._voices.prepare(task.recording, in_context=task.reference_ids is not None)
         reference = None
-        if task.reference_text and voice.codes is not None:
-            reference = Reference(self.tokenizer.reference(task.reference_text), voice.codes)
+        if task.reference_ids is not None and voice.codes is not None:
+            reference = Reference(task.reference_ids, voice.codes)
         first = False if text_first is None else text_first
         return PromptParts(role, body, instruct, language, None, voice.vector, reference, first), voice
 

@@ -251,7 +251,11 @@ def test_the_child_ends_with_its_client(open_process: Open) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_for(lambda: not alive(child))
+    try:
+        wait_for(lambda: not alive(child))
+    finally:
+        if alive(child):
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
