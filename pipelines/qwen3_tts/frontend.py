@@ -55,13 +55,12 @@ class Frontend:
         check_seed(request.seed)
         task = speech_task(request.messages, request.generation, self._capabilities)
         role, body = self.tokenizer.target(task.text)
-        instructed = task.instruct and self._config.takes_instructions
         return TokenizedTask(
             task.text,
             role,
             body,
             request.generation,
-            self.tokenizer.instruction(task.instruct) if task.instruct and instructed else [],
+            self.tokenizer.instruction(task.instruct) if task.instruct and self._config.takes_instructions else [],
             task.language or "auto",
             task.voice,
             task.recording if self._config.clones else None,

@@ -89,7 +89,7 @@ def test_an_engine_process_gets_prepared_requests() -> None:
         while process._frontend is None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        with pytest.raises(InputError, match="no text"):
+        with pytest.raises(InputError, match="no user text"):
             process.submit(SynthesisRequest("r", (Message("system", "text", "A calm voice."),)))
         request = requests_for("design")[1]
         prepared = process.submit(request).result(60)
