@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import codec_ops
 from kernels.codec_triton import conv_kernel, head_products_kernel, head_sum_kernel, snake_kernel, unit_kernel
+from kernels.compile_together import on_grid
 from kernels.registry import LIBRARY
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -136,7 +137,7 @@ def conv(
     if channels % tile.depth or weight.shape[0] != taps * channels:
         raise ValueError(f"weight {list(weight.shape)} and depth {tile.depth} do not fit {taps} taps of {channels} channels")
     place, stride = _after(active, active_lead, a)
-    conv_kernel[(rows * triton.cdiv(steps, tile.rows) * triton.cdiv(columns, tile.columns),)](
+    on_grid(conv_kernel, (rows * triton.cdiv(steps, tile.rows) * triton.cdiv(columns, tile.columns),))(
         _tiles(a, 1, tile.rows, tile.depth) if tile.tma else a,
         _tiles(weight, tile.depth, tile.columns) if tile.tma else weight,
         bias,
@@ -195,7 +196,7 @@ def unit(
     other = rest or deep
     tma = tile.tma
     place, stride = _after(active, active_lead, a)
-    unit_kernel[(rows * triton.cdiv(steps, tile.rows),)](
+    on_grid(unit_kernel, (rows * triton.cdiv(steps, tile.rows),))(
         _tiles(a, 1, tile.rows, deep) if tma else a,
         _tiles(a, 1, tile.rows, other) if tma else a,
         _tiles(weight1, deep, large) if tma else weight1,
@@ -242,11 +243,11 @@ def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor) -> Tensor:
     if depth is None or taps > HEAD_TAPS:
         raise ValueError(f"{taps} taps of {channels} channels: at most {HEAD_TAPS} taps and a multiple of 16 channels are possible")
     products = torch.empty(count, HEAD_TAPS, dtype=torch.float32, device=a.device)
-    head_products_kernel[(triton.cdiv(count, 128),)](
+    on_grid(head_products_kernel, (triton.cdiv(count, 128),))(
         a, weight, products, count, taps, channels, 128, depth, HEAD_TAPS, not INTERPRETED, num_warps=4
     )
     out = torch.empty(rows, steps, dtype=torch.float32, device=a.device)
-    head_sum_kernel[(triton.cdiv(steps, 512), rows)](products, bias, out, steps, lead, taps, HEAD_TAPS, 512, num_warps=4)
+    on_grid(head_sum_kernel, (triton.cdiv(steps, 512), rows))(products, bias, out, steps, lead, taps, HEAD_TAPS, 512, num_warps=4)
     return out
 
 
@@ -254,7 +255,7 @@ def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     """`snake_beta`."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    snake_kernel[(triton.cdiv(x.numel(), 2048),)](x, frequency, gain, out, x.numel(), x.shape[-1], 2048, not INTERPRETED)
+    on_grid(snake_kernel, (triton.cdiv(x.numel(), 2048),))(x, frequency, gain, out, x.numel(), x.shape[-1], 2048, not INTERPRETED)
     return out
 
 

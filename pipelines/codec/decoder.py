@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import groupby
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels.registry import to_device
+from kernels.toolchain import triton_fault
 from pipelines.codec.blocks import Past
 from pipelines.codec.stage import FIXED_ROWS, alike, cheapest, round_up
 from pipelines.errors import ErrorCode, SynthesisError
 
+#: (rows, frames) of batches whose kernels `warm` makes. Triton makes others for multiples of 16, and tiles differ by frames.
+_WARM_BATCHES = ((3, 56), (3, 48), (3, 104), (3, 112), (16, 56), (16, 104), (16, 112))
 #: Frames of one pass of a decoder, and of all rows of a pass: what bounds its memory.
 PASS_FRAMES, BATCH_FRAMES = 512, 4096
 
@@ -69,6 +73,16 @@ class CausalDecoder:
     def new_state(self) -> CodecState:
         """The state before the first frame of a stream."""
         return CodecState(torch.zeros(self.state_size, dtype=self.dtype, device=self.device), 0)
+
+    @torch.inference_mode()
+    def warm(self) -> None:
+        """Makes ready, on a CUDA device, what the first batches of utterances need: compiled kernels and set-up libraries."""
+        batches = [[torch.zeros(frames, self._codes_per_frame, dtype=torch.int64)] * rows for rows, frames in _WARM_BATCHES]
+        if triton_fault() is None:
+            with import_module("kernels.compile_together").compiled_together():
+                for codes in batches:
+                    self.decode(codes)
+        self.decode(batches[0])
 
     @torch.inference_mode()
     def decode(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None = None) -> list[Tensor]:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.layers import rope_table
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
 from pipelines.codec.decoder import CodecState
-from pipelines.codec.stage import CodecStage, Samples
+from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor, FrameExecutor
 from pipelines.engine.memory import DEFAULT_SHARE, LIBRARY_BYTES, MemoryNeeds, plan_memory
-from pipelines.errors import ConfigError, ErrorCode, NightjarError
+from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.stack import StackWeights
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, StackConfig
@@ -41,8 +42,6 @@ _FRAMES_PER_TURN = 2
 #: On a GPU: seconds that an utterance waits to be decoded with others, and frames and utterances that are company enough.
 _GATHER_SECONDS = 0.2
 _GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
-#: Frames that the codec decodes before there is anything to decode.
-_AHEAD_FRAMES = 32
 
 
 def engine_options(
@@ -201,23 +200,28 @@ def graph_executor(
     return GraphExecutor(model, frame_tensors(model), slots, pages, page_size, max_context, reproducible)
 
 
+def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
+    """Makes the codec's decoder ready on a GPU while other parts of the model are opened. What it returns waits for that."""
+    if decoder.device.type == "cpu":
+        return lambda: None
+    thread = threading.Thread(target=_warm, args=(decoder,), name="codec-warming", daemon=True)
+    thread.start()
+    return thread.join
+
+
+def _warm(decoder: CodecDecoder) -> None:
+    """What fails here fails again, and is told, where speech is decoded."""
+    try:
+        with torch.cuda.device(decoder.device), torch.cuda.stream(torch.cuda.Stream(decoder.device)):
+            decoder.warm()
+            torch.cuda.current_stream().synchronize()
+    except Exception:
+        log.warning("the codec could not be made ready", exc_info=True)
+
+
 def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:
     """The codec's stage: on a GPU it gathers utterances into large batches, of which `decode_frames` are decoded together."""
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)
     return CodecStage(decoder, _MAX_UTTERANCES, decoder.device, _GATHER_SECONDS, _GATHER_FRAMES)
-
-
-def decode_ahead(stage: CodecStage[CodecState], decoder: CodecDecoder) -> None:
-    """Has the codec's thread decode a little before anything is to decode: its kernels are made while this thread captures graphs.
-
-    Does nothing on a CPU, where nothing is made.
-    """
-    if decoder.device.type != "cpu":
-        stage.decode(np.zeros((_AHEAD_FRAMES, decoder.config.num_quantizers), np.int64), _forget)
-
-
-def _forget(outcome: Samples | NightjarError) -> None:
-    if isinstance(outcome, NightjarError):
-        log.warning("the codec could not be tried before its first utterance: %s", outcome)

@@ -22,7 +22,7 @@ from pipelines.nn.checkpoint import Checkpoint, open_device, precision, read_opt
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
-from pipelines.qwen3_tts.execution import check_executor, decode_ahead, engine_options, open_executor, open_stage
+from pipelines.qwen3_tts.execution import check_executor, engine_options, open_executor, open_stage, start_warming
 from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
@@ -145,6 +145,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         sizes = _sizes(self.config, options, device, dtype, codec_dtype)
         self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible)
         _check_codec(self.config, self.codec)
+        wait_for_codec = start_warming(self.codec.decoder)
         self._frontend = Frontend(folder, self.config)
         model, speaker = _load(self.config, device, dtype, sizes.max_context)
         self.name = folder.name
@@ -153,14 +154,10 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self._options = options
         self._voices = VoiceCache(speaker, self.codec) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
-        stage = open_stage(self.codec.decoder, sizes.decode_frames)
-        try:
-            decode_ahead(stage, self.codec.decoder)
-            executor = open_executor(model, sizes, options.executor, options.reproducible)
-        except BaseException:
-            stage.close()
-            raise
+        executor = open_executor(model, sizes, options.executor, options.reproducible)
         self._meta = {"engine": "native", "executor": executor.name, "dtype": type_name(dtype)}
+        wait_for_codec()
+        stage = open_stage(self.codec.decoder, sizes.decode_frames)
         waiting_room = options.waiting_room or (sizes.slots if device.type == "cuda" else _CPU_WAITING_ROOM)
         self.engine = Engine(executor, sizes, waiting_room, stage)
         super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)

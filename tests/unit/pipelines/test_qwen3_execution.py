@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from kernels import lm_cuda, toolchain
 from pipelines.codec.fused import codec_kernels
-from pipelines.codec.stage import Done
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor
-from pipelines.errors import ConfigError, ErrorCode, SynthesisError
+from pipelines.errors import ConfigError, ErrorCode
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder
 from pipelines.qwen3_tts.execution import open_executor
@@ -155,22 +154,18 @@ def test_a_c_compiler_is_looked_for_as_triton_does(hopper: Path, monkeypatch: py
     assert toolchain.c_compiler() is None
 
 
-class Ahead:
-    """A stage that keeps what it was asked to decode, and fails."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, ...]] = []
-
-    def decode(self, codes: np.ndarray, done: Done) -> None:
-        self.asked.append(codes.shape)
-        done(SynthesisError(ErrorCode.SYNTH_ENGINE, "The codec failed."))
-
-
-def test_the_codec_of_a_gpu_is_tried_before_its_first_utterance(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    decoder, stage = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32), Ahead()
-    execution.decode_ahead(stage, decoder)  # type: ignore[arg-type]
-    assert stage.asked == []
+def test_the_codec_of_a_gpu_is_made_ready_beside_the_model(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    decoder, warmed = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32), threading.Event()
+    monkeypatch.setattr(decoder, "warm", warmed.set)
+    execution.start_warming(decoder)()
+    assert not warmed.is_set(), "on a CPU nothing is made"
     monkeypatch.setattr(decoder, "device", torch.device("cuda"))
-    execution.decode_ahead(stage, decoder)  # type: ignore[arg-type]
-    assert stage.asked == [(32, 16)]
-    assert "The codec failed" in caplog.text, "that it cannot decode is no reason not to start"
+    execution.start_warming(decoder)()
+    assert "could not be made ready" in caplog.text, "that it cannot decode is no reason not to start"
+
+
+def test_a_warm_decoder_has_decoded() -> None:
+    decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
+    before = decoder.decode([torch.ones(4, 16, dtype=torch.int64)])[0]
+    decoder.warm()
+    assert torch.equal(decoder.decode([torch.ones(4, 16, dtype=torch.int64)])[0], before)
