@@ -138,12 +138,12 @@ class EmbeddedHome:
             raise RuntimeError("the broker of this home was not started")
         return self._socket_folder / "broker"
 
-    def start(self) -> None:
-        """Starts broker and workers. Raises `broker.unreachable` when the broker does not come up."""
+    def start(self, model: str) -> None:
+        """Starts broker and workers, which open `model` at once. Raises `broker.unreachable` when the broker does not come up."""
         self._start_broker()
         self._workers = WorkerGroup(
             self.plans,
-            self._start_worker,
+            lambda plan, up: self._start_worker(plan, up, model),
             first_pause_seconds=FIRST_PAUSE_SECONDS,
             longest_pause_seconds=LONGEST_PAUSE_SECONDS,
             quarantine_seconds=self.settings.worker.quarantine_seconds,
@@ -220,9 +220,9 @@ class EmbeddedHome:
         record = {"url": self.broker_url, "pid": self._broker.pid, "folder": str(self._socket_folder)}
         _write_own(self.state / "broker.json", record)
 
-    def _start_worker(self, plan: WorkerPlan, up: UpPipe) -> subprocess.Popen[bytes]:
+    def _start_worker(self, plan: WorkerPlan, up: UpPipe, model: str) -> subprocess.Popen[bytes]:
         # -P: the working directory must not shadow our modules. The parent's id serves systems that have no death signal.
-        command = [sys.executable, "-P", "-m", "worker", "run", "--private", "--parent-pid", str(os.getpid())]
+        command = [sys.executable, "-P", "-m", "worker", "run", "--private", "--parent-pid", str(os.getpid()), "--preload", model]
         environment = os.environ | self._environment() | plan.environment | up.environment
         return spawn(command, _open_log(self.worker_log), environment, up.pass_fds, plan.cores)
 

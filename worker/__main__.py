@@ -45,10 +45,11 @@ def _settings() -> Settings:
     "restarts a process that dies.",
 )
 @click.option("--model", metavar="MODEL", help="Run only jobs of this model, and load it at the start.")
+@click.option("--preload", metavar="MODEL", help="Open this model at once, before a job asks for it. [default: that of --model]")
 @click.option("--supervise", is_flag=True, help="Run the worker under a parent process that restarts it if it dies (--gpu does this too).")
 @click.option("--parent-pid", metavar="N", type=int, help="Stop as at SIGTERM when this parent process is gone.")
 @click.option("--private", is_flag=True, hidden=True, help="The worker of `nightjar run`.")
-def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | None, private: bool) -> None:
+def run(gpus: str | None, model: str | None, preload: str | None, supervise: bool, parent_pid: int | None, private: bool) -> None:
     """Run a worker: it takes shards and synthesizes them until SIGTERM.
 
     At SIGTERM it takes no new shards and finishes its items. A second signal gives the rest back at once. With --gpu or --supervise, a
@@ -67,12 +68,21 @@ def run(gpus: str | None, model: str | None, supervise: bool, parent_pid: int | 
         from worker.supervisor import supervise as run_all
 
         devices = None if gpus is None else choose_gpus(gpus, os.environ.get(VISIBLE))
-        plans, arguments = plan_workers(settings, devices), ["--model", model] if model else []
+        plans, arguments = plan_workers(settings, devices), _given(("--model", model), ("--preload", preload))
         sys.exit(run_all(arguments, plans, settings.worker.restart_seconds, settings.worker.quarantine_seconds))
+    from worker.model_opening import Preload
+
+    # Begun before Celery is imported: both take seconds.
+    opening = None if preload is None and model is None else Preload(settings, preload or model or "")
     from worker.celery_app import run_worker
     from worker.runtime import WorkerOptions
 
-    sys.exit(run_worker(settings, WorkerOptions(model, parent_pid, private)))
+    sys.exit(run_worker(settings, WorkerOptions(model, parent_pid, private, opening)))
+
+
+def _given(*options: tuple[str, str | None]) -> list[str]:
+    """Options with their values, without those that were not given."""
+    return [word for name, value in options if value is not None for word in (name, value)]
 
 
 @cli.command()

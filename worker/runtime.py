@@ -23,15 +23,15 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
 from jobs.store.base import ObjectStore
-from pipelines.engine_process.client import EngineProcess
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, NightjarError, NotFoundError
-from pipelines.registry import describe, is_registered, open_pipeline
+from pipelines.registry import describe
 from pipelines.request import Pipeline, engine_info
 from worker.demand import SHARDS_AT_START, Demand
 from worker.exclusive import ExclusiveLock
 from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
 from worker.maintenance import Maintenance, put_manifest_if_over
 from worker.metrics import Metrics
+from worker.model_opening import Preload, open_model
 from worker.pipeline_cache import PipelineCache
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
@@ -72,6 +72,8 @@ class WorkerOptions:
     #: Whether jobs and settings are one person's, as with `nightjar run`. Then the worker ends where its settings do not let it open a
     #: job's model. Else it fails the job's items, so that no job ends the workers of others.
     private: bool = False
+    #: A model that is being opened already.
+    preload: Preload | None = None
 
 
 class Runtime:
@@ -188,6 +190,8 @@ class Runtime:
         self._writer.close()
         self._writer_processes.close()
         self.pipelines.close()
+        if self.options.preload is not None:
+            self.options.preload.close()
         self._stop_serving()
         self.ledger.close()
         self._stopped.set()
@@ -213,17 +217,14 @@ class Runtime:
         return pipeline
 
     def _opened(self, model: str) -> Pipeline:
-        engine = describe(model).engine
-        options = self.settings.engine_options(engine)
         if self._open_model is not None:
-            return self._open_model(model, **options)
-        if engine == "native" and not is_registered(model):
-            try:
-                return EngineProcess(model, options, ("-m", "worker.engine", self.settings.log_level, self.settings.log_format))
-            except EngineCrashError as error:
-                self._end_without_engine(error)
-                raise
-        return open_pipeline(model, **options)
+            return self._open_model(model, **self.settings.engine_options(describe(model).engine))
+        preload = self.options.preload
+        try:
+            return (None if preload is None else preload.take(model)) or open_model(self.settings, model)
+        except EngineCrashError as error:
+            self._end_without_engine(error)
+            raise
 
     def _end_without_engine(self, error: EngineCrashError) -> None:
         """An engine that dies while it opens says that its GPU is broken, or its model. A worker that went on would fail every shard that

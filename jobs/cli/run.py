@@ -186,7 +186,7 @@ def _follow(ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, progre
     _requeue(ledger)
     ledger.wake(job.id)
     started_at = ledger.now()
-    embedded.start()
+    embedded.start(job.spec.model)
     ended = status.items.done + status.items.failed
     written_at = time.monotonic()
     doubt_at = time.monotonic() + STALL_SECONDS

@@ -1,0 +1,59 @@
+"""Opens models for a worker: those of our engine in a process of their own, and one that is known ahead while the worker itself starts."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from pipelines.engine_process.client import EngineProcess
+from pipelines.registry import describe, is_registered, open_pipeline
+from pipelines.request import Pipeline
+
+if TYPE_CHECKING:
+    from jobs.settings import Settings
+
+
+def open_model(settings: Settings, model: str) -> Pipeline:
+    """A model with the settings of its engine. Raises `NightjarError`: what opening raises, and `EngineCrashError`."""
+    engine = describe(model).engine
+    options = settings.engine_options(engine)
+    if engine == "native" and not is_registered(model):
+        return EngineProcess(model, options, ("-m", "worker.engine", settings.log_level, settings.log_format))
+    return open_pipeline(model, **options)
+
+
+class Preload:
+    """A model that is opened on a thread of its own before a shard asks for it."""
+
+    def __init__(self, settings: Settings, model: str) -> None:
+        self._model = model
+        self._opened: Future[Pipeline] | None = Future()
+        threading.Thread(target=self._open, args=(settings, self._opened), name="preload", daemon=True).start()
+
+    def take(self, model: str) -> Pipeline | None:
+        """The pipeline, once; None where another model is asked for, and this one is closed to make room. Raises as `open_model`."""
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return None
+        if model == self._model:
+            return opened.result()
+        opened.add_done_callback(_close)
+        return None
+
+    def close(self) -> None:
+        """Closes a pipeline that nobody took."""
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.add_done_callback(_close)
+
+    def _open(self, settings: Settings, opened: Future[Pipeline]) -> None:
+        try:
+            opened.set_result(open_model(settings, self._model))
+        except BaseException as error:  # noqa: BLE001 - whoever takes the pipeline gets the error
+            opened.set_exception(error)
+
+
+def _close(opened: Future[Pipeline]) -> None:
+    if opened.exception() is None:
+        opened.result().close()
