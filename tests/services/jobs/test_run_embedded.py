@@ -150,6 +150,8 @@ def test_a_run_goes_on_without_a_worker_that_cannot_start_and_says_so(slow: Shel
         port = taken.getsockname()[1]
         run = slow.start(*SLOW, "--gpu", "0,1", **gpus, SPEECH_WORKER__METRICS_PORT=str(port - 1))
         until(lambda: log.exists() and log.read_text().count("cannot be served") == FAILED_STARTS, "the worker started", 100)
+        running = slow.folder / "out/.nightjar/worker.json"
+        until(lambda: len(json.loads(running.read_text())["pids"]) == 1, "the end of the worker was not seen", 100)
         slow.let_go()
         _, said = run.communicate(timeout=100)
     assert run.returncode == 0, said
