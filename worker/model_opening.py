@@ -16,23 +16,30 @@ if TYPE_CHECKING:
 
 def open_model(settings: Settings, model: str) -> Pipeline:
     """A model with the settings of its engine. Raises `NightjarError`: what opening raises, and `EngineCrashError`."""
+    return _engine_process(settings, model) or open_pipeline(model, **settings.engine_options(describe(model).engine))
+
+
+def _engine_process(settings: Settings, model: str) -> EngineProcess | None:
+    """The process of a model that has one, when it is open; None for models that are opened in the worker's own."""
     engine = describe(model).engine
-    options = settings.engine_options(engine)
-    if engine == "native" and not is_registered(model):
-        return EngineProcess(model, options, ("-m", "worker.engine", settings.log_level, settings.log_format))
-    return open_pipeline(model, **options)
+    if engine != "native" or is_registered(model):
+        return None
+    return EngineProcess(model, settings.engine_options(engine), ("-m", "worker.engine", settings.log_level, settings.log_format))
 
 
 class Preload:
-    """A model that is opened on a thread of its own before a shard asks for it."""
+    """A model that is opened on a thread of its own before a shard asks for it, where it has a process of its own."""
 
     def __init__(self, settings: Settings, model: str) -> None:
         self._model = model
-        self._opened: Future[Pipeline] | None = Future()
+        self._opened: Future[Pipeline | None] | None = Future()
         threading.Thread(target=self._open, args=(settings, self._opened), name="preload", daemon=True).start()
 
     def take(self, model: str) -> Pipeline | None:
-        """The pipeline, once; None where another model is asked for, and this one is closed to make room. Raises as `open_model`."""
+        """The pipeline, once; None for a model without a process, or another one: then this one is closed to make room.
+
+        Raises as `open_model`.
+        """
         opened, self._opened = self._opened, None
         if opened is None:
             return None
@@ -47,13 +54,13 @@ class Preload:
         if opened is not None:
             opened.add_done_callback(_close)
 
-    def _open(self, settings: Settings, opened: Future[Pipeline]) -> None:
+    def _open(self, settings: Settings, opened: Future[Pipeline | None]) -> None:
         try:
-            opened.set_result(open_model(settings, self._model))
+            opened.set_result(_engine_process(settings, self._model))
         except BaseException as error:  # noqa: BLE001 - whoever takes the pipeline gets the error
             opened.set_exception(error)
 
 
-def _close(opened: Future[Pipeline]) -> None:
-    if opened.exception() is None:
-        opened.result().close()
+def _close(opened: Future[Pipeline | None]) -> None:
+    if opened.exception() is None and (pipeline := opened.result()) is not None:
+        pipeline.close()
