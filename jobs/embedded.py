@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from jobs.child_process import UpPipe, end, signal_group, spawn
+from jobs.child_process import Gate, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
 from jobs.settings import Settings, sqlite_path, sqlite_url
 from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
@@ -90,6 +90,7 @@ class EmbeddedHome:
         self._socket_folder: Path | None = None
         self._broker: subprocess.Popen[bytes] | None = None
         self._workers: WorkerGroup | None = None
+        self._gate = Gate()
         self._on_worker_lost: Callable[[str, int], None] = lambda host, pid: None
         self._on_quarantine: Callable[[str], None] = lambda sentence: None
 
@@ -138,8 +139,11 @@ class EmbeddedHome:
             raise RuntimeError("the broker of this home was not started")
         return self._socket_folder / "broker"
 
-    def start(self, model: str) -> None:
-        """Starts broker and workers, which open `model` at once. Raises `broker.unreachable` when the broker does not come up."""
+    def prepare(self, model: str) -> None:
+        """Starts broker and workers. The workers open `model`, and touch neither broker nor ledger before `start`.
+
+        Raises `broker.unreachable` when the broker does not come up.
+        """
         self._start_broker()
         self._workers = WorkerGroup(
             self.plans,
@@ -154,6 +158,12 @@ class EmbeddedHome:
         )
         self._workers.start()
         self._note_workers()
+
+    def start(self, model: str) -> None:
+        """Lets the workers work, and starts them where `prepare` did not. Raises as `prepare`."""
+        if self._workers is None:
+            self.prepare(model)
+        self._gate.open()
 
     def tend(
         self,
@@ -190,6 +200,7 @@ class EmbeddedHome:
         workers, self._workers = self._workers, None
         if workers is not None:
             end(workers.processes, drain_seconds)
+        self._gate.open()
         broker, self._broker = self._broker, None
         if broker is not None:
             end([broker], 1.0)
@@ -223,8 +234,8 @@ class EmbeddedHome:
     def _start_worker(self, plan: WorkerPlan, up: UpPipe, model: str) -> subprocess.Popen[bytes]:
         # -P: the working directory must not shadow our modules. The parent's id serves systems that have no death signal.
         command = [sys.executable, "-P", "-m", "worker", "run", "--private", "--parent-pid", str(os.getpid()), "--preload", model]
-        environment = os.environ | self._environment() | plan.environment | up.environment
-        return spawn(command, _open_log(self.worker_log), environment, up.pass_fds, plan.cores)
+        environment = os.environ | self._environment() | plan.environment | up.environment | self._gate.environment
+        return spawn(command, _open_log(self.worker_log), environment, up.pass_fds + self._gate.pass_fds, plan.cores)
 
     def _note_workers(self) -> None:
         pids = [] if self._workers is None else [process.pid for process in self._workers.processes]

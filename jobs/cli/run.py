@@ -122,6 +122,9 @@ def run(source: str, gpus: str | None, home: str | None, output: Output, **given
         signals.embedded = embedded
         store = open_store(settings.effective_store_url, settings.s3)
         _say_settings(chosen, store, progress)
+        if spec.card.engine == "native":
+            # Such a model takes longer to open than most inputs take to read.
+            embedded.prepare(spec.spec.model)
         with closing(Ledger.of(settings)) as ledger:
             ledger.migrate()
             result = submit(settings, ledger, store, source, spec, options=options, progress=progress.reading)
@@ -133,6 +136,8 @@ def run(source: str, gpus: str | None, home: str | None, output: Output, **given
                 begun = ledger.status(result.job.id).items.done > 0
                 status = _follow(ledger, result.job, where, embedded, progress, signals)
                 if begun:
+                    # A GPU has no room for the worker's model and another one.
+                    embedded.stop(DRAIN_SECONDS)
                     _mend(ledger, store, result.job.id, where, progress)
                 made = {kind: _folder(store, status.job, kind) for kind in ("audio", "text")}
                 made["manifest"] = _manifest(ledger, store, status)

@@ -12,9 +12,38 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.golden_checkpoint import whole
+from tests.support.run_kit import until
 
 CHECKPOINT = whole(Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-design")
 LINES = 96
+
+
+def nightjar_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """`nightjar run` over the folder's input.jsonl."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
+    environment |= {"OMP_NUM_THREADS": "1", "SPEECH_SHARD__MAX_ITEMS": "32"}
+    return subprocess.run(
+        [sys.executable, "-m", "jobs", "run", "input.jsonl", "--model", str(CHECKPOINT), "--seed", "7", "--json", *options],
+        cwd=folder,
+        env=environment | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Commands of processes that work for the folder's home."""
+    mark = f"SPEECH_HOME={folder / 'out'}\0".encode()
+    found: list[str] = []
+    for process in Path("/proc").iterdir():
+        try:
+            if mark in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_bytes().decode())
+        except OSError:
+            continue
+    return found
 
 
 def run_job(folder: Path, numbers: list[int]) -> dict[str, bytes]:
@@ -24,17 +53,7 @@ def run_job(folder: Path, numbers: list[int]) -> dict[str, bytes]:
         for number in numbers:
             messages = [["system", "text", "A calm voice."], ["user", "text", f"This is line {number}, and it goes on for a bit."]]
             file.write(json.dumps({"example_id": f"line-{number}", "messages": messages}) + "\n")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
-    environment |= {"OMP_NUM_THREADS": "1", "SPEECH_SHARD__MAX_ITEMS": "32"}
-    done = subprocess.run(
-        [sys.executable, "-m", "jobs", "run", "input.jsonl", "--model", str(CHECKPOINT), "--seed", "7", "--json"],
-        cwd=folder,
-        env=environment | {"PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    done = nightjar_run(folder)
     assert done.returncode == 0, done.stderr[-2000:]
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["items"]["done"], summary["items"]["failed"]) == (len(numbers), 0)
@@ -57,3 +76,20 @@ def test_dialogues_in_shards_and_again_in_another_order(tmp_path: Path) -> None:
     few = list(range(LINES - 1, 0, -9))
     again = run_job(tmp_path / "second", few)
     assert again == {f"line-{number}": audio[f"line-{number}"] for number in few}
+
+
+def test_a_worker_that_opens_its_model_ahead_touches_nothing_of_a_refused_file(tmp_path: Path) -> None:
+    (tmp_path / "input.jsonl").write_text('{"example_id": "a", "messages": []}\n')
+    refused = nightjar_run(tmp_path, "--on-error", "abort")
+    assert refused.returncode not in (0, 1), refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert query(tmp_path, "select count(*) from workers") == [(0,)]
+    until(lambda: not processes_of(tmp_path), "processes are left", 60)
+
+
+def test_a_finished_job_that_is_given_again_needs_no_worker(tmp_path: Path) -> None:
+    run_job(tmp_path / "job", [1, 2])
+    again = nightjar_run(tmp_path / "job")
+    assert again.returncode == 0, again.stderr
+    assert query(tmp_path / "job", "select count(*) from workers") == [(1,)], "the second run's worker was never let go"
+    until(lambda: not processes_of(tmp_path / "job"), "processes are left", 60)
