@@ -10,11 +10,15 @@ import signal
 import socket
 import time
 import uuid
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import soundfile
 
+from jobs.embedded import EmbeddedHome, embedded_overrides
+from jobs.ledger import Ledger
+from jobs.settings import load_settings
 from jobs.worker_group import FAILED_STARTS
 from tests.support.gpu_host import install_nvidia_smi
 from tests.support.report_kit import read_page, rows_of
@@ -52,6 +56,19 @@ def test_a_second_run_of_the_same_input_makes_nothing_again(shell: Shell) -> Non
     assert first.stdout == second.stdout
     assert first.stderr == second.stderr == ""
     assert written == {path: path.stat().st_mtime_ns for path in (shell.folder / "out").glob("jobs/**/*") if path.is_file()}
+
+
+def test_workers_that_open_their_model_ahead_wait_for_the_job(tmp_path: Path) -> None:
+    chosen = load_settings(home=str(tmp_path / "out"))
+    settings = load_settings(home=str(chosen.home), **embedded_overrides(chosen))
+    with EmbeddedHome(settings) as home, closing(Ledger.of(settings)) as ledger:
+        ledger.migrate()
+        home.prepare("hibari")
+        # A worker that does not wait is registered after two or three seconds.
+        time.sleep(8)
+        assert ledger.workers() == []
+        home.start("hibari")
+        until(lambda: ledger.workers(), "the worker waits for ever", 120)
 
 
 def test_status_finds_a_job_of_another_folder_without_options(shell: Shell) -> None:
