@@ -162,9 +162,9 @@ class Demand:
         return slots + reserve - self.open_items - unclaimed * self._typical(slots)
 
     def _typical(self, slots: int) -> int:
-        """Items of the next shard."""
+        """Items of the next shard; before one was claimed, as many as cover slots and reserve."""
         with self._lock:
-            return max(1, round(statistics.median(self._recent))) if self._recent else slots
+            return max(1, round(statistics.median(self._recent))) if self._recent else 2 * slots
 
     def _speed(self) -> float:
         """Items a second that the engine answers."""

@@ -13,6 +13,7 @@ import pytest
 import redis
 
 from jobs.dispatch import KEY_PREFIX, RUN_SHARD
+from jobs.ingest import SubmitOptions
 from jobs.ledger.records import ItemState, Job, JobState, ShardState
 from jobs.settings import load_settings
 from tests.support.ledger_kit import rows
@@ -68,6 +69,23 @@ def test_a_full_worker_leaves_shards_and_messages_to_others(site: Site, valkey_u
     site.let_go()
     assert site.wait_until_final(job).items.done == 160
     assert (stop(first), stop(second)) == (0, 0)
+
+
+def test_a_job_of_a_higher_priority_has_the_next_shard(tmp_path: Path, valkey_url: str) -> None:
+    with Site(tmp_path, valkey_url, SPEECH_SHARD__MAX_ITEMS="100", SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS="600") as site:
+        low = site.submit([site.held(f"text {n}") for n in range(500)])
+        # With a model of its own the engine is open before the first claim.
+        site.worker("--model", "fake", engine={"slots": 16})
+        site.wait_for(lambda: in_flight(site, low) == 1 and site.status(low).shards.get(ShardState.QUEUED))
+        high = site.submit([f"text {n}" for n in range(20)], options=SubmitOptions(priority=5))
+        # Its messages are in the broker, and the worker has enough to do.
+        site.wait_for(lambda: site.status(high).shards.get(ShardState.QUEUED))
+        assert in_flight(site, low) == 1
+        site.let_go()
+        assert site.wait_until_final(high).items.done == 20
+        site.wait_until_final(low)
+        claims = [job for (job,) in rows(site.ledger, "SELECT job_id FROM attempts ORDER BY started_at")]
+        assert claims[:2] == [low.id, high.id]
 
 
 def twenty_shards(site: Site) -> Job:

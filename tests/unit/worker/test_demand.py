@@ -110,6 +110,12 @@ def test_before_an_engine_is_open_two_shards_are_taken() -> None:
         assert worker.fill(stack, 3) == 41
 
 
+def test_a_first_message_is_enough_until_its_shard_is_claimed() -> None:
+    worker = Worker(slots=64)
+    worker.demand.taken()
+    assert not worker.demand.hungry
+
+
 def test_messages_that_are_not_claimed_yet_count_as_shards_of_the_usual_size() -> None:
     worker = Worker(slots=64)
     with worker.shard(50):
