@@ -18,7 +18,7 @@ from jobs.formatting import redact
 
 _PR_SET_PDEATHSIG = 1
 UP_PIPE = "NIGHTJAR_UP_PIPE"
-GATE_PIPE = "NIGHTJAR_GATE_PIPE"
+START_PIPE = "NIGHTJAR_START_PIPE"
 _UP, _FINISHED, _ENDS = b"up", b"finished", b"ends "
 #: So many bytes go through a pipe in one piece.
 MAX_WORDS_BYTES = 2000
@@ -75,30 +75,30 @@ class UpPipe:
             return b""
 
 
-class Gate:
-    """Holds children back until `open`. Give `environment` and `pass_fds` to each; afterwards they are empty."""
+class StartSignal:
+    """Holds children back until `send`. Give `environment` and `pass_fds` to each; afterwards they are empty."""
 
     def __init__(self) -> None:
         self._pipe: tuple[int, int] | None = os.pipe()
 
     @property
     def environment(self) -> dict[str, str]:
-        return {} if self._pipe is None else {GATE_PIPE: str(self._pipe[0])}
+        return {} if self._pipe is None else {START_PIPE: str(self._pipe[0])}
 
     @property
     def pass_fds(self) -> tuple[int, ...]:
         return () if self._pipe is None else self._pipe[:1]
 
-    def open(self) -> None:
+    def send(self) -> None:
         """Lets the children go on. May be called more than once."""
         pipe, self._pipe = self._pipe, None
         for end_of_pipe in pipe or ():
             os.close(end_of_pipe)
 
 
-def wait_for_gate() -> None:
-    """Waits until the process that started this one opens its gate, or ends; returns at once where there is none."""
-    number = os.environ.pop(GATE_PIPE, None)
+def wait_for_start() -> None:
+    """Waits until the process that started this one lets it go on, or ends; returns at once where there is none."""
+    number = os.environ.pop(START_PIPE, None)
     if number is not None:
         with os.fdopen(int(number), "rb") as pipe:
             pipe.read(1)

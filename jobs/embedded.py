@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from jobs.child_process import Gate, UpPipe, end, signal_group, spawn
+from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
 from jobs.settings import Settings, sqlite_path, sqlite_url
 from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
@@ -90,7 +90,7 @@ class EmbeddedHome:
         self._socket_folder: Path | None = None
         self._broker: subprocess.Popen[bytes] | None = None
         self._workers: WorkerGroup | None = None
-        self._gate = Gate()
+        self._start_signal = StartSignal()
         self._on_worker_lost: Callable[[str, int], None] = lambda host, pid: None
         self._on_quarantine: Callable[[str], None] = lambda sentence: None
 
@@ -163,7 +163,7 @@ class EmbeddedHome:
         """Lets the workers work, and starts them where `prepare` did not. Raises as `prepare`."""
         if self._workers is None:
             self.prepare(model)
-        self._gate.open()
+        self._start_signal.send()
 
     def tend(
         self,
@@ -200,7 +200,7 @@ class EmbeddedHome:
         workers, self._workers = self._workers, None
         if workers is not None:
             end(workers.processes, drain_seconds)
-        self._gate.open()
+        self._start_signal.send()
         broker, self._broker = self._broker, None
         if broker is not None:
             end([broker], 1.0)
@@ -234,8 +234,8 @@ class EmbeddedHome:
     def _start_worker(self, plan: WorkerPlan, up: UpPipe, model: str) -> subprocess.Popen[bytes]:
         # -P: the working directory must not shadow our modules. The parent's id serves systems that have no death signal.
         command = [sys.executable, "-P", "-m", "worker", "run", "--private", "--parent-pid", str(os.getpid()), "--preload", model]
-        environment = os.environ | self._environment() | plan.environment | up.environment | self._gate.environment
-        return spawn(command, _open_log(self.worker_log), environment, up.pass_fds + self._gate.pass_fds, plan.cores)
+        environment = os.environ | self._environment() | plan.environment | up.environment | self._start_signal.environment
+        return spawn(command, _open_log(self.worker_log), environment, up.pass_fds + self._start_signal.pass_fds, plan.cores)
 
     def _note_workers(self) -> None:
         pids = [] if self._workers is None else [process.pid for process in self._workers.processes]

@@ -8,7 +8,7 @@ import sys
 
 import click
 
-from jobs.child_process import say_last_words, wait_for_gate
+from jobs.child_process import say_last_words, wait_for_start
 from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
@@ -77,7 +77,7 @@ def run(gpus: str | None, model: str | None, preload: str | None, supervise: boo
     from worker.celery_app import run_worker
     from worker.runtime import WorkerOptions
 
-    wait_for_gate()
+    wait_for_start()
     sys.exit(run_worker(settings, WorkerOptions(model, parent_pid, private, opening)))
 
 
