@@ -152,8 +152,11 @@ def spawn(
     output, open for writing; it is closed here. `cores`: the only ones it and its children may use."""
     parent = os.getpid()
     pin = pinned_to(cores)
+    # What a signal's handler raises while hooks of a fork run, such as those of logging, would be lost in them.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
     def die_with_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if pin is not None:
             pin()
         if _prctl is not None:
@@ -161,17 +164,20 @@ def spawn(
             if os.getppid() != parent:
                 os._exit(1)
 
-    with os.fdopen(log, "ab") as out:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-            pass_fds=pass_fds,
-        )
+    try:
+        with os.fdopen(log, "ab") as out:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+                pass_fds=pass_fds,
+            )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None

@@ -163,6 +163,8 @@ class EmbeddedHome:
         """Lets the workers work, and starts them where `prepare` did not. Raises as `prepare`."""
         if self._workers is None:
             self.prepare(model)
+        self.lost_workers = []
+        self._note_workers()
         self._start_signal.send()
 
     def tend(
@@ -239,6 +241,8 @@ class EmbeddedHome:
 
     def _note_workers(self) -> None:
         pids = [] if self._workers is None else [process.pid for process in self._workers.processes]
+        # Until the ledger knows that they are lost, another run has to.
+        pids += [pid for host, pid in self.lost_workers if host == socket.gethostname()]
         _write_own(self.state / "worker.json", {"host": socket.gethostname(), "pids": pids})
 
     def _environment(self) -> dict[str, str]:

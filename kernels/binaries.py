@@ -55,7 +55,7 @@ def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
     """
     target = target_for(capability)
     kept = cache_folder() / file_name(name, target)
-    before = _read(kept)
+    before = _read(kept) if _is_own(kept.parent) else None
     for code in (_read(SOURCES / kept.name), before, _read(SOURCES / file_name(name, SHIPPED_TARGETS[-1]))):
         if code is not None:
             yield code
@@ -65,10 +65,10 @@ def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
 def _compiled(name: str, target: str, kept: Path, before: bytes | None) -> bytes:
     """Compiles and keeps; of two processes that want the same, one compiles and the other one waits for it."""
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(kept.with_suffix(".lock")):
             now = _read(kept)
-            if now is not None and now != before:
+            if now is not None and now != before and _is_own(kept.parent):
                 return now
             code = compiled(name, target)
             unfinished = kept.with_suffix(f".{os.getpid()}.tmp")
@@ -83,6 +83,15 @@ def _compiled(name: str, target: str, kept: Path, before: bytes | None) -> bytes
 def compiled(name: str, target: str) -> bytes:
     """Code of one source for a target. Raises RuntimeError with the compilers' words."""
     return toolchain.compile_cuda(SOURCES / f"{name}.cu", {path.name: path.read_text() for path in SOURCES.glob("*.cuh")}, target)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether nobody else can have written into it: its files are run on the GPU."""
+    try:
+        status = folder.stat()
+    except OSError:
+        return False
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _read(path: Path) -> bytes | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from pipelines.engine_process.client import EngineProcess
@@ -45,7 +45,9 @@ class Preload:
             return None
         if model == self._model:
             return opened.result()
-        opened.add_done_callback(_close)
+        # Both at once may be more than the device holds.
+        wait([opened])
+        _close(opened)
         return None
 
     def close(self) -> None:

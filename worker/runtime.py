@@ -223,14 +223,18 @@ class Runtime:
         try:
             return (None if preload is None else preload.take(model)) or open_model(self.settings, model)
         except EngineCrashError as error:
-            self._end_without_engine(error)
+            if self._end_without_engine(error):
+                # No item was in the engine: the shard goes back as it was.
+                raise LeaseGoneError(GoneReason.DRAINED) from error
             raise
 
-    def _end_without_engine(self, error: EngineCrashError) -> None:
+    def _end_without_engine(self, error: EngineCrashError) -> bool:
         """An engine that dies while it opens says that its GPU is broken, or its model. A worker that went on would fail every shard that
         it takes; the process that started it starts it again after a pause, and in the end no more."""
-        if self._up and is_watched():
+        ends = self._up and is_watched()
+        if ends:
             self._end_with(error)
+        return ends
 
     def _end_with(self, error: NightjarError) -> None:
         """Ends this process with an error that every shard would meet."""

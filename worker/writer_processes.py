@@ -45,7 +45,7 @@ _KILL_SECONDS = 5.0
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """How to reach S3. It travels in a message, so that no secret stands in an environment."""
+    """How to reach S3. It travels in a message: settings may come from a file that the child does not read."""
 
     endpoint_url: str | None
     region: str | None

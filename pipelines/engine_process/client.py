@@ -120,7 +120,10 @@ class EngineProcess:
 
         Raises `SynthesisError` (`synth.aborted`) once it is closed, and `ModelError` (`model.unreachable`) when the child is gone.
         """
-        wanted = RequestRecord.of(request) if self._frontend is None else self._frontend.prepare(request)
+        try:
+            wanted = RequestRecord.of(request) if self._frontend is None else self._frontend.prepare(request)
+        except OverflowError as error:
+            raise _too_large() from error
         future: Future[Speech] = Future()
         future.set_running_or_notify_cancel()
         self._send(Submit(next(self._numbers), wanted), _Request(request.request_id, future))
@@ -240,7 +243,7 @@ class EngineProcess:
         while (message := self._outbox.get()) is not None:
             try:
                 channel.send(message)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, OverflowError) as error:
                 self._refuse(message, error)
             except OSError:
                 # The host's thread sees that too, and tells everyone.
@@ -251,6 +254,8 @@ class EngineProcess:
         if isinstance(message, Open):
             advice = "Give numbers, texts and lists of them."
             self._opened.set_exception(ConfigError(ErrorCode.CONFIG_INVALID, f"An option of the model cannot be used: {error}.", advice))
+        elif isinstance(error, OverflowError):
+            self._fail(message.number, _too_large())
         elif isinstance(error, UnicodeEncodeError):
             self._fail(message.number, no_character())
         else:
@@ -373,6 +378,10 @@ class _ChunkStream:
 
 def _speech(message: Finished, descriptor: int) -> Speech:
     return Speech(read_shared(descriptor), message.sample_rate, message.text, message.text_out, message.meta)
+
+
+def _too_large() -> InputError:
+    return InputError(ErrorCode.INPUT_UNSUPPORTED, "A number of the request has more than 64 bits.", "Give a smaller one.")
 
 
 def _closed() -> SynthesisError:

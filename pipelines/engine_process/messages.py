@@ -69,9 +69,10 @@ class ErrorRecord(msgspec.Struct, frozen=True):
 
 
 def plain(meta: Meta) -> Meta:
-    """Facts whose numbers are Python's own: NumPy's do not travel."""
+    """Facts whose numbers are Python's own: NumPy's do not travel. What is neither text nor a number becomes text."""
     values: dict[str, Any] = meta
-    return {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    own = {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
+    return {name: value if isinstance(value, str | int | float) else str(value) for name, value in own.items()}
 
 
 class RequestRecord(msgspec.Struct, frozen=True, tag=True):

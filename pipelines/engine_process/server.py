@@ -203,6 +203,8 @@ class EngineServer:
             return
         try:
             self._channel.send(_made(number, speech), [samples])
+        except (TypeError, ValueError, OverflowError) as error:
+            self._channel.send(Failed(number, _record_of(error, "The engine's answer cannot be sent")))
         finally:
             os.close(samples)
 

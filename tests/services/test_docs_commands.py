@@ -15,6 +15,7 @@ import click
 import pytest
 
 from tests.support.docs_kit import PAGES, ROOT, Command, check_call, commands_of, inline_commands, name_of, nightjar_parts, other_lines
+from tests.support.gpu_host import install_nvidia_smi
 from tests.support.services import MotoS3
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
@@ -74,6 +75,11 @@ def environment(state: Path, broker: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SPEECH_", "AWS_"))}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return clean | {"PATH": path, "XDG_STATE_HOME": str(state), "XDG_CACHE_HOME": str(state), "SPEECH_BROKER_URL": broker}
+
+
+def found(variables: dict[str, str], programs: Path) -> dict[str, str]:
+    """The variables, with a folder of programs that are found first."""
+    return variables | {"PATH": f"{programs}:{variables['PATH']}"}
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +153,11 @@ def test_the_commands_of_a_page(
         words[r"redis://…"] = valkey_url
         words[r"s3://bucket/prefix"] = f"s3://{moto.create_bucket('docs')}/prefix"
         more |= moto.environment()
+        # The page starts a worker on each GPU of a host.
+        install_nvidia_smi(folder / "bin", 1)
     script = script_of(commands, BEFORE.get(page, ""), words)
     with subprocess.Popen(
-        ["bash", "-c", script], cwd=folder, env=environment(state, valkey_url) | more, text=True,
+        ["bash", "-c", script], cwd=folder, env=found(environment(state, valkey_url), folder / "bin") | more, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
     ) as shell:  # fmt: skip
         try:

@@ -31,7 +31,7 @@ def test_a_preloaded_model_is_taken_once(opened: FakePipeline) -> None:
 
 def test_a_preloaded_model_makes_room_for_another_one(opened: FakePipeline) -> None:
     assert Preload(Settings(), "a").take("b") is None
-    until(lambda: opened.closes == 1, "two models are open")
+    assert opened.closes == 1, "two models are open"
 
 
 def test_a_preloaded_model_that_nobody_took_is_closed(opened: FakePipeline) -> None:
