@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import AudioChunk, EngineInfo, EngineStats, PreparedRequest, Speech, SynthesisRequest
+from pipelines.streams import End, Heard, Listener, pulled
 
 S = TypeVar("S")
 Meta = dict[str, str | int | float | bool]
@@ -95,7 +95,7 @@ class UtteranceFuture(Generic[S]):
 
 
 class Streamer(Generic[S]):
-    """Decodes one utterance chunk by chunk while it grows; iterating gives the audio.
+    """Has one utterance decoded chunk by chunk while it grows; `heard` gets the audio.
 
     The last chunk is empty and says `final`: the end of speech is known only after the audio before it is on its way.
     """
@@ -103,13 +103,12 @@ class Streamer(Generic[S]):
     #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for fewer calls.
     chunk_frames: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 12)
 
-    def __init__(self, info: RequestInfo, stage: CodecStage[S], settled: OnDone, state: S | None = None) -> None:
+    def __init__(self, info: RequestInfo, stage: CodecStage[S], heard: Heard, state: S | None = None) -> None:
         self._info = info
         self._stage = stage
-        self._settled = settled
+        self._heard = heard
         #: Where the codec is; frames are kept while it is not known.
         self._state = state
-        self._heard: queue.SimpleQueue[NDArray[np.float32] | NightjarError | None] = queue.SimpleQueue()
         self._buffer: list[NDArray[np.int64]] = []
         self._chunks = 0
         self._lock = threading.Lock()
@@ -117,64 +116,62 @@ class Streamer(Generic[S]):
         self._end: list[NightjarError | None] = []
 
     def push(self, codes: NDArray[np.int64]) -> None:
-        """The next frames [frames, codebooks]."""
+        """The next frames [frames, codebooks]; they are decoded in chunks of `chunk_frames`."""
         self._buffer.extend(codes)
         while self._state is not None and len(self._buffer) >= (size := self._next_size()):
-            self._decode(size)
+            self._decode_buffered(size)
 
     def flush(self) -> None:
         """Has all frames that are left decoded."""
         if self._buffer:
-            self._decode(len(self._buffer))
+            self._decode_buffered(len(self._buffer))
 
-    def mark_end(self, codebooks: int) -> None:
-        """Tells a codec that looks ahead that no frame follows: it hands out what it held back."""
-        self._send(np.zeros((0, codebooks), np.int64))
-
-    def close(self, error: NightjarError | None) -> None:
-        """Ends the stream once all its audio is decoded."""
-        with self._lock:
-            self._end.append(error)
-            if not self._decoding:
-                self._heard.put(error)
-
-    def failed(self, error: NightjarError) -> None:
-        self._heard.put(error)
-
-    def chunks(self) -> Iterator[AudioChunk]:
-        """Audio as it comes; raises the error that ended the stream early."""
-        rate, samples = self._info.sample_rate, 0
-        try:
-            while (heard := self._heard.get()) is not None:
-                if isinstance(heard, NightjarError):
-                    raise heard
-                if len(heard):
-                    samples += len(heard)
-                    yield AudioChunk(heard, rate)
-            yield AudioChunk(np.zeros(0, np.float32), rate, final=True)
-        finally:
-            self._settled(samples / rate)
-
-    def _next_size(self) -> int:
-        return self.chunk_frames[min(self._chunks, len(self.chunk_frames) - 1)]
-
-    def _decode(self, size: int) -> None:
-        codes, self._buffer = np.stack(self._buffer[:size]), self._buffer[size:]
-        self._chunks += 1
-        self._send(codes)
-
-    def _send(self, codes: NDArray[np.int64]) -> None:
+    def decode(self, codes: NDArray[np.int64]) -> None:
+        """Has the next frames [frames, codebooks] decoded as one chunk."""
         assert self._state is not None, "a stream is decoded from a known state"
         with self._lock:
             self._decoding += 1
         self._stage.decode_chunk(codes, self._decoded, self._state)
 
-    def _decoded(self, heard: NDArray[np.float32] | NightjarError) -> None:
+    def mark_end(self, codebooks: int) -> None:
+        """Tells a codec that looks ahead that no frame follows: it hands out what it held back."""
+        self.decode(np.zeros((0, codebooks), np.int64))
+
+    def close(self, error: NightjarError | None) -> None:
+        """Ends the stream once all its audio is decoded."""
+        with self._lock:
+            self._end.append(error)
+            over = not self._decoding
+        if over:
+            self._tell_end()
+
+    def failed(self, error: NightjarError) -> None:
+        self._heard(error)
+
+    def hang_up(self) -> None:
+        """Nobody listens any longer. A family that asks its engine for more than one thing ends that here."""
+
+    def _next_size(self) -> int:
+        return self.chunk_frames[min(self._chunks, len(self.chunk_frames) - 1)]
+
+    def _decode_buffered(self, size: int) -> None:
+        codes, self._buffer = np.stack(self._buffer[:size]), self._buffer[size:]
+        self._chunks += 1
+        self.decode(codes)
+
+    def _decoded(self, outcome: NDArray[np.float32] | NightjarError) -> None:
+        if isinstance(outcome, NightjarError):
+            self._heard(outcome)
+        elif len(outcome):
+            self._heard(AudioChunk(outcome, self._info.sample_rate))
         with self._lock:
             self._decoding -= 1
-            self._heard.put(heard)
-            if self._end and not self._decoding:
-                self._heard.put(self._end[0])
+            over = bool(self._end) and not self._decoding
+        if over:
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        self._heard(self._end[0] or AudioChunk(np.zeros(0, np.float32), self._info.sample_rate, final=True))
 
 
 class EngineRequest(Protocol):
@@ -202,7 +199,8 @@ class SpeechEngine(Protocol[R_contra]):
 class SpeechPipeline(Generic[R, O]):
     """The part of `pipelines.request.Pipeline` that is the same in every family; a family has its own `_prepare`.
 
-    `future_class` and `streamer_class` make the engine's receivers of one request, with the codec stage and what is called at its end.
+    `future_class` and `streamer_class` make the engine's receivers of one request, with the codec stage and what is called at its end, or
+    with what a stream gives.
     """
 
     def __init__(
@@ -210,7 +208,7 @@ class SpeechPipeline(Generic[R, O]):
         engine: SpeechEngine[R],
         stage: CodecStage[Any],
         future_class: Callable[[O, CodecStage[Any], OnDone], UtteranceFuture[Any]],
-        streamer_class: Callable[[O, CodecStage[Any], OnDone], Streamer[Any]],
+        streamer_class: Callable[[O, CodecStage[Any], Heard], Streamer[Any]],
     ) -> None:
         self._engine = engine
         self._stage = stage
@@ -235,7 +233,16 @@ class SpeechPipeline(Generic[R, O]):
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
         """Audio as it is made; the first `next` queues the request, closing the iterator ends it. See `Pipeline.stream`."""
-        return self._chunks(*self._prepare(request))
+        wanted, info = self._prepare(request)
+        return pulled(lambda heard: self._start(wanted, info, heard))
+
+    def start_stream(self, request: SynthesisRequest, heard: Heard) -> End:
+        """As `stream`, but `heard` gets the chunks, on the codec's thread; see `pipelines.streams.start_stream`."""
+        return self._start(*self._prepare(request), heard)
+
+    def start_stream_prepared(self, request: PreparedRequest, heard: Heard) -> End:
+        """As `start_stream`, for a request of the family's `Frontend`."""
+        return self._start(*self._prepare_rest(request), heard)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; see `Pipeline.abort`."""
@@ -266,13 +273,23 @@ class SpeechPipeline(Generic[R, O]):
         """As `_prepare`, in families with a `Frontend`."""
         raise NotImplementedError
 
-    def _chunks(self, wanted: R, info: O) -> Iterator[AudioChunk]:
-        streamer = self._streamer_class(info, self._stage, lambda seconds: self._forget(wanted, streamer, seconds))
+    def _streamed(self, wanted: R) -> R:
+        """The engine's request of a stream, in families whose engine treats streams in a way of their own."""
+        return wanted
+
+    def _start(self, wanted: R, info: O, heard: Heard) -> End:
+        wanted = self._streamed(wanted)
+
+        def over(finished: bool) -> None:
+            self._forget(wanted, streamer, listener.seconds)
+            if not finished:
+                streamer.hang_up()
+                self._engine.cancel(wanted)
+
+        listener = Listener(heard, over)
+        streamer = self._streamer_class(info, self._stage, listener)
         self._send(wanted, streamer)
-        try:
-            yield from streamer.chunks()
-        finally:
-            self._engine.cancel(wanted)
+        return listener.close
 
     def _send(self, wanted: R, receiver: UtteranceFuture[Any] | Streamer[Any]) -> None:
         with self._lock:

@@ -30,6 +30,7 @@ from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCach
 from pipelines.qwen3_tts.weights import take_weights
 from pipelines.request import Generation, PreparedRequest, SynthesisRequest
 from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechPipeline, Streamer, UtteranceFuture, no_audio
+from pipelines.streams import Heard
 from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
 
 
@@ -68,8 +69,8 @@ class FrameUtteranceFuture(UtteranceFuture[CodecState]):
 class FrameStreamer(Streamer[CodecState]):
     """Receives one utterance frame by frame."""
 
-    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], settled: OnDone) -> None:
-        super().__init__(info, stage, settled, info.start.copy() if info.start else stage.new_state())
+    def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], heard: Heard) -> None:
+        super().__init__(info, stage, heard, info.start.copy() if info.start else stage.new_state())
         self._frames = info
 
     def frames(self, codes: NDArray[np.int64]) -> None:

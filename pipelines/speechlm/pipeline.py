@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, TokenModelOptions, open_device, precision, read_options, type_name
 from pipelines.recording import RecordingCache
-from pipelines.request import AudioChunk, Generation, Message, Mode, SynthesisRequest
+from pipelines.request import Generation, Message, Mode, SynthesisRequest
 from pipelines.results import SpeechPipeline
 from pipelines.speechlm.audio_encoder import SAMPLE_RATE, AudioEncoder, load_tower
 from pipelines.speechlm.codec import Xcodec, XcodecDecoder, load_codec
@@ -109,15 +108,6 @@ class SpeechLmPipeline(SpeechPipeline[TokenRequest, SpeechLmRequestInfo]):
         self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
         stage = CodecStage(XcodecDecoder(codec), _CODEC_BATCH, codec.device)
         super().__init__(host, stage, SpeechLmFuture, SpeechLmStreamer)  # pyright: ignore[reportArgumentType]
-
-    def _chunks(self, wanted: TokenRequest, info: SpeechLmRequestInfo) -> Iterator[AudioChunk]:
-        streamer = SpeechLmStreamer(info, self._stage, lambda seconds: self._forget(wanted, streamer, seconds))
-        self._send(wanted, streamer)
-        try:
-            yield from streamer.chunks()
-        finally:
-            streamer.hang_up()
-            self._engine.cancel(wanted)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SpeechLmRequestInfo]:
         """The engine's first request and what delivery must know. Raises `InputError` for what this model cannot do."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script
 from pipelines.speechlm.output import ModelOutput, deinterleave, read_output
 from pipelines.speechlm.prompt import TextCoder
+from pipelines.streams import Heard
 from pipelines.vllm_engine.host import TokenReceiver
 from pipelines.vllm_engine.options import TokenRequest, Tokens
 
@@ -150,12 +152,13 @@ class SpeechLmStreamer(SpeechLmFuture):
 
     streamed = True
 
-    def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], settled: OnDone) -> None:
-        super().__init__(info, stage, settled)
-        self._pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    def __init__(self, info: SpeechLmRequestInfo, stage: CodecStage[None], heard: Heard) -> None:
+        super().__init__(info, stage, lambda _seconds: None)
+        self._heard = heard
+        self._sent = ""
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._text_over = False
-        self.future.add_done_callback(lambda _: self._pieces.put(None))
+        self.future.add_done_callback(self._ended)
 
     def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
         config = self._request.config
@@ -165,19 +168,23 @@ class SpeechLmStreamer(SpeechLmFuture):
             if self._pair is None and not self._text_over and config.text_start <= one < config.text_end:
                 piece = self._decoder.step(self._request.coder.tokenizer, one)
                 if piece:
-                    self._pieces.put(piece)
+                    self._sent += piece
+                    self._heard(self._chunk(text=piece))
 
-    def chunks(self) -> Iterator[AudioChunk]:
-        """Pieces of text, then the audio, then an empty final chunk with the whole result; raises the error that ended it."""
-        rate, silence = self._request.sample_rate, np.zeros(0, np.float32)
-        sent = ""
-        while (piece := self._pieces.get()) is not None:
-            sent += piece
-            yield AudioChunk(silence, rate, text=piece)
-        speech = self.future.result()
-        rest = (speech.text_out or "").removeprefix(sent)
-        if rest and speech.text_out == sent + rest:
-            yield AudioChunk(silence, rate, text=rest)
+    def _ended(self, future: Future[Speech]) -> None:
+        """The audio behind the text, then an empty final chunk with the whole result; or the error that ended it."""
+        error = future.exception()
+        if error is not None:
+            assert isinstance(error, NightjarError)
+            self._heard(error)
+            return
+        speech = future.result()
+        rest = (speech.text_out or "").removeprefix(self._sent)
+        if rest and speech.text_out == self._sent + rest:
+            self._heard(self._chunk(text=rest))
         if len(speech.samples):
-            yield AudioChunk(speech.samples, rate)
-        yield AudioChunk(silence, rate, final=True, speech=speech)
+            self._heard(AudioChunk(speech.samples, self._request.sample_rate))
+        self._heard(self._chunk(final=True, speech=speech))
+
+    def _chunk(self, **facts: Any) -> AudioChunk:
+        return AudioChunk(np.zeros(0, np.float32), self._request.sample_rate, **facts)

@@ -12,6 +12,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import Generation
 from pipelines.results import FinishedCodes, OnDone, RequestInfo, Streamer, UtteranceFuture
+from pipelines.streams import Heard
 from pipelines.validation import bounded, bounded_top_k, check_seed, either
 from pipelines.vllm_engine.options import Tokens, TokenSampling
 
@@ -78,8 +79,8 @@ class TokenStreamer(Streamer[S]):
     #: Whether the codec looks ahead, so that empty codes must tell it of the end.
     looks_ahead: ClassVar[bool] = False
 
-    def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], settled: OnDone) -> None:
-        super().__init__(info, stage, settled)
+    def __init__(self, info: TokenRequestInfo[S], stage: CodecStage[S], heard: Heard) -> None:
+        super().__init__(info, stage, heard)
         self._read = info.read
         self._reader = info.reader()
 

@@ -1,0 +1,123 @@
+"""Streams as calls: a pipeline tells a listener what comes of a request, so that no thread has to wait for it."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.request import AudioChunk, Pipeline, PreparedRequest, SynthesisRequest
+
+log = logging.getLogger(__name__)
+
+#: Is called with each chunk of a stream, the last of which says `final`, or with the one error that ended it, and with nothing after that.
+#: It may be called on any thread, on one at a time, and must be quick.
+Heard = Callable[[AudioChunk | NightjarError], None]
+#: Ends a stream. May be called from any thread and more than once; a maximum of one more chunk is heard after it.
+End = Callable[[], None]
+
+
+def start_stream(pipeline: Pipeline, request: SynthesisRequest | PreparedRequest, heard: Heard) -> End:
+    """Starts a stream and returns at once with what ends it. A pipeline without `start_stream` gets a thread for each of its streams.
+
+    Raises `NightjarError` for a request that the pipeline refuses; one with a thread refuses by `heard`.
+    """
+    native: Any = pipeline
+    if isinstance(request, PreparedRequest):
+        return native.start_stream_prepared(request, heard)
+    if hasattr(pipeline, "start_stream"):
+        return native.start_stream(request, heard)
+    return _start_thread(pipeline, request, heard)
+
+
+def pulled(start: Callable[[Heard], End]) -> Iterator[AudioChunk]:
+    """The chunks of a stream that the first `next` starts; closing the iterator ends it. Raises the error that ended it."""
+    outcomes: queue.SimpleQueue[AudioChunk | NightjarError] = queue.SimpleQueue()
+    end = start(outcomes.put)
+    try:
+        while True:
+            outcome = outcomes.get()
+            if isinstance(outcome, NightjarError):
+                raise outcome
+            yield outcome
+            if outcome.final:
+                return
+    finally:
+        end()
+
+
+class Listener:
+    """Hands on what comes of one stream until its end, in order, whichever threads it comes from."""
+
+    def __init__(self, heard: Heard, over: Callable[[bool], None]) -> None:
+        """`over` is called once, after the end, with whether the final chunk was handed on: not so after an error or `close`."""
+        self._heard = heard
+        self._over = over
+        self._order = threading.RLock()
+        self._lock = threading.Lock()
+        self._open = True
+        #: Of the audio that was handed on.
+        self.seconds = 0.0
+
+    def __call__(self, outcome: AudioChunk | NightjarError) -> None:
+        last = isinstance(outcome, NightjarError) or outcome.final
+        with self._order:
+            if not (self._end() if last else self._open):
+                return
+            if isinstance(outcome, AudioChunk):
+                self.seconds += len(outcome.samples) / outcome.sample_rate
+            try:
+                self._heard(outcome)
+            finally:
+                if last:
+                    self._over(isinstance(outcome, AudioChunk))
+
+    def close(self) -> None:
+        """Nothing is handed on any more. Does not wait for a chunk that is being handed on."""
+        if self._end():
+            self._over(False)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the stream goes on."""
+        return self._open
+
+    def _end(self) -> bool:
+        with self._lock:
+            first, self._open = self._open, False
+        return first
+
+
+def _start_thread(pipeline: Pipeline, request: SynthesisRequest, heard: Heard) -> End:
+    def over(finished: bool) -> None:
+        if not finished:
+            pipeline.abort(request.request_id)
+
+    listener = Listener(heard, over)
+    threading.Thread(target=_pull, name="stream", args=(pipeline, request, listener), daemon=True).start()
+    return listener.close
+
+
+def _pull(pipeline: Pipeline, request: SynthesisRequest, listener: Listener) -> None:
+    """Hands a stream to its listener, on a thread of its own."""
+    chunks: Iterator[AudioChunk] | None = None
+    try:
+        chunks = pipeline.stream(request)
+        for chunk in chunks:
+            listener(chunk)
+            if not listener.is_open:
+                return
+        listener(AudioChunk(np.zeros(0, np.float32), pipeline.sample_rate, final=True))
+    except NightjarError as error:
+        listener(error)
+    except Exception as error:
+        log.exception("a stream failed")
+        listener(SynthesisError(ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}."))
+    finally:
+        if (close := getattr(chunks, "close", None)) is not None:
+            close()
