@@ -121,8 +121,11 @@ class CodecStage(Generic[S]):
         """Decodes a whole utterance [frames, codebooks], from the state `start` on when it follows a reference."""
         self._put(_Job(torch.from_numpy(codes), start, done, False, self._written(start)))
 
-    def decode_chunk(self, codes: NDArray[np.int64], done: Done, state: S) -> None:
-        """Decodes the next frames of a stream and moves `state` on; chunks of one stream keep their order."""
+    def decode_chunk(self, codes: NDArray[np.int64], done: Done, state: S, last: bool = False, deadline: float = 0.0) -> None:
+        """Decodes the next frames of a stream and moves `state` on; chunks of one stream keep their order.
+
+        `last`: no chunk of this stream follows, so `state` need not be right afterwards. `deadline`: earlier ones may go first.
+        """
         self._put(_Job(torch.from_numpy(codes), state, done, True, self._written(state)))
 
     def close(self) -> None:
