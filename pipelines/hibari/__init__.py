@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SAMPLE_RATE = 24_000
 #: An ASCII text with one of these is read.
 _SPOKEN = re.compile("[A-Za-z0-9]")
-CAPABILITIES = Capabilities(voices=("heart",), languages=("English",), sampling=False)
+CAPABILITIES = Capabilities(voices=("heart",), languages=("English",), streaming=True, sampling=False)
 
 
 def describe() -> ModelCard:

@@ -102,20 +102,31 @@ class EnglishReader:
         without pronounceable English or with a letter or sign that the voice cannot read, `input.too_long` for signs that
         written out are too many characters.
         """
-        chunks: list[str] = []
+        return list(self.pieces(text, given_up))
+
+    def pieces(self, text: str, given_up: Callable[[], bool] = lambda: False) -> Iterator[list[int]]:
+        """As `read`, each sentence when it is asked for. Nothing comes of a text before the first piece that can be pronounced."""
+        held: list[str] = []
+        pronounced = False
+        for sentence in self.voice.split_sentences(readable(text)):
+            if given_up():
+                return
+            held += self._phonemes(sentence)
+            pronounced = pronounced or any(phoneme in _PHONES for chunk in held for phoneme in chunk)
+            if pronounced:
+                yield from map(self.voice.ids, held)
+                held = []
+        if not pronounced and not given_up():
+            raise _nothing_to_say()
+
+    def _phonemes(self, sentence: str) -> list[str]:
         try:
-            for sentence in self.voice.split_sentences(readable(text)):
-                if given_up():
-                    break
-                chunks += [piece for chunk in self.voice.phonemize(sentence) for piece in _between_words(chunk)]
+            return [piece for chunk in self.voice.phonemize(sentence) for piece in _between_words(chunk)]
         except InputError:
             raise
         except Exception as error:
             # The grapheme model fails with bare IndexError, ValueError and others on numbers it has no words for.
             raise _unpronounceable(f"The voice cannot read this text ({error}).") from error
-        if not given_up() and not any(phoneme in _PHONES for chunk in chunks for phoneme in chunk):
-            raise _nothing_to_say()
-        return [self.voice.ids(chunk) for chunk in chunks]
 
 
 def check_pronounceable(text: str) -> None:

@@ -84,7 +84,6 @@ def test_a_seed_that_was_told_makes_the_same_speech_again(hibari: Running) -> No
     [
         ({"speed": 1.5}, "speed", "input.unsupported"),
         ({"instructions": "Whisper."}, "instructions", "input.unsupported"),
-        ({"stream": True}, "stream", "input.unsupported"),
         ({"response_format": "mp3"}, "response_format", "invalid_value"),
         ({"voice": "nobody"}, "voice", "input.unknown_voice"),
         ({"language": "Klingon"}, "language", "input.unknown_language"),
@@ -109,15 +108,23 @@ def test_what_the_embedded_voice_cannot_do_is_a_400_that_says_so(hibari: Running
     assert hibari.speak("Good morning.", speed=1.0, instructions="").status_code == 200
 
 
-def test_events_of_a_voice_that_does_not_stream(hibari: Running) -> None:
-    whole_speech = hibari.speak("Good morning.", seed=7)
-    view = {"model": "hibari", "input": "Good morning.", "seed": 7, "stream_format": "sse"}
+def test_the_embedded_voice_streams_sentence_by_sentence(hibari: Running) -> None:
+    text = "Good morning. How are you today?"
+    whole_speech = np.frombuffer(hibari.speak(text, response_format="pcm", stream=False, seed=7).content, "<i2")
+    view = {"model": "hibari", "input": text, "seed": 7, "stream_format": "sse", "response_format": "pcm"}
     with hibari.http.stream("POST", SPEECH, json=view) as answer:
         assert answer.headers["content-type"] == "text/event-stream"
         found = list(events(answer.iter_lines()))
-    data = b"".join(base64.b64decode(one["audio"]) for one in found if one["type"] == "speech.audio.delta")
-    assert data[44:] == whole_speech.content[44:]
+    sentences = [base64.b64decode(one["audio"]) for one in found if one["type"] == "speech.audio.delta"]
+    assert len(sentences) == 2
     assert found[-1]["type"] == "speech.audio.done"
+    streamed = np.frombuffer(b"".join(sentences), "<i2")
+    assert len(streamed) == len(whole_speech)
+    # One gain apart: each was rounded to 16 bits.
+    gain = np.abs(streamed).max() / np.abs(whole_speech).max()
+    assert np.abs(streamed - gain * whole_speech).max() < 3
+    bare = hibari.speak(text, response_format="pcm", seed=7).content
+    assert bare == b"".join(sentences)
 
 
 def alike(one: bytes, other: bytes) -> bool:

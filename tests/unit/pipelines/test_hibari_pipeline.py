@@ -12,7 +12,8 @@ import pytest
 
 from pipelines.audio import loudness
 from pipelines.errors import ErrorCode, InputError, SynthesisError
-from pipelines.hibari.pipeline import HibariPipeline, _Synthesis
+from pipelines.hibari.pipeline import HibariPipeline
+from pipelines.hibari.utterance import Utterance, WholeUtterance
 from pipelines.registry import open_pipeline
 from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest
 
@@ -91,16 +92,13 @@ def test_max_seconds_is_a_limit(voice: HibariPipeline) -> None:
 
 
 def test_near_silence_is_an_error(voice: HibariPipeline) -> None:
-    dash = [voice._reader.voice.ids("—")]
+    dash = WholeUtterance(request("—"), "—")
+    dash.pieces = iter([voice._reader.voice.ids("—")])
+    while dash.advance(voice._reader.voice):
+        continue
     with pytest.raises(SynthesisError) as caught:
-        voice._synthesize(_Synthesis(request("—"), "—", dash))
+        dash.complete()
     assert caught.value.code is ErrorCode.SYNTH_SILENT
-
-
-def test_streaming_is_refused(voice: HibariPipeline) -> None:
-    with pytest.raises(InputError) as caught:
-        voice.stream(request("Hello."))
-    assert caught.value.code is ErrorCode.INPUT_UNSUPPORTED
 
 
 def test_stats_count_speech(voice: HibariPipeline) -> None:
@@ -116,13 +114,13 @@ class Busy:
     """Holds a voice in the request `runs` until that is aborted, as a text of many hours would."""
 
     def __init__(self, voice: HibariPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._synthesize = voice._synthesize
-        monkeypatch.setattr(voice, "_synthesize", self)
+        self._advance = voice._advance
+        monkeypatch.setattr(voice, "_advance", self)
 
-    def __call__(self, synthesis: _Synthesis) -> Speech:
-        if synthesis.request.request_id == "runs":
-            _until(lambda: synthesis.aborted)
-        return self._synthesize(synthesis)
+    def __call__(self, utterance: Utterance) -> bool:
+        if utterance.request.request_id == "runs":
+            _until(lambda: utterance.aborted)
+        return self._advance(utterance)
 
 
 @pytest.mark.parametrize("end", ["abort", "close"])

@@ -1,0 +1,301 @@
+"""Speech of the embedded voice while it is made: what is heard, in which order, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.hibari.pipeline import HibariPipeline
+from pipelines.hibari.schedule import DUE_SECONDS, Schedule
+from pipelines.hibari.utterance import STREAM_GAIN, StreamedUtterance, Utterance, WholeUtterance
+from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
+
+TEXT = "The birch canoe slid on the smooth planks. Glue the sheet to the dark blue background! Is it easy to tell the depth of a well?"
+LONG = "These days a chicken leg is a rare dish, and nobody knows why. " * 40
+#: The grapheme model has no words for it, which only reading tells.
+UNREADABLE = "1" * 200
+Outcome = AudioChunk | NightjarError
+
+
+def request(text: str, request_id: str = "a", seed: int = 7, **settings: Any) -> SynthesisRequest:
+    return SynthesisRequest(request_id, (Message("user", "text", text),), Generation(**settings), seed)
+
+
+@pytest.fixture(scope="module")
+def voice() -> Iterator[HibariPipeline]:
+    pipeline = HibariPipeline(threads=2)
+    yield pipeline
+    pipeline.close()
+
+
+def joined(chunks: list[AudioChunk]) -> NDArray[np.float32]:
+    return np.concatenate([chunk.samples for chunk in chunks])
+
+
+class Held:
+    """Lets a voice make one piece at a time, when told, and keeps the order of the requests whose pieces were made."""
+
+    def __init__(self, voice: HibariPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.order: list[str] = []
+        self.begun = threading.Semaphore(0)
+        self._go = threading.Semaphore(0)
+        self._advance = voice._advance
+        monkeypatch.setattr(voice, "_advance", self)
+
+    def go(self, pieces: int = 1000) -> None:
+        self._go.release(pieces)
+
+    def __call__(self, utterance: Utterance) -> bool:
+        self.begun.release()
+        assert self._go.acquire(timeout=240)
+        self.order.append(utterance.request.request_id)
+        return self._advance(utterance)
+
+
+def test_a_stream_is_the_whole_speech_but_for_one_gain(voice: HibariPipeline) -> None:
+    whole = voice.submit(request(TEXT)).result(240).samples
+    chunks = list(voice.stream(request(TEXT)))
+    assert [chunk.final for chunk in chunks] == [False, False, False, True]
+    assert [len(chunk.samples) > 0 for chunk in chunks] == [True, True, True, False]
+    streamed = joined(chunks)
+    assert len(streamed) == len(whole)
+    gain = float(np.abs(streamed).max() / np.abs(whole).max())
+    assert 0.8 < gain < 1.25
+    np.testing.assert_allclose(streamed, whole * np.float32(gain), atol=1e-6)
+    np.testing.assert_array_equal(streamed, joined(list(voice.stream(request(TEXT)))))
+
+
+def test_pieces_meet_in_silence(voice: HibariPipeline) -> None:
+    without_spaces = "supercalifragilistic" * 40
+    for text in (TEXT, LONG, without_spaces):
+        chunks = list(voice.stream(request(text)))[:-1]
+        assert len(chunks) > 1
+        for chunk in chunks:
+            assert float(np.abs(chunk.samples[[0, -1]]).max()) < 1e-3
+            assert float(np.abs(chunk.samples).max()) > 0.1
+
+
+class LoudVoice:
+    """Makes pieces of a given peak."""
+
+    def __init__(self, *peaks: float) -> None:
+        self._peaks = iter(peaks)
+
+    def from_ids(self, ids: list[int], speed: float, generator: object) -> NDArray[np.float32]:
+        samples = np.zeros(2400, np.float32)
+        samples[1200] = -next(self._peaks)
+        return samples
+
+
+def spoken(voice: LoudVoice, pieces: int) -> tuple[StreamedUtterance, list[Outcome]]:
+    heard: list[Outcome] = []
+    utterance = StreamedUtterance(request("x"), "x", heard.append, lambda: 0.0)
+    utterance.pieces = iter([[0, 1, 0]] * pieces)
+    while utterance.advance(voice):  # type: ignore[arg-type]
+        continue
+    return utterance, heard
+
+
+def test_what_is_too_loud_is_scaled_and_not_clipped() -> None:
+    _, heard = spoken(LoudVoice(0.3, 0.9, 2.5, 0.3), 4)
+    peaks = [float(np.abs(chunk.samples).max()) for chunk in heard if isinstance(chunk, AudioChunk)]
+    assert peaks == pytest.approx([0.3 * STREAM_GAIN, 0.97, 0.97, 0.3 * STREAM_GAIN], abs=1e-5)
+
+
+def test_nothing_is_heard_of_a_text_without_a_voice() -> None:
+    utterance, heard = spoken(LoudVoice(0.02, 0.02), 2)
+    assert heard == []
+    with pytest.raises(SynthesisError) as caught:
+        utterance.complete()
+    assert caught.value.code is ErrorCode.SYNTH_SILENT
+    utterance, heard = spoken(LoudVoice(0.02, 0.3), 2)
+    utterance.complete()
+    utterance.deliver()
+    assert [len(chunk.samples) for chunk in heard if isinstance(chunk, AudioChunk)] == [2400, 2400, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "code"),
+    [
+        ("你好", {}, ErrorCode.INPUT_UNPRONOUNCEABLE),
+        ("...", {}, ErrorCode.INPUT_UNPRONOUNCEABLE),
+        ("Hello.", {"cfg": 2.0}, ErrorCode.INPUT_UNSUPPORTED),
+        ("a" * 5001, {}, ErrorCode.INPUT_TOO_LONG),
+    ],
+)
+def test_a_stream_is_refused_where_it_is_asked_for(voice: HibariPipeline, text: str, settings: dict[str, Any], code: ErrorCode) -> None:
+    for ask in (lambda: voice.stream(request(text, **settings)), lambda: voice.start_stream(request(text, **settings), print)):
+        with pytest.raises(InputError) as caught:
+            ask()
+        assert caught.value.code is code
+
+
+def test_an_error_comes_after_what_was_heard_and_nothing_comes_after_it(voice: HibariPipeline) -> None:
+    chunks = voice.stream(request(LONG, max_seconds=6.0))
+    assert len(next(chunks).samples) > 24_000
+    with pytest.raises(InputError) as caught:
+        list(chunks)
+    assert caught.value.code is ErrorCode.INPUT_TOO_LONG
+    heard: SimpleQueue[Outcome] = SimpleQueue()
+    voice.start_stream(request(f"Hello there. {UNREADABLE}"), heard.put)
+    first, last = heard.get(timeout=240), heard.get(timeout=240)
+    assert isinstance(first, AudioChunk)
+    assert isinstance(last, InputError)
+    assert last.code is ErrorCode.INPUT_UNPRONOUNCEABLE
+    assert list(voice.stream(request("Hello.")))[-1].final
+    assert heard.empty()
+
+
+def test_streams_come_before_whole_utterances_and_first_pieces_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    voice = HibariPipeline(threads=1)
+    held = Held(voice, monkeypatch)
+    try:
+        whole = voice.submit(request(TEXT, "whole"))
+        assert held.begun.acquire(timeout=240)
+        heard: SimpleQueue[Outcome] = SimpleQueue()
+        for name in ("one", "two"):
+            voice.start_stream(request(TEXT, name), heard.put)
+        held.go()
+        assert whole.result(240).duration_ms > 5000
+        # A sentence puts a listener ahead; then the whole utterance goes on.
+        assert held.order[:3] == ["whole", "one", "two"]
+        assert sum(isinstance(one, AudioChunk) and one.final for one in [heard.get(timeout=240) for _ in range(8)]) == 2
+    finally:
+        held.go()
+        voice.close()
+
+
+def test_a_stream_that_is_ended_says_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    voice = HibariPipeline(threads=1)
+    held = Held(voice, monkeypatch)
+    try:
+        heard: SimpleQueue[Outcome] = SimpleQueue()
+        others: SimpleQueue[Outcome] = SimpleQueue()
+        end = voice.start_stream(request(LONG, "runs"), heard.put)
+        assert held.begun.acquire(timeout=240)
+        end_waiting = voice.start_stream(request(LONG, "waits"), heard.put)
+        voice.start_stream(request("Hello.", "stays"), others.put)
+        end_waiting()
+        held.go(1)
+        assert isinstance(heard.get(timeout=240), AudioChunk)
+        end()
+        end()
+        held.go()
+        assert isinstance(others.get(timeout=240), AudioChunk)
+        assert others.get(timeout=240).final  # type: ignore[union-attr]
+        # One more piece may have been under way.
+        assert heard.empty() or isinstance(heard.get(), AudioChunk)
+        assert heard.empty()
+        _until(lambda: voice.stats().running == voice.stats().waiting == 0)
+        assert "waits" not in held.order
+        assert held.order.count("runs") <= 2
+    finally:
+        held.go()
+        voice.close()
+
+
+def test_closing_the_iterator_ends_the_stream(voice: HibariPipeline) -> None:
+    chunks = voice.stream(request(LONG))
+    next(chunks)
+    chunks.close()  # type: ignore[attr-defined]
+    _until(lambda: voice.stats().running == voice.stats().waiting == 0)
+
+
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_an_aborted_stream_ends_with_its_error(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    voice = HibariPipeline(threads=1)
+    held = Held(voice, monkeypatch)
+    running: SimpleQueue[Outcome] = SimpleQueue()
+    waiting: SimpleQueue[Outcome] = SimpleQueue()
+    voice.start_stream(request(LONG, "runs"), running.put)
+    assert held.begun.acquire(timeout=240)
+    voice.start_stream(request(LONG, "waits"), waiting.put)
+    closing = threading.Thread(target=voice.close)
+    if end == "abort":
+        voice.abort("waits")
+        voice.abort("runs")
+    else:
+        closing.start()
+    error = waiting.get(timeout=240)
+    assert isinstance(error, SynthesisError)
+    assert error.code is ErrorCode.SYNTH_ABORTED
+    held.go()
+    while isinstance(error := running.get(timeout=240), AudioChunk):
+        continue
+    assert error.code is ErrorCode.SYNTH_ABORTED
+    voice.close()
+    assert running.empty()
+    assert waiting.empty()
+    with pytest.raises(SynthesisError):
+        voice.start_stream(request("Hello."), running.put)
+
+
+def test_a_listener_that_fails_ends_its_stream_and_no_other(voice: HibariPipeline, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(_heard: Outcome) -> None:
+        raise RuntimeError("gone")
+
+    voice.start_stream(request(LONG, "broken"), broken)
+    assert list(voice.stream(request("Hello.")))[-1].final
+    _until(lambda: voice.stats().running == voice.stats().waiting == 0)
+    assert caplog.text.count("the listener of a stream failed") == 1
+
+
+def test_many_streams_share_the_threads(voice: HibariPipeline) -> None:
+    alone = joined(list(voice.stream(request(TEXT))))
+    heard: dict[str, SimpleQueue[Outcome]] = {f"stream-{number}": SimpleQueue() for number in range(40)}
+    for name, queue in heard.items():
+        voice.start_stream(request(TEXT, name), queue.put)
+    for queue in heard.values():
+        chunks: list[AudioChunk] = []
+        while not chunks or not chunks[-1].final:
+            chunk = queue.get(timeout=240)
+            assert isinstance(chunk, AudioChunk)
+            chunks.append(chunk)
+        np.testing.assert_array_equal(joined(chunks), alone)
+
+
+class TestSchedule:
+    def streamed(self, deadline: float) -> StreamedUtterance:
+        utterance = StreamedUtterance(request("x"), "x", print, lambda: 0.0)
+        utterance.deadline = deadline
+        return utterance
+
+    def test_first_pieces_then_who_runs_dry_then_whole_utterances_then_those_ahead(self) -> None:
+        now = 100.0
+        schedule = Schedule(lambda: now)
+        old, new = WholeUtterance(request("x"), "x"), WholeUtterance(request("x"), "x")
+        ahead, due, dry = (self.streamed(now + lead) for lead in (DUE_SECONDS + 0.1, 1.0, -5.0))
+        first, second = self.streamed(0.0), self.streamed(0.0)
+        for utterance in (old, new, ahead, due, dry, first, second):
+            schedule.add(utterance)
+        taken = [schedule.take() for _ in range(7)]
+        assert taken == [first, second, dry, due, old, new, ahead]
+        assert schedule.take() is None
+
+    def test_an_utterance_keeps_its_place_between_its_pieces(self) -> None:
+        schedule = Schedule(lambda: 0.0)
+        first, second = WholeUtterance(request("x"), "x"), WholeUtterance(request("x"), "x")
+        schedule.add(first)
+        schedule.add(second)
+        for _ in range(3):
+            taken = schedule.take()
+            assert taken is first
+            schedule.add(first)
+        assert schedule.remove(first)
+        assert not schedule.remove(first)
+        assert list(schedule) == [second]
+
+
+def _until(condition: Any, seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
