@@ -7,7 +7,7 @@ TEST_PROCESSES ?= 2
 # One more than cores: tests of services wait much of their time. Each may hold an engine and its own services: 4 GB a process.
 INTEGRATION_PROCESSES ?= 3
 
-.PHONY: install install-dev install-vllm demo check test lint unit integration mutants soak chaos bench wheel lock clean
+.PHONY: install install-dev install-vllm demo check test lint unit integration integrations mutants soak chaos bench wheel lock clean
 
 install: .venv/.installed
 
@@ -60,6 +60,10 @@ unit: install-dev
 # A file stays in one process: its tests share an engine. Files begin in the order of tests/conftest.py, the longest first.
 integration: install-dev
 	$(BIN)/python -m pytest -n $(INTEGRATION_PROCESSES) --dist loadfile --no-loadscope-reorder tests --ignore=tests/unit
+
+# Distributions that cannot share our lock file, each tested in an environment of its own.
+integrations: install-dev
+	$(MAKE) --no-print-directory -C integrations/pipecat-nightjar test
 
 # Planted faults, each of which a test has to see; `make mutants OPTIONS="--of-the-day 10"` tries some.
 mutants: install-dev

@@ -1,0 +1,96 @@
+"""`NightjarHttpTTSService`: one request of `POST /v1/audio/speech` for each sentence, played while it is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+
+import aiohttp
+from pipecat.frames.frames import ErrorFrame, Frame
+from pipecat.processors.frame_processor import FrameProcessorSetup
+from pipecat.services.tts_service import TTSService
+from pipecat.utils.errors import ErrorCategory
+from pipecat.utils.tracing.service_decorators import traced_tts
+from pipecat.utils.types import require_given
+
+from pipecat_nightjar.settings import NightjarTTSSettings, error_frame, given
+
+_SPEECH = "/v1/audio/speech"
+
+
+class NightjarHttpTTSService(TTSService):
+    """Speech of Nightjar over HTTP. An interruption closes the request, which frees its slot in the server.
+
+    The WebSocket of `NightjarTTSService` begins sooner after the first sentence of a reply; this service is for networks that let
+    only HTTP through.
+    """
+
+    Settings = NightjarTTSSettings
+    _settings: NightjarTTSSettings
+
+    def __init__(
+        self,
+        *,
+        base_url: str = "http://127.0.0.1:8000",
+        api_key: str | None = None,
+        aiohttp_session: aiohttp.ClientSession | None = None,
+        sample_rate: int | None = None,
+        settings: NightjarTTSSettings | None = None,
+        **kwargs,
+    ) -> None:
+        """`base_url`: address of the server. `api_key`: one of its keys. `aiohttp_session`: used, not closed; None opens one.
+        `sample_rate`: of the frames; None takes the pipeline's `audio_out_sample_rate`. `settings`: model, voice, language.
+        """
+        complete = self.Settings(model=None, voice=None, language=None)
+        if settings is not None:
+            complete.apply_update(settings)
+        require_given(complete.model, "The model that the speech server serves")
+        super().__init__(sample_rate=sample_rate, push_start_frame=True, push_stop_frames=True, settings=complete, **kwargs)
+        self._base_url = base_url.rstrip("/")
+        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session = aiohttp_session
+        self._owns_session = aiohttp_session is None
+
+    def can_generate_metrics(self) -> bool:
+        return True
+
+    async def setup(self, setup: FrameProcessorSetup) -> None:
+        await super().setup(setup)
+        if self._session is None:
+            self._session = aiohttp.ClientSession()
+
+    async def cleanup(self) -> None:
+        await super().cleanup()
+        if self._owns_session and self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    @traced_tts
+    async def run_tts(self, text: str, context_id: str) -> AsyncGenerator[Frame | None, None]:
+        """Yields the audio of `text` as it arrives, then nothing; or one `ErrorFrame`."""
+        if self._session is None:
+            raise RuntimeError("The service has no session before `setup`.")
+        body = given(self._settings, model="model", voice="voice", language="language")
+        body |= {"input": text, "response_format": "pcm"}
+        try:
+            async with self._session.post(self._base_url + _SPEECH, json=body, headers=self._headers) as response:
+                if response.status != 200:
+                    yield _refusal(await response.text(), response.status)
+                    return
+                await self.start_tts_usage_metrics(text)
+                rate = int(response.headers["x-sample-rate"])
+                pieces = response.content.iter_any()
+                async for frame in self._stream_audio_frames_from_iterator(pieces, in_sample_rate=rate, context_id=context_id):
+                    yield frame
+        except (aiohttp.ClientError, TimeoutError) as error:
+            message = f"The speech server {self._base_url} gave no whole answer: {error}"
+            yield ErrorFrame(message, exception=error, category=ErrorCategory.CONNECTIVITY)
+
+
+def _refusal(answer: str, status: int) -> ErrorFrame:
+    """The frame of an answer in OpenAI's form of errors, or of whatever a proxy wrote."""
+    try:
+        error = json.loads(answer)["error"]
+        return error_frame(error["message"], error["code"], status)
+    except (ValueError, KeyError, TypeError):
+        return error_frame(f"The speech server answered with status {status}.", None, status)

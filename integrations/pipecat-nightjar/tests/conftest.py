@@ -1,0 +1,143 @@
+"""A real `nightjar serve --model hibari`, and ears: whisper-base."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soxr
+from faster_whisper import WhisperModel
+from rapidfuzz.distance import Levenshtein
+from whisper_base import whisper_folder
+
+ROOT = Path(__file__).parents[3]
+#: The interpreter of the server's environment; `make test` gives it.
+SERVER_PYTHON = os.environ.get("NIGHTJAR_PYTHON", str(ROOT / ".venv/bin/python"))
+#: How long a test waits for what comes at once on a quiet machine.
+PATIENCE_SECONDS = 240.0
+WHISPER_RATE = 16_000
+
+
+def wait_until(true: Callable[[], bool], seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.02)
+
+
+class NightjarServer:
+    """The server as a process of its own, on one port over restarts."""
+
+    def __init__(self, folder: Path, **variables: str) -> None:
+        self._folder = folder
+        self._variables = variables
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.websocket_url = f"ws://127.0.0.1:{self.port}/tts/websocket"
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, wait: bool = True) -> None:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SPEECH_")}
+        state = {"XDG_STATE_HOME": str(self._folder), "XDG_CACHE_HOME": str(self._folder), "PYTHONPATH": str(ROOT)}
+        command = [SERVER_PYTHON, "-P", "-m", "jobs", "serve", "--model", "hibari", "--port", str(self.port), "--quiet"]
+        with (self._folder / "server.log").open("a") as log:
+            self._process = subprocess.Popen(
+                command, env=clean | state | self._variables, cwd=self._folder, stdout=log, stderr=log, text=True
+            )
+        if wait:
+            wait_until(self.is_ready)
+
+    def is_ready(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self._folder / "server.log").read_text()[-3000:]
+        try:
+            return self._get("/health")[0] == 200
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """As a crash would end it: no connection is closed in good order."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(60)
+
+    def stop(self) -> None:
+        assert self._process is not None
+        if self._process.poll() is None:
+            self._process.terminate()
+            self._process.wait(120)
+
+    def metrics(self) -> dict[str, float]:
+        """The samples without labels, by name."""
+        return {name: float(value) for name, value in re.findall(r"(?m)^(\w+) (\S+)$", self._get("/metrics")[1])}
+
+    def is_idle(self) -> bool:
+        """Whether nothing holds a slot or waits for one, in the server and in the engine."""
+        now = self.metrics()
+        names = ("speech_server_running", "speech_server_waiting", "speech_engine_batch_size", "speech_engine_waiting")
+        return all(now[name] == 0 for name in names)
+
+    def _get(self, path: str) -> tuple[int, str]:
+        key = self._variables.get("SPEECH_SERVE__API_KEY")
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {key}"} if key else {})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NightjarServer]:
+    """One that tests share and leave as it was: idle."""
+    running = NightjarServer(tmp_path_factory.mktemp("server"))
+    running.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[NightjarServer]:
+    """One that a test may kill and start again."""
+    running = NightjarServer(tmp_path)
+    running.start()
+    yield running
+    running.stop()
+
+
+class Ears:
+    """whisper-base."""
+
+    def __init__(self) -> None:
+        self._model = WhisperModel(str(whisper_folder()), device="cpu", compute_type="int8", cpu_threads=1)
+
+    def text(self, audio: bytes, rate: int) -> str:
+        """The words in 16-bit mono PCM."""
+        samples = np.frombuffer(audio, np.int16).astype(np.float32) / 32768
+        segments, _ = self._model.transcribe(soxr.resample(samples, rate, WHISPER_RATE), language="en", beam_size=1)
+        return " ".join(segment.text for segment in segments)
+
+    def word_error_rate(self, audio: bytes, rate: int, text: str) -> float:
+        """Edits of words over the words of `text`."""
+        expected = words(text)
+        return Levenshtein.distance(expected, words(self.text(audio, rate))) / len(expected)
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9']+", text.lower())
+
+
+@pytest.fixture(scope="session")
+def ears() -> Ears:
+    return Ears()

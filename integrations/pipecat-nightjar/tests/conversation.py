@@ -1,0 +1,119 @@
+"""A real pipeline of Pipecat around one service, and what came out of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from pipecat.frames.frames import (
+    EndFrame,
+    ErrorFrame,
+    Frame,
+    InterruptionFrame,
+    LLMFullResponseEndFrame,
+    LLMFullResponseStartFrame,
+    LLMTextFrame,
+    StartFrame,
+    TTSAudioRawFrame,
+    TTSStoppedFrame,
+)
+from pipecat.observers.base_observer import BaseObserver
+from pipecat.pipeline.pipeline import Pipeline
+from pipecat.pipeline.worker import PipelineParams, PipelineWorker
+from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
+from pipecat.services.tts_service import TTSService
+from pipecat.workers.runner import WorkerRunner
+
+PATIENCE_SECONDS = 240.0
+Some = TypeVar("Some", bound=Frame)
+
+
+class Listener(FrameProcessor):
+    """Keeps every frame that passes, and tells who waits for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frames: list[Frame] = []
+        self._more = asyncio.Condition()
+
+    async def process_frame(self, frame: Frame, direction: FrameDirection) -> None:
+        await super().process_frame(frame, direction)
+        if not isinstance(frame, StartFrame):
+            async with self._more:
+                self.frames.append(frame)
+                self._more.notify_all()
+        await self.push_frame(frame, direction)
+
+    def of(self, kind: type[Some]) -> list[Some]:
+        return [frame for frame in self.frames if isinstance(frame, kind)]
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with self._more, asyncio.timeout(PATIENCE_SECONDS):
+            await self._more.wait_for(true)
+
+
+class Conversation:
+    """A service in a running pipeline: `say` is a reply of an LLM, `interrupt` a user who begins to speak."""
+
+    def __init__(self, worker: PipelineWorker, below: Listener, above: Listener) -> None:
+        self._worker = worker
+        self.below = below
+        self.above = above
+
+    async def say(self, *pieces: str) -> None:
+        frames = [LLMFullResponseStartFrame(), *map(LLMTextFrame, pieces), LLMFullResponseEndFrame()]
+        await self._worker.queue_frames(frames)
+
+    async def send(self, frame: Frame) -> None:
+        await self._worker.queue_frame(frame)
+
+    async def interrupt(self) -> None:
+        await self._worker.queue_frame(InterruptionFrame())
+
+    async def until_replies(self, count: int) -> None:
+        """Until so many replies are spoken."""
+        await self.below.until(lambda: len(self.below.of(TTSStoppedFrame)) >= count)
+
+    async def until_audio(self) -> None:
+        await self.below.until(lambda: bool(self.below.of(TTSAudioRawFrame)))
+
+    def audio(self) -> bytes:
+        return b"".join(frame.audio for frame in self.below.of(TTSAudioRawFrame))
+
+    def rates(self) -> set[int]:
+        return {frame.sample_rate for frame in self.below.of(TTSAudioRawFrame)}
+
+    def errors(self) -> list[str]:
+        return [frame.error for frame in self.above.of(ErrorFrame)]
+
+
+Script = Callable[[Conversation], Awaitable[None]]
+
+
+async def converse(service: TTSService, script: Script, *, rate: int = 24_000, observers: list[BaseObserver] | None = None) -> Conversation:
+    """Runs `script` against the service in a pipeline, then ends the pipeline in good order."""
+    above, below = Listener(), Listener()
+    params = PipelineParams(audio_out_sample_rate=rate, enable_metrics=True, enable_usage_metrics=True)
+    worker = PipelineWorker(
+        Pipeline([above, service, below]), params=params, observers=observers or [], cancel_on_idle_timeout=False, enable_rtvi=False
+    )
+    started = asyncio.Event()
+
+    @worker.event_handler("on_pipeline_started")
+    async def begin(_worker: PipelineWorker, _frame: Frame) -> None:
+        started.set()
+
+    conversation = Conversation(worker, below, above)
+
+    async def follow() -> None:
+        try:
+            await asyncio.wait_for(started.wait(), PATIENCE_SECONDS)
+            await script(conversation)
+        finally:
+            await worker.queue_frame(EndFrame())
+
+    runner = WorkerRunner(handle_sigint=False)
+    await runner.add_workers(worker)
+    await asyncio.gather(runner.run(), follow())
+    return conversation
