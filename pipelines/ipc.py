@@ -64,19 +64,26 @@ class Channel(Generic[T]):
         Raises `ValueError` for a message that is too long, before anything is sent, `TimeoutError` when the other end has not taken it in
         `seconds`, and `OSError` when the other end is gone. After the last two the channel takes no more messages.
         """
-        data = msgspec.msgpack.encode(message)
-        if len(data) > self._maximum_bytes or len(descriptors) > MAXIMUM_DESCRIPTORS:
-            raise ValueError(f"a message of {len(data)} bytes and {len(descriptors)} descriptors is too long")
+        left = memoryview(self.pack(message, len(descriptors)))
         deadline = None if seconds is None else time.monotonic() + seconds
-        left = memoryview(_HEAD.pack(len(data), len(descriptors)) + data)
-        attached = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         with self._sending:
             while left:
                 try:
-                    left = left[self._connection.sendmsg([left], attached) :]
-                    attached = []
+                    left = left[self._connection.sendmsg([left], _attached(descriptors)) :]
+                    descriptors = ()
                 except BlockingIOError:
                     self._wait(select.POLLOUT, deadline)
+
+    def pack(self, message: object, descriptors: int = 0) -> bytes:
+        """The bytes of a message that goes with so many descriptors. Raises `ValueError` for one that is too long."""
+        data = msgspec.msgpack.encode(message)
+        if len(data) > self._maximum_bytes or descriptors > MAXIMUM_DESCRIPTORS:
+            raise ValueError(f"a message of {len(data)} bytes and {descriptors} descriptors is too long")
+        return _HEAD.pack(len(data), descriptors) + data
+
+    def outbox(self, name: str) -> Outbox:
+        """What sends in place of `send`, and without waiting. It ends before the channel is closed."""
+        return Outbox(self._connection, name)
 
     def receive(self, seconds: float | None = None) -> Received[T]:
         """The next message. Raises `TimeoutError` when it is not there in `seconds`, `EOFError` when the other end is closed, and
@@ -140,6 +147,95 @@ class Channel(Generic[T]):
         poll.register(self._connection, event)
         if not poll.poll(milliseconds):
             raise TimeoutError("the other end did not answer in time")
+
+
+class Outbox:
+    """Sends packed messages in their order and makes nobody wait: at once where the socket has room, else on a thread."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self._connection = connection
+        #: What the socket had no room for; the first one may be sent in part. Descriptors are copies.
+        self._left: deque[tuple[memoryview, list[int]]] = deque()
+        self._changed = threading.Condition()
+        self._error: OSError | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def post(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Sends what `Channel.pack` made, and copies of descriptors, which the caller may close afterwards. May be called from any thread.
+
+        Raises `OSError` when the other end is gone.
+        """
+        view = memoryview(data)
+        with self._changed:
+            if self._error is not None or self._closed:
+                raise self._error or BrokenPipeError("the outbox is closed")
+            if not self._left:
+                view, descriptors = self._sent(view, descriptors)
+            if view:
+                self._left.append((view, [os.dup(one) for one in descriptors]))
+                self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Returns when everything is sent. Raises `OSError` when the other end is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left or self._error or self._closed)
+            if self._error is not None:
+                raise self._error
+
+    def close(self) -> None:
+        """Ends the thread; what is not sent is dropped. Shut the channel down first."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        for _, copies in self._left:
+            close_all(copies)
+        self._left.clear()
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._connection, select.POLLOUT)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._left or self._closed)
+                if self._closed or self._error is not None:
+                    return
+            poll.poll()
+            with self._changed:
+                try:
+                    while self._left:
+                        view, copies = self._left[0]
+                        left, unsent = self._sent(view, copies)
+                        if not unsent:
+                            close_all(copies)
+                            copies = []
+                        self._left[0] = (left, copies)
+                        if left:
+                            break
+                        self._left.popleft()
+                except OSError as error:
+                    self._error = error
+                if not self._left or self._error is not None:
+                    self._changed.notify_all()
+
+    def _sent(self, view: memoryview, descriptors: Sequence[int]) -> tuple[memoryview, Sequence[int]]:
+        """Sends as much as the socket takes; what is left. Descriptors go with the first byte."""
+        while view:
+            try:
+                view = view[self._connection.sendmsg([view], _attached(descriptors)) :]
+                descriptors = ()
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._error = error
+                raise
+        return view, descriptors
+
+
+def _attached(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
 
 
 def share(data: bytes | memoryview | NDArray[Any]) -> int:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
-import queue
-import signal
-import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from pipelines.engine_process.child import PROGRAM, Child
 from pipelines.engine_process.messages import (
-    CLIENT_PID,
     Abort,
     Cancel,
     Chunk,
@@ -38,34 +32,31 @@ from pipelines.engine_process.messages import (
     ToClient,
 )
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
-from pipelines.ipc import Channel, close_all, read_shared
+from pipelines.ipc import close_all, read_shared
 from pipelines.registry import open_frontend
-from pipelines.request import AudioChunk, EngineStats, Frontend, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, EngineStats, Frontend, PreparedRequest, Speech, SynthesisRequest
+from pipelines.streams import End, Heard, Listener, pulled
 from pipelines.validation import no_character
 
 log = logging.getLogger(__name__)
 
-#: The child's program, behind the interpreter.
-PROGRAM = ("-m", "pipelines.engine_process")
 #: Requests on their way to the child's `submit`, before that of the client blocks. Enough that the child never waits for one.
 ON_THE_WAY = 32
 #: How long `close` waits for the child, which may hang, before it kills it.
 CLOSE_SECONDS = 5.0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Request:
     request_id: str
-    #: Of a whole utterance.
-    future: Future[Speech] | None = None
-    #: Of a stream.
-    heard: queue.SimpleQueue[AudioChunk | NightjarError] = field(default_factory=queue.SimpleQueue[AudioChunk | NightjarError])
+    #: What hears of it: the future of a whole utterance, or the listener of a stream.
+    hears: Future[Speech] | Listener
 
     def fail(self, error: NightjarError) -> None:
-        if self.future is not None:
-            self.future.set_exception(error)
+        if isinstance(self.hears, Listener):
+            _tell(self.hears, error)
         else:
-            self.heard.put(error)
+            self.hears.set_exception(error)
 
 
 class EngineProcess:
@@ -86,16 +77,14 @@ class EngineProcess:
         self._on_the_way: set[int] = set()
         self._stats = EngineStats()
         self._closed = False
-        #: The child is gone, and its requests are told.
-        self._failing = False
+        #: Why the child is gone, while its requests hear of it.
+        self._gone: NightjarError | None = None
         #: Why `submit` takes nothing more.
         self._over: NightjarError | None = None
         self._opened: Future[Opened] = Future()
-        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._outbox.put(Open(model, options or {}))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._child: Child | None = None
         # The kernel ends the child together with this thread.
-        self._host = threading.Thread(target=self._run, name="engine-host", daemon=True)
+        self._host = threading.Thread(target=self._run, args=(Open(model, options or {}),), name="engine-host", daemon=True)
         self._host.start()
         try:
             opened = self._opened.result()
@@ -107,12 +96,13 @@ class EngineProcess:
         self.capabilities = opened.capabilities
         self.info = opened.info
         self._frontend: Frontend | None = None
-        threading.Thread(target=self._open_frontend, args=(model,), name="engine-frontend", daemon=True).start()
+        self._frontend_thread = threading.Thread(target=self._open_frontend, args=(model,), name="engine-frontend", daemon=True)
+        self._frontend_thread.start()
 
     @property
     def pid(self) -> int | None:
         """The child's process id."""
-        return None if self._process is None else self._process.pid
+        return None if self._child is None else self._child.pid
 
     def submit(self, request: SynthesisRequest) -> Future[Speech]:
         """Sends a request to the child, prepared as far as its family can do that here; see `Pipeline.submit`. What the child refuses comes
@@ -120,22 +110,45 @@ class EngineProcess:
 
         Raises `SynthesisError` (`synth.aborted`) once it is closed, and `ModelError` (`model.unreachable`) when the child is gone.
         """
-        try:
-            wanted = RequestRecord.of(request) if self._frontend is None else self._frontend.prepare(request)
-        except OverflowError as error:
-            raise _too_large() from error
         future: Future[Speech] = Future()
         future.set_running_or_notify_cancel()
-        self._send(Submit(next(self._numbers), wanted), _Request(request.request_id, future))
+        number, wanted = next(self._numbers), self._prepared(request)
+        try:
+            data = self._packed(Submit(number, wanted))
+        except InputError as error:
+            future.set_exception(error)
+            return future
+        with self._changed:
+            # The host's thread is the one that makes room.
+            if threading.current_thread() is not self._host:
+                self._changed.wait_for(lambda: self._over or (len(self._on_the_way) < ON_THE_WAY and self._gone is None))
+            if self._over is not None:
+                raise self._over
+            self._on_the_way.add(number)
+            self._enter(number, _Request(request.request_id, future), data)
         return future
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-        """Audio as it is made. The request goes to the child at once; closing the iterator ends it. See `Pipeline.stream`."""
-        if not self.capabilities.streaming:
-            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {self.name} cannot stream.", "Ask for whole speech.")
-        number, entry = next(self._numbers), _Request(request.request_id)
-        self._send(Stream(number, RequestRecord.of(request)), entry)
-        return _ChunkStream(entry, lambda: self._cancel(number))
+        """Audio as it is made; the first `next` sends the request to the child, closing the iterator ends it. See `Pipeline.stream`."""
+        self._check_streaming()
+        return pulled(lambda heard: self.start_stream(request, heard))
+
+    def start_stream(self, request: SynthesisRequest, heard: Heard) -> End:
+        """Sends a request to the child and returns at once; `heard` is called on the host's thread. See `pipelines.streams.start_stream`.
+
+        Raises as `submit`, and `InputError` for what the family's frontend refuses.
+        """
+        self._check_streaming()
+        number = next(self._numbers)
+        wanted = self._prepared(request)
+        has_audio = any(message.modality == "audio" for message in request.messages)
+        data = self._packed(Stream(number, wanted, quick=isinstance(wanted, PreparedRequest) and not has_audio))
+        listener = Listener(heard, lambda _finished: self._leave(number))
+        with self._changed:
+            if (error := self._over or self._gone) is not None:
+                raise error
+            self._enter(number, _Request(request.request_id, listener), data)
+        return listener.close
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once; the child hears of it."""
@@ -143,7 +156,7 @@ class EngineProcess:
             numbers = [number for number, entry in self._requests.items() if entry.request_id == request_id]
             entries = [self._requests.pop(number) for number in numbers]
         if entries:
-            self._outbox.put(Abort(request_id))
+            self._post(Abort(request_id))
         for entry in entries:
             entry.fail(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
 
@@ -159,7 +172,7 @@ class EngineProcess:
             entries = list(self._requests.values())
             self._requests.clear()
             self._changed.notify_all()
-        self._outbox.put(Close())
+        self._post(Close())
         for entry in entries:
             entry.fail(_closed())
         if threading.current_thread() is self._host:
@@ -171,18 +184,44 @@ class EngineProcess:
             self._kill()
             self._host.join(CLOSE_SECONDS)
 
-    def _send(self, message: Submit | Stream, entry: _Request) -> None:
-        """Hands a request to the child once there is room."""
-        with self._changed:
-            # The host's thread is the one that makes room.
-            if threading.current_thread() is not self._host:
-                self._changed.wait_for(lambda: self._over or (len(self._on_the_way) < ON_THE_WAY and not self._failing))
-            if self._over is not None:
-                raise self._over
-            self._requests[message.number] = entry
-            self._on_the_way.add(message.number)
-            # Inside the lock, so that no abort overtakes its request.
-            self._outbox.put(message)
+    def wait_for_frontend(self) -> None:
+        """Returns once requests are prepared on this side, where the family can do that."""
+        self._frontend_thread.join()
+
+    def _check_streaming(self) -> None:
+        if not self.capabilities.streaming:
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {self.name} cannot stream.", "Ask for whole speech.")
+
+    def _prepared(self, request: SynthesisRequest) -> RequestRecord | PreparedRequest:
+        try:
+            return RequestRecord.of(request) if self._frontend is None else self._frontend.prepare(request)
+        except OverflowError as error:
+            raise _too_large() from error
+
+    def _packed(self, message: Submit | Stream) -> bytes:
+        """Raises `InputError` for what cannot be sent."""
+        assert self._child is not None
+        try:
+            return self._child.channel.pack(message)
+        except OverflowError as error:
+            raise _too_large() from error
+        except UnicodeEncodeError as error:
+            raise no_character() from error
+        except (TypeError, ValueError) as error:
+            advice = "Give shorter recordings."
+            raise InputError(ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice) from error
+
+    def _enter(self, number: int, entry: _Request, data: bytes) -> None:
+        """Sends a request. Called inside the lock, so that no abort overtakes it."""
+        assert self._child is not None
+        self._requests[number] = entry
+        with suppress(OSError):  # the host's thread sees that too, and tells everyone
+            self._child.outbox.post(data)
+
+    def _post(self, message: Abort | Cancel | Close) -> None:
+        if self._child is not None:
+            with suppress(OSError):
+                self._child.outbox.post(self._child.channel.pack(message))
 
     def _open_frontend(self, model: str) -> None:
         """Reads the family's frontend, if it has one. Until then, and without one, the child prepares whole requests."""
@@ -191,32 +230,29 @@ class EngineProcess:
         except NightjarError as error:
             log.warning("requests are prepared by the engine's process: %s", error)
 
-    def _cancel(self, number: int) -> None:
+    def _leave(self, number: int) -> None:
+        """A stream is over. The child hears of it, unless it was the one to say so."""
         with self._changed:
             known = self._requests.pop(number, None)
         if known is not None:
-            self._outbox.put(Cancel(number))
+            self._post(Cancel(number))
 
-    def _run(self) -> None:
+    def _run(self, wanted: Open) -> None:
         """The host's thread: the child's life from start to end."""
         reason = "it could not be started"
         try:
-            process, channel = self._start()
-            sender = threading.Thread(target=self._run_sender, args=(channel,), name="engine-sender", daemon=True)
-            sender.start()
+            child = self._child = Child(self._program)
             try:
+                self._open(wanted, child)
                 while True:
-                    received = channel.receive()
+                    received = child.channel.receive()
                     self._take(received.message, received.descriptors)
             except (EOFError, OSError, msgspec.MsgspecError) as error:
-                if not isinstance(error, EOFError | ConnectionResetError):
+                if not isinstance(error, EOFError | ConnectionResetError | BrokenPipeError):
                     log.warning("the channel to the engine's process broke: %s", error)
-            self._kill()
-            reason = _ending(process.wait())
-            channel.shut_down()
-            self._outbox.put(None)
-            sender.join()
-            channel.close()
+            child.kill()
+            reason = child.wait()
+            child.close()
         except Exception as error:
             log.exception("the engine's host failed")
             self._kill()
@@ -224,43 +260,15 @@ class EngineProcess:
         finally:
             self._end(reason)
 
-    def _start(self) -> tuple[subprocess.Popen[bytes], Channel[ToClient]]:
-        flags = ["-P"] if sys.flags.safe_path else []
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # The socket is the child's standard input. What libraries print goes to standard error. A session of its own keeps the
-            # terminal's signals away.
-            self._process = subprocess.Popen(
-                [sys.executable, *flags, *self._program],
-                stdin=theirs.fileno(),
-                stdout=2,
-                env={**os.environ, CLIENT_PID: str(os.getpid())},
-                start_new_session=True,
-            )
-        return self._process, Channel(ours, ToClient)
-
-    def _run_sender(self, channel: Channel[ToClient]) -> None:
-        while (message := self._outbox.get()) is not None:
-            try:
-                channel.send(message)
-            except (TypeError, ValueError, OverflowError) as error:
-                self._refuse(message, error)
-            except OSError:
-                # The host's thread sees that too, and tells everyone.
-                return
-
-    def _refuse(self, message: Any, error: Exception) -> None:
-        """A message that cannot be sent."""
-        if isinstance(message, Open):
+    def _open(self, wanted: Open, child: Child) -> None:
+        """Sends the first message."""
+        try:
+            child.outbox.post(child.channel.pack(wanted))
+        except (TypeError, ValueError, OverflowError) as error:
             advice = "Give numbers, texts and lists of them."
             self._opened.set_exception(ConfigError(ErrorCode.CONFIG_INVALID, f"An option of the model cannot be used: {error}.", advice))
-        elif isinstance(error, OverflowError):
-            self._fail(message.number, _too_large())
-        elif isinstance(error, UnicodeEncodeError):
-            self._fail(message.number, no_character())
-        else:
-            advice = "Give shorter recordings."
-            self._fail(message.number, InputError(ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice))
+        if self._closed:
+            self._post(Close())
 
     def _take(self, message: ToClient, descriptors: list[int]) -> None:
         """Handles a message of the child."""
@@ -281,27 +289,32 @@ class EngineProcess:
 
     def _take_speech(self, message: Finished, descriptors: list[int]) -> None:
         entry = self._answered(message.number)
-        if entry is None or entry.future is None:
+        if entry is None or isinstance(entry.hears, Listener):
             close_all(descriptors)
             return
         try:
             speech = _speech(message, descriptors[0])
         except OSError as error:
-            entry.fail(SynthesisError(ErrorCode.SYNTH_ENGINE, f"The speech could not be read from shared memory: {error}."))
+            entry.fail(_unreadable(error))
         else:
-            entry.future.set_result(speech)
+            entry.hears.set_result(speech)
 
     def _take_chunk(self, message: Chunk, descriptors: list[int]) -> None:
         with self._changed:
             entry = self._requests.get(message.number)
             if message.final:
                 self._requests.pop(message.number, None)
-        if entry is None:
+        if entry is None or not isinstance(entry.hears, Listener):
             close_all(descriptors)
             return
-        speech = None if message.speech is None else _speech(message.speech, descriptors[0])
+        try:
+            speech = None if message.speech is None else _speech(message.speech, descriptors[0])
+        except OSError as error:
+            self._requests.pop(message.number, None)
+            entry.fail(_unreadable(error))
+            return
         samples = np.frombuffer(message.samples, np.float32)
-        entry.heard.put(AudioChunk(samples, message.sample_rate, message.final, message.text, speech))
+        _tell(entry.hears, AudioChunk(samples, message.sample_rate, message.final, message.text, speech))
 
     def _answered(self, number: int) -> _Request | None:
         """Takes a request out; None for one that was aborted."""
@@ -321,16 +334,14 @@ class EngineProcess:
                 self._changed.notify()
 
     def _kill(self) -> None:
-        """Kills the child and what it started. One that is gone is no error."""
-        process = self._process
-        if process is not None and process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        if self._child is not None:
+            self._child.kill()
 
     def _end(self, reason: str) -> None:
         """The child is gone. Its requests hear of it first, so that whoever had one in it knows that before `submit` says anything."""
+        gone = ModelError(ErrorCode.MODEL_UNREACHABLE, f"The engine's process has ended: {reason}.", "The model is opened again.")
         with self._changed:
-            self._failing = True
+            self._gone = gone
             entries = list(self._requests.values())
             self._requests.clear()
         advice = "See the worker's log. The model may need more memory than there is."
@@ -342,42 +353,24 @@ class EngineProcess:
         for entry in entries:
             entry.fail(crash)
         with self._changed:
-            gone = ModelError(ErrorCode.MODEL_UNREACHABLE, f"The engine's process has ended: {reason}.", "The model is opened again.")
             self._over = self._over or gone
             self._changed.notify_all()
 
 
-class _ChunkStream:
-    """Iterates over the chunks of one stream. Ends it when it is closed or forgotten."""
-
-    def __init__(self, entry: _Request, cancel: Any) -> None:
-        self._entry = entry
-        self._cancel = cancel
-        self._over = False
-
-    def __iter__(self) -> Iterator[AudioChunk]:
-        return self
-
-    def __next__(self) -> AudioChunk:
-        if self._over:
-            raise StopIteration
-        heard = self._entry.heard.get()
-        self._over = isinstance(heard, NightjarError) or heard.final
-        if isinstance(heard, NightjarError):
-            raise heard
-        return heard
-
-    def close(self) -> None:
-        """Ends the stream. May be called more than once."""
-        self._over = True
-        self._cancel()
-
-    def __del__(self) -> None:
-        self.close()
+def _tell(listener: Listener, outcome: AudioChunk | NightjarError) -> None:
+    """A listener that raises must not stop the host."""
+    try:
+        listener(outcome)
+    except Exception:
+        log.exception("a listener of a stream failed")
 
 
 def _speech(message: Finished, descriptor: int) -> Speech:
     return Speech(read_shared(descriptor), message.sample_rate, message.text, message.text_out, message.meta)
+
+
+def _unreadable(error: OSError) -> SynthesisError:
+    return SynthesisError(ErrorCode.SYNTH_ENGINE, f"The speech could not be read from shared memory: {error}.")
 
 
 def _too_large() -> InputError:
@@ -386,10 +379,3 @@ def _too_large() -> InputError:
 
 def _closed() -> SynthesisError:
     return SynthesisError(ErrorCode.SYNTH_ABORTED, "The engine was closed.")
-
-
-def _ending(status: int) -> str:
-    """How a process ended, by its exit status."""
-    if status < 0:
-        return f"it was killed by {signal.Signals(-status).name}"
-    return f"its exit status was {status}"

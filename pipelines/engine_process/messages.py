@@ -109,7 +109,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 class Stream(msgspec.Struct, frozen=True, tag=True):
     number: int
-    request: RequestRecord
+    request: RequestRecord | PreparedRequest
+    #: Whether the pipeline has only to queue it. Others have a recording that is encoded first, or a text that nobody has read.
+    quick: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -146,7 +148,7 @@ class NotOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
-    """The pipeline has accepted a request: there is room for another one."""
+    """The pipeline has accepted a request that was submitted: there is room for another one."""
 
     number: int
 

@@ -12,13 +12,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.messages import (
     CLIENT_PID,
     Abort,
@@ -35,17 +36,21 @@ from pipelines.engine_process.messages import (
     Submit,
     Taken,
     ToChild,
+    ToClient,
     plain,
 )
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.ipc import Channel, close_all, share
 from pipelines.registry import open_pipeline
 from pipelines.request import AudioChunk, EngineStats, Pipeline, PreparedRequest, Speech, engine_info
+from pipelines.streams import End, start_stream
 
 log = logging.getLogger(__name__)
 
 #: Between two messages with the engine's stats.
 STATS_SECONDS = 0.1
+#: Threads that start streams whose recording is encoded first, or whose text is read here. More would only share the device.
+_STARTING_THREADS = 4
 #: Exit status of a child whose client is gone.
 ORPHANED = 3
 _PR_SET_PDEATHSIG = 1
@@ -87,12 +92,14 @@ def _end_with_client(client: int) -> None:
 class EngineServer:
     """One pipeline and its channel.
 
-    The reader's thread takes messages and ends the process when the client is gone. The feeder submits requests, because `submit` may
-    wait. The main thread delivers speech, so that the engine's threads do not wait for it.
+    The reader's thread takes messages and ends the process when the client is gone. It starts streams that only have to be queued; a few
+    threads start the others. The feeder submits requests, because `submit` may wait. The main thread delivers speech, so that the engine's
+    threads do not wait for it. Chunks of a stream are sent by the thread that made them.
     """
 
     def __init__(self, channel: Channel[ToChild]) -> None:
         self._channel = channel
+        self._outbox = channel.outbox("sender")
         self._open: queue.SimpleQueue[Open] = queue.SimpleQueue()
         self._requests: queue.SimpleQueue[Submit] = queue.SimpleQueue()
         #: Answers to deliver; None: the client closes.
@@ -101,7 +108,10 @@ class EngineServer:
         #: Requests that the pipeline has not accepted: number -> whether it was aborted meanwhile.
         self._queued: dict[int, bool] = {}
         self._queued_ids: dict[int, str] = {}
-        self._streams: set[int] = set()
+        #: Streams that nobody has ended: number -> their request's id, and what ends them once they have begun.
+        self._streams: dict[int, str] = {}
+        self._ends: dict[int, End] = {}
+        self._starters = DaemonThreads(_STARTING_THREADS, "starter")
         self._pipeline: Pipeline | None = None
         self._sent = EngineStats()
         self._stats_due_at = 0.0
@@ -113,10 +123,11 @@ class EngineServer:
         try:
             pipeline = self._pipeline = open_pipeline(wanted.model, **wanted.options)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client reports it
-            self._channel.send(NotOpened(_record_of(error, "The model could not be opened")))
+            self._send(NotOpened(_record_of(error, "The model could not be opened")))
+            self._outbox.wait()
             return 0
         threading.Thread(target=self._feed, name="feeder", args=(pipeline,), daemon=True).start()
-        self._channel.send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, engine_info(pipeline)))
+        self._send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, engine_info(pipeline)))
         self._deliver(pipeline)
         pipeline.close()
         return 0
@@ -141,10 +152,14 @@ class EngineServer:
         elif isinstance(message, Abort):
             self._abort(message.request_id)
         elif isinstance(message, Stream):
-            self._streams.add(message.number)
-            threading.Thread(target=self._stream, name=f"stream-{message.number}", args=(message,), daemon=True).start()
+            with self._lock:
+                self._streams[message.number] = message.request.request_id
+            if message.quick:
+                self._start_stream(message)
+            else:
+                self._starters.submit(self._start_stream, message)
         elif isinstance(message, Cancel):
-            self._streams.discard(message.number)
+            self._end_stream(message.number)
         elif isinstance(message, Open):
             self._open.put(message)
         else:
@@ -155,6 +170,9 @@ class EngineServer:
             for number, queued_id in self._queued_ids.items():
                 if queued_id == request_id:
                     self._queued[number] = True
+            streams = [number for number, one in self._streams.items() if one == request_id]
+        for number in streams:
+            self._end_stream(number)
         if self._pipeline is not None:
             self._pipeline.abort(request_id)
 
@@ -173,7 +191,7 @@ class EngineServer:
             if aborted:
                 # The abort may have come before the pipeline knew the request.
                 pipeline.abort(message.request.request_id)
-            self._send(Taken(number))
+            self._post(Taken(number))
             future.add_done_callback(lambda done, number=number: self._answers.put((number, done)))
 
     def _deliver(self, pipeline: Pipeline) -> None:
@@ -189,58 +207,91 @@ class EngineServer:
             if time.monotonic() >= self._stats_due_at and (stats := pipeline.stats()) != self._sent:
                 self._stats_due_at = time.monotonic() + STATS_SECONDS
                 self._sent = stats
-                self._channel.send(Stats(stats))
+                self._send(Stats(stats))
 
     def _answer(self, number: int, future: Future[Speech]) -> None:
         try:
             speech = future.result()
             samples = share(np.ascontiguousarray(speech.samples, np.float32))
         except CancelledError:
-            self._channel.send(Failed(number, ErrorRecord.of(_aborted())))
+            self._send(Failed(number, ErrorRecord.of(_aborted())))
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
-            self._channel.send(Failed(number, _record_of(error, "The engine failed")))
+            self._send(Failed(number, _record_of(error, "The engine failed")))
             return
         try:
-            self._channel.send(_made(number, speech), [samples])
+            self._send(_made(number, speech), [samples])
         except (TypeError, ValueError, OverflowError) as error:
-            self._channel.send(Failed(number, _record_of(error, "The engine's answer cannot be sent")))
+            self._send(Failed(number, _record_of(error, "The engine's answer cannot be sent")))
         finally:
             os.close(samples)
 
-    def _stream(self, message: Stream) -> None:
-        number = message.number
-        chunks: Iterator[AudioChunk] | None = None
+    def _start_stream(self, message: Stream) -> None:
+        number, request = message.number, message.request
+        with self._lock:
+            if number not in self._streams:
+                return
+        assert self._pipeline is not None, "streams come after the model is open"
         try:
-            assert self._pipeline is not None, "streams come after the model is open"
-            chunks = self._pipeline.stream(message.request.request)
-            self._send(Taken(number))
-            for chunk in chunks:
-                if number not in self._streams:
-                    return
-                self._send_chunk(number, chunk)
+            wanted = request if isinstance(request, PreparedRequest) else request.request
+            end = start_stream(self._pipeline, wanted, lambda outcome: self._heard(number, outcome))
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
-            self._send(Failed(number, _record_of(error, "The engine failed")))
-        finally:
-            self._streams.discard(number)
-            if (close := getattr(chunks, "close", None)) is not None:
-                close()
+            self._heard(number, error)
+            return
+        with self._lock:
+            wanted_still = number in self._streams
+            if wanted_still:
+                self._ends[number] = end
+        if not wanted_still:
+            end()
 
-    def _send_chunk(self, number: int, chunk: AudioChunk) -> None:
+    def _end_stream(self, number: int) -> None:
+        """Nobody listens. One that has not begun does not begin; one that is being started ends when it is."""
+        with self._lock:
+            self._streams.pop(number, None)
+            end = self._ends.pop(number, None)
+        if end is not None:
+            end()
+
+    def _heard(self, number: int, outcome: AudioChunk | Exception) -> None:
+        """Sends what comes of a stream, on the thread that made it."""
+        if isinstance(outcome, Exception) or outcome.final:
+            with self._lock:
+                known = self._streams.pop(number, None)
+                self._ends.pop(number, None)
+        else:
+            known = self._streams.get(number)
+        if known is None:
+            return
+        if isinstance(outcome, Exception):
+            self._post(Failed(number, _record_of(outcome, "The engine failed")))
+            return
+        try:
+            self._post_chunk(number, outcome)
+        except (TypeError, ValueError, OverflowError, OSError) as error:
+            self._post(Failed(number, _record_of(error, "The engine's answer cannot be sent")))
+
+    def _post_chunk(self, number: int, chunk: AudioChunk) -> None:
         samples = np.ascontiguousarray(chunk.samples, np.float32).tobytes()
         made, descriptors = None, list[int]()
         if chunk.speech is not None:
             made = _made(number, chunk.speech)
             descriptors = [share(np.ascontiguousarray(chunk.speech.samples, np.float32))]
         try:
-            self._send(Chunk(number, samples, chunk.sample_rate, chunk.final, chunk.text, made), descriptors)
+            self._post(Chunk(number, samples, chunk.sample_rate, chunk.final, chunk.text, made), descriptors)
         finally:
             close_all(descriptors)
 
-    def _send(self, message: Any, descriptors: list[int] | None = None) -> None:
-        """For threads beside the main one: they have nobody to raise an error to, and the reader ends the process."""
+    def _send(self, message: ToClient, descriptors: Sequence[int] = ()) -> None:
+        """For the main thread, which waits for a client that does not read, rather than gather speech. Raises `OSError`."""
+        self._outbox.post(self._channel.pack(message, len(descriptors)), descriptors)
+        self._outbox.wait()
+
+    def _post(self, message: ToClient, descriptors: Sequence[int] = ()) -> None:
+        """For the other threads: they do not wait, and have nobody to raise an error to; the reader ends the process."""
+        data = self._channel.pack(message, len(descriptors))
         try:
-            self._channel.send(message, descriptors or ())
+            self._outbox.post(data, descriptors)
         except OSError as error:
             log.warning("the client takes no messages: %s", error)
 

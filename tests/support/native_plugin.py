@@ -1,6 +1,7 @@
 """The fake engine as a plug-in of the engine `native`, which a worker opens in an engine process.
 
-`installed(folder)` gives the variables with which a process and its children find it under the name `fake-native`.
+`installed(folder)` gives the variables with which a process and its children find it under the name `fake-native`, and the one that streams
+(`tests.support.streaming_fake`) under the name `fake-streaming`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.registry import ENTRY_POINT_GROUP, ModelCard
+from tests.support import streaming_fake
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline, die_on_bad_gpu
 
@@ -24,7 +26,9 @@ def installed(folder: Path) -> dict[str, str]:
     info = folder / "fake_native-1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-native\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{NAME} = {__name__}\n")
+    (info / "entry_points.txt").write_text(
+        f"[{ENTRY_POINT_GROUP}]\n{NAME} = {__name__}\n{streaming_fake.NAME} = {streaming_fake.__name__}\n"
+    )
     return {"PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)])}
 
 

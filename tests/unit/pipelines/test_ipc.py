@@ -192,3 +192,43 @@ def test_a_killed_child_leaves_nothing_behind() -> None:
             close_all(channel.receive().descriptors)
     channel.close()
     assert open_descriptors() == before
+
+
+def test_an_outbox_waits_for_nobody_and_keeps_the_order(ends: Ends) -> None:
+    """The socket takes a few hundred kB; what it has no room for goes out as it is read, with its descriptors."""
+    before = open_descriptors()
+    outbox = ends[0].outbox("outbox")
+    data = bytes(20_000)
+    for number in range(200):
+        descriptor = share(str(number).encode())
+        outbox.post(ends[0].pack(_Data(data), 1), [descriptor])
+        os.close(descriptor)
+    for number in range(200):
+        message, (descriptor,) = ends[1].receive()
+        assert message == _Data(data)
+        assert read_shared(descriptor, np.uint8).tobytes() == str(number).encode()
+    outbox.wait()
+    assert open_descriptors() == before
+    outbox.post(ends[0].pack(_Text("at once")))
+    assert ends[1].receive().message == _Text("at once")
+    ends[0].shut_down()
+    outbox.close()
+
+
+def test_an_outbox_to_nobody_says_so(ends: Ends) -> None:
+    before = open_descriptors()
+    outbox = ends[0].outbox("outbox")
+    descriptor = share(b"x")
+    for _ in range(100):
+        outbox.post(ends[0].pack(_Data(bytes(20_000)), 1), [descriptor])
+    os.close(descriptor)
+    ends[1].shut_down()
+    with pytest.raises(OSError, match="Broken pipe"):
+        outbox.wait()
+    with pytest.raises(OSError, match="Broken pipe"):
+        outbox.post(ends[0].pack(_Text("late")))
+    ends[0].shut_down()
+    outbox.close()
+    ends[1].close()
+    ends[0].close()
+    assert open_descriptors() == before - 2
