@@ -50,6 +50,10 @@ RENAMED = {
 NOT_SETTINGS = frozenset({"SPEECH_CONFIG", "SPEECH_DEBUG"})
 
 
+#: Of `engine`: what the engine vllm has not, or has by another name.
+_NATIVE_ONLY = {"executor", "voice_cache", "voice_cache_mib"}
+
+
 class Settings(SettingsGroup):
     """Every setting of Nightjar. Build it with `load_settings`; a direct call takes only what it is given."""
 
@@ -140,9 +144,9 @@ class Settings(SettingsGroup):
         if engine == "cpu":
             options = {"threads": self.worker.threads, "waiting_room": self.engine.waiting_room}
         elif engine == "native":
-            options = self.engine.model_dump(exclude_defaults=True)
+            options = self.engine.model_dump(exclude_defaults=True, mode="json")
         else:
-            options = self.engine.model_dump(exclude_defaults=True, exclude={"executor"}) | self.vllm.model_dump(exclude_defaults=True)
+            options = self.engine.model_dump(exclude_defaults=True, exclude=_NATIVE_ONLY) | self.vllm.model_dump(exclude_defaults=True)
             options["eager"] = {"auto": None, "eager": True, "graph": False}[self.engine.executor]
         return {name: value for name, value in options.items() if value is not None}
 

@@ -103,6 +103,11 @@ class EngineSettings(SettingsGroup):
         description="How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower. `auto`: the best.",
     )
 
+    voice_cache: Path | None = Field(
+        default=None, description="Qwen3-TTS: folder that keeps cloned voices, encoded, for later starts. Unset: they are kept in memory."
+    )
+    voice_cache_mib: PositiveInt = Field(default=256, description="Qwen3-TTS: maximum size of `voice_cache` in MiB.")
+
 
 class VllmSettings(SettingsGroup):
     """What only the engine `vllm` has."""

@@ -9,6 +9,7 @@ import hashlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
@@ -23,6 +24,8 @@ T = TypeVar("T")
 MIN_SECONDS = 0.5
 #: Root mean square below which a recording holds no voice (-60 dBFS).
 SILENCE = 1e-3
+#: Recordings that one cache works on at a time; each takes memory of the device.
+AT_ONCE = 4
 _BEST_LENGTH = "Three to fifteen seconds of clear speech work best."
 
 
@@ -74,33 +77,58 @@ def read_recording(
 
 
 class RecordingCache(Generic[T]):
-    """What was made of the last `capacity` recordings, by their content. One recording is worked on at a time."""
+    """What was made of the last `capacity` recordings, by their content.
+
+    A recording that is asked for again while it is worked on is waited for; others are worked on meanwhile, a few at once.
+    """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._kept: OrderedDict[tuple[str, Hashable], T] = OrderedDict()
+        self._making: dict[tuple[str, Hashable], Future[T]] = {}
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(AT_ONCE)
 
     def get(self, recording: bytes, variant: Hashable, make: Callable[[], T]) -> T:
         """What `make` made of this recording when first asked for in this variant.
 
-        Raises `SynthesisError` (`synth.oom`) when the device has no room for it, and what `make` raises.
+        Raises `SynthesisError` (`synth.oom`) when the device has no room for it, and what `make` raises; then nothing is kept.
         """
         key = hashlib.sha256(recording).hexdigest(), variant
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-            try:
-                made = make()
-            except RuntimeError as error:
-                import torch  # whoever makes something of a recording has imported it
-
-                if not isinstance(error, torch.OutOfMemoryError):
-                    raise
-                message = f"The device ran out of memory over the reference audio: {error}."
-                raise SynthesisError(ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine.") from error
+            making = self._making.get(key)
+            mine = making is None
+            if making is None:
+                making = self._making[key] = Future()
+        if not mine:
+            return making.result()
+        try:
+            with self._places:
+                made = _with_memory(make)
+        except BaseException as error:
+            with self._lock:
+                del self._making[key]
+            making.set_exception(error)
+            raise
+        with self._lock:
+            del self._making[key]
             self._kept[key] = made
-            if len(self._kept) > self.capacity:
+            while len(self._kept) > self.capacity:
                 self._kept.popitem(last=False)
-            return made
+        making.set_result(made)
+        return made
+
+
+def _with_memory(make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except RuntimeError as error:
+        import torch  # whoever makes something of a recording has imported it
+
+        if not isinstance(error, torch.OutOfMemoryError):
+            raise
+        message = f"The device ran out of memory over the reference audio: {error}."
+        raise SynthesisError(ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine.") from error

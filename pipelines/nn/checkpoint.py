@@ -29,6 +29,12 @@ def bad_checkpoint(message: str, advice: str = _ADVICE) -> ModelError:
     return ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, message, advice)
 
 
+class Digest(Protocol):
+    """An object of `hashlib`."""
+
+    def update(self, data: Any, /) -> None: ...
+
+
 class TensorSource(Protocol):
     """Where weights come from: a `Checkpoint`, or anything that makes tensors by name and shape."""
 
@@ -136,6 +142,13 @@ class Checkpoint:
     def values(self) -> int:
         """Numbers in all tensors together; reads no tensor."""
         return sum(math.prod(self._handle(file).get_slice(name).get_shape()) for name, file in self._files.items())
+
+    def update_digest(self, digest: Digest, prefix: str = "") -> None:
+        """Adds all tensors under `prefix` to a digest: their names, types, shapes and contents."""
+        for name in self.names(prefix):
+            tensor: Tensor = self._handle(self._files[name]).get_tensor(name)
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
 
     def ignore(self, pattern: str) -> None:
         """Marks tensors as not needed, by a shell pattern such as `*rotary_emb*`."""

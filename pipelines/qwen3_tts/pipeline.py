@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +27,9 @@ from pipelines.qwen3_tts.execution import check_executor, engine_options, open_e
 from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
-from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache
+from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
 from pipelines.qwen3_tts.weights import take_weights
+from pipelines.recording_files import RecordingFiles
 from pipelines.request import Generation, PreparedRequest, SynthesisRequest
 from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechPipeline, Streamer, UtteranceFuture, no_audio
 from pipelines.streams import Heard
@@ -116,6 +118,9 @@ class PipelineOptions:
     text_first: bool | None = None
     #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of failing.
     keep_unfinished: bool = False
+    #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in memory alone.
+    voice_cache: str | None = None
+    voice_cache_mib: int = 256
     #: CPU threads; results in float32 on CPU are the same bits in any batch with one.
     threads: int | None = None
 
@@ -153,7 +158,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self.sample_rate = self.codec.config.output_sample_rate
         self.capabilities = capabilities(self.config)
         self._options = options
-        self._voices = VoiceCache(speaker, self.codec) if speaker else None
+        self._voices = VoiceCache(speaker, self.codec, self._voice_files(speaker)) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
         executor = open_executor(model, sizes, options.executor, options.reproducible)
         self._meta = {"engine": "native", "executor": executor.name, "dtype": type_name(dtype)}
@@ -195,6 +200,14 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             reference = Reference(task.reference_ids, voice.codes)
         first = False if text_first is None else text_first
         return PromptParts(role, body, instruct, language, None, voice.vector, reference, first), voice
+
+    def _voice_files(self, speaker: SpeakerEncoder) -> RecordingFiles | None:
+        config, options = self.config, self._options
+        if options.voice_cache is None:
+            return None
+        codec = self.codec.config
+        identity = partial(voice_identity, config, codec, speaker.device, speaker.dtype)
+        return RecordingFiles(Path(options.voice_cache), options.voice_cache_mib << 20, identity)
 
     def _token_limit(self, generation: Generation) -> int:
         """Draws of codebook 0: the frames asked for, and one that may be the end."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +16,12 @@ from torch.nn.functional import conv1d, pad, relu, softmax
 
 from pipelines.codec.decoder import CodecState
 from pipelines.errors import ErrorCode, InputError
-from pipelines.nn.checkpoint import Loader, TensorSource
+from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, device_name, type_name
 from pipelines.qwen3_tts.codec import Codec
-from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
+from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
+from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.recording import RecordingCache, decode_recording, read_recording
+from pipelines.recording_files import RecordingFiles
 
 N_FFT = 1024
 HOP = 256
@@ -71,6 +75,8 @@ def _mel_to_hz(mel: Tensor) -> Tensor:
 
 PREFIX = "speaker_encoder."
 VARIANCE_FLOOR = 1e-12
+#: Of how recordings are read and encoded; a higher one leaves kept voices of the one before unused.
+_REVISION = 1
 
 
 class SpeakerEncoder:
@@ -192,11 +198,12 @@ class PreparedVoice:
 
 
 class VoiceCache:
-    """Prepares reference recordings, and keeps the last ones by their content."""
+    """Prepares reference recordings, and keeps the last ones by their content: in memory, and with `files` on disk."""
 
-    def __init__(self, speaker: SpeakerEncoder, codec: Codec, capacity: int = 256) -> None:
+    def __init__(self, speaker: SpeakerEncoder, codec: Codec, files: RecordingFiles | None = None, capacity: int = 256) -> None:
         self._speaker = speaker
         self._codec = codec
+        self._files = files
         self._kept: RecordingCache[PreparedVoice] = RecordingCache(capacity)
 
     def prepare(self, recording: bytes, in_context: bool) -> PreparedVoice:
@@ -209,13 +216,47 @@ class VoiceCache:
 
     @torch.inference_mode()
     def _make(self, recording: bytes, in_context: bool) -> PreparedVoice:
+        def encode() -> dict[str, NDArray[Any]]:
+            return self._encode(recording, in_context)
+
+        variant = "in context" if in_context else "vector"
+        found = encode() if self._files is None else self._files.get(recording, variant, encode, lambda kept: self._fits(kept, in_context))
+        vector = found["vector"].astype(np.float32)
+        if not in_context:
+            return PreparedVoice(vector)
+        codes = found["codes"].astype(np.int64)
+        state = self._codec.decoder.new_state()
+        self._codec.decoder.decode_chunk([state], [torch.from_numpy(codes).to(self._codec.encoder.device)])
+        return PreparedVoice(vector, codes, state)
+
+    @torch.inference_mode()
+    def _encode(self, recording: bytes, in_context: bool) -> dict[str, NDArray[Any]]:
+        """`vector`: float32 [talker hidden]; in context `codes` too: int64 [frames, codebooks]."""
         samples = read_recording(recording, self._speaker.sample_rate)
         vector = self._speaker.embed(torch.from_numpy(samples)).float().cpu().numpy()
         if not in_context:
-            return PreparedVoice(vector)
+            return {"vector": vector}
         if self._codec.encoder.sample_rate != self._speaker.sample_rate:
             samples, _ = decode_recording(recording, self._codec.encoder.sample_rate)
-        codes = self._codec.encoder.encode(torch.from_numpy(samples))
-        state = self._codec.decoder.new_state()
-        self._codec.decoder.decode_chunk([state], [codes])
-        return PreparedVoice(vector, codes.cpu().numpy(), state)
+        return {"vector": vector, "codes": self._codec.encoder.encode(torch.from_numpy(samples)).cpu().numpy()}
+
+    def _fits(self, kept: dict[str, NDArray[Any]], in_context: bool) -> bool:
+        """Whether kept arrays are a voice of this model."""
+        if kept["vector"].shape != (self._speaker.config.enc_dim,) or not np.isfinite(kept["vector"]).all():
+            return False
+        codes = kept["codes"] if in_context else np.zeros((1, self._codec.encoder.codebooks), np.int64)
+        sized = codes.ndim == 2 and len(codes) > 0 and codes.shape[1] == self._codec.encoder.codebooks
+        return sized and int(codes.min()) >= 0 and int(codes.max()) < self._codec.encoder.config.codebook_size
+
+
+def voice_identity(config: Qwen3TTSConfig, codec: CodecConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """What a prepared voice depends on besides its recording: the weights and sizes of both encoders, and what they run on.
+
+    Reads their weights from the checkpoint. Raises `ModelError` as `Checkpoint`.
+    """
+    digest = hashlib.sha256(repr((_REVISION, config.speaker_encoder, codec)).encode())
+    digest.update(repr((device_name(device), type_name(dtype), torch.__version__)).encode())
+    for folder, prefix in ((config.folder, PREFIX), (config.folder / "speech_tokenizer", "encoder.")):
+        with Checkpoint.open(folder) as checkpoint:
+            checkpoint.update_digest(digest, prefix)
+    return digest.hexdigest()

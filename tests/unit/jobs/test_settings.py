@@ -111,13 +111,13 @@ def test_an_engine_is_told_what_was_set_and_nothing_else() -> None:
     nothing = load_settings()
     assert [nothing.engine_options(engine) for engine in ("cpu", "native", "vllm")] == [{}, {}, {}]
     settings = load_settings(
-        engine={"slots": 5, "memory_share": 0.5, "executor": "graph", "reproducible": False, "waiting_room": 7},
+        engine={"slots": 5, "memory_share": 0.5, "executor": "graph", "reproducible": False, "waiting_room": 7, "voice_cache": "/voices"},
         vllm={"step_tokens": 64},
         worker={"threads": 3},
     )
     assert settings.engine_options("cpu") == {"threads": 3, "waiting_room": 7}
     common = {"slots": 5, "memory_share": 0.5, "reproducible": False, "waiting_room": 7}
-    assert settings.engine_options("native") == common | {"executor": "graph"}
+    assert settings.engine_options("native") == common | {"executor": "graph", "voice_cache": "/voices"}
     assert settings.engine_options("vllm") == common | {"eager": False, "step_tokens": 64}
 
 

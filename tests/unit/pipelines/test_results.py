@@ -20,7 +20,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.nn.checkpoint import TokenModelOptions, read_options
 from pipelines.nn.config_keys import Keys
-from pipelines.recording import RecordingCache, read_recording
+from pipelines.recording import read_recording
 from pipelines.request import EngineStats, Generation, Message, SynthesisRequest
 from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
 from pipelines.validation import frames_within
@@ -253,23 +253,6 @@ def test_a_recording_that_holds_no_voice_is_refused(seconds: float, level: float
     with pytest.raises(InputError) as caught:
         read_recording(wav(np.full(int(16_000 * seconds), level, np.float32)), 16_000)
     assert caught.value.code is code
-
-
-def test_recordings_are_kept_by_content_and_variant() -> None:
-    cache: RecordingCache[object] = RecordingCache(2)
-    first = cache.get(b"a", 1, object)
-    assert cache.get(b"a", 2, object) is not first
-    assert cache.get(b"a", 1, object) is first
-    cache.get(b"b", 1, object)
-    assert cache.get(b"a", 1, object) is first, "what was asked for last is kept"
-    cache.capacity = 0
-
-    def no_room() -> object:
-        raise torch.OutOfMemoryError("full")
-
-    with pytest.raises(SynthesisError) as caught:
-        cache.get(b"c", 1, no_room)
-    assert caught.value.code is ErrorCode.SYNTH_OOM
 
 
 @pytest.mark.parametrize(
