@@ -67,6 +67,9 @@ class EngineProcess:
     `submit` raises `ModelError` (`model.unreachable`). The child ends with this process, however that ends.
     """
 
+    #: `start_stream` waits for nothing, whatever the request: an event loop may call it.
+    starts_at_once = True
+
     def __init__(self, model: str, options: dict[str, Any] | None = None, program: Sequence[str] = PROGRAM) -> None:
         self._program = program
         self._numbers = itertools.count(1)

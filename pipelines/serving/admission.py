@@ -61,7 +61,7 @@ class AdmissionQueue:
             self._queue.remove(waiter)
             waiter.cancel()
         elif not waiter.cancelled():
-            waiter.result().release()
+            waiter.result().let_go()
 
     def leave(self, seconds: float) -> None:
         """Gives a slot back that was held for so long."""
@@ -82,12 +82,20 @@ class Permit:
     def __init__(self, gate: AdmissionQueue) -> None:
         self._gate = gate
         self._holders = 1
+        self._connected = True
         self._begin = time.monotonic()
 
     def hold(self) -> None:
         self._holders += 1
 
+    def let_go(self) -> None:
+        """What the connection does when it is over, or earlier: once all that it started is made. May be called more than once."""
+        if self._connected:
+            self._connected = False
+            self.release()
+
     def release(self) -> None:
+        """Ends one `hold`."""
         self._holders -= 1
         if not self._holders:
             self._gate.leave(time.monotonic() - self._begin)

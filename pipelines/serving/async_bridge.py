@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor, Future
 
 from pipelines.errors import NightjarError
 from pipelines.request import AudioChunk, Pipeline, Speech, SynthesisRequest
+from pipelines.streams import End, start_stream
 
 
 class SpeechCall:
@@ -77,51 +79,102 @@ class SpeechCall:
             self._pipeline.abort(self._request.request_id)
 
 
-class StreamCall:
-    """`stream`, a chunk at a time: a thread is held only while the next chunk is made."""
+class Unread:
+    """Bytes of audio that engines made and clients have not taken yet, of all streams. Used on the event loop only."""
 
-    def __init__(self, pipeline: Pipeline, request: SynthesisRequest, over: Callable[[], None]) -> None:
+    def __init__(self) -> None:
+        self.bytes = 0
+
+
+class StreamCall:
+    """A stream. No thread waits for it: what the pipeline tells comes to the event loop, where it is kept until it is asked for."""
+
+    def __init__(self, pipeline: Pipeline, request: SynthesisRequest, over: Callable[[], None], unread: Unread) -> None:
+        """`over` is called on the event loop once the pipeline has let go of the request, however much of it was asked for by then."""
         self._pipeline = pipeline
         self._request = request
         self._over = over
+        self._unread = unread
         self._loop = asyncio.get_running_loop()
-        self._pulling = threading.Lock()
-        self._chunks: Iterator[AudioChunk] | None = None
-        self._closed = False
+        self._outcomes: deque[AudioChunk | NightjarError] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self._lock = threading.Lock()
+        self._end: End | None = None
+        self._given_up = False
+        self._settled = False
 
     async def chunks(self, threads: Executor) -> AsyncGenerator[AudioChunk, None]:
-        """The chunks; closing the generator gives the request up. Raises `NightjarError`."""
+        """The chunks; closing the generator gives the request up. Raises `NightjarError`.
+
+        `threads` start the streams of a pipeline whose `start_stream` may take its time.
+        """
+        starting: Future[None] | None = None
         try:
-            while (chunk := await self._loop.run_in_executor(threads, self._pull)) is not None:
-                yield chunk
+            if getattr(self._pipeline, "starts_at_once", False):
+                self._start()
+            else:
+                starting = threads.submit(self._start)
+                await asyncio.wrap_future(starting)
+            while True:
+                outcome = await self._next()
+                if isinstance(outcome, NightjarError):
+                    raise outcome
+                yield outcome
+                if outcome.final:
+                    return
         finally:
-            # A pull that is under way ends by the abort; only then can the stream be closed.
-            self._closed = True
-            self._pipeline.abort(self._request.request_id)
-            try:
-                threads.submit(self._close)
-            except RuntimeError:
-                # The server is closing, and has closed the pipeline before its threads.
-                self._over()
+            self._unread.bytes -= sum(_bytes(outcome) for outcome in self._outcomes)
+            self._outcomes.clear()
+            self._give_up(starting)
 
-    def _pull(self) -> AudioChunk | None:
-        with self._pulling:
-            if self._closed:
-                return None
-            if self._chunks is None:
-                self._chunks = self._pipeline.stream(self._request)
-            return next(self._chunks, None)
-
-    def _close(self) -> None:
-        with self._pulling:
-            close = getattr(self._chunks, "close", None)
-            try:
-                if close is not None:
-                    close()
-            except NightjarError:
+    def _start(self) -> None:
+        with self._lock:
+            if self._given_up:
                 return
-            finally:
-                _on_loop(self._loop, self._over)
+        end = start_stream(self._pipeline, self._request, lambda outcome: _on_loop(self._loop, lambda: self._arrived(outcome)))
+        with self._lock:
+            self._end = end
+            unwanted = self._given_up
+        if unwanted:
+            end()
+            _on_loop(self._loop, self._settle)
+
+    async def _next(self) -> AudioChunk | NightjarError:
+        while not self._outcomes:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        outcome = self._outcomes.popleft()
+        self._unread.bytes -= _bytes(outcome)
+        return outcome
+
+    def _arrived(self, outcome: AudioChunk | NightjarError) -> None:
+        if not self._given_up:
+            self._outcomes.append(outcome)
+            self._unread.bytes += _bytes(outcome)
+            if self._waiter is not None and not self._waiter.done():
+                self._waiter.set_result(None)
+        if isinstance(outcome, NightjarError) or outcome.final:
+            self._settle()
+
+    def _settle(self) -> None:
+        if not self._settled:
+            self._settled = True
+            self._over()
+
+    def _give_up(self, starting: Future[None] | None) -> None:
+        """Ends the stream, unless it is over. One that a thread is starting is ended by that thread."""
+        with self._lock:
+            self._given_up = True
+            end = self._end
+        if end is not None:
+            end()
+        elif starting is not None and not starting.cancel() and not starting.done():
+            return
+        self._settle()
+
+
+def _bytes(outcome: AudioChunk | NightjarError) -> int:
+    return 0 if isinstance(outcome, NightjarError) else outcome.samples.nbytes
 
 
 def _on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

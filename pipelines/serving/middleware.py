@@ -93,7 +93,7 @@ class RequestMiddleware:
             await JSONResponse(api_error.view(), api_error.status_code, headers)(scope, body, send)
         finally:
             if permit is not None:
-                permit.release()
+                permit.let_go()
 
     def _check(self, path: str, raw_headers: Sequence[tuple[bytes, bytes]]) -> None:
         """Raises `ApiError`: 401 without a key that fits, 404 for a path with control characters, 400 for a body that is too large."""

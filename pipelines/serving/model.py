@@ -14,7 +14,7 @@ from pipelines.errors import NightjarError
 from pipelines.registry import ModelCard
 from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, SynthesisRequest, engine_info
 from pipelines.serving.admission import Permit
-from pipelines.serving.async_bridge import SpeechCall, StreamCall
+from pipelines.serving.async_bridge import SpeechCall, StreamCall, Unread
 from pipelines.serving.errors import unavailable
 
 
@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 DEFAULT_VOICE = "default"
 #: Threads that prepare requests: prompts, phonemes, reference audio. More would only share the cores.
 _SUBMIT_THREADS = 16
+#: Audio that slow clients have not taken, in bytes. Below that a stream gives its slot back once it is made; above, once it is taken.
+_UNREAD_BYTES = 1 << 30
 _LOOK_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 60.0
 #: Of a pipeline that is closed: what it takes an engine core to end, and more.
@@ -72,7 +74,6 @@ class ServedModel:
         self,
         card: ModelCard,
         open_model: Callable[[], Pipeline],
-        streams: int,
         progress: Progress,
         opened: Callable[[Pipeline], None] = lambda _pipeline: None,
     ) -> None:
@@ -83,8 +84,9 @@ class ServedModel:
         self._pipeline: Pipeline | None = None
         self._progress = progress
         self._submitters = DaemonThreads(_SUBMIT_THREADS, "submit")
-        # Each stream may need one to pull and one to close.
-        self._pullers = DaemonThreads(2 * streams, "stream")
+        #: For pipelines whose `start_stream` may wait: never behind whole requests.
+        self._starters = DaemonThreads(_SUBMIT_THREADS, "starter")
+        self._unread = Unread()
         #: Why the model could not be opened the first time, which ends the server.
         self.failure: BaseException | None = None
         self._close_seconds = _CLOSE_SECONDS
@@ -118,9 +120,19 @@ class ServedModel:
         return await call.result(self._submitters)
 
     async def chunks(self, request: SynthesisRequest, permit: Permit) -> AsyncGenerator[AudioChunk, None]:
-        """The speech as it is made; closing the generator aborts it. Raises as `speech`."""
+        """The speech as it is made; closing the generator aborts it. Raises as `speech`.
+
+        The ticket is given back when the speech is made, whenever it is taken: `_UNREAD_BYTES`.
+        """
         pipeline = self._living()
-        async with contextlib.aclosing(StreamCall(pipeline, request, self._began(permit)).chunks(self._pullers)) as chunks:
+        over = self._began(permit)
+
+        def made() -> None:
+            over()
+            if self._unread.bytes < _UNREAD_BYTES:
+                permit.let_go()
+
+        async with contextlib.aclosing(StreamCall(pipeline, request, made, self._unread).chunks(self._starters)) as chunks:
             async for chunk in chunks:
                 self._progress.moved()
                 yield chunk
@@ -164,7 +176,7 @@ class ServedModel:
                 log.error("the model did not close within %g s; the process ends without it", self._close_seconds)
                 ended = False
         self._submitters.shutdown(cancel_futures=True)
-        self._pullers.shutdown()
+        self._starters.shutdown(cancel_futures=True)
         return ended
 
     async def _renew(self) -> None:

@@ -37,9 +37,7 @@ class Server:
         """Binds the address; port 0 takes a free one. Raises `ConfigError` (`config.invalid`) where it cannot."""
         self._socket = _bound(address, port)
         self._gate = AdmissionQueue(options.slots or _UNKNOWN_SLOTS, options.waiting_room)
-        # A stream has a connection of its own.
-        streams = options.slots or options.connections
-        self._model = ServedModel(card, open_model, streams, Progress(options.stuck_seconds), self._opened)
+        self._model = ServedModel(card, open_model, Progress(options.stuck_seconds), self._opened)
         self._slots = options.slots
         connections = Connections(connection_limit(options.connections), options.header_seconds)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
