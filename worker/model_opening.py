@@ -6,6 +6,7 @@ import threading
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
+from jobs.engine_process import open_engine_process
 from pipelines.engine_process.client import EngineProcess
 from pipelines.registry import describe, is_registered, open_pipeline
 from pipelines.request import Pipeline
@@ -24,7 +25,7 @@ def _engine_process(settings: Settings, model: str) -> EngineProcess | None:
     engine = describe(model).engine
     if engine != "native" or is_registered(model):
         return None
-    return EngineProcess(model, settings.engine_options(engine), ("-m", "worker.engine", settings.log_level, settings.log_format))
+    return open_engine_process(model, settings.engine_options(engine), settings)
 
 
 class Preload:

@@ -20,6 +20,7 @@ from pipelines.errors import ConfigError, ErrorCode, ModelError
 
 if TYPE_CHECKING:
     from pipelines.registry import ModelCard
+    from pipelines.request import Pipeline
     from pipelines.serving.options import ServeOptions
 
 
@@ -48,7 +49,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
       nightjar serve --model qwen3-tts-0.6b-base --port 8080
     """
     from jobs.logs import setup_logging
-    from pipelines.registry import describe, open_pipeline
+    from pipelines.registry import describe
 
     given = {key: value for key, value in {"address": address, "port": port}.items() if value is not None}
     settings = load_settings(**({"serve": given} if given else {}))
@@ -63,9 +64,9 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
         )
     from pipelines.serving.server import Server
 
-    setup_logging("warning" if quiet else settings.log_level, settings.log_format)
-    opening = engine_options(settings, card)
-    server = Server(card, lambda: open_pipeline(model, **opening), options, settings.serve.address, settings.serve.port)
+    level = "warning" if quiet else settings.log_level
+    setup_logging(level, settings.log_format)
+    server = Server(card, lambda: open_model(model, card, settings, level), options, settings.serve.address, settings.serve.port)
     output = Output(as_json=as_json, quiet=quiet)
     if as_json:
         output.data({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]})
@@ -109,6 +110,23 @@ def read_keys(settings: Settings) -> tuple[str, ...]:
 
 def _bad_keys(message: str) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, message, "Write one key per line, with visible ASCII characters only.")
+
+
+def open_model(model: str, card: ModelCard, settings: Settings, level: str) -> Pipeline:
+    """A model in a process of its own: HTTP never waits for its interpreter. Models of the engine `vllm` bring such a process along.
+
+    Raises as `pipelines.registry.open_pipeline`, and `EngineCrashError`.
+    """
+    from jobs.engine_process import open_engine_process
+    from pipelines.registry import is_registered, open_pipeline
+
+    options = engine_options(settings, card)
+    if card.engine == "vllm" or is_registered(model):
+        return open_pipeline(model, **options)
+    process = open_engine_process(model, options, settings, level)
+    # The first request is as quick as the next ones.
+    process.wait_for_frontend()
+    return process
 
 
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:

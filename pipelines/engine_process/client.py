@@ -347,7 +347,7 @@ class EngineProcess:
             self._gone = gone
             entries = list(self._requests.values())
             self._requests.clear()
-        advice = "See the worker's log. The model may need more memory than there is."
+        advice = "See the log. The model may need more memory than there is."
         crash = EngineCrashError(ErrorCode.WORKER_CRASH, f"The engine's process ended: {reason}.", advice)
         if not self._closed:
             log.error("the engine's process ended: %s; requests in it: %d", reason, len(entries))

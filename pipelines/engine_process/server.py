@@ -320,7 +320,7 @@ def _record_of(error: Exception, what: str) -> ErrorRecord:
     log.error("%s", what, exc_info=error)
     if what.startswith("The engine"):
         return ErrorRecord.of(SynthesisError(ErrorCode.SYNTH_ENGINE, f"{what}: {error!r}"))
-    return ErrorRecord.of(EngineCrashError(ErrorCode.WORKER_CRASH, f"{what}: {error!r}", "See the worker's log."))
+    return ErrorRecord.of(EngineCrashError(ErrorCode.WORKER_CRASH, f"{what}: {error!r}", "See the log."))
 
 
 def _aborted() -> SynthesisError:

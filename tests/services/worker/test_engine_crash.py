@@ -53,7 +53,7 @@ def engines_of(site: Site) -> list[int]:
             command, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:
             continue
-        if b"worker.engine" in command and f"SPEECH_HOME={site.folder}/".encode() in environment:
+        if b"jobs.engine_process" in command and f"SPEECH_HOME={site.folder}/".encode() in environment:
             found.append(int(folder.name))
     return found
 
