@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -43,13 +45,28 @@ def _check(code: int, what: str) -> None:
         raise RuntimeError(f"{what} was refused: {(name.value or b'CUDA error').decode()} ({code}).")
 
 
-def _make_current(device: int) -> None:
-    """Gives this thread the context that torch has on the device, where it has none."""
-    driver, context = _driver(), ctypes.c_void_p()
-    driver.cuCtxGetCurrent(ctypes.byref(context))
-    if not context.value:
-        _check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"The context of device {device}")
-        _check(driver.cuCtxSetCurrent(context), f"The context of device {device}")
+@cache
+def _context(device: int) -> ctypes.c_void_p:
+    """The context that torch has on a device, kept for as long as the process."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"The context of device {device}")
+    return context
+
+
+@contextmanager
+def _on(device: int) -> Iterator[None]:
+    """Runs calls on a device, whichever this thread is on, which is so again afterwards. A thread that is on none stays on this one."""
+    driver, wanted, current = _driver(), _context(device), ctypes.c_void_p()
+    driver.cuCtxGetCurrent(ctypes.byref(current))
+    if current.value == wanted.value:
+        yield
+        return
+    _check(driver.cuCtxSetCurrent(wanted), f"The context of device {device}")
+    try:
+        yield
+    finally:
+        if current.value:
+            driver.cuCtxSetCurrent(current)
 
 
 class Module:
@@ -58,14 +75,16 @@ class Module:
     def __init__(self, code: bytes, device: int) -> None:
         self._device = device
         self._module = ctypes.c_void_p()
-        _make_current(device)
-        _check(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "A kernel's machine code")
+        with _on(device):
+            _check(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "A kernel's machine code")
 
     def kernel(self, name: str, shared_bytes: int = 0) -> Kernel:
         """A kernel that is launched with so much dynamic shared memory."""
         function = ctypes.c_void_p()
-        _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), f"The kernel {name}")
-        _check(_driver().cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), f"{shared_bytes} bytes of shared memory for {name}")
+        what = f"{shared_bytes} bytes of shared memory for {name}"
+        with _on(self._device):
+            _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), f"The kernel {name}")
+            _check(_driver().cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), what)
         return Kernel(function, name, shared_bytes, self._device)
 
 
@@ -76,14 +95,14 @@ class Kernel:
         self._function, self._name, self._shared_bytes, self._device = function, name, shared_bytes, device
 
     def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int, programmatic: bool) -> None:
-        """Starts grid[0] x grid[1] blocks of `threads` on a stream. Raises RuntimeError when the driver refuses.
+        """Starts grid[0] x grid[1] blocks of `threads` on a stream of its device. Raises RuntimeError when the driver refuses.
 
         programmatic: the kernel may start before those ahead of it in the stream are over (programmatic dependent launch).
         """
-        _make_current(self._device)
         attribute = _Attribute(_PROGRAMMATIC, b"", (1,))
         config = _Config(
             (*grid, 1), (threads, 1, 1), self._shared_bytes, stream or None, ctypes.pointer(attribute), 1 if programmatic else 0
         )
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
-        _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None), f"A launch of {self._name}")
+        with _on(self._device):
+            _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None), f"A launch of {self._name}")

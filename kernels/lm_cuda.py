@@ -1,4 +1,4 @@
-"""The CUDA C++ kernels of `kernels/cuda`: which shapes they know, and their launches on the current stream."""
+"""The CUDA C++ kernels of `kernels/cuda`: which shapes they know, and their launches on the current stream of a device."""
 
 from __future__ import annotations
 
@@ -104,15 +104,20 @@ def _kernels(name: str, device: int) -> dict[str, Kernel]:
     raise fault
 
 
-@cache
-def available() -> bool:
-    """Whether the CUDA C++ kernels can run here: on an sm_90 or newer device whose driver takes their code, brought, kept or compiled now.
+def available(device: int | None = None) -> bool:
+    """Whether the CUDA C++ kernels can run on a device (None: the current one): sm_90 or newer, with a driver that takes their code,
+    brought, kept or compiled now.
 
-    Where that fails on a device that could run them, one warning says so.
+    Where that fails on a device that could run them, one warning for each device says so.
     """
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0):
+    return torch.cuda.is_available() and prepared(_index(device))
+
+
+@cache
+def prepared(device: int) -> bool:
+    """As `available`, for the index of a device that is there."""
+    if torch.cuda.get_device_capability(device) < (9, 0):
         return False
-    device = torch.cuda.current_device()
     try:
         with ThreadPoolExecutor(len(binaries.NAMES)) as pool:
             list(pool.map(lambda name: _kernels(name, device), binaries.NAMES))
@@ -125,6 +130,10 @@ def available() -> bool:
     return True
 
 
+def _index(device: int | None) -> int:
+    return torch.cuda.current_device() if device is None else device
+
+
 def has_skinny(inner: int, normed: bool, epilogue: int) -> bool:
     """Whether the skinny kernel knows this shape."""
     return (inner, normed, epilogue) in _PARTITIONS
@@ -133,8 +142,8 @@ def has_skinny(inner: int, normed: bool, epilogue: int) -> bool:
 def _launch(
     name: str, kernel: str, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, programmatic: bool, device: int | None
 ) -> None:
-    kernels = _kernels(name, torch.cuda.current_device() if device is None else device)
-    kernels[kernel].launch(grid, threads, arguments, torch.cuda.current_stream().cuda_stream, programmatic)
+    index = _index(device)
+    _kernels(name, index)[kernel].launch(grid, threads, arguments, torch.cuda.current_stream(index).cuda_stream, programmatic)
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -155,7 +164,7 @@ def skinny(
     late: bool = True,
     pdl: bool = True,
 ) -> Tensor:
-    """y = epilogue(norm(x) @ weight.T) for few rows, bfloat16, launched on the current stream.
+    """y = epilogue(norm(x) @ weight.T) for few rows, bfloat16, launched on the current stream of x's device.
 
     x: [rows, inner]; weight: [n, inner], for SWIGLU [2 * n, inner] with the gate's rows first; y: [rows, n]; norm: [inner], RMSNorm of
     x in the order of the reference; extra: what RESIDUAL adds, [rows, n] (may be y), or BIAS, [n]; normed: [rows, inner] to keep

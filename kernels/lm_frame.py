@@ -116,7 +116,7 @@ def _skinny_shapes(weights: FrameTensors) -> bool:
 
 def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
     """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the predictor, draws."""
-    return k_cache.dtype == torch.bfloat16 and k_cache.is_cuda and lm_cuda.available() and _skinny_shapes(weights)
+    return k_cache.dtype == torch.bfloat16 and k_cache.is_cuda and lm_cuda.available(k_cache.device.index) and _skinny_shapes(weights)
 
 
 class FusedFrame:

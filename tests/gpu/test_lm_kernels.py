@@ -11,6 +11,7 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from kernels import lm_cuda
 from kernels.dummy import SMALL, TINY, Maker, Shape
 from kernels.lm_frame import FusedFrame, Plan, plan_for
 from tests.support import lm_checks
@@ -94,3 +95,30 @@ def test_a_row_with_nan_is_reported_and_its_neighbours_go_on(maker: Maker) -> No
     assert torch.equal(results[0][0][others], results[1][0][others])
     assert int(results[0][0].min()) >= 0
     assert int(results[0][0].max()) < FEW.vocab
+
+
+def test_two_gpus_of_one_process_make_the_same_frames() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    for device in (0, 1, 0, 1):
+        with torch.cuda.device(device):
+            here = Maker(f"cuda:{device}", torch.bfloat16, seed=1)
+            assert lm_checks.check_skinny(here)
+            assert lm_checks.check_frame(here, FEW, 6, plan_for(8), f"device {device}")
+
+
+def test_products_of_another_device_than_the_current_one() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    found: list[torch.Tensor] = []
+    for device in (0, 1):
+        x, weight = (torch.randn(size, 1024, generator=torch.Generator().manual_seed(3)).bfloat16() for size in (4, 2048))
+        y = torch.zeros(4, 2048, dtype=torch.bfloat16, device=f"cuda:{device}")
+        for current in (0, 1):
+            with torch.cuda.device(current):
+                lm_cuda.skinny(x.to(y.device), weight.to(y.device), y)
+                assert torch.cuda.current_device() == current
+            torch.cuda.synchronize(device)
+            found.append(y.cpu().clone())
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert found[0].abs().sum() > 0

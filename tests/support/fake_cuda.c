@@ -4,34 +4,37 @@
 #include <string.h>
 
 static char said[1 << 16];
-static int context_there;
+/* Device d has the context 16 + d; its modules and kernels carry the device along. */
+static size_t current;
 #define SAY(...) snprintf(said + strlen(said), sizeof(said) - strlen(said), __VA_ARGS__)
 
 const char* fake_said(void) { return said; }
-void fake_forget(void) { said[0] = 0, context_there = 0; }
+size_t fake_current(void) { return current; }
+void fake_forget(void) { said[0] = 0, current = 0; }
 
 CUresult cuInit(unsigned flags) { return CUDA_SUCCESS; }
 CUresult cuGetErrorName(CUresult code, const char** name) { return *name = code == CUDA_ERROR_INVALID_IMAGE ? "CUDA_ERROR_INVALID_IMAGE" : "OTHER", CUDA_SUCCESS; }
-CUresult cuCtxGetCurrent(CUcontext* context) { return *context = context_there ? (CUcontext)1 : NULL, CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) { SAY("context %d\n", device); return *context = (CUcontext)1, CUDA_SUCCESS; }
-CUresult cuCtxSetCurrent(CUcontext context) { return context_there = context == (CUcontext)1, CUDA_SUCCESS; }
+CUresult cuCtxGetCurrent(CUcontext* context) { return *context = (CUcontext)current, CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) { SAY("context %d\n", device); return *context = (CUcontext)(size_t)(16 + device), CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext context) { return current = (size_t)context, CUDA_SUCCESS; }
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
     SAY("load %.4s\n", (const char*)image);
-    *module = (CUmodule)2;
+    if (current == 0) return CUDA_ERROR_INVALID_CONTEXT;
+    *module = (CUmodule)(current + 100);
     return memcmp(image, "bad", 3) == 0 ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS;
 }
 CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
     SAY("kernel %s\n", name);
-    *function = (CUfunction)3;
-    return module == (CUmodule)2 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+    *function = (CUfunction)(current + 200);
+    return module == (CUmodule)(current + 100) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
     if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_ERROR_INVALID_VALUE;
     return value > 227 * 1024 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void** parameters, void** extra) {
-    if (function != (CUfunction)3 || extra != NULL || !context_there) return CUDA_ERROR_INVALID_VALUE;
+    if (extra != NULL || function != (CUfunction)(current + 200)) return CUDA_ERROR_INVALID_HANDLE;
     SAY("launch %u %u %u x %u %u %u shared %u stream %zu", c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
         c->sharedMemBytes, (size_t)c->hStream);
     for (unsigned i = 0; i < c->numAttrs; ++i) {

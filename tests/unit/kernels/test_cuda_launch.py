@@ -40,9 +40,13 @@ def said(built: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     """What the driver was asked."""
     monkeypatch.setattr(cuda_driver, "_driver", lambda: built)
     built.fake_said.restype = ctypes.c_char_p
+    built.fake_current.restype = ctypes.c_size_t
     built.fake_forget()
+    cuda_driver._context.cache_clear()
     yield lambda: built.fake_said().decode().splitlines()
     lm_cuda._kernels.cache_clear()
+    lm_cuda.prepared.cache_clear()
+    cuda_driver._context.cache_clear()
 
 
 class Arguments(ctypes.Structure):
@@ -69,13 +73,25 @@ def test_what_the_driver_refuses_is_an_error_with_its_name(said: Callable[[], li
         cuda_driver.Module(b"code", 0).kernel("name", 227 * 1024 + 1)
 
 
+def test_a_kernel_runs_on_its_own_device_and_the_thread_stays_on_its(built: ctypes.CDLL, said: Callable[[], list[str]]) -> None:
+    kernels = [cuda_driver.Module(b"code", device).kernel("name") for device in (0, 1)]
+    for context in (16, 17):
+        built.cuCtxSetCurrent(ctypes.c_void_p(context))
+        for kernel in kernels:
+            kernel.launch((1, 1), 32, Arguments(1), 0, programmatic=False)
+            assert built.fake_current() == context
+    assert [line for line in said() if line.startswith("context")] == ["context 0", "context 1"]
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]) -> Callable[[], list[str]]:
-    """Launches from CPU tensors, as if they were on device 0."""
+    """Launches from CPU tensors, as if they were on device 0. The stream of device d is 7 + d."""
 
     class Stream:
-        cuda_stream = 7
+        def __init__(self, device: int) -> None:
+            self.cuda_stream = 7 + device
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -123,6 +139,27 @@ def test_attention_and_draws_launch_a_row_each(gpu: Callable[[], list[str]]) -> 
     assert gpu()[-1] == f"launch 5 1 1 x 256 1 1 shared 0 stream 7 first {qkv.data_ptr():x}"
     with pytest.raises(RuntimeError, match="vocab=2050"):
         lm_cuda.draw([qkv] * 23, [1, 2, 3, 5, 2050, 0, 16, 1024, 1024, 4, 1], lm_cuda.LAST)
+
+
+def test_each_device_has_kernels_of_its_own(gpu: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    capabilities = {0: (9, 0), 1: (9, 0), 2: (8, 0)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
+    assert [lm_cuda.available(device) for device in (2, 0, 1, None)] == [False, True, True, True]
+    asked = len(gpu())
+    assert sum(line == "load good" for line in gpu()) == 2 * len(binaries.NAMES)
+    for device in (0, 1):
+        lm_cuda._launch("sampler", "draw_last", (1, 1), 32, Arguments(5), False, device)
+    assert gpu()[asked:] == [f"launch 1 1 1 x 32 1 1 shared 0 stream {7 + device} first 5" for device in (0, 1)]
+
+
+def test_one_device_whose_driver_takes_no_code_says_nothing_of_the_other(
+    gpu: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    codes = {(9, 0): b"good", (12, 0): b"bad"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {0: (12, 0), 1: (9, 0)}.__getitem__)
+    monkeypatch.setattr(binaries, "candidates", lambda _, capability: iter([codes[capability]]))
+    assert [lm_cuda.available(device) for device in (0, 1, 0, 1)] == [False, True, False, True]
+    assert len(caplog.records) == 1
 
 
 def fields(source: str) -> int:

@@ -28,7 +28,7 @@ SIZES = EngineOptions(slots=2, pages=8, page_size=8, max_context=64)
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
     """What was found out about this machine's compilers does not outlast a test."""
-    cached = (toolchain.triton_fault, lm_cuda.available, codec_kernels, lm_cuda._kernels)
+    cached = (toolchain.triton_fault, lm_cuda.prepared, codec_kernels, lm_cuda._kernels)
     yield
     for function in cached:
         function.cache_clear()
