@@ -31,3 +31,13 @@ class ServeOptions:
     stuck_seconds: float = 60.0
     #: How long requests in flight may go on after SIGTERM.
     drain_seconds: float = 60.0
+    #: Of a WebSocket: bytes of a message, contexts of one connection and of all, characters of a context, and how long a context or a
+    #: connection without a context may say nothing.
+    message_bytes: int = 1 << 20
+    contexts_per_connection: int = 32
+    contexts: int = 1024
+    context_characters: int = 50_000
+    context_idle_seconds: float = 60.0
+    connection_idle_seconds: float = 300.0
+    #: Whether a field that nobody knows is refused; else it is ignored.
+    strict: bool = False

@@ -1,0 +1,169 @@
+"""What clients of Cartesia's protocol send, and what they are sent: over `/tts/websocket`, and to `/tts/bytes`."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from pipelines.errors import ErrorCode, NightjarError
+from pipelines.serving.errors import ApiError, as_api_error, bad_request
+from pipelines.serving.raw_audio import MAX_RATE, MIN_RATE, Encoding
+
+#: Cartesia's own: how long text waits for the end of its sentence where a client does not say.
+DEFAULT_BUFFER_MS = 3_000
+_MAX_BUFFER_MS = 60_000
+#: Of the name of a context, a voice, a language or a model.
+MAX_NAME_CHARACTERS = 200
+_TITLES = {400: "Invalid request", 401: "Unauthorized", 404: "Not found", 422: "No usable speech", 429: "Too many requests"}
+#: Fields that clients of Cartesia send and that change nothing here.
+_IGNORED = frozenset({"add_timestamps", "add_phoneme_timestamps", "use_normalized_timestamps", "pronunciation_dict_id", "duration", "speed"})
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
+
+
+class Voice(msgspec.Struct, frozen=True):
+    """A voice by its name."""
+
+    id: Text | None = None
+    mode: Literal["id"] = "id"
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """How the audio comes."""
+
+    container: Literal["raw", "wav"] = "raw"
+    encoding: Encoding = "pcm_s16le"
+    sample_rate: Annotated[int, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)] = 24_000
+
+
+class Manner(msgspec.Struct, frozen=True):
+    """`generation_config`: of Cartesia's own settings none means anything here; `seed` is ours."""
+
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] | None = None
+
+
+class SpeechFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What every request for speech says."""
+
+    transcript: str = ""
+    model_id: Text | None = None
+    voice: Voice | None = None
+    language: Text | None = None
+    output_format: OutputFormat | None = None
+    generation_config: Manner | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] | None = None
+
+    @property
+    def noise(self) -> int:
+        """The seed that was asked for, or a new one."""
+        asked = self.seed if self.seed is not None else self.generation_config and self.generation_config.seed
+        return secrets.randbits(63) if asked is None else asked
+
+
+class ContextMessage(SpeechFields, frozen=True, kw_only=True):
+    """One message of a context."""
+
+    context_id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARACTERS)]
+    more: bool = msgspec.field(default=False, name="continue")
+    flush: bool = False
+    cancel: bool = False
+    max_buffer_delay_ms: Annotated[float, msgspec.Meta(ge=0, le=_MAX_BUFFER_MS)] = DEFAULT_BUFFER_MS
+
+    def settings(self) -> dict[str, Any]:
+        """What must stay the same in a context, as far as it was given."""
+        given = {"model_id": self.model_id, "voice": self.voice, "language": self.language, "output_format": self.output_format}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+def parse(text: str | bytes) -> dict[str, Any]:
+    """The JSON object of a message. Raises `ApiError` (400)."""
+    try:
+        given = msgspec.json.decode(text)
+    except RecursionError:
+        raise bad_request("The message is nested too deeply.", ErrorCode.INPUT_BAD_JSON.value) from None
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise bad_request(f"The message is not JSON: {str(error).split(' - ')[0].rstrip('.')}.", ErrorCode.INPUT_BAD_JSON.value) from None
+    if not isinstance(given, dict):
+        raise bad_request("The message is not a JSON object.", ErrorCode.INPUT_BAD_JSON.value)
+    return given
+
+
+def typed(given: dict[str, Any], kind: type[T], *, strict: bool = False) -> T:
+    """The message of this kind. Raises `ApiError` (400) that names the field at fault; with `strict` also for a field nobody knows."""
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    unknown = sorted(given.keys() - known - _IGNORED)
+    if strict and unknown:
+        raise bad_request(f"There is no field `{unknown[0][:100]}` here. Remove it.", "unknown_field", unknown[0][:100])
+    try:
+        return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
+    except msgspec.ValidationError as error:
+        said, _, place = str(error).partition(" - at `$.")
+        param = place.rstrip("`") or None
+        raise bad_request(f"`{param}`: {said}." if param else f"{said}.", "invalid_value", param) from None
+
+
+#: ISO 639-1, as far as a model of ours speaks it.
+_LANGUAGES = {
+    "ar": "arabic",
+    "de": "german",
+    "en": "english",
+    "es": "spanish",
+    "fr": "french",
+    "hi": "hindi",
+    "it": "italian",
+    "ja": "japanese",
+    "ko": "korean",
+    "nl": "dutch",
+    "pl": "polish",
+    "pt": "portuguese",
+    "ru": "russian",
+    "tr": "turkish",
+    "zh": "chinese",
+}
+
+
+def language_of(asked: str | None, languages: tuple[str, ...]) -> str | None:
+    """The model's name of a language that is given by its name or code (`en`, `en-US`).
+
+    None for a model that has none to choose from.
+    """
+    if asked is None or not languages:
+        return None
+    code = asked.lower().replace("_", "-").split("-")[0]
+    return _LANGUAGES.get(code, asked) if asked not in languages else asked
+
+
+def chunk(context_id: str, data: bytes, step_ms: float) -> dict[str, Any]:
+    """A piece of speech."""
+    facts = {"done": False, "status_code": 206, "step_time": round(step_ms, 3), "context_id": context_id}
+    return {"type": "chunk", "data": data, **facts}
+
+
+def flush_done(context_id: str, number: int) -> dict[str, Any]:
+    """All that was said before a flush is sent; flushes of a context are numbered from 1."""
+    return {"type": "flush_done", "done": False, "flush_done": True, "flush_id": number, "status_code": 206, "context_id": context_id}
+
+
+def done(context_id: str) -> dict[str, Any]:
+    """The context is over."""
+    return {"type": "done", "done": True, "status_code": 206, "context_id": context_id}
+
+
+def failure(error: NightjarError | ApiError, context_id: str | None) -> dict[str, Any]:
+    """An error, which ends the context that it names."""
+    api_error = as_api_error(error) if isinstance(error, NightjarError) else error
+    view = {
+        "type": "error",
+        "done": True,
+        "title": _TITLES.get(api_error.status_code, "Server error"),
+        "message": str(api_error.detail),
+        "error_code": api_error.code or "internal_error",
+        "status_code": api_error.status_code,
+        "context_id": context_id,
+    }
+    headers = api_error.headers or {}
+    return view | {"retry_after": int(headers["retry-after"])} if "retry-after" in headers else view

@@ -1,0 +1,208 @@
+"""One context of a WebSocket: text that comes in pieces, and its speech unit by unit."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
+from pipelines.serving import cartesia
+from pipelines.serving.admission import AdmissionQueue, Permit
+from pipelines.serving.errors import ApiError, bad_request
+from pipelines.serving.metrics import ServerMetrics
+from pipelines.serving.model import ServedModel
+from pipelines.serving.options import ServeOptions
+from pipelines.serving.raw_audio import Resampler, encoded
+from pipelines.serving.text_units import TextUnits
+
+log = logging.getLogger(__name__)
+
+ROUTE = "/tts/websocket"
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What all contexts of a server share."""
+
+    model: ServedModel
+    options: ServeOptions
+    gate: AdmissionQueue
+    metrics: ServerMetrics
+
+
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """A place in the speech that a client wants to hear of."""
+
+    number: int
+
+
+class Context:
+    """Speaks the units of its text in order. It holds a slot while it has something to say, and none while it waits for text."""
+
+    def __init__(
+        self, serving: Serving, context_id: str, first: cartesia.ContextMessage, request: tuple[tuple[Message, ...], Generation], send: Send
+    ) -> None:
+        """`request`: the messages before the text (a recording to clone), and the settings of all units."""
+        self.id = context_id
+        self.settings = first.settings()
+        self._serving = serving
+        self._output = first.output_format or cartesia.OutputFormat()
+        self._before, self._generation = request
+        self._seed = first.noise
+        self._send = send
+        self._text = TextUnits()
+        self._todo: deque[str | Flush] = deque()
+        self._changed = asyncio.Event()
+        self._ended = False
+        self._characters = 0
+        self._flushes = 0
+        self._units = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._moved_at = time.monotonic()
+
+    def add(self, message: cartesia.ContextMessage) -> None:
+        """More text. Raises `ApiError` (400) for too much of it, and for a message that changes what must stay the same."""
+        for name, value in message.settings().items():
+            if self.settings.setdefault(name, value) != value:
+                raise bad_request(f"`{name}` cannot change in a context. Begin another context.", "invalid_value", name)
+        if self._ended:
+            if message.transcript.strip():
+                raise bad_request("The context has ended: nothing can follow `continue: false`.", "context_ended", "context_id")
+            return
+        # A message without text counts too: each may be a flush.
+        self._characters += len(message.transcript) or 1
+        if self._characters > self._serving.options.context_characters:
+            limit = self._serving.options.context_characters
+            raise bad_request(f"The context has more than {limit:,} characters.", ErrorCode.INPUT_TOO_LONG.value, "transcript")
+        self._moved_at = time.monotonic()
+        units = self._text.add(message.transcript)
+        if not message.more or message.flush or not message.max_buffer_delay_ms:
+            units += self._text.flush()
+        if units:
+            self._todo.extend(units)
+            self._wait(None)
+        if message.flush:
+            self._flushes += 1
+            self._todo.append(Flush(self._flushes))
+        self._ended = not message.more
+        self._wait(message.max_buffer_delay_ms / 1000)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Speaks until the context has ended; being cancelled gives it up. Raises `ApiError` and `NightjarError`."""
+        try:
+            while await self._more():
+                permit = await self._admitted()
+                try:
+                    while self._todo:
+                        await self._next(permit)
+                finally:
+                    permit.release()
+                self._moved_at = time.monotonic()
+        finally:
+            self._wait(None)
+
+    async def _more(self) -> bool:
+        """Whether there is more to say; waits for it. False: the context has ended, or nothing came for too long."""
+        while not self._todo and not self._ended:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(self._moved_at + self._serving.options.context_idle_seconds - time.monotonic()):
+                    await self._changed.wait()
+            except TimeoutError:
+                return False
+        return bool(self._todo)
+
+    async def _admitted(self) -> Permit:
+        waiter = self._serving.gate.ask()
+        try:
+            await asyncio.wait((waiter,))
+            return waiter.result()
+        except asyncio.CancelledError:
+            self._serving.gate.cancel(waiter)
+            raise
+
+    async def _next(self, permit: Permit) -> None:
+        """Says the next unit, or that a flush is done."""
+        todo = self._todo.popleft()
+        if isinstance(todo, Flush):
+            await self._send(cartesia.flush_done(self.id, todo.number))
+            return
+        seconds = self._serving.options.request_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._say(todo, permit)
+        except TimeoutError:
+            raise ApiError(504, f"The speech took longer than {seconds:g} s and was ended.", ErrorCode.SYNTH_TIMEOUT.value) from None
+
+    async def _say(self, text: str, permit: Permit) -> None:
+        begin = step = time.monotonic()
+        number, self._units = self._units, self._units + 1
+        request = SynthesisRequest(
+            f"{self.id[:40]}-{id(self):x}-{number}",
+            (*self._before, Message("user", "text", text)),
+            self._generation,
+            unit_seed(self._seed, number),
+        )
+        resampler = Resampler(self._serving.model.card.sample_rate, self._output.sample_rate)
+        metrics = self._serving.metrics
+        heard = False
+        async with aclosing(chunks_of(self._serving.model, request, permit)) as chunks:
+            async for chunk in chunks:
+                if len(chunk.samples):
+                    metrics.spoke(len(chunk.samples) / chunk.sample_rate)
+                    if not heard and not number:
+                        metrics.began(ROUTE, time.monotonic() - begin)
+                    heard = True
+                samples = resampler.add(chunk.samples, last=chunk.final)
+                if len(samples):
+                    now = time.monotonic()
+                    data = encoded(samples, self._output.encoding)
+                    await self._send(cartesia.chunk(self.id, data, 1000 * (now - step)))
+                    step = now
+        if not heard:
+            raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
+
+    def _wait(self, seconds: float | None) -> None:
+        """Speaks the words that have waited for the end of their sentence for so long; None: no longer."""
+        if self._timer is not None and (seconds is None or not self._text.pending):
+            self._timer.cancel()
+            self._timer = None
+        if self._timer is None and seconds is not None and self._text.pending:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self._waited, seconds)
+
+    def _waited(self, seconds: float) -> None:
+        self._timer = None
+        self._todo.extend(self._text.words())
+        self._changed.set()
+        self._wait(seconds)
+
+
+async def chunks_of(model: ServedModel, request: SynthesisRequest, permit: Permit) -> AsyncGenerator[AudioChunk, None]:
+    """The speech as it is made, or as one chunk where the model makes it at once. The last chunk is `final`."""
+    if not model.card.capabilities.streaming:
+        speech = await model.speech(request, permit)
+        yield AudioChunk(speech.samples, speech.sample_rate, final=True)
+        return
+    async with aclosing(model.chunks(request, permit)) as chunks:
+        async for chunk in chunks:
+            yield chunk
+
+
+def unit_seed(seed: int, number: int) -> int:
+    """The seed of a unit: the first one has the seed of all, so that a text of one unit sounds as it does everywhere."""
+    if not number:
+        return seed
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
