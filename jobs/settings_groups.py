@@ -199,6 +199,17 @@ class ServeSettings(SettingsGroup):
         default=60.0, description="Seconds without progress of the requests in the engine after which `/health` is 503."
     )
     drain_seconds: Positive = Field(default=60.0, description="Maximum seconds for running requests after SIGTERM.")
+    message_bytes: PositiveInt = Field(default=1 << 20, description="Maximum bytes of a WebSocket message.")
+    contexts_per_connection: PositiveInt = Field(default=32, description="Maximum open contexts of a WebSocket.")
+    contexts: PositiveInt = Field(default=1024, description="Maximum open contexts of all WebSockets. More get status 429.")
+    context_characters: PositiveInt = Field(default=50_000, description="Maximum characters of a context.")
+    context_idle_seconds: Positive = Field(
+        default=60.0, description="Seconds after which a context ends that has nothing to say and gets no text."
+    )
+    connection_idle_seconds: Positive = Field(
+        default=300.0, description="Seconds after which a WebSocket without a context is closed if its client sends nothing."
+    )
+    strict: bool = Field(default=False, description="Refuse requests for speech with a field that the server does not know.")
 
 
 class Schedule(SettingsGroup):

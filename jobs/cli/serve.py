@@ -144,7 +144,7 @@ def _is_loopback(address: str) -> bool:
 
 def _check_extra() -> None:
     """Raises `model.missing_extra` before anything is loaded."""
-    for library in ("fastapi", "uvicorn"):
+    for library in ("fastapi", "uvicorn", "websockets"):
         if find_spec(library) is None:
             raise ModelError(
                 ErrorCode.MODEL_MISSING_EXTRA,

@@ -12,12 +12,14 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
+from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp
 
 from pipelines.serving import errors
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.chat import ChatRoute
 from pipelines.serving.chat_body import ChatBody
+from pipelines.serving.context import ROUTE, Serving
 from pipelines.serving.errors import ApiError
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.middleware import HEALTH, PERMIT, REQUEST_ID, RequestMiddleware
@@ -25,6 +27,8 @@ from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.speech import SpeechBody, SpeechRoute
 from pipelines.serving.streaming import Reply
+from pipelines.serving.voices import Voices
+from pipelines.serving.websocket import WebSocketSpeech
 
 
 def create_app(model: ServedModel, options: ServeOptions, gate: AdmissionQueue, failed: Callable[[], None] = lambda: None) -> ASGIApp:
@@ -35,6 +39,8 @@ def create_app(model: ServedModel, options: ServeOptions, gate: AdmissionQueue, 
     errors.install(app)
     _add_info_routes(app, model, options, gate, metrics)
     _add_synthesis_routes(app, model, options, metrics)
+    voices = Voices(model, options)
+    app.router.routes.append(WebSocketRoute(ROUTE, WebSocketSpeech(Serving(model, options, gate, metrics), voices)))
     return RequestMiddleware(app, options, gate, metrics)
 
 

@@ -18,11 +18,12 @@ _MAX_BUFFER_MS = 60_000
 MAX_NAME_CHARACTERS = 200
 _TITLES = {400: "Invalid request", 401: "Unauthorized", 404: "Not found", 422: "No usable speech", 429: "Too many requests"}
 #: Fields that clients of Cartesia send and that change nothing here.
-_IGNORED = frozenset({"add_timestamps", "add_phoneme_timestamps", "use_normalized_timestamps", "pronunciation_dict_id", "duration", "speed"})
+_IGNORED = frozenset({"add_timestamps", "add_phoneme_timestamps", "use_normalized_timestamps", "pronunciation_dict_id", "speed"})
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)]
+Seed = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Voice(msgspec.Struct, frozen=True):
@@ -40,10 +41,17 @@ class OutputFormat(msgspec.Struct, frozen=True):
     sample_rate: Annotated[int, msgspec.Meta(ge=MIN_RATE, le=MAX_RATE)] = 24_000
 
 
-class Manner(msgspec.Struct, frozen=True):
-    """`generation_config`: of Cartesia's own settings none means anything here; `seed` is ours."""
+class GenerationConfig(msgspec.Struct, frozen=True):
+    """`generation_config`: settings of ours, as in a line's `generation`. Cartesia's own (speed, volume, emotion) mean nothing here."""
 
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] | None = None
+    seed: Seed | None = None
+    instruct: str | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    cfg: float | None = None
+    max_seconds: float | None = None
 
 
 class SpeechFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,13 +62,12 @@ class SpeechFields(msgspec.Struct, frozen=True, kw_only=True):
     voice: Voice | None = None
     language: Text | None = None
     output_format: OutputFormat | None = None
-    generation_config: Manner | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**63)] | None = None
+    generation_config: GenerationConfig = GenerationConfig()
 
     @property
-    def noise(self) -> int:
+    def seed(self) -> int:
         """The seed that was asked for, or a new one."""
-        asked = self.seed if self.seed is not None else self.generation_config and self.generation_config.seed
+        asked = self.generation_config.seed
         return secrets.randbits(63) if asked is None else asked
 
 

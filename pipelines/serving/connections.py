@@ -10,11 +10,13 @@ import resource
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipelines.serving.errors import error_view
+from pipelines.serving.websocket_protocol import protocol_of
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +135,13 @@ class HttpProtocol(H11Protocol):
             self._cancel_deadline()
             if not self._idle():
                 self._all.work(self)
+
+    def handle_websocket_upgrade(self, event: Any) -> None:
+        """A WebSocket keeps the place of its connection until it is closed."""
+        self._cancel_deadline()
+        self._all.work(self)
+        super().handle_websocket_upgrade(event)
+        protocol_of(self.transport).on_lost = partial(self._all.leave, self)
 
     def on_response_complete(self) -> None:
         """The connection may be closed for another from now on, unless it has its next request already."""

@@ -59,7 +59,7 @@ class Context:
         self._serving = serving
         self._output = first.output_format or cartesia.OutputFormat()
         self._before, self._generation = request
-        self._seed = first.noise
+        self._seed = first.seed
         self._send = send
         self._text = TextUnits()
         self._todo: deque[str | Flush] = deque()

@@ -14,7 +14,7 @@ from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.model import ServedModel
 from pipelines.vllm_engine.library import VllmMetrics
 
-ROUTES = ("/health", "/metrics", "/v1/models", "/v1/audio/speech", "/v1/chat/completions")
+ROUTES = ("/health", "/metrics", "/v1/models", "/v1/audio/speech", "/v1/chat/completions", "/tts/bytes", "/tts/websocket")
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 

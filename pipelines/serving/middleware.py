@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from urllib.parse import parse_qs
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +26,8 @@ log = logging.getLogger(__name__)
 #: Needs no key: a load balancer has none.
 HEALTH = "/health"
 #: Routes that cost engine time.
-WORK = frozenset({"/v1/audio/speech", "/v1/chat/completions"})
+WORK = frozenset({"/v1/audio/speech", "/v1/chat/completions", "/tts/bytes"})
+WEBSOCKET = "/tts/websocket"
 #: Status of a request whose client left before its answer, as nginx has it.
 CLIENT_LEFT = 499
 PERMIT, REQUEST_ID = "nightjar.ticket", "nightjar.request_id"
@@ -41,8 +44,11 @@ class RequestMiddleware:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await self._connect(scope, receive, send)
             return
         begin = time.monotonic()
         status = CLIENT_LEFT
@@ -77,6 +83,32 @@ class RequestMiddleware:
                 request_id,
             )
 
+    async def _connect(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """A WebSocket, or the answer that there is none; its contexts take slots of their own."""
+        begin = time.monotonic()
+        try:
+            if scope["type"] != "websocket" or scope["path"] != WEBSOCKET:
+                raise ApiError(404, "Not Found.", "not_found")
+            self._check(scope["path"], scope["headers"], parse_qs(scope["query_string"]).get(b"api_key", []))
+            if not self._keys:
+                _check_origin(dict(scope["headers"]))
+            if self._gate.closed:
+                raise unavailable("The server is shutting down.", "shutting_down")
+        except ApiError as api_error:
+            headers = [(b"content-type", b"application/json"), *_raw(api_error.headers)]
+            await send({"type": "websocket.http.response.start", "status": api_error.status_code, "headers": headers})
+            await send({"type": "websocket.http.response.body", "body": json.dumps(api_error.view()).encode()})
+            path = self._metrics.answered(scope["path"], api_error.status_code, time.monotonic() - begin)
+            log.info("WebSocket %s %d", path, api_error.status_code)
+            return
+        try:
+            await self._app(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._gate.closed:
+                raise
+        finally:
+            log.info("WebSocket %s open for %.0f ms", scope["path"], 1000 * (time.monotonic() - begin))
+
     async def _answer(self, scope: Scope, body: LimitedBody, send: Send) -> None:
         permit: Permit | None = None
         try:
@@ -95,11 +127,11 @@ class RequestMiddleware:
             if permit is not None:
                 permit.let_go()
 
-    def _check(self, path: str, raw_headers: Sequence[tuple[bytes, bytes]]) -> None:
+    def _check(self, path: str, raw_headers: Sequence[tuple[bytes, bytes]], more_keys: Sequence[bytes] = ()) -> None:
         """Raises `ApiError`: 401 without a key that fits, 404 for a path with control characters, 400 for a body that is too large."""
         headers = dict(raw_headers)
-        if self._keys and path != HEALTH and not self._fits(headers.get(b"authorization", b"")):
-            message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`."
+        if self._keys and path != HEALTH and not self._fits(headers, more_keys):
+            message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`."
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         if not path.isprintable():
             # A route matches a path with a newline at its end, too, and what stands here would take it for another path.
@@ -107,12 +139,12 @@ class RequestMiddleware:
         if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
             raise too_large(self._options.max_body_bytes)
 
-    def _fits(self, header: bytes) -> bool:
-        """Compares with every key, in a time that tells nothing of them."""
-        scheme, _, key = header.partition(b" ")
-        digest = _digest(key.strip())
-        fitting = [hmac.compare_digest(digest, known) for known in self._keys]
-        return scheme.lower() == b"bearer" and any(fitting)
+    def _fits(self, headers: Mapping[bytes, bytes], more_keys: Sequence[bytes]) -> bool:
+        """Compares what was given with every key, in a time that tells nothing of them."""
+        scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
+        given = [headers.get(b"x-api-key", b""), *more_keys[:1], *([bearer.strip()] if scheme.lower() == b"bearer" else [])]
+        fitting = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
+        return any(fitting)
 
     async def _admit(self, body: LimitedBody) -> Permit | None:
         """A slot; None when the client left while it waited. Raises `ApiError` where the gate does."""
@@ -130,6 +162,18 @@ class RequestMiddleware:
                 self._gate.cancel(waiter)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
+
+
+def _check_origin(headers: Mapping[bytes, bytes]) -> None:
+    """Raises `ApiError` (403) where a page of another site wants to speak: browsers let any page open a WebSocket to anywhere."""
+    origin = headers.get(b"origin", b"")
+    if origin and origin.partition(b"://")[2] != headers.get(b"host", b""):
+        message = "A page of another site may not use a server that has no key. Set SPEECH_SERVE__API_KEY."
+        raise ApiError(403, message, "origin_forbidden", headers={"connection": "close"})
+
+
+def _raw(headers: Mapping[str, str] | None) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
 
 
 def _digest(key: bytes) -> bytes:

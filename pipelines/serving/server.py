@@ -21,6 +21,7 @@ from pipelines.serving.app import create_app
 from pipelines.serving.connections import Connections, HttpProtocol, connection_limit
 from pipelines.serving.model import Progress, ServedModel
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.websocket_protocol import PING_SECONDS, PONG_SECONDS, WebSocketProtocol
 
 _BACKLOG = 2048
 #: Of a connection without a request. Clients let go of theirs sooner, so that none sends into one that is being closed.
@@ -47,7 +48,12 @@ class Server:
             access_log=False,
             server_header=False,
             http=partial(HttpProtocol, connections),  # pyright: ignore[reportArgumentType]
-            ws="none",
+            ws=WebSocketProtocol,
+            ws_max_size=options.message_bytes,
+            ws_ping_interval=PING_SECONDS,
+            ws_ping_timeout=PONG_SECONDS,
+            # Speech in base64 costs more to compress than to send.
+            ws_per_message_deflate=False,
             loop="asyncio",
             backlog=_BACKLOG,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,

@@ -18,13 +18,15 @@ _SPACE = re.compile(r"\s")
 _WORD = re.compile(r"[^\W_]")
 #: Above it there are scripts that put no space between sentences.
 _FIRST_WIDE = "\u2e80"
-#: Never the end of a sentence: a name or a number follows.
+#: Never the end of a sentence: a name follows, or what was meant.
 _TITLES = frozenset(
-    "adm al capt cf col dr e.g fig figs gen gov hon i.e lt messrs mlle mme mr mrs ms mt no nos nr op pp prof pres rep rev sen sgt st vol vs"
-    " z.b d.h bzw ca".split()
+    {"adm", "bzw", "ca", "capt", "cf", "col", "d.h", "dr", "e.g", "gen", "gov", "hon", "i.e", "lt", "messrs", "mlle", "mme", "mr", "mrs"}
+    | {"ms", "mt", "pres", "prof", "rep", "rev", "sen", "sgt", "st", "vs", "z.b"}
 )
+#: Not the end of a sentence where a number follows.
+_NUMBERED = frozenset({"art", "ch", "fig", "figs", "no", "nos", "nr", "op", "p", "pp", "sec", "vol"})
 #: The end of a sentence where the next word has a capital letter.
-_SHORT_FORMS = frozenset("co corp dept est etc inc jr ltd sr univ usw".split())
+_SHORT_FORMS = frozenset({"co", "corp", "dept", "est", "etc", "inc", "jr", "ltd", "sr", "univ", "usw"})
 
 
 class TextUnits:
@@ -70,7 +72,7 @@ class TextUnits:
 
 def units_of(text: str) -> list[str]:
     """The units of a whole text."""
-    return TextUnits()._take(text, final=True)  # noqa: SLF001
+    return TextUnits()._take(text, final=True)
 
 
 def _spoken(units: list[str]) -> list[str]:
@@ -115,6 +117,8 @@ def _ends(window: str, found: re.Match[str]) -> bool | None:
     short = word.lower()
     if short in _TITLES or (len(word) == 1 and word.isupper()) or (word.isdigit() and match and match.start() == 0):
         return False
+    if short in _NUMBERED:
+        return not rest[0].isdigit() if rest else None
     if short in _SHORT_FORMS or "." in word:
         return rest[0].isupper() if rest else None
     return True

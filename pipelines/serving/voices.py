@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from pipelines.errors import ErrorCode
 from pipelines.request import Generation, Message
 from pipelines.serving.cartesia import SpeechFields, language_of
 from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
+from pipelines.validation import check_generation
 
 
 class Voices:
@@ -29,4 +32,7 @@ class Voices:
         if able.multi_turn:
             raise bad_request("This model answers dialogues. Use /v1/chat/completions.", ErrorCode.INPUT_UNSUPPORTED.value, "model_id")
         asked = None if fields.voice is None else fields.voice.id
-        return (), Generation(voice=self._model.voice(asked), language=language_of(fields.language, able.languages))
+        given = {name: value for name, value in msgspec.structs.asdict(fields.generation_config).items() if name != "seed"}
+        generation = Generation(voice=self._model.voice(asked), language=language_of(fields.language, able.languages), **given)
+        check_generation(generation)
+        return (), generation

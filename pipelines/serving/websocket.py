@@ -15,18 +15,16 @@ from pipelines.serving import cartesia
 from pipelines.serving.context import ROUTE, Context, Serving
 from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.voices import Voices
+from pipelines.serving.websocket_protocol import DRAIN
 
 log = logging.getLogger(__name__)
 
-#: What the connection puts between the messages when the server stops: nothing begins any more, and the connection ends with its contexts.
-DRAIN = "nightjar.drain"
 _GOING_AWAY = 1001
 #: Status of a context that its client gave up, as nginx has it for a request.
 CLIENT_LEFT = 499
-_INTERNAL = "Something broke that should not; the server's log says what."
 
 
-class WebSocketRoute:
+class WebSocketSpeech:
     """An ASGI app, which stands behind the check of the key."""
 
     def __init__(self, serving: Serving, voices: Voices) -> None:
@@ -47,7 +45,7 @@ class WebSocketRoute:
 
 
 class _Connection:
-    def __init__(self, route: WebSocketRoute, serving: Serving, voices: Voices, send: Send) -> None:
+    def __init__(self, route: WebSocketSpeech, serving: Serving, voices: Voices, send: Send) -> None:
         self._route = route
         self._serving = serving
         self._voices = voices
@@ -104,10 +102,10 @@ class _Connection:
             named = given.get("context_id")
             context_id = named if isinstance(named, str) and len(named) <= cartesia.MAX_NAME_CHARACTERS else None
             await self._act(cartesia.typed(given, cartesia.ContextMessage, strict=self._options.strict))
-        except (ApiError, NightjarError) as error:
-            if context_id in self._contexts:
+        except Exception as error:  # noqa: BLE001  # whatever it is, the client waits for an answer
+            if context_id is not None and context_id in self._contexts:
                 await self._end(context_id)
-            await self._send(cartesia.failure(error, context_id))
+            await self._send(_failure(error, context_id))
 
     async def _act(self, message: cartesia.ContextMessage) -> None:
         known = self._contexts.get(message.context_id)
@@ -145,17 +143,15 @@ class _Connection:
             last = cartesia.done(context.id)
             try:
                 await context.run()
-            except (ApiError, NightjarError) as error:
-                last = cartesia.failure(error, context.id)
+            except OSError:
+                raise
+            except Exception as error:  # noqa: BLE001  # as above
+                last = _failure(error, context.id)
                 status = last["status_code"]
             await self._send(last)
         except (asyncio.CancelledError, OSError):
             # Given up by the client, which may have left.
             status = CLIENT_LEFT
-        except Exception:
-            log.exception("a context failed")
-            status = 500
-            await self._send(cartesia.failure(ApiError(500, _INTERNAL, "internal_error"), context.id))
         finally:
             del self._contexts[context.id]
             self._route.contexts -= 1
@@ -169,3 +165,10 @@ class _Connection:
 
     async def _send(self, view: dict[str, Any]) -> None:
         await self._asgi_send({"type": "websocket.send", "text": msgspec.json.encode(view).decode()})
+
+
+def _failure(error: Exception, context_id: str | None) -> dict[str, Any]:
+    if not isinstance(error, (ApiError, NightjarError)):
+        log.error("a context failed", exc_info=error)
+        error = ApiError(500, "Something broke that should not; the server's log says what.", "internal_error")
+    return cartesia.failure(error, context_id)
