@@ -141,3 +141,48 @@ def _open_nvml() -> Any:
     except Exception:  # noqa: BLE001 - the library's own errors need the library
         return list
     return lambda: [pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in handles]
+
+
+def thread_seconds(pids: Sequence[int]) -> dict[str, float]:
+    """Processor seconds of the processes' threads by `process: thread`; threads of one name add up."""
+    found: dict[str, float] = {}
+    for pid in _family(pids):
+        process = _name(pid)
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            try:
+                text = (task / "stat").read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            fields = text.rpartition(")")[2].split()
+            name = f"{process}: {text.partition('(')[2].rpartition(')')[0]}"
+            found[name] = found.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / _TICKS
+    return found
+
+
+def listener_pid(port: int) -> int | None:
+    """The process of this host that listens at a TCP port; None where it is elsewhere or another user's."""
+    sockets: set[str] = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:] if Path(table).exists() else ():
+            fields = line.split()
+            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                sockets.add(f"socket:[{fields[9]}]")
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if any(os.readlink(file) in sockets for file in (entry / "fd").iterdir()):
+                return int(entry.name)
+        except OSError:
+            continue
+    return None
+
+
+def family_memory_mib(roots: Sequence[int]) -> float:
+    """MiB of memory of the processes and all their descendants; pages that they share count for each."""
+    found = 0.0
+    for pid in _family(roots):
+        try:
+            text = Path(f"/proc/{pid}/statm").read_text(encoding="utf-8")
+        except OSError:
+            continue
+        found += int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return found

@@ -1,7 +1,8 @@
 """`python -m benchmarks.random_checkpoint 0b6 FOLDER`: a Qwen3-TTS checkpoint of random weights in the published layout.
 
 Tensors, names and sizes are those of the CustomVoice checkpoints, so a loader has all of its work; the speech is noise, and it ends at
-the first frame that a request's `min_new_tokens` allows. The tokenizer is small, but its special tokens have the published ids.
+the first frame that a request's `min_new_tokens` allows, or with `--seconds` never before a request's `max_seconds`, and at this length
+without one. The tokenizer is small, but its special tokens have the published ids.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pipelines.qwen3_tts.weights import take_weights
 
 #: Ids of the published tokenizer.
 _START, _END, _ASSISTANT = 151644, 151645, 77091
+FRAMES_PER_SECOND = 12.5
 #: What a codec's encoder has next to nothing of, to try a benchmark on a CPU.
 _TINY_ENCODER = {
     "hidden_size": 32, "num_filters": 4, "codebook_dim": 6, "vector_quantization_hidden_dimension": 6, "num_hidden_layers": 1,
@@ -52,16 +54,22 @@ class _Noted(DummyWeights):
 
 
 @torch.inference_mode()
-def write_checkpoint(folder: Path, size: str, device: torch.device, texts: Sequence[str]) -> None:
-    """Writes a checkpoint of a size ("0b6", "1b7" or "tiny") whose tokenizer has learned its merges from `texts`."""
+def write_checkpoint(folder: Path, size: str, device: torch.device, texts: Sequence[str], seconds: float | None = None) -> None:
+    """Writes a checkpoint of a size ("0b6", "1b7" or "tiny") whose tokenizer has learned its merges from `texts`.
+
+    With `seconds` it never draws the end; that is the length of every speech whose request asks for no shorter one.
+    """
     codec_folder = folder / "speech_tokenizer"
     codec_folder.mkdir(parents=True)
     _write_json(folder / "config.json", published_config(size))
     _write_json(codec_folder / "config.json", _codec_config(size))
     _write_tokenizer(folder / "tokenizer.json", texts)
+    if seconds is not None:
+        # One more than its frames: the last draw would be the end.
+        _write_json(folder / "generation_config.json", {"max_new_tokens": round(seconds * FRAMES_PER_SECOND) + 1})
 
     config = Qwen3TTSConfig.from_folder(folder)
-    main = _Noted(device, ends_when_allowed(config.ids.eos))
+    main = _Noted(device, ends_when_allowed(config.ids.eos) if seconds is None else never_ends(config.ids.eos))
     take_weights(main, config, torch.bfloat16, device)
     save_file(main.tensors, folder / "model.safetensors")
 
@@ -70,6 +78,19 @@ def write_checkpoint(folder: Path, size: str, device: torch.device, texts: Seque
     CodecDecoder(shape.decoder, codec, device, torch.float32, fused=False)
     CodecEncoder(shape, codec, device)
     save_file(codec.tensors, codec_folder / "model.safetensors")
+
+
+def never_ends(end: int) -> Rule:
+    """Values of a model that never draws the id `end`: the rule that always draws it, with its logit turned round."""
+    ends = ends_when_allowed(end)
+
+    def values(name: str, noise: Tensor) -> Tensor:
+        made = ends(name, noise)
+        if name == "talker.codec_head.weight":
+            made[end] = -made[end]
+        return made
+
+    return values
 
 
 def _codec_config(size: str) -> dict[str, Any]:
@@ -111,9 +132,10 @@ def main() -> int:
     made.add_argument("folder", type=Path)
     made.add_argument("--device", default="cuda")
     made.add_argument("--texts", type=Path, help="lines that the tokenizer learns its merges from")
+    made.add_argument("--seconds", type=float, help="length of a speech whose request does not say it; without, speeches end at once")
     options = made.parse_args()
     texts = options.texts.read_text(encoding="utf-8").splitlines() if options.texts else ["The birch canoe slid on the smooth planks."]
-    write_checkpoint(options.folder, options.size, open_device(options.device), texts)
+    write_checkpoint(options.folder, options.size, open_device(options.device), texts, options.seconds)
     return 0
 
 

@@ -1,0 +1,287 @@
+"""One process of clients of `benchmarks.stream_load`: reads its plan as JSON from standard input, writes what it heard as JSON.
+
+Only the standard library is imported. Times are those of `time.monotonic`, which all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks.sentences import sentences
+from benchmarks.stream_client import CONNECTIONS, Address, CartesiaConnection, Connection
+
+CHARACTERS_PER_SECOND = 15.0
+BYTES_PER_SAMPLE = 2
+_SENTENCES = sentences(200)
+#: A client that was refused waits so long before it asks again.
+_REFUSED_SECONDS = 0.1
+#: Share of the cancelled streams that end before their first audio, within so many seconds.
+_BEFORE_AUDIO, _BEFORE_AUDIO_SECONDS = 0.3, 0.1
+
+
+@dataclass(slots=True)
+class Player:
+    """A listener's loudspeaker: it starts with the first audio and waits whenever there is none, as long as it must."""
+
+    began: float | None = None
+    audio_seconds: float = 0.0
+    #: Seconds of each wait after the start.
+    underruns: list[float] = field(default_factory=list[float])
+    _waited: float = 0.0
+
+    def heard(self, at: float, seconds: float) -> None:
+        """Takes audio that came at a time."""
+        if self.began is None:
+            self.began = at
+        late = at - self.silent_at
+        if late > 0:
+            self.underruns.append(late)
+            self._waited += late
+        self.audio_seconds += seconds
+
+    @property
+    def silent_at(self) -> float:
+        """When everything that came has been played."""
+        return (self.began or 0.0) + self.audio_seconds + self._waited
+
+
+@dataclass(slots=True)
+class Plan:
+    """What the clients of one process do."""
+
+    url: str
+    model: str
+    #: From when on, until when requests are sent, and when what is left is broken off.
+    start: float
+    stop: float
+    end: float
+    #: The span that counts: audio that came in it, and requests that were sent in it.
+    count_from: float
+    count_until: float
+    protocol: str = "http"
+    key: str = ""
+    voice: str | None = None
+    #: Requests a second (open loop), or clients back to back.
+    rate: float = 0.0
+    clients: int = 0
+    #: Clients that ask for whole utterances, back to back.
+    batch_clients: int = 0
+    listen: bool = False
+    shortest_s: float = 2.0
+    longest_s: float = 8.0
+    #: Share of the streams that are cancelled at a random point.
+    cancel: float = 0.0
+    sample_rate: int = 24_000
+    seed: int = 0
+    #: Whether the server is ours, which takes the length and the seed of a speech.
+    own: bool = True
+    #: Further fields of every request.
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(slots=True)
+class Heard:
+    """What came of one request. Times in seconds."""
+
+    sent: float
+    #: How much later than planned the request was written.
+    late: float
+    batch: bool
+    asked_audio: float
+    first: float | None = None
+    took: float = 0.0
+    audio: float = 0.0
+    underruns: list[float] = field(default_factory=list[float])
+    #: "" for a whole answer, "cancelled", "cut off" at the end of the plan, or the code of a failure.
+    failure: str = ""
+
+
+def arrivals(rate: float, chance: random.Random, start: float, stop: float) -> Iterator[float]:
+    """Times of a Poisson process of `rate` a second."""
+    at = start + chance.expovariate(rate)
+    while at < stop:
+        yield at
+        at += chance.expovariate(rate)
+
+
+def text_of(seconds: float, number: int) -> str:
+    """A text about as long as its speech; equal arguments give equal texts."""
+    room = round(seconds * CHARACTERS_PER_SECOND)
+    words: list[str] = []
+    while len(" ".join(words)) < room:
+        words += _SENTENCES[number % len(_SENTENCES)].split()
+        number += 1
+    # One sentence: a server may speak each sentence by itself.
+    return " ".join(words).replace(".", ",").replace("?", ",")[:room].rstrip(" ,") + "."
+
+
+def request_body(plan: Plan, seconds: float, number: int, *, whole: bool = False) -> dict[str, Any]:
+    """What a request for a speech of a length says, in the plan's protocol; a whole utterance is asked for over HTTP."""
+    text = text_of(seconds, number)
+    if plan.protocol == "websocket" and not whole:
+        body: dict[str, Any] = {"model_id": plan.model, "transcript": text, "continue": False, "language": "en", "max_buffer_delay_ms": 0}
+        body |= {"output_format": {"container": "raw", "encoding": "pcm_s16le", "sample_rate": plan.sample_rate}}
+        body |= {"voice": {"mode": "id", "id": plan.voice}} if plan.voice else {}
+    else:
+        body = {"model": plan.model, "input": text, "response_format": "pcm", "stream": not whole}
+        body |= {"voice": plan.voice} if plan.voice else {}
+    if plan.own:
+        body |= {"max_seconds": round(seconds, 3), "seed": number}
+    return body | plan.fields
+
+
+class Clients:
+    """All clients of a process, on one event loop."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.chance = random.Random(plan.seed)
+        self.heard: list[Heard] = []
+        self.audio_in_span = {False: 0.0, True: 0.0}
+        self._address = Address(plan.url, plan.key)
+        #: Open connections without a request, of streams and of whole utterances.
+        self._idle: dict[bool, list[Connection]] = {False: [], True: []}
+        self._open: set[Connection] = set()
+        self._number = plan.seed % 10_000 * 100_000
+
+    async def run(self) -> dict[str, Any]:
+        """Until the plan's end; everything that was heard."""
+        plan = self.plan
+        streams = plan.clients or max(round(plan.rate * 0.5), 1)
+        found = await asyncio.gather(*(self._connect() for _ in range(min(streams, 256))), return_exceptions=True)
+        self._idle[False] += [one for one in found if isinstance(one, Connection)]
+        tasks = [asyncio.create_task(self._client(index)) for index in range(plan.clients)]
+        tasks += [asyncio.create_task(self._batch_client()) for _ in range(plan.batch_clients)]
+        if plan.rate:
+            tasks.append(asyncio.create_task(self._arrivals()))
+        if tasks:
+            await asyncio.wait(tasks, timeout=plan.end - time.monotonic())
+        for connection in list(self._open):
+            connection.hang_up()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return {
+            "heard": [asdict(one) for one in self.heard],
+            "stream_audio_s": self.audio_in_span[False],
+            "batch_audio_s": self.audio_in_span[True],
+        }
+
+    async def _arrivals(self) -> None:
+        """The open loop: a request at each arrival, however many are under way."""
+        under_way: set[asyncio.Task[Any]] = set()
+        for at in arrivals(self.plan.rate, self.chance, self.plan.start, self.plan.stop):
+            await asyncio.sleep(at - time.monotonic())
+            task = asyncio.create_task(self._one(at))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+        if under_way:
+            await asyncio.wait(under_way)
+
+    async def _client(self, index: int) -> None:
+        """The closed loop of one client; a listener waits until it has played what it got."""
+        plan = self.plan
+        # Listeners do not all begin at once: their beginnings are spread over the mean length of a speech.
+        spread = (plan.shortest_s + plan.longest_s) / 2 if plan.listen else 0.0
+        await asyncio.sleep(plan.start + spread * index / max(plan.clients, 1) - time.monotonic())
+        while time.monotonic() < plan.stop:
+            heard, player = await self._one(time.monotonic())
+            if heard.failure not in ("", "cancelled"):
+                await asyncio.sleep(_REFUSED_SECONDS)
+            elif plan.listen:
+                await asyncio.sleep(player.silent_at - time.monotonic())
+
+    async def _batch_client(self) -> None:
+        await asyncio.sleep(self.plan.start - time.monotonic())
+        while time.monotonic() < self.plan.stop:
+            heard, _ = await self._one(time.monotonic(), batch=True)
+            if heard.failure:
+                await asyncio.sleep(_REFUSED_SECONDS)
+
+    async def _one(self, planned: float, batch: bool = False) -> tuple[Heard, Player]:
+        """One request from its first byte to its end."""
+        plan, player = self.plan, Player()
+        seconds = self.chance.uniform(plan.shortest_s, plan.longest_s)
+        cancelled = not batch and self.chance.random() < plan.cancel
+        heard = Heard(time.monotonic(), 0.0, batch, seconds)
+        self.heard.append(heard)
+        try:
+            connection = await self._free_connection(batch)
+        except OSError as error:
+            heard.failure = f"cannot connect ({type(error).__name__})"
+            return heard, player
+        self._number += 1
+        body = request_body(plan, seconds, self._number, whole=batch)
+        stop_at = self.chance.random() * seconds
+
+        def on_audio(at: float, count: int) -> None:
+            piece = count / BYTES_PER_SAMPLE / plan.sample_rate
+            player.heard(at, piece)
+            if plan.count_from <= at < plan.count_until:
+                self.audio_in_span[batch] += piece
+            if cancelled and player.audio_seconds >= stop_at:
+                self._cancel(connection)
+
+        self._open.add(connection)
+        heard.sent = time.monotonic()
+        heard.late = heard.sent - planned
+        answer = connection.start(body, on_audio)
+        timer = None
+        if cancelled and self.chance.random() < _BEFORE_AUDIO:
+            later = self.chance.random() * _BEFORE_AUDIO_SECONDS
+            timer = asyncio.get_running_loop().call_later(later, self._cancel, connection)
+        heard.failure = await answer
+        if timer is not None:
+            timer.cancel()
+        self._open.discard(connection)
+        if heard.failure == "cancelled" and not cancelled:
+            heard.failure = "cut off"
+        heard.took = time.monotonic() - heard.sent
+        heard.first = None if player.began is None else player.began - heard.sent
+        heard.audio, heard.underruns = player.audio_seconds, player.underruns
+        if heard.failure == "" and player.began is None:
+            heard.failure = "no audio"
+        if connection.closed:
+            connection.hang_up()
+        else:
+            self._idle[batch].append(connection)
+        return heard, player
+
+    def _cancel(self, connection: Connection) -> None:
+        """Hangs up; of two WebSocket clients one says so instead and keeps its connection."""
+        if isinstance(connection, CartesiaConnection) and self.chance.random() < 0.5:
+            connection.cancel()
+        else:
+            connection.hang_up()
+
+    async def _free_connection(self, batch: bool) -> Connection:
+        idle = self._idle[batch]
+        while idle:
+            if not (connection := idle.pop()).closed:
+                return connection
+        return await self._connect(batch)
+
+    async def _connect(self, batch: bool = False) -> Connection:
+        connection = CONNECTIONS["http" if batch else self.plan.protocol](self._address)
+        await connection.open()
+        return connection
+
+
+def main() -> None:
+    plan = Plan(**json.loads(sys.stdin.read()))
+    clients = Clients(plan)
+    # A collection would be a pause for all clients; the process is short.
+    gc.disable()
+    json.dump(asyncio.run(clients.run()), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
