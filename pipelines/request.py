@@ -76,7 +76,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class SynthesisRequest:
-    """One item to synthesize. Equal requests give equal speech, whatever else is in the running batch."""
+    """One item to synthesize. Equal requests get equal noise, whatever else is in the running batch, and equal bits where
+    `EngineInfo.reproducible` says so."""
 
     request_id: str
     messages: tuple[Message, ...]

@@ -127,7 +127,7 @@ _SPEC = (
         default=0,
         show_default=True,
         heading=MODEL,
-        help="Seed of the job. The same seed gives the same speech.",
+        help="Seed of the job. The same seed gives the same noise; on a GPU equal bits need the reproducible mode.",
     ),
     option(
         "--qa",

@@ -189,5 +189,5 @@ class SpeechRoute:
 
 
 def _facts(sample_rate: int, seed: int) -> dict[str, str]:
-    """What a client needs to play bare PCM, and to make the same speech again."""
+    """What a client needs to play bare PCM, and to ask for the speech again with the same noise."""
     return {"x-sample-rate": str(sample_rate), "x-seed": str(seed)}
