@@ -48,7 +48,7 @@ class Flush:
 
 
 class Context:
-    """Speaks the units of its text in order. It holds a slot while it has something to say, and none while it waits for text."""
+    """Speaks the units of its text in order. Each unit takes a slot, so none is held while a context waits for text."""
 
     def __init__(
         self, serving: Serving, context_id: str, first: cartesia.ContextMessage, request: tuple[tuple[Message, ...], Generation], send: Send
@@ -103,12 +103,15 @@ class Context:
         """Speaks until the context has ended; being cancelled gives it up. Raises `ApiError` and `NightjarError`."""
         try:
             while await self._more():
+                todo = self._todo.popleft()
+                if isinstance(todo, Flush):
+                    await self._send(cartesia.flush_done(self.id, todo.number))
+                    continue
                 permit = await self._admitted()
                 try:
-                    while self._todo:
-                        await self._next(permit)
+                    await self._say_in_time(todo, permit)
                 finally:
-                    permit.release()
+                    permit.let_go()
                 self._moved_at = time.monotonic()
         finally:
             self._wait(None)
@@ -133,16 +136,11 @@ class Context:
             self._serving.gate.cancel(waiter)
             raise
 
-    async def _next(self, permit: Permit) -> None:
-        """Says the next unit, or that a flush is done."""
-        todo = self._todo.popleft()
-        if isinstance(todo, Flush):
-            await self._send(cartesia.flush_done(self.id, todo.number))
-            return
+    async def _say_in_time(self, text: str, permit: Permit) -> None:
         seconds = self._serving.options.request_seconds
         try:
             async with asyncio.timeout(seconds):
-                await self._say(todo, permit)
+                await self._say(text, permit)
         except TimeoutError:
             raise ApiError(504, f"The speech took longer than {seconds:g} s and was ended.", ErrorCode.SYNTH_TIMEOUT.value) from None
 
