@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jobs.input_format import AskedFormat, InputFormat
 from jobs.ledger.records import JobSpec, RejectedLine
 from jobs.line_check import GoodLine, aborted_by, duplicate
-from jobs.openai_batch import InputFormat
 from jobs.references import ReferenceReader
 from jobs.source import BATCH_BYTES, BATCH_LINES, open_source
-from jobs.spec import ResolvedSpec, resolve
+from jobs.spec import ResolvedSpec, records_of, resolve
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode
 from pipelines.registry import ModelCard
@@ -37,6 +37,8 @@ class Estimate:
     """What a submit would make. Speech lengths are the model's average pace times the text's characters."""
 
     items: int
+    #: How the input is written.
+    input_format: InputFormat
     #: Lines that would become no item, by code.
     rejected: dict[ErrorCode, int]
     #: The first of those lines.
@@ -53,7 +55,7 @@ def dry_run(
     store: ObjectStore,
     source: str,
     spec: JobSpec | ResolvedSpec,
-    input_format: InputFormat = "dialogues",
+    input_format: AskedFormat = "dialogues",
     *,
     abort: bool = False,
 ) -> Estimate:
@@ -63,13 +65,16 @@ def dry_run(
     line; `ModelError`, `StoreError`.
     """
     resolved = resolve(spec, input_format)
-    card, checker = resolved.card, resolved.checker
+    card = resolved.card
     rejected: Counter[ErrorCode] = Counter()
     examples: list[RejectedLine] = []
     items = milliseconds = 0
     with open_source(source, settings.s3) as opened, _SeenIds() as seen:
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
-        for batch in opened.batches(BATCH_LINES, BATCH_BYTES):
+        resolved = resolved.of_input(opened)
+        checker = resolved.checker
+        records = records_of(opened, resolved)
+        for batch in records.batches(BATCH_LINES, BATCH_BYTES):
             good, bad = checker.check(batch, lambda content: reader.read(content).sha256)
             good, repeated = seen.add(good, checker.id_key)
             bad = sorted([*bad, *repeated], key=lambda line: line.line)
@@ -81,9 +86,8 @@ def dry_run(
             examples += bad[: MAX_EXAMPLES - len(examples)]
     seconds = milliseconds / 1000
     engine_seconds = None if card.rtf is None else seconds * card.rtf
-    return Estimate(
-        items, dict(rejected), tuple(examples), seconds, _audio_bytes(items, seconds, card, resolved.spec.format), engine_seconds
-    )
+    size = _audio_bytes(items, seconds, card, resolved.spec.format)
+    return Estimate(items, records.format, dict(rejected), tuple(examples), seconds, size, engine_seconds)
 
 
 def _audio_bytes(items: int, seconds: float, card: ModelCard, encoding: str) -> int:

@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 
 from jobs.estimate import Estimate, dry_run
+from jobs.input_format import AskedFormat
+from jobs.input_records import Records
 from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
 from jobs.line_check import GoodLine, LineChecker, aborted_by, duplicate
-from jobs.openai_batch import InputFormat
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, compress, encode_lines
 from jobs.sharding import ShardSize, cut
 from jobs.source import BATCH_BYTES, BATCH_LINES, Source, open_source
-from jobs.spec import ResolvedSpec, of_before, resolve, spec_sha
+from jobs.spec import ResolvedSpec, of_before, records_of, resolve, spec_sha
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, ServiceError
 
@@ -49,7 +50,7 @@ class SubmitOptions:
     #: What a bad line does: it is left out and listed by `nightjar errors`, or the whole submit is undone.
     on_error: Literal["skip", "abort"] = "skip"
     #: How the input writes its lines, for a spec that is not resolved.
-    input_format: InputFormat = "dialogues"
+    input_format: AskedFormat = "dialogues"
     #: The same key is the same job; None: made from input, spec and store.
     idempotency_key: str | None = None
 
@@ -100,6 +101,7 @@ def submit(
     options = options or SubmitOptions()
     resolved = resolve(spec, options.input_format)
     with open_source(source, settings.s3) as opened:
+        resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
         key = options.idempotency_key or _key_of(ledger, store.url, opened.sha256, sha, resolved.input_format)
         if not resolved.says_speak and (before := _job_of_before(ledger, store.url, opened.sha256, resolved, options)) is not None:
@@ -116,7 +118,8 @@ def submit(
         measured_rtf = ledger.measured_rtf(resolved.spec.model)
         size = ShardSize.of(resolved.card, settings.shard.target_seconds, settings.shard.max_items, measured_rtf)
         try:
-            _Ingest(ledger, store, job, opened, resolved.checker, uploader, size, options.on_error == "abort", progress).run()
+            records = records_of(opened, resolved)
+            _Ingest(ledger, store, job, records, resolved.checker, uploader, size, options.on_error == "abort", progress).run()
         except InputError:
             _undo(ledger, store, job)
             raise
@@ -137,7 +140,7 @@ class _Ingest:
         ledger: Ledger,
         store: ObjectStore,
         job: Job,
-        source: Source,
+        records: Records,
         checker: LineChecker,
         uploader: ReferenceUploader,
         size: ShardSize,
@@ -147,7 +150,7 @@ class _Ingest:
         self._ledger = ledger
         self._store = store
         self._job = job
-        self._source = source
+        self._records, self._source = records, records.source
         self._checker = checker
         self._uploader = uploader
         self._size = size
@@ -164,7 +167,7 @@ class _Ingest:
         ):
             write_all = writers.map if self._store.remote else map
             staging: Future[None] | None = None
-            for batch in self._source.batches(BATCH_LINES, BATCH_BYTES, self._lines):
+            for batch in self._records.batches(BATCH_LINES, BATCH_BYTES, self._lines):
                 good, rejected = self._checker.check(batch, self._uploader.key)
                 self._staged(staging)
                 staging = stager.submit(self._stage, write_all, good, rejected, batch.first + len(batch.lines) - 1)

@@ -8,6 +8,7 @@ from typing import cast
 import msgspec
 
 from jobs.dialogue import Dialogue, clean, parse_dialogue
+from jobs.input_records import RecordBatch
 from jobs.ledger.records import RejectedLine
 from jobs.openai_batch import LineForm
 from jobs.source import MAX_LINE_BYTES, LineBatch
@@ -84,7 +85,7 @@ class LineChecker:
             return False
         return True
 
-    def check(self, batch: LineBatch, reference_key: ReferenceKey) -> tuple[list[GoodLine], list[RejectedLine]]:
+    def check(self, batch: LineBatch | RecordBatch, reference_key: ReferenceKey) -> tuple[list[GoodLine], list[RejectedLine]]:
         """The lines of a batch in order; blank ones are left out, and of lines with one example_id the first is good.
 
         `reference_key` turns the audio content of a line into a key of the store, or raises `InputError`.
@@ -94,12 +95,14 @@ class LineChecker:
         seen: set[str] = set()
         ms_per_character = self._ms_per_character
         for line_no, line in enumerate(batch.lines, batch.first):
-            if line is not None and not (line := line.strip()):
+            if isinstance(line, bytes) and not (line := line.strip()):
                 continue
             example_id, references, turns = None, _NO_REFERENCES, None
             try:
                 if line is None:
                     raise overlong()
+                if isinstance(line, InputError):
+                    raise line
                 if self._form is not None:
                     line = self._form.dialogue(line)
                 dialogue = parse_dialogue(line)
@@ -114,7 +117,7 @@ class LineChecker:
                 else:
                     characters, references, turns = self._accept_turns(dialogue, self._speak, reference_key)
             except InputError as error:
-                if example_id is None and line is not None and self._form is not None:
+                if example_id is None and isinstance(line, bytes) and self._form is not None:
                     example_id = self._form.example_id(line)
                 rejected.append(RejectedLine(line_no, error.code, clean(str(error)), example_id))
                 continue

@@ -9,11 +9,12 @@ asks for something that the job cannot do is an error, so that nobody gets speec
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import msgspec
 
 from jobs.dialogue import check_example_id, clean
+from jobs.input_format import InputFormat
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Generation
@@ -24,9 +25,6 @@ _SHAPE = (
     "A line of a batch is one JSON object with `custom_id` (text), `method` (POST), "
     f"`url` ({URL}) and `body` (an object with `model`, `input` and `voice`)."
 )
-
-
-InputFormat = Literal["dialogues", "openai-batch"]
 
 
 class LineForm(Protocol):
@@ -77,7 +75,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def line_form(format: InputFormat, card: ModelCard, encoding: str) -> LineForm | None:
-    """How the lines of an input are read for a job of this model and audio encoding; None: they are dialogues."""
+    """How the lines of an input are read for a job of this model and audio encoding; None: they are dialogues by then."""
     return OpenAiBatchForm(card, encoding) if format == "openai-batch" else None
 
 

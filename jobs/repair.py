@@ -16,14 +16,16 @@ import msgspec
 import numpy as np
 
 from jobs.dialogue import Dialogue, parse_dialogue
+from jobs.input_format import InputFormat
+from jobs.input_records import Records
 from jobs.layout import CONTENT_TYPES, object_metadata
 from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
 from jobs.manifest import put_shard_manifest
 from jobs.openai_batch import LineForm, line_form
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, ShardLine, compress, encode_lines, read_shard
-from jobs.source import BATCH_BYTES, BATCH_LINES, Source, open_source
-from jobs.spec import speak_of
+from jobs.source import open_source
+from jobs.spec import job_records, speak_of
 from jobs.store.base import ObjectStore
 from jobs.turns import Speak, reference_places, spoken_turns
 from jobs.verify import Expected, ObjectCheck, made_again, request_of
@@ -213,10 +215,11 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
     card = describe(job.spec.model)
     with open_source(source, settings.s3) as opened:
         uploader = ReferenceUploader(ReferenceReader(opened.folder, settings.audio_roots, store), store, job.id)
-        form = line_form(job.labels.get(INPUT_FORMAT, "dialogues"), card, job.spec.format)  # pyright: ignore[reportArgumentType]
+        written_as = cast("InputFormat", job.labels.get(INPUT_FORMAT, "dialogues"))
+        form = line_form(written_as, card, job.spec.format)
         refused = {line.line for line in ledger.rejected_lines(job.id)}
         unchanged = opened.sha256 == job.input_sha256
-        for number, raw, dialogue in _dialogues(opened, form, refused):
+        for number, raw, dialogue in _dialogues(job_records(opened, job.spec, written_as), form, refused):
             # Of lines with one id the first became items; all of a dialogue's are in one shard.
             if (item := wanted.pop(dialogue.example_id, None)) is not None:
                 index, key = item
@@ -234,11 +237,11 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
     store.sync()
 
 
-def _dialogues(source: Source, form: LineForm | None, refused: Collection[int]) -> Iterator[tuple[int, bytes, Dialogue]]:
+def _dialogues(records: Records, form: LineForm | None, refused: Collection[int]) -> Iterator[tuple[int, bytes, Dialogue]]:
     """Number, JSON and dialogue of the lines that were not refused and can be read."""
-    for batch in source.batches(BATCH_LINES, BATCH_BYTES, 0):
+    for batch in records.batches():
         for number, line in enumerate(batch.lines, batch.first):
-            if line is None or number in refused or not (line := line.strip()):
+            if not isinstance(line, bytes) or number in refused or not (line := line.strip()):
                 continue
             try:
                 raw = line if form is None else form.dialogue(line)

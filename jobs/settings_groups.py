@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
+from jobs.input_format import InputFormat
+
 #: A shard may run longer, by heartbeats; a lease that ends later than this was written by a clock that went wrong.
 LONGEST_LEASE_SECONDS = 6 * 3600.0
 
@@ -216,7 +218,7 @@ class Schedule(SettingsGroup):
     """A job that is submitted every night; its key in `schedules` is its name."""
 
     input: str = Field(description="Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the night.")
-    input_format: Literal["dialogues", "openai-batch"] = Field(default="dialogues", description="Format of the file.")
+    input_format: InputFormat = Field(default="dialogues", description="Format of the file.")
     hour: Annotated[int, Field(ge=0, le=23)] = Field(default=2, description="Hour at which beat sends it to the workers, in UTC.")
     minute: Annotated[int, Field(ge=0, le=59)] = Field(default=0, description="Minute of the hour it runs.")
     model: str = Field(default="hibari", description="Pipeline or checkpoint folder.")

@@ -90,6 +90,17 @@ class Source:
         if waiting:
             yield LineBatch(after_line + 1, waiting)
 
+    def head(self, size: int = 1 << 16) -> bytes:
+        """The first bytes, decompressed. Raises `input.unreadable`."""
+        with reading(self.uri):
+            self._file.seek(0)
+            return decompressed(self._file).read(size).removeprefix(_BOM)[:size]
+
+    @property
+    def file(self) -> BinaryIO:
+        """The bytes as they are stored, for a format that is no lines."""
+        return self._file
+
     @property
     def bytes_read(self) -> int:
         """How far into `bytes` the reading has come."""
@@ -223,7 +234,7 @@ def reading(uri: str) -> Generator[None, None, None]:
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise _unreadable(uri, f"is a damaged compressed file ({error})", "Copy it again.") from error
     except IsADirectoryError as error:
-        raise _unreadable(uri, "is a folder", "Give one JSONL file, plain, .gz or .zst.") from error
+        raise _unreadable(uri, "is a folder", "Give one file, plain, .gz or .zst.") from error
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise _unreadable(uri, f"cannot be read: {reason}", "Check the path and its permissions.") from error

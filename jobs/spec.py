@@ -7,10 +7,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jobs.ledger.records import JobSpec
+from jobs.input_format import AskedFormat, check_format, recognized
+from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
+from jobs.ledger.records import JobSpec, Reading
 from jobs.line_check import LineChecker
-from jobs.openai_batch import InputFormat, line_form
+from jobs.openai_batch import line_form
 from jobs.quality import Quality, checked
+from jobs.source import Source
+from jobs.tables import check_columns
 from jobs.turns import ASKED, Speak
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.registry import ModelCard, describe
@@ -24,10 +28,27 @@ class ResolvedSpec:
 
     spec: JobSpec
     card: ModelCard
-    input_format: InputFormat
+    #: `auto` until `of_input` has seen the input.
+    input_format: AskedFormat
     checker: LineChecker
     #: Whether it was said whose turns are spoken.
     says_speak: bool
+
+    def of_input(self, source: Source) -> ResolvedSpec:
+        """The spec of a job of this input: with the format that is recognized, and with what is read beside it.
+
+        Raises `InputError`: `input.wrong_format`, and `input.unreadable` for a list of speakers that cannot be read.
+        """
+        spec, found = self.spec, self.input_format
+        if found == "auto":
+            found = recognized(source)
+        elif found not in ("dialogues", "openai-batch"):
+            check_format(source, found)
+        _check_format(found, spec)
+        chosen = reading_of(spec)
+        if found == "kaldi" and chosen.voices is not None:
+            spec = msgspec.structs.replace(spec, reading=msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source)))
+        return ResolvedSpec(spec, self.card, found, _checker(spec, self.card, found), self.says_speak)
 
     def before(self) -> ResolvedSpec:
         """The spec as it was frozen before it could say whose turns are spoken."""
@@ -35,7 +56,7 @@ class ResolvedSpec:
         return ResolvedSpec(spec, self.card, self.input_format, _checker(spec, self.card, self.input_format), self.says_speak)
 
 
-def resolve(spec: JobSpec | ResolvedSpec, input_format: InputFormat = "dialogues") -> ResolvedSpec:
+def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues") -> ResolvedSpec:
     """Checks a spec against its model; one that was resolved before is returned as it is.
 
     Raises `ModelError`, `config.invalid`, and `InputError` for settings that the model refuses.
@@ -47,10 +68,53 @@ def resolve(spec: JobSpec | ResolvedSpec, input_format: InputFormat = "dialogues
         _check_name(generation.voice, card.capabilities.voices, ErrorCode.INPUT_UNKNOWN_VOICE, "voice", card.name)
     _check_name(spec.generation.language, card.capabilities.languages, ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", card.name)
     frozen = frozen_spec(spec, card)
-    if input_format == "openai-batch" and frozen.speak == "assistant":
+    _check_format(input_format, frozen)
+    return ResolvedSpec(frozen, card, input_format, _checker(frozen, card, input_format), spec.speak is not msgspec.UNSET)
+
+
+def records_of(source: Source, resolved: ResolvedSpec) -> Records:
+    """The records that a job of this spec, made `of_input`, is made of."""
+    return job_records(source, resolved.spec, resolved.input_format)
+
+
+def job_records(source: Source, spec: JobSpec, format: AskedFormat) -> Records:
+    """The records of a job's input. The format is one that was recognized."""
+    return Records(source, "dialogues" if format == "auto" else format, reading_of(spec), spec.seed)
+
+
+def reading_of(spec: JobSpec) -> Reading:
+    """What of the input is read."""
+    return ALL if spec.reading is msgspec.UNSET else spec.reading
+
+
+def _check_format(format: AskedFormat, spec: JobSpec) -> None:
+    """Raises `config.invalid` for what inputs of a format cannot be asked for."""
+    if format == "openai-batch" and spec.speak == "assistant":
         message = "A line of an OpenAI batch is the user's; there is no assistant's turn to speak."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave `speak` out: the `input` is spoken.")
-    return ResolvedSpec(frozen, card, input_format, _checker(frozen, card, input_format), spec.speak is not msgspec.UNSET)
+    if format == "auto":
+        return
+    chosen = reading_of(spec)
+    if chosen.columns is not None and format not in ("csv", "tsv", "parquet"):
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "This input is no table, and has no columns.", "Leave --column out.")
+    if chosen.voices is not None and format not in ("csv", "tsv", "parquet", "kaldi"):
+        message = "This input names no speakers."
+        advice = f"Speakers are in a table's column `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for out."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+
+
+def _checked_reading(spec: JobSpec, card: ModelCard) -> Reading | msgspec.UnsetType:
+    """Raises `config.invalid`, and `input.unknown_voice`."""
+    chosen = reading_of(spec)
+    if chosen.limit is not None and chosen.sample is not None:
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "A limit and a sample are both given.", "Use one of them.")
+    for what, count in (("limit", chosen.limit), ("sample", chosen.sample)):
+        if count is not None and count < 1:
+            raise ConfigError(ErrorCode.CONFIG_INVALID, f"The {what} is {count}.", "Use a whole number from 1.")
+    check_columns(chosen.columns or {})
+    for voice in (chosen.voices or {}).values():
+        _check_name(voice, card.capabilities.voices, ErrorCode.INPUT_UNKNOWN_VOICE, "voice", card.name)
+    return msgspec.UNSET if chosen == ALL else chosen
 
 
 def _check_name(wanted: str | None, known: tuple[str, ...], code: ErrorCode, what: str, model: str) -> None:
@@ -58,8 +122,8 @@ def _check_name(wanted: str | None, known: tuple[str, ...], code: ErrorCode, wha
         raise InputError(code, f"The model {model} has no {what} {wanted!r}.", f"It has: {', '.join(known)}.")
 
 
-def _checker(spec: JobSpec, card: ModelCard, input_format: InputFormat) -> LineChecker:
-    return LineChecker(card, spec.generation, line_form(input_format, card, spec.format), speak_of(spec))
+def _checker(spec: JobSpec, card: ModelCard, format: AskedFormat) -> LineChecker:
+    return LineChecker(card, spec.generation, None if format == "auto" else line_form(format, card, spec.format), speak_of(spec))
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
@@ -79,7 +143,8 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
             quality = msgspec.structs.replace(quality, paces=(card.pace,))
         quality = _heard_in(quality, card.capabilities.languages)
     revision, speak = spec.model_revision or card.revision, _speak(spec, card)
-    return msgspec.structs.replace(spec, model=card.name, model_revision=revision, quality=quality, speak=speak)
+    chosen = _checked_reading(spec, card)
+    return msgspec.structs.replace(spec, model=card.name, model_revision=revision, quality=quality, speak=speak, reading=chosen)
 
 
 def of_before(spec: JobSpec) -> JobSpec:

@@ -31,6 +31,7 @@ class ErrorCode(StrEnum):
     INPUT_UNSUPPORTED = "input.unsupported"
     INPUT_NO_ITEMS = "input.no_items"
     INPUT_UNREADABLE = "input.unreadable"
+    INPUT_WRONG_FORMAT = "input.wrong_format"
     # The engine could not make this speech.
     SYNTH_OOM = "synth.oom"
     SYNTH_TIMEOUT = "synth.timeout"

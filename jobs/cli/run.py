@@ -9,21 +9,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from jobs.cli.context import JOB, GroupedCommand, common_options, option
 from jobs.cli.follow import POLL_SECONDS, Progress, exit_code_of
 from jobs.cli.show import status_lines
-from jobs.cli.spec import check_source, job_options, lacking_meters, submit_options, take_spec
-from jobs.cli.submit import no_items
+from jobs.cli.spec import check_source, dry_run_option, job_options, lacking_meters, submit_options, take_spec
+from jobs.cli.submit import dry_run_of, no_items
 from jobs.console import Interrupted, Output, check_interrupts, undisturbed
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome, embedded_overrides
 from jobs.formatting import counted, redact
 from jobs.gpus import VISIBLE, choose_gpus
+from jobs.input_format import WORDS
 from jobs.layout import job_prefix
-from jobs.ledger.records import Job, JobState, ShardState
+from jobs.ledger.records import INPUT_FORMAT, Job, JobState, ShardState
 from jobs.ledger.states import LASTING_OUTAGES
 from jobs.ledger.status import JobStatus
 from jobs.recent_jobs import out_words, remember
@@ -32,6 +33,7 @@ from jobs.status import status_view
 from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
 
 if TYPE_CHECKING:
+    from jobs.input_format import InputFormat
     from jobs.ledger import Ledger
     from jobs.store.base import ObjectStore
 
@@ -85,11 +87,13 @@ class Signals:
     "that CUDA_VISIBLE_DEVICES allows]",
 )
 @job_options
+@dry_run_option
 @common_options
-def run(source: str, gpus: str | None, home: str | None, output: Output, **given: Any) -> int:
+def run(source: str, gpus: str | None, dry_run: bool, home: str | None, output: Output, **given: Any) -> int:
     """Synthesize INPUT into DIR and wait until it is done.
 
-    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY; JSONL, also .gz or .zst. Needs no other service: the command starts
+    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat messages, an OpenAI batch,
+    text, CSV, TSV, Kaldi or Parquet. Needs no other service: the command starts
     its own broker and worker and ends them. If it is interrupted, give the same command again: it continues where it stopped, and
     finished items are kept.
 
@@ -97,6 +101,7 @@ def run(source: str, gpus: str | None, home: str | None, output: Output, **given
     Examples:
       nightjar run dialogues.jsonl --out out
       nightjar run dialogues.jsonl --out out --speak all --format flac
+      nightjar run sentences.csv --column text=sentence --sample 100
       nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --qa strict
       nightjar run dialogues.jsonl --model qwen3-tts-0.6b-base --gpu all
     """
@@ -111,6 +116,8 @@ def run(source: str, gpus: str | None, home: str | None, output: Output, **given
     if (lack := lacking_meters(wanted, output.note)) is not None:
         raise lack
     check_source(source)
+    if dry_run:
+        return dry_run_of(settings, source, spec, output, abort=given["on_error"] == "abort")
     options = submit_options(given)
 
     with undisturbed():
@@ -170,6 +177,8 @@ def _explain(job: Job, where: str, *, created: bool, progress: Progress) -> None
     if job.state is JobState.PAUSED:
         raise _paused(job, where)
     before = "" if created else ", done before" if job.state.final else ", begun before"
+    if INPUT_FORMAT in job.labels:
+        progress.say(f"The input is read as {WORDS[cast('InputFormat', job.labels[INPUT_FORMAT])]}.")
     progress.say(f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{before}.")
 
 

@@ -14,7 +14,8 @@ import msgspec
 
 from jobs.cli.context import CHECKS, INPUT, JOB, MODEL, SAMPLING, TEXT_AND_AUDIO, label_option, labels_of, option
 from jobs.console import FiniteRange, NamedPath
-from jobs.ledger.records import JobSpec
+from jobs.input_format import INPUT_FORMATS
+from jobs.ledger.records import JobSpec, Reading
 from jobs.quality import DEFAULT, PRESETS, quality_of
 from jobs.turns import ASKED
 from pipelines.errors import ErrorCode, InputError, NightjarError
@@ -24,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 PRIORITY = click.IntRange(-100, 100)
 _ENCODINGS = ("wav", "flac")
-_INPUT_FORMATS = ("openai-batch",)
+_BATCH = "openai-batch"
 _TEMPERATURE, _TOP_K = FiniteRange(min=0), click.IntRange(min=0)
 
 #: Each is the field of `Generation` of its name.
@@ -87,10 +88,26 @@ _SPEC = (
         "--format",
         "formats",
         multiple=True,
-        type=click.Choice([*_ENCODINGS, *_INPUT_FORMATS]),
+        type=click.Choice([*_ENCODINGS, _BATCH]),
         heading=INPUT,
         help="Audio format: wav or flac. `openai-batch`: INPUT is an OpenAI batch file; one of the others may be given too. [default: wav]",
     ),
+    option(
+        "--input-format",
+        type=click.Choice(["auto", *INPUT_FORMATS]),
+        heading=INPUT,
+        help="How INPUT is written. `auto`: as its first lines or its name say. [default: auto]",
+    ),
+    option(
+        "--column",
+        "columns",
+        multiple=True,
+        metavar="FIELD=NAME",
+        heading=INPUT,
+        help="Column of a table that holds a field, for example text=sentence. Can be given more than once.",
+    ),
+    option("--limit", metavar="N", type=click.IntRange(min=1), heading=INPUT, help="Use the first N lines of INPUT only."),
+    option("--sample", metavar="N", type=click.IntRange(min=1), heading=INPUT, help="Use N lines of INPUT only, chosen by --seed."),
     option(
         "--pack",
         is_flag=True,
@@ -119,6 +136,14 @@ _SPEC = (
         metavar="ROLE=NAME",
         heading=MODEL,
         help="Voice for one role, for example assistant=heart. Can be given more than once.",
+    ),
+    option(
+        "--voice-for",
+        "speakers",
+        multiple=True,
+        metavar="SPEAKER=NAME",
+        heading=MODEL,
+        help="Voice for a speaker of a table, or of Kaldi's utt2spk; `*` is every other speaker. Can be given more than once.",
     ),
     option(
         "--seed",
@@ -207,6 +232,9 @@ _JOB = (
 )
 
 
+dry_run_option = option("--dry-run", is_flag=True, heading=JOB, help="Check the file and estimate time, size and cost. Writes nothing.")
+
+
 def job_options(function: F) -> F:
     """Adds the options of a job, handed over as keyword arguments that `take_spec` and then `submit_options` take."""
     for add in reversed((*_SPEC, *_GENERATION, *_JOB)):
@@ -220,11 +248,17 @@ def take_spec(given: dict[str, Any]) -> JobSpec:
     encodings = [name for name in formats if name in _ENCODINGS]
     if len(set(encodings)) > 1:
         raise click.UsageError("--format names two encodings; a job has one.")
-    given["input_format"] = next((name for name in formats if name in _INPUT_FORMATS), "dialogues")
+    given["input_format"] = _input_format(given["input_format"], formats)
     fields = {name: given.pop(name) for name in Generation.__struct_fields__ if name in given and name != "seed"}
     generation = Generation(**fields, roles=_roles(given.pop("voices")))
     quality = quality_of(given.pop("qa"), given.pop("qa_config"), given.pop("qa_set"))
     speak = given.pop("speak")
+    reading = Reading(
+        limit=given.pop("limit"),
+        sample=given.pop("sample"),
+        columns=_pairs(given.pop("columns"), "column", "FIELD=NAME"),
+        voices=_pairs(given.pop("speakers"), "voice", "SPEAKER=NAME"),
+    )
     return JobSpec(
         given.pop("model"),
         generation=generation,
@@ -233,7 +267,28 @@ def take_spec(given: dict[str, Any]) -> JobSpec:
         quality=quality,
         speak=msgspec.UNSET if speak is None else speak,
         pack=given.pop("pack") or msgspec.UNSET,
+        reading=reading,
     )
+
+
+def _input_format(asked: str | None, formats: Sequence[str]) -> str:
+    if asked is None:
+        return _BATCH if _BATCH in formats else "auto"
+    if _BATCH in formats and asked != _BATCH:
+        raise click.UsageError("--format and --input-format name two formats of INPUT.")
+    return asked
+
+
+def _pairs(given: Sequence[str], what: str, shape: str) -> dict[str, str] | None:
+    pairs: dict[str, str] = {}
+    for pair in given:
+        key, _, value = pair.partition("=")
+        if not key or not value:
+            raise click.UsageError(f"The {what} {pair!r} is not {shape}.")
+        if key in pairs:
+            raise click.UsageError(f"{shape.partition('=')[0].capitalize()} {key!r} is given twice.")
+        pairs[key] = value
+    return pairs or None
 
 
 def _roles(voices: Sequence[str]) -> dict[SpokenRole, Generation] | None:

@@ -8,11 +8,12 @@ from typing import Any
 import click
 import msgspec
 
-from jobs.cli.context import JOB, GroupedCommand, common_options, option
+from jobs.cli.context import GroupedCommand, common_options
 from jobs.cli.follow import Progress
-from jobs.cli.spec import check_source, job_options, lacking_meters, submit_options, take_spec
+from jobs.cli.spec import check_source, dry_run_option, job_options, lacking_meters, submit_options, take_spec
 from jobs.console import FAILED, Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
+from jobs.input_format import WORDS
 from jobs.ledger.records import Job, JobState
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, InputError
@@ -24,12 +25,13 @@ SHOWN_LINES = 10
 @click.command(cls=GroupedCommand)
 @click.argument("source", metavar="INPUT")
 @job_options
-@option("--dry-run", is_flag=True, heading=JOB, help="Check the file and estimate time, size and cost. Writes nothing.")
+@dry_run_option
 @common_options
 def submit(source: str, dry_run: bool, home: str | None, output: Output, **given: Any) -> int:
     """Submit INPUT as a job and print the job's id.
 
-    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY; JSONL, also .gz or .zst. The same file with the same options is the
+    INPUT is a path, `-` for standard input, or s3://BUCKET/KEY, also .gz or .zst: dialogues (JSONL), chat messages, an OpenAI batch,
+    text, CSV, TSV, Kaldi or Parquet. The same file with the same options is the
     same job: submitting it again changes nothing. Bad lines are refused and the other lines are submitted; the exit code is 1 then.
 
     \b
@@ -53,7 +55,7 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
         output.note(f"{lack.message} {outcome}. {lack.advice}")
     check_source(source)
     if dry_run:
-        return _dry_run(settings, source, spec, output, abort=given["on_error"] == "abort")
+        return dry_run_of(settings, source, spec, output, abort=given["on_error"] == "abort")
     options = submit_options(given)
 
     from jobs import dispatch
@@ -112,7 +114,8 @@ def no_items(job: Job) -> InputError:
     return InputError(ErrorCode.INPUT_NO_ITEMS, "The input has no lines.", "Give a file with one dialogue per line.")
 
 
-def _dry_run(settings: Settings, source: str, spec: Any, output: Output, *, abort: bool) -> int:
+def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, abort: bool) -> int:
+    """Prints what a submit would make; the exit code of the command."""
     from jobs.ingest import dry_run
     from jobs.store import open_store
 
@@ -123,6 +126,8 @@ def _dry_run(settings: Settings, source: str, spec: Any, output: Output, *, abor
     if output.as_json:
         output.data({"schema": "nightjar.estimate/1", **msgspec.to_builtins(estimate), "cost": price})
     else:
+        if estimate.input_format != "dialogues":
+            output.line(f"input   {WORDS[estimate.input_format]}")
         output.line(f"items   {estimate.items}")
         output.line(f"audio   about {seconds_text(estimate.audio_seconds)}, {bytes_text(estimate.bytes)}")
         output.line(f"engine  about {seconds_text(estimate.engine_seconds)} on one worker")

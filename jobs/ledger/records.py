@@ -62,6 +62,21 @@ class ItemState(StrEnum):
     SKIPPED = "skipped"
 
 
+class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What of an input becomes a job, and where its columns are."""
+
+    #: Only the first records: lines that are not blank, rows of a table.
+    limit: int | None = None
+    #: So many records, chosen by the job's seed; the same ones each time, in the order of the input.
+    sample: int | None = None
+    #: Field of a record -> the column of a table that holds it, where it has another name.
+    columns: dict[str, str] | None = None
+    #: Speaker -> voice; `*` is the voice of the others.
+    voices: dict[str, str] | None = None
+    #: Of Kaldi's `utt2spk` beside the input, where `voices` asks for it.
+    speakers_sha256: str | None = None
+
+
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a job is made with; frozen at submit and hashed to `spec_sha`."""
 
@@ -78,6 +93,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     speak: Speak | msgspec.UnsetType = msgspec.UNSET
     #: Whether audio and texts of many items share an object, a pack. Unset is no: a spec without packs has the hash it always had.
     pack: bool | msgspec.UnsetType = msgspec.UNSET
+    #: What of the input is read. Unset is all of it: such a spec has the hash it always had.
+    reading: Reading | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,134 @@
+"""How an input is written: dialogues, chat messages, an OpenAI batch, plain text, a table or Kaldi's `text`, told apart by its start."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Literal, get_args
+
+import msgspec
+
+from pipelines.errors import ErrorCode, InputError
+
+if TYPE_CHECKING:
+    from jobs.source import Source
+
+InputFormat = Literal["dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"]
+INPUT_FORMATS: tuple[InputFormat, ...] = get_args(InputFormat)
+#: What a person may ask for: `auto` is one of the others, as `recognized` finds it.
+AskedFormat = Literal["auto", "dialogues", "messages", "openai-batch", "text", "csv", "tsv", "kaldi", "parquet"]
+
+#: A format in the words of an error.
+WORDS: dict[InputFormat, str] = {
+    "dialogues": "dialogues (JSONL)",
+    "messages": "chat messages (JSONL with `role` and `content`)",
+    "openai-batch": "an OpenAI batch",
+    "text": "plain text, a sentence a line",
+    "csv": "CSV",
+    "tsv": "TSV",
+    "kaldi": "Kaldi's `text`",
+    "parquet": "Parquet",
+}
+_JSON: tuple[InputFormat, ...] = ("dialogues", "messages", "openai-batch")
+_BY_EXTENSION: dict[str, InputFormat] = {".txt": "text", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+_LINES_LOOKED_AT = 64
+_UTF_16_AND_32 = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")
+
+
+class _Keys(msgspec.Struct, frozen=True):
+    """The keys by which kinds of JSON lines are told apart."""
+
+    custom_id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode_keys = msgspec.json.Decoder(_Keys).decode
+_decode_list = msgspec.json.Decoder(list[msgspec.Raw]).decode
+
+
+def recognized(source: Source) -> InputFormat:
+    """The format of an input: by its first lines where they are JSON, by its first bytes where it is Parquet, else by its name.
+
+    Raises `input.wrong_format`, which says what the input looks like, where none of these decides.
+    """
+    head = source.head()
+    looks = _looks_like(head)
+    if looks == "parquet" or looks in _JSON:
+        return looks
+    if head.startswith(_UTF_16_AND_32):
+        raise _wrong(source, "is not UTF-8 but UTF-16 or UTF-32", "Convert it, for example with `iconv -f UTF-16 -t UTF-8`.")
+    named = _BY_EXTENSION.get(_extension(source.uri))
+    if named == "parquet":
+        raise _wrong(source, "is no Parquet file", "Give the file that its name promises, or name its format with --input-format.")
+    if named is not None:
+        return named
+    if looks is None:
+        # Nothing, or JSON of another kind: the lines themselves are refused, each with its reason.
+        return "dialogues"
+    if PurePosixPath(source.uri).name == "text":
+        looks = "kaldi"
+    raise _wrong(source, f"holds no JSON; it looks like {WORDS[looks]}", f"If it is, say so: --input-format {looks}.")
+
+
+def check_format(source: Source, format: InputFormat) -> None:
+    """Raises `input.wrong_format` for an input that is plainly not of the format it was said to be."""
+    looks = _looks_like(source.head())
+    wrong = looks is not None and looks != format and "parquet" in (looks, format)
+    if looks in _JSON and format not in _JSON:
+        wrong = True
+    if wrong and looks is not None:
+        raise _wrong(source, f"is not {WORDS[format]}; it looks like {WORDS[looks]}", f"Use --input-format {looks}, or leave it out.")
+
+
+def _looks_like(head: bytes) -> InputFormat | None:
+    """The format that the first bytes of an input look like; None: they are empty, or JSON of no known kind."""
+    if head.startswith(b"PAR1"):
+        return "parquet"
+    lines = [line.strip() for line in head.split(b"\n")[:_LINES_LOOKED_AT]]
+    lines = [line for line in lines if line]
+    for line in lines:
+        if line.startswith(b"{") and (kind := _json_kind(line)) is not None:
+            return kind
+    if not lines or any(line.startswith((b"{", b"[")) for line in lines):
+        return None
+    # The last one may be cut off.
+    whole = lines[:-1] or lines
+    if _is_table([line.count(b"\t") + 1 for line in whole]):
+        return "tsv"
+    return "csv" if _is_table([_fields(line) for line in whole]) else "text"
+
+
+def _is_table(fields: list[int]) -> bool:
+    """Whether most lines have as many fields as the first, and more than one."""
+    return fields[0] > 1 and 2 * fields.count(fields[0]) > len(fields)
+
+
+def _fields(line: bytes) -> int:
+    """How many fields a line has as CSV; 0: it is none."""
+    try:
+        return len(next(csv.reader([line.decode(errors="replace")]), []))
+    except csv.Error:
+        return 0
+
+
+def _json_kind(line: bytes) -> InputFormat | None:
+    try:
+        keys = _decode_keys(line)
+        if keys.custom_id is not msgspec.UNSET:
+            return "openai-batch"
+        if keys.messages is msgspec.UNSET:
+            return None
+        first = next((bytes(message) for message in _decode_list(keys.messages)), b"[")
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    return "messages" if first.startswith(b"{") else "dialogues"
+
+
+def _extension(uri: str) -> str:
+    """`.csv` of `data.CSV.gz`."""
+    path = PurePosixPath(uri.lower())
+    return PurePosixPath(path.stem).suffix if path.suffix in (".gz", ".zst") else path.suffix
+
+
+def _wrong(source: Source, what: str, advice: str) -> InputError:
+    return InputError(ErrorCode.INPUT_WRONG_FORMAT, f"The input {source.uri[:300]!r} {what}.", advice)
