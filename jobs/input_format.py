@@ -62,6 +62,8 @@ def recognized(source: Source) -> InputFormat:
         raise _wrong(source, "is no Parquet file", "Give the file that its name promises, or name its format with --input-format.")
     if named is not None:
         return named
+    if b"\0" in head:
+        raise _wrong(source, "is binary", "Give a file of lines, or Parquet; see docs/submit.md for the formats.")
     if looks is None:
         # Nothing, or JSON of another kind: the lines themselves are refused, each with its reason.
         return "dialogues"

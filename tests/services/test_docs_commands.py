@@ -98,6 +98,10 @@ def folder(tmp_path: Path) -> Path:
     """Where a reader stands: inputs under the names of the pages, and what a clone has."""
     (tmp_path / "dialogues.jsonl").write_text(_LINE % (1, "Good morning.") + _LINE % (2, "Good night."))
     (tmp_path / "batch.jsonl").write_text(_ASKED)
+    (tmp_path / "common_voice.tsv").write_text("client_id\tpath\tsentence\n1\ta.mp3\tGood morning.\n")
+    (tmp_path / "data/train").mkdir(parents=True)
+    (tmp_path / "data/train/text").write_text("anna-1 good morning\nben-1 good night\n")
+    (tmp_path / "data/train/utt2spk").write_text("anna-1 anna\nben-1 ben\n")
     (tmp_path / "examples").mkdir()
     for path in (ROOT / "examples").glob("*.jsonl"):
         (tmp_path / "examples" / path.name).write_text("".join(path.read_text().splitlines(keepends=True)[:2]))

@@ -58,7 +58,7 @@ def test_an_error_on_a_terminal_has_colour_unless_no_color(folder: Path) -> None
         ("damaged.jsonl.gz", "input.unreadable"),
         ("damaged.jsonl.zst", "input.unreadable"),
         ("empty.jsonl", "input.no_items"),
-        ("binary.jsonl", "input.no_items"),
+        ("binary.jsonl", "input.wrong_format"),
         ("blank.jsonl", "input.no_items"),
     ],
 )
