@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import groupby
 
@@ -13,29 +12,17 @@ from torch.nn.functional import pad
 
 from kernels.registry import to_device
 from kernels.toolchain import triton_fault
+from pipelines.codec.batches import FIXED_ROWS, alike, cheapest, round_up
 from pipelines.codec.blocks import Past
-from pipelines.codec.stage import FIXED_ROWS, alike, cheapest, round_up
+from pipelines.codec.samples import Samples, SamplesOnTheWay, pinned, recorded, sent
+from pipelines.codec.states import CodecShape, CodecState, Written
+from pipelines.codec.stream_graphs import StreamGraphs, graph_bytes, pieces
 from pipelines.errors import ErrorCode, SynthesisError
 
 #: (rows, frames) of batches whose kernels `warm` makes. Triton makes others for multiples of 16, and tiles differ by frames.
 _WARM_BATCHES = ((3, 56), (3, 48), (3, 104), (3, 112), (16, 56), (16, 104), (16, 112))
 #: Frames of one pass of a decoder, and of all rows of a pass: what bounds its memory.
 PASS_FRAMES, BATCH_FRAMES = 512, 4096
-
-
-@dataclass(slots=True)
-class CodecState:
-    """What a decoder remembers of one stream.
-
-    `values`: [size] flat histories of all convolutions and the last keys and values of all layers; `frames`: frames decoded so far.
-    """
-
-    values: Tensor
-    frames: int
-
-    def copy(self) -> CodecState:
-        """An independent copy, so that a voice's warm state can start many streams."""
-        return CodecState(self.values.clone(), self.frames)
 
 
 class CausalDecoder:
@@ -69,17 +56,68 @@ class CausalDecoder:
         self._largest_code = largest_code
         self._alone = self.device.type == "cpu"
         self._fixed = reproducible and not self._alone
+        self._graphs: StreamGraphs | None = None
+
+    @property
+    def shape(self) -> CodecShape:
+        return CodecShape(self.state_size, self._codes_per_frame, self.samples_per_frame, self.dtype, self.device)
 
     def new_state(self) -> CodecState:
-        """The state before the first frame of a stream."""
-        return CodecState(torch.zeros(self.state_size, dtype=self.dtype, device=self.device), 0)
+        """The state before the first frame of a stream. Touches no device."""
+        return CodecState()
 
     def prepare_streams(self, rows: int) -> None:
-        """Makes ready what so many streams need at once; without it streams work as well, and start slower."""
+        """On a CUDA device: makes an arena for the states of so many streams, and captures the graphs that decode their chunks.
+
+        Without it, and for streams beyond so many, chunks are launched op by op, which is slower. Is called once, before the first stream.
+        """
+        if self.device.type == "cpu" or rows < 1:
+            return
+        graphs = StreamGraphs(self._run, self.shape, rows, self._fixed)
+        graphs.prepare()
+        self._graphs = graphs
 
     def stream_bytes(self, rows: int) -> int:
-        """Bytes of device memory that `prepare_streams(rows)` takes for the states of so many streams."""
-        return 0 if self.device.type == "cpu" else rows * self.state_size * self.dtype.itemsize
+        """Bytes of device memory that `prepare_streams(rows)` takes."""
+        return 0 if self.device.type == "cpu" or rows < 1 else graph_bytes(self.shape, rows)
+
+    def company(self, frames: int, last: bool) -> tuple[int, int | None]:
+        """What chunks of streams must have in common to be started together, and how many of them may be; None: any number."""
+        return (0, None) if self._graphs is None else self._graphs.company(frames, last)
+
+    @torch.inference_mode()
+    def start_chunks(self, states: Sequence[CodecState], codes: Sequence[Tensor], last: Sequence[bool]) -> SamplesOnTheWay:
+        """`decode_chunk` for codes on the host, whose samples come later; nobody waits for the device. One thread at a time may call it.
+
+        A stream's state is given back after its last chunk. Raises as `decode`, before any state was moved on.
+        """
+        graphs = self._graphs
+        if graphs is None:
+            return sent(self.decode_chunk(states, codes))
+        self._check(codes)
+        with graphs.on_stream():
+            entered = [state.enter(graphs.arena) for state in states]
+            inside = [index for index, there in enumerate(entered) if there]
+            found, buffers = graphs.replay([states[i] for i in inside], [codes[i] for i in inside], [last[i] for i in inside])
+            parts: list[list[Samples]] = [[] for _ in codes]
+            for index, heard in zip(inside, found):
+                parts[index] = heard
+            for index in (index for index, there in enumerate(entered) if not there):
+                parts[index] = self._launched(states[index], codes[index], last[index])
+            event = recorded() if self.device.type == "cuda" else None
+        for state, final in zip(states, last):
+            if final:
+                state.close()
+        return SamplesOnTheWay(parts, event, lambda: graphs.take_back(buffers))
+
+    def _launched(self, state: CodecState, codes: Tensor, last: bool) -> list[Samples]:
+        """The samples of a stream that has no row, on their way to the host: in the sizes of the graphs, so by the same kernels."""
+        waves: list[Tensor] = []
+        for taken, filled in pieces(len(codes), last):
+            part, codes = codes[:taken], codes[taken:]
+            (wave,) = self.decode_chunk([state], [pad(part, (0, 0, 0, filled - taken))])
+            waves.append(wave[: taken * self.samples_per_frame])
+        return pinned(waves) if self.device.type == "cuda" else [wave.numpy() for wave in waves]
 
     @torch.inference_mode()
     def warm(self) -> None:
@@ -99,8 +137,7 @@ class CausalDecoder:
         codes) are where the utterances start; they are read, not changed. Returns float32 [frames * samples_per_frame] each, in [-1, 1].
         Raises `SynthesisError` (`synth.engine`) on codes of another shape or outside the codebooks.
         """
-        for item in codes:
-            self._check(item)
+        self._check(codes)
         waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
         warm = [states is not None and states[i].frames > 0 for i in range(len(codes))]
         for indices in self._batches([len(item) for item in codes], warm):
@@ -118,17 +155,18 @@ class CausalDecoder:
         codes: one [n, codebooks] each, n may differ. Whatever the chunks, their concatenation equals `decode` up to rounding.
         Returns float32 [n * samples_per_frame] each. Raises as `decode`.
         """
-        for item in codes:
-            self._check(item)
+        self._check(codes)
         waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
         order = sorted(range(len(codes)), key=lambda i: len(codes[i]))
         for frames, same in groupby(order, key=lambda i: len(codes[i])):
             for indices in self._rows(list(same), frames):
-                rows = self._filled([codes[i].to(self.device) for i in indices])
+                rows = self._filled([codes[i] for i in indices])
                 past = self._past([states[i] for i in indices], len(rows))
-                decoded = self._run(torch.stack(rows), past)
+                decoded = self._run(self._here(torch.stack(rows)), past)
+                kept = [past.after[row].clone() if len(rows) > 1 else past.after[row] for row in range(len(indices))]
+                written = Written() if self.device.type == "cuda" else None
                 for row, i in enumerate(indices):
-                    states[i].values = past.after[row].clone() if len(rows) > 1 else past.after[row]
+                    states[i].values, states[i].written = kept[row], written
                     states[i].frames += frames
                     waves[i] = decoded[row]
         return waves
@@ -137,20 +175,27 @@ class CausalDecoder:
         """One pass: [B, T, codebooks] -> float32 [B, T * samples_per_frame]."""
         raise NotImplementedError
 
-    def _check(self, codes: Tensor) -> None:
+    def _check(self, codes: Sequence[Tensor]) -> None:
         width, largest = self._codes_per_frame, self._largest_code
-        if codes.dim() != 2 or codes.shape[1] != width or codes.is_floating_point():
-            raise SynthesisError(
-                ErrorCode.SYNTH_ENGINE,
-                f"The codec got codes of shape {list(codes.shape)} and type {codes.dtype}, not [frames, {width}] integers.",
-            )
+        for item in codes:
+            if item.dim() != 2 or item.shape[1] != width or item.is_floating_point():
+                raise SynthesisError(
+                    ErrorCode.SYNTH_ENGINE,
+                    f"The codec got codes of shape {list(item.shape)} and type {item.dtype}, not [frames, {width}] integers.",
+                )
         # On a GPU this test would make the host wait for the device; there codes come from samplers that cannot leave the codebook.
-        if codes.is_cuda or not codes.numel():
+        here = [item for item in codes if not item.is_cuda and item.numel()]
+        if not here:
             return
-        low, high = int(codes.min()), int(codes.max())
+        together = here[0] if len(here) == 1 else torch.cat(here)
+        low, high = int(together.min()), int(together.max())
         if low < 0 or (largest is not None and high > largest):
             bounds = "codes start at 0" if largest is None else f"its codebooks hold 0 to {largest}"
             raise SynthesisError(ErrorCode.SYNTH_ENGINE, f"The codec got codes from {low} to {high}; {bounds}.")
+
+    def _here(self, batch: Tensor) -> Tensor:
+        """A tensor on the decoder's device, which the host does not wait for."""
+        return batch if batch.device == self.device or batch.is_cuda else to_device(batch, self.device)
 
     def _batches(self, lengths: Sequence[int], warm: Sequence[bool]) -> list[list[int]]:
         """Groups utterances that are decoded together; `warm` ones do not start from nothing."""
@@ -175,15 +220,15 @@ class CausalDecoder:
     def _past(self, states: Sequence[CodecState], rows: int) -> Past:
         """What the streams remember, filled up with fresh ones to so many rows."""
         states = [*states, *[self.new_state() for _ in range(rows - len(states))]]
-        positions = torch.tensor([state.frames for state in states], device=self.device)
-        return Past(torch.stack([state.values for state in states]), positions)
+        positions = self._here(torch.tensor([state.frames for state in states]))
+        shape = self.shape
+        return Past(torch.stack([state.own_values(shape) for state in states]), positions)
 
     def _decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
         """[B] utterances -> [B, samples of the longest one, rounded up]; memory is bounded by going through long ones in passes."""
         longest = max(len(item) for item in codes)
         padded = longest if self._alone else round_up(longest)
-        batch = torch.stack(self._filled([pad(item, (0, 0, 0, padded - len(item))) for item in codes]))
-        batch = to_device(batch, self.device) if batch.device.type == "cpu" else batch
+        batch = self._here(torch.stack(self._filled([pad(item, (0, 0, 0, padded - len(item))) for item in codes])))
         if states is None and padded <= PASS_FRAMES:
             return self._run(batch, None)
         past = self._past(states or [], len(batch))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.cuda_graphs import capture
 from kernels.lm_frame import DrawTensors, FrameTensors, FusedFrame, StateTensors, plan_for, runs_cuda
 from kernels.prefill_triton import prefill_padded
 from kernels.registry import to_device
@@ -147,22 +148,6 @@ class PrefillGraphs:
         """What replays this work."""
         assert self._aside is not None
         return capture(work, self._pool, self._aside).replay
-
-
-def capture(work: Callable[[], None], pool: Any, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of this work, which runs once before, on the stream `aside`. Other threads may use the device meanwhile."""
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    aside.wait_stream(current)
-    with torch.cuda.stream(aside):
-        work()  # builds kernels and sets up libraries, which a capture may not do
-        # What other threads ask of the device does not end this capture, and nothing waits for the device.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            work()
-        finally:
-            graph.capture_end()
-    current.wait_stream(aside)
-    return graph
 
 
 class GraphExecutor:

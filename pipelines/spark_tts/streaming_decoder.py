@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pipelines.codec.stage import longest_first
+from pipelines.codec.batches import longest_first
 from pipelines.spark_tts.bicodec import BiCodec
 
 #: Tokens of one batch of the decoder on a GPU, padding included; the widest tensor has 61 kB a token in bfloat16.

@@ -12,7 +12,7 @@ from transformers import XcodecConfig
 from transformers.models.dac.modeling_dac import DacDecoder
 from transformers.models.xcodec.modeling_xcodec import XcodecModel
 
-from pipelines.codec.stage import longest_first
+from pipelines.codec.batches import longest_first
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint, read_json
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.weights import CODEC

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.codec.stage import BATCH_COST, FIXED_ROWS, LENGTH_STEP, MIN_FRAMES, alike, cheapest, round_up
+from pipelines.codec.batches import BATCH_COST, FIXED_ROWS, LENGTH_STEP, MIN_FRAMES, alike, cheapest, round_up
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"

@@ -1,4 +1,4 @@
-"""The codec stage: batches, streams first and in order, and faults that stay with their utterance."""
+"""The codec stage: batches of whole utterances, streams beside them by deadline, and faults that stay with their utterance."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import queue
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from pipelines.codec import utterance_lane
+from pipelines.codec.samples import SamplesOnTheWay
 from pipelines.codec.stage import CodecStage, Done
-from pipelines.errors import ErrorCode, NightjarError
+from pipelines.codec.stream_lane import StreamLane
+from pipelines.codec.utterance_lane import FEW_UTTERANCES, UtteranceLane
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 
 @dataclass
@@ -48,6 +54,17 @@ class Adder:
         for state, one in zip(states, codes):
             state.total += int(one[:, 0].sum())
         return waves
+
+
+class Slow:
+    """A decoder of which only whole utterances wait for the gate."""
+
+    def __init__(self, adder: Adder) -> None:
+        self.decode, self.new_state = adder.decode, adder.new_state
+        self._streams = Adder()
+
+    def decode_chunk(self, states: Sequence[Sum], codes: Sequence[Tensor]) -> list[Tensor]:
+        return self._streams.decode_chunk(states, codes)
 
 
 def codes(*values: int) -> np.ndarray:
@@ -100,17 +117,19 @@ def test_chunks_of_a_stream_keep_their_order_and_state() -> None:
     stage.close()
 
 
-def test_streams_go_before_whole_utterances() -> None:
+def test_a_stream_does_not_wait_for_whole_utterances() -> None:
+    """Two long batches are under way and more wait; a stream's chunks are heard nevertheless."""
     decoder, heard = Adder(), Heard()
-    stage = CodecStage(decoder)
+    stage = CodecStage(Slow(decoder))
     decoder.gate.clear()
-    stage.decode(codes(1), heard.at("under way"))
-    while stage._jobs:
-        pass
-    stage.decode(codes(2), heard.at("whole"))
-    stage.decode_chunk(codes(3), heard.at("chunk"), Sum())
+    for index in range(4):
+        stage.decode(codes(index), heard.at("whole"))
+    state = Sum()
+    for step in range(3):
+        stage.decode_chunk(codes(step + 1), heard.at(f"chunk {step}"), state)
+    assert lists(heard.take(3)) == [("chunk 0", [1]), ("chunk 1", [3]), ("chunk 2", [6])]
     decoder.gate.set()
-    assert [name for name, _ in heard.take(3)] == ["under way", "chunk", "whole"]
+    assert [name for name, _ in heard.take(4)] == ["whole"] * 4
     stage.close()
 
 
@@ -168,71 +187,100 @@ class OnTheWay:
         self.done.wait()
 
 
-class Ahead(CodecStage[Sum]):
-    """A stage whose device takes its time, as a GPU does; `sent` are the events of its batches."""
+class Ahead(UtteranceLane[Sum]):
+    """A lane whose device takes its time, as a GPU does; `events` are those of its batches."""
 
-    def __init__(self, decoder: Adder, max_batch: int, gather_frames: int = 4096) -> None:
-        self.sent: queue.SimpleQueue[OnTheWay] = queue.SimpleQueue()
-        super().__init__(decoder, max_batch, gather_frames=gather_frames)
+    def __init__(self, decoder: Adder, max_batch: int, **settings: Any) -> None:
+        self.events: queue.SimpleQueue[OnTheWay] = queue.SimpleQueue()
+        super().__init__(decoder, max_batch, **settings)
 
-    def _sent(self, batch: list, waves: list[Tensor]):  # type: ignore[no-untyped-def]
-        started = super()._sent(batch, waves)
-        started.there = OnTheWay()  # type: ignore[assignment]
-        self.sent.put(started.there)  # type: ignore[arg-type]
-        return started
+    def _sent(self, waves: list[Tensor]) -> SamplesOnTheWay:
+        samples = super()._sent(waves)
+        samples.event = event = OnTheWay()
+        self.events.put(event)
+        return samples
+
+
+def put(lane: UtteranceLane[Sum], done: Done, *values: int) -> None:
+    lane.put(torch.from_numpy(codes(*values)), done)
 
 
 def test_a_second_batch_is_started_while_the_device_has_the_first_and_no_third() -> None:
     decoder, heard = Adder(), Heard()
-    stage = Ahead(decoder, max_batch=1, gather_frames=2)
+    lane = Ahead(decoder, max_batch=1, gather_frames=2)
     for index in range(3):
-        stage.decode(codes(index), heard.at(str(index)))
-    first, second = stage.sent.get(timeout=60), stage.sent.get(timeout=60)
+        put(lane, heard.at(str(index)), index)
+    first, second = lane.events.get(timeout=60), lane.events.get(timeout=60)
     assert decoder.batches == [1, 1]
-    assert not stage.behind
-    stage.decode(codes(3), heard.at("3"))
-    assert stage.behind, "two frames wait, which is a full batch, and both places on the device are taken"
+    assert not lane.behind
+    put(lane, heard.at("3"), 3)
+    assert lane.behind, "two frames wait, which is a full batch, and both places on the device are taken"
     second.done.set()
     first.done.set()
     assert lists(heard.take(2)) == [("0", [0]), ("1", [1])]
     for _ in range(2):
-        stage.sent.get(timeout=60).done.set()
+        lane.events.get(timeout=60).done.set()
     assert lists(heard.take(2)) == [("2", [2]), ("3", [3])]
-    assert not stage.behind
-    stage.close()
+    assert not lane.behind
+    lane.close()
 
 
 def test_what_a_device_has_at_the_end_is_handed_on() -> None:
     heard = Heard()
-    stage = Ahead(Adder(), max_batch=1)
+    lane = Ahead(Adder(), max_batch=1)
     for index in range(3):
-        stage.decode(codes(index), heard.at(str(index)))
-    closing = threading.Thread(target=stage.close)
+        put(lane, heard.at(str(index)), index)
+    closing = threading.Thread(target=lane.close)
     closing.start()
     for _ in range(3):
-        sent = stage.sent.get(timeout=300)
+        event = lane.events.get(timeout=300)
         closing.join(0.1)
         assert closing.is_alive(), "the device has a batch"
-        sent.done.set()
+        event.done.set()
     closing.join(300)
     assert lists(heard.take(3)) == [(str(index), [index]) for index in range(3)]
 
 
-def test_a_fault_of_a_stream_comes_after_the_audio_before_it() -> None:
-    heard, state = Heard(), Sum()
-    stage = Ahead(Adder(), max_batch=2)
-    stage.decode_chunk(codes(4), heard.at("first"), state)
-    sent = stage.sent.get(timeout=300)
-    stage.decode_chunk(codes(13), heard.at("broken"), state)
-    stage.decode(codes(5), heard.at("other"))
-    sent.done.set()
-    stage.sent.get(timeout=300).done.set()
-    (first, samples), (broken, error), (other, more) = heard.take(3)
-    assert (first, broken, other) == ("first", "broken", "other")
-    assert isinstance(samples, np.ndarray)
-    assert isinstance(error, NightjarError)
-    assert isinstance(more, np.ndarray)
-    stage.close()
+def test_beside_streams_small_batches_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utterance_lane, "_QUANTUM_FRAMES", 5)
+    decoder, heard = Adder(), Heard()
+    alive = threading.Event()
+    alive.set()
+    lane = Ahead(decoder, max_batch=64, streams_alive=alive.is_set)
+    decoder.gate.clear()
+    for index in range(7):
+        put(lane, heard.at(str(index)), index, 0)
+    decoder.gate.set()
+    first = lane.events.get(timeout=60)
+    with pytest.raises(queue.Empty):
+        lane.events.get(timeout=0.3)
+    alive.clear()
+    lane.events.get(timeout=60).done.set()
+    first.done.set()
+    heard.take(7)
+    # The first batch may have been taken before the others came; what a batch takes at most beside streams are two of two frames.
+    assert decoder.batches[0] <= 2
+    assert sum(decoder.batches) == 7
+    lane.close()
+
+
+def test_a_few_utterances_wait_for_nobody_and_many_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(utterance_lane, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    heard = Heard()
+    lane = UtteranceLane(Adder(), gather_seconds=10_000)
+    for index in range(FEW_UTTERANCES):
+        put(lane, heard.at(str(index)), index)
+    assert len(lists(heard.take(FEW_UTTERANCES))) == FEW_UTTERANCES
+    now[0] += 1.5
+    put(lane, heard.at("in another second"), 1)
+    assert len(lists(heard.take(1))) == 1
+    for index in range(FEW_UTTERANCES):
+        put(lane, heard.at("too many"), index)
+    with pytest.raises(queue.Empty):
+        for _ in range(FEW_UTTERANCES):
+            heard.items.get(timeout=0.3)
+    lane.close()
 
 
 def test_a_batch_is_as_long_as_it_may_be() -> None:
@@ -267,11 +315,11 @@ def test_a_receiver_that_raises_stops_nobody_and_is_on_the_stages_thread() -> No
 
 
 def test_an_error_that_shows_late_is_told_to_all_of_its_batch() -> None:
-    class Late(CodecStage[Sum]):
-        def _sent(self, batch: list, waves: list[Tensor]):  # type: ignore[no-untyped-def]
-            started = super()._sent(batch, waves)
-            started.there = Broken()  # type: ignore[assignment]
-            return started
+    class Late(UtteranceLane[Sum]):
+        def _sent(self, waves: list[Tensor]) -> SamplesOnTheWay:
+            samples = super()._sent(waves)
+            samples.event = Broken()
+            return samples
 
     class Broken:
         def query(self) -> bool:
@@ -281,11 +329,161 @@ def test_an_error_that_shows_late_is_told_to_all_of_its_batch() -> None:
             raise RuntimeError("the device is lost")
 
     heard = Heard()
-    stage = Late(Adder())
-    stage.decode(codes(1), heard.at("a"))
+    lane = Late(Adder())
+    put(lane, heard.at("a"), 1)
     ((_, error),) = heard.take(1)
     assert isinstance(error, NightjarError)
     assert error.code is ErrorCode.SYNTH_ENGINE
-    stage.decode(codes(2), heard.at("b"))  # its thread goes on
+    put(lane, heard.at("b"), 2)  # its thread goes on
     assert isinstance(heard.take(1)[0][1], NightjarError)
-    stage.close()
+    lane.close()
+
+
+class Starter:
+    """A decoder that starts groups of chunks of one length, at most `most`, whose events the test holds.
+
+    A state is a list of what was decoded from it. Codes of 13 are refused, codes of 66 break the device, codes of 99 come out as NaN.
+    """
+
+    def __init__(self, most: int = 2) -> None:
+        self.most = most
+        self.groups: list[list[int]] = []
+        self.events: queue.SimpleQueue[OnTheWay] = queue.SimpleQueue()
+        self.released = 0
+
+    def new_state(self) -> list[int]:
+        return []
+
+    def decode(self, codes: Sequence[Tensor], states: Sequence[list[int]] | None = None) -> list[Tensor]:
+        raise NotImplementedError
+
+    def decode_chunk(self, states: Sequence[list[int]], codes: Sequence[Tensor]) -> list[Tensor]:
+        raise NotImplementedError
+
+    def company(self, frames: int, last: bool) -> tuple[int, int | None]:
+        return frames, self.most
+
+    def start_chunks(self, states: Sequence[list[int]], codes: Sequence[Tensor], last: Sequence[bool]) -> SamplesOnTheWay:
+        values = [int(one[0, 0]) for one in codes]
+        if 13 in values:
+            raise SynthesisError(ErrorCode.SYNTH_ENGINE, "unlucky")
+        if 66 in values:
+            raise RuntimeError("the device is lost")
+        for state, value in zip(states, values):
+            state.append(value)
+        self.groups.append(values)
+        event = OnTheWay()
+        self.events.put(event)
+        waves = [np.array([np.nan if value == 99 else value], np.float32) for value in values]
+        return SamplesOnTheWay([[wave] for wave in waves], event, self._release)
+
+    def _release(self) -> None:
+        self.released += 1
+
+
+class Lane(StreamLane[list[int]]):
+    """A lane of a `Starter`, two of whose groups the device has until the test says so."""
+
+    def __init__(self, most: int = 2) -> None:
+        self.starter, self.heard = Starter(most), Heard()
+        super().__init__(self.starter)
+        self.chunk(0, frames=30)
+        self.chunk(1, frames=31)
+        self.held = [self.starter.events.get(timeout=60) for _ in range(2)]
+
+    def chunk(self, value: int, state: list[int] | None = None, frames: int = 1, deadline: float = 0.0) -> None:
+        self.put(torch.full((frames, 1), value), self.heard.at(str(value)), [] if state is None else state, False, deadline)
+
+    def rest(self, groups: int) -> list[tuple[str, np.ndarray | NightjarError]]:
+        """Lets the device finish; what is heard of so many chunks, without the first two."""
+        for event in self.held:
+            event.done.set()
+        for _ in range(groups):
+            self.starter.events.get(timeout=60).done.set()
+        chunks = sum(map(len, self.starter.groups))
+        found = self.heard.take(chunks)
+        assert [name for name, _ in found[:2]] == ["0", "1"]
+        return found[2:]
+
+
+def test_chunks_go_by_their_deadline_and_share_a_launch_by_their_size() -> None:
+    lane = Lane(most=2)
+    ahead, behind = list[int](), list[int]()
+    lane.chunk(10, ahead, deadline=5.0)
+    lane.chunk(11, ahead, deadline=6.0)
+    lane.chunk(20, behind, frames=12, deadline=4.0)
+    lane.chunk(30, deadline=7.0)
+    lane.chunk(40)
+    lane.chunk(41)
+    lane.chunk(42)
+    assert [name for name, _ in lane.rest(4)] == ["40", "41", "42", "10", "20", "11", "30"]
+    assert lane.starter.groups[2:] == [[40, 41], [42, 10], [20], [11, 30]]
+    assert ahead == [10, 11]
+    lane.close()
+
+
+def test_no_third_group_is_started_while_the_device_has_two() -> None:
+    lane = Lane()
+    lane.chunk(2)
+    with pytest.raises(queue.Empty):
+        lane.starter.events.get(timeout=0.3)
+    assert lane.alive()
+    assert [name for name, _ in lane.rest(1)] == ["2"]
+    lane.close()
+    assert lane.starter.released == 3
+
+
+def test_a_refused_chunk_is_no_fault_of_the_others_in_its_group() -> None:
+    lane = Lane(most=4)
+    for value in (12, 13, 14, 99):
+        lane.chunk(value)
+    for event in lane.held:
+        event.done.set()
+    for _ in range(3):
+        lane.starter.events.get(timeout=60).done.set()
+    found = dict(lane.heard.take(6))
+    faults = {name: one.code for name, one in found.items() if isinstance(one, NightjarError)}
+    assert faults == {"13": ErrorCode.SYNTH_ENGINE, "99": ErrorCode.SYNTH_NAN}
+    lane.chunk(66)
+    ((_, error),) = lane.heard.take(1)
+    assert isinstance(error, NightjarError)
+    assert error.code is ErrorCode.SYNTH_ENGINE
+    lane.chunk(7)  # the lane goes on, with both places on the device free
+    lane.chunk(8, frames=2)
+    for _ in range(2):
+        lane.starter.events.get(timeout=60).done.set()
+    assert lists(lane.heard.take(2)) == [("7", [7]), ("8", [8])]
+    lane.close()
+
+
+def test_a_stream_that_was_closed_is_decoded_no_more() -> None:
+    class Closed(list[int]):
+        closed = False
+
+    lane, state = Lane(most=4), Closed()
+    lane.chunk(5, state)
+    lane.chunk(6)
+    state.closed = True
+    for event in lane.held:
+        event.done.set()
+    lane.starter.events.get(timeout=60).done.set()
+    found = dict(lane.heard.take(4))
+    assert isinstance(found["5"], NightjarError)
+    assert found["5"].code is ErrorCode.SYNTH_ABORTED
+    assert lane.starter.groups[2:] == [[6]]
+    lane.close()
+
+
+def test_a_closed_lane_decodes_what_waits_and_refuses_the_rest() -> None:
+    lane = Lane()
+    for value in (2, 3, 4):
+        lane.chunk(value)
+    closing = threading.Thread(target=lane.close)
+    closing.start()
+    assert [name for name, _ in lane.rest(2)] == ["2", "3", "4"]
+    closing.join(60)
+    assert not closing.is_alive()
+    lane.chunk(5)
+    ((_, late),) = lane.heard.take(1)
+    assert isinstance(late, NightjarError)
+    assert late.code is ErrorCode.SYNTH_ABORTED

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.codec.stage import CodecStage, longest_first
+from pipelines.codec.batches import longest_first
+from pipelines.codec.stage import CodecStage
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
 from pipelines.spark_tts.config import SparkConfig
 from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice

@@ -1,0 +1,63 @@
+"""Which utterances a codec decodes together: batches that cost the least, or that meet one shape whatever their company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: Lengths are filled up to a multiple of this, which bounds the number of shapes that kernels and libraries meet.
+LENGTH_STEP = 8
+#: Frames that a batch costs at least, however small (its launches), and that each batch costs beside its own.
+MIN_FRAMES, BATCH_COST = 600, 100
+#: Rows of every batch in reproducible mode.
+FIXED_ROWS = 8
+
+
+def round_up(frames: int) -> int:
+    """The length that an utterance of so many frames is filled up to."""
+    return -(-frames // LENGTH_STEP) * LENGTH_STEP
+
+
+def longest_first(lengths: Sequence[int], max_frames: int) -> list[list[int]]:
+    """Indices of utterances in batches of at most `max_frames` padded frames, the longest first, so that neighbours are alike."""
+    found: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if found and lengths[found[-1][0]] * (len(found[-1]) + 1) <= max_frames:
+            found[-1].append(index)
+        else:
+            found.append([index])
+    return found
+
+
+def cheapest(lengths: Sequence[int], max_frames: int, pass_frames: int) -> list[list[int]]:
+    """The cut of utterances into batches that costs the least by the figures above; empty ones are left out.
+
+    A batch is as wide as its longest utterance and has at most `max_frames` frames, of which a row counts at most `pass_frames`:
+    longer ones are decoded in passes of that many. The longest utterances come first.
+    """
+    order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
+    widths = [round_up(lengths[i]) for i in order]
+    # best[end]: the least cost of the first `end` utterances, and where their last batch begins.
+    best: list[tuple[int, int]] = [(0, 0)]
+    for end in range(1, len(order) + 1):
+        choices: list[tuple[int, int]] = []
+        for begin in range(end - 1, -1, -1):
+            rows, width = end - begin, widths[begin]
+            if rows > 1 and rows * min(width, pass_frames) > max_frames:
+                break
+            choices.append((best[begin][0] + max(rows * width, MIN_FRAMES) + BATCH_COST, begin))
+        best.append(min(choices))
+    batches: list[list[int]] = []
+    end = len(order)
+    while end:
+        begin = best[end][1]
+        batches.append(order[begin:end])
+        end = begin
+    return batches[::-1]
+
+
+def alike(lengths: Sequence[int]) -> list[list[int]]:
+    """Batches of at most `FIXED_ROWS` utterances of one filled-up length: the shape that an utterance meets depends on its length only."""
+    sizes: dict[int, list[int]] = {}
+    for i in sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i]):
+        sizes.setdefault(round_up(lengths[i]), []).append(i)
+    return [same[start : start + FIXED_ROWS] for same in sizes.values() for start in range(0, len(same), FIXED_ROWS)]

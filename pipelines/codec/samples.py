@@ -1,0 +1,90 @@
+"""Samples of a batch on their way from a device to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Samples = NDArray[np.float32]
+
+
+class Event(Protocol):
+    """A `torch.cuda.Event`."""
+
+    def query(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+class SamplesOnTheWay:
+    """The samples of each utterance or chunk of a batch, as parts that follow each other; they are there once `event` is over.
+
+    Parts on a device's way lie in pinned memory, which goes back with `release`; others belong to who asks for them.
+    """
+
+    def __init__(self, parts: list[list[Samples]], event: Event | None = None, release: Callable[[], None] | None = None) -> None:
+        self._parts = parts
+        self.event = event
+        self._release = release
+
+    @property
+    def over(self) -> bool:
+        """Whether nobody needs to wait for the samples; a fault of the device shows when they are waited for."""
+        try:
+            return self.event is None or self.event.query()
+        except RuntimeError:
+            return True
+
+    def wait(self) -> None:
+        """Returns when the samples are there. Raises what the device says of a fault."""
+        if self.event is not None:
+            self.event.synchronize()
+
+    def of(self, at: int) -> Samples:
+        """The samples of one of the batch, once they are there, in memory of the caller's own."""
+        parts = self._parts[at]
+        if not parts:
+            return np.zeros(0, np.float32)
+        if len(parts) == 1:
+            return parts[0].copy() if self._pinned else parts[0]
+        return np.concatenate(parts)
+
+    def release(self) -> None:
+        """Gives the pinned memory back, so that it can be written again."""
+        if self._release is not None:
+            self._release()
+
+    @property
+    def _pinned(self) -> bool:
+        return self.event is not None or self._release is not None
+
+
+def sent(waves: Sequence[Tensor]) -> SamplesOnTheWay:
+    """Sends samples [n] each to the host, which does not wait for them."""
+    if not any(wave.is_cuda for wave in waves):
+        return SamplesOnTheWay([[wave.float().numpy()] for wave in waves])
+    parts = [[part] for part in pinned(waves)]
+    return SamplesOnTheWay(parts, recorded())
+
+
+def pinned(waves: Sequence[Tensor]) -> list[Samples]:
+    """Where samples will be on the host; one pinned buffer for all.
+
+    The sizes of batches come again, those of utterances hardly, and pinning anew makes the device wait.
+    """
+    lengths = [len(wave) for wave in waves]
+    places = torch.empty(sum(lengths), dtype=torch.float32, pin_memory=True).split(lengths)
+    for place, wave in zip(places, waves):
+        place.copy_(wave, non_blocking=True)
+    return [place.numpy() for place in places]
+
+
+def recorded() -> torch.cuda.Event:
+    """The end of what the current CUDA stream has to do now. Who waits for it sleeps meanwhile."""
+    event = torch.cuda.Event(blocking=True)
+    event.record()
+    return event
