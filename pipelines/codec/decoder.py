@@ -14,9 +14,9 @@ from kernels.registry import to_device
 from kernels.toolchain import triton_fault
 from pipelines.codec.batches import FIXED_ROWS, alike, cheapest, round_up
 from pipelines.codec.blocks import Past
-from pipelines.codec.samples import Samples, SamplesOnTheWay, pinned, recorded, sent
 from pipelines.codec.states import CodecShape, CodecState, Written
 from pipelines.codec.stream_graphs import StreamGraphs, graph_bytes, pieces
+from pipelines.codec.transfer import Samples, SamplesOnTheWay, pinned, recorded, sent
 from pipelines.errors import ErrorCode, SynthesisError
 
 #: (rows, frames) of batches whose kernels `warm` makes. Triton makes others for multiples of 16, and tiles differ by frames.

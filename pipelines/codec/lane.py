@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipelines.codec.samples import Samples, SamplesOnTheWay
+from pipelines.codec.transfer import Samples, SamplesOnTheWay
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)

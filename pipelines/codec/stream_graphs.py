@@ -19,8 +19,8 @@ from kernels.cuda_graphs import capture
 from kernels.toolchain import triton_fault
 from pipelines.codec.batches import FIXED_ROWS
 from pipelines.codec.blocks import Past
-from pipelines.codec.samples import Samples
 from pipelines.codec.states import Arena, CodecShape, CodecState
+from pipelines.codec.transfer import Samples
 
 log = logging.getLogger(__name__)
 

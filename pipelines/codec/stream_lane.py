@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pipelines.codec.lane import Decoder, Done, S, failure, outcome_of, tell, too_late
-from pipelines.codec.samples import SamplesOnTheWay, sent
+from pipelines.codec.transfer import SamplesOnTheWay, sent
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)

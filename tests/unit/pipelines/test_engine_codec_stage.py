@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from pipelines.codec import utterance_lane
-from pipelines.codec.samples import SamplesOnTheWay
 from pipelines.codec.stage import CodecStage, Done
 from pipelines.codec.stream_lane import StreamLane
+from pipelines.codec.transfer import SamplesOnTheWay
 from pipelines.codec.utterance_lane import FEW_UTTERANCES, UtteranceLane
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 

@@ -61,7 +61,7 @@ def test_a_listener_hears_chunks_until_the_final_one_on_the_codecs_thread(host: 
     assert heard.over.wait(240)
     assert heard.samples == [code for code in (1, 2, 3) for _ in range(4)] + [1]
     assert [isinstance(one, AudioChunk) and one.final for one in heard.outcomes][-2:] == [False, True]
-    assert heard.threads == {"codec-stage"}
+    assert heard.threads == {"codec-chunks"}
     assert not pipeline._receivers
     assert pipeline.stats().audio_seconds == len(heard.samples) / 100
 
