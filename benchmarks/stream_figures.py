@@ -48,7 +48,7 @@ def percentiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
     return {name if name != "100" else "max": None if value is None else round(1000 * value, 2) for name, value in found.items()}
 
 
-def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: float) -> Row:
+def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: float, sized: bool = True) -> Row:
     """The figures of one load: what its processes of clients heard of the requests that were sent in the span."""
     sent = [one for process in found for one in process["heard"] if count_from <= one["sent"] < count_until]
     streams, whole = [one for one in sent if not one["batch"]], [one for one in sent if one["batch"]]
@@ -70,7 +70,7 @@ def row_of(found: Sequence[dict[str, Any]], count_from: float, count_until: floa
         "failures": dict(failures),
         "cancelled": sum(1 for one in sent if one["failure"] == "cancelled"),
         "cut_off": sum(1 for one in sent if one["failure"] == "cut off"),
-        "too_short": sum(1 for one in done if one["audio"] < 0.8 * one["asked_audio"]),
+        "too_short": sum(1 for one in done if one["audio"] < 0.8 * one["asked_audio"]) if sized else 0,
         "client_late_ms": percentiles_ms([one["late"] for one in streams]),
     }
     if whole:

@@ -189,7 +189,7 @@ class StreamBench:
     def _measure_size(self) -> None:
         server = StreamServer(self.folder / self.size, self.options, self.folder)
         try:
-            target = target_of(server.url, peer=False, pid=server.process.pid)
+            target = target_of(server.url, pid=server.process.pid)
             self.note(ready_s=round(server.ready_s, 1), **self._memory(target))
             for part in self.options.parts:
                 if part != "client":

@@ -36,6 +36,8 @@ from benchmarks.stream_worker import Plan
 REPOSITORY = Path(__file__).resolve().parents[1]
 #: Time that a process of clients gets to start and to connect.
 _START_SECONDS = 1.0
+#: The load goes on for so long after the span that counts, so that its last streams begin under it too.
+_AFTER_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +69,25 @@ class Target:
     sample_rate: int
     voice: str | None
     own: bool
+    sized: bool
     pid: int | None
     fields: dict[str, Any]
 
     def plan(self, protocol: str = "http") -> Plan:
         """What every request to it says; of no load."""
         plan = Plan(self.address.url, self.model, 0.0, 0.0, 0.0, 0.0, 0.0, protocol, self.address.key, self.voice)
-        return replace(plan, sample_rate=self.sample_rate, own=self.own, fields=self.fields)
+        return replace(plan, sample_rate=self.sample_rate, own=self.own, sized=self.sized, fields=self.fields)
 
 
-def target_of(url: str, *, peer: bool, voice: str | None = None, pid: int | None = None, fields: dict[str, Any] | None = None) -> Target:
+def target_of(
+    url: str,
+    *,
+    peer: bool = False,
+    sized: bool = True,
+    voice: str | None = None,
+    pid: int | None = None,
+    fields: dict[str, Any] | None = None,
+) -> Target:
     """Asks a server what it is. Raises `ConnectionError` where it does not answer."""
     address = Address(url.rstrip("/"), os.environ.get("SPEECH_SERVE__API_KEY", ""))
     status, body = asyncio.run(fetch(address, "/v1/models"))
@@ -87,7 +98,8 @@ def target_of(url: str, *, peer: bool, voice: str | None = None, pid: int | None
     voices = (card.get("capabilities") or {}).get("voices") if own else None
     local = address.host in ("127.0.0.1", "localhost", "::1")
     found = pid or (listener_pid(address.port) if local else None)
-    return Target(address, card["id"], card.get("sample_rate", 24_000), voice or next(iter(voices or ()), None), own, found, fields or {})
+    voice = voice or next(iter(voices or ()), None)
+    return Target(address, card["id"], card.get("sample_rate", 24_000), voice, own, own and sized, found, fields or {})
 
 
 def measure(target: Target, load: Load) -> Row:
@@ -109,7 +121,11 @@ def _one_seed(target: Target, load: Load, seed: int) -> Row:
     for number in range(count):
         clients, batch = ((total + number) // count for total in (load.clients, load.batch_clients))
         plan = replace(
-            target.plan(load.protocol), start=start, stop=count_until, end=count_until + load.drain, seed=1 + 1000 * seed + number
+            target.plan(load.protocol),
+            start=start,
+            stop=count_until + _AFTER_SECONDS,
+            end=count_until + load.drain,
+            seed=1 + 1000 * seed + number,
         )
         plan = replace(plan, count_from=count_from, count_until=count_until, listen=load.listen, cancel=load.cancel, rate=load.rate / count)
         plans.append(replace(plan, clients=clients, batch_clients=batch, shortest_s=load.seconds[0], longest_s=load.seconds[1]))
@@ -126,7 +142,7 @@ def _one_seed(target: Target, load: Load, seed: int) -> Row:
     time.sleep(max(count_until - time.monotonic(), 0))
     until, after = time.time(), _threads(target)
     found = [json.loads(worker.communicate(timeout=load.drain + 60)[0]) for worker in workers]
-    row = row_of(found, count_from, count_until)
+    row = row_of(found, count_from, count_until, target.sized and load.protocol == "http")
     if use is not None:
         use.stop()
         row |= use.between(since, until)
@@ -145,7 +161,7 @@ def own_delay(load: Load) -> Row:
     server = subprocess.Popen([sys.executable, "-m", "benchmarks.stream_local"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
-        target = target_of(server.stdout.readline().strip(), peer=False, pid=server.pid)
+        target = target_of(server.stdout.readline().strip(), pid=server.pid)
         return {"system": "clients alone", **measure(target, load)}
     finally:
         server.kill()
@@ -183,6 +199,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--peer", metavar="URL", help="address of any OpenAI-style server, which gets OpenAI's fields only")
     made.add_argument("--field", action="append", default=[], metavar="NAME=JSON", help="a further field of every request")
     made.add_argument("--voice", help="default: the first that the server names")
+    made.add_argument("--text-lengths", action="store_true", help="the text alone says how long a speech is, not `max_seconds`")
     made.add_argument("--pid", type=int, help="the server's process, for its CPU; default: what listens at the port on this host")
     made.add_argument("--protocol", nargs="+", choices=("http", "websocket"), default=["http"])
     made.add_argument("--mode", choices=("open", "closed"), default="closed")
@@ -211,7 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made.error("give the address of a server")
     fields = {name: json.loads(value) for name, _, value in (one.partition("=") for one in options.field)}
     try:
-        target = target_of(options.peer or options.url, peer=options.peer is not None, voice=options.voice, pid=options.pid, fields=fields)
+        about = {"sized": not options.text_lengths, "voice": options.voice, "pid": options.pid, "fields": fields}
+        target = target_of(options.peer or options.url, peer=options.peer is not None, **about)
     except OSError as error:
         print(f"The server does not answer ({error}). Start it, or give another address.", file=sys.stderr)
         return 2

@@ -81,8 +81,9 @@ class Plan:
     cancel: float = 0.0
     sample_rate: int = 24_000
     seed: int = 0
-    #: Whether the server is ours, which takes the length and the seed of a speech.
+    #: Whether the server is ours, which takes the seed of a speech, and whether requests say its length in seconds too.
     own: bool = True
+    sized: bool = True
     #: Further fields of every request.
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
 
@@ -100,8 +101,8 @@ class Heard:
     took: float = 0.0
     audio: float = 0.0
     underruns: list[float] = field(default_factory=list[float])
-    #: "" for a whole answer, "cancelled", "cut off" at the end of the plan, or the code of a failure.
-    failure: str = ""
+    #: "" for a whole answer, "cancelled", "cut off" at the end of the plan ("no audio in time" before any), or the code of a failure.
+    failure: str = "cut off"
 
 
 def arrivals(rate: float, chance: random.Random, start: float, stop: float) -> Iterator[float]:
@@ -134,7 +135,9 @@ def request_body(plan: Plan, seconds: float, number: int, *, whole: bool = False
         body = {"model": plan.model, "input": text, "response_format": "pcm", "stream": not whole}
         body |= {"voice": plan.voice} if plan.voice else {}
     if plan.own:
-        body |= {"max_seconds": round(seconds, 3), "seed": number}
+        body["seed"] = number
+    if plan.own and plan.sized:
+        body["max_seconds"] = round(seconds, 3)
     return body | plan.fields
 
 
@@ -143,7 +146,7 @@ class Clients:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.chance = random.Random(plan.seed)
+        self.chance = random.Random(plan.seed + 1)
         self.heard: list[Heard] = []
         self.audio_in_span = {False: 0.0, True: 0.0}
         self._address = Address(plan.url, plan.key)
@@ -169,6 +172,9 @@ class Clients:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for one in self.heard:
+            if one.failure == "cut off" and one.first is None and not one.batch:
+                one.failure = "no audio in time"
         return {
             "heard": [asdict(one) for one in self.heard],
             "stream_audio_s": self.audio_in_span[False],
@@ -178,7 +184,7 @@ class Clients:
     async def _arrivals(self) -> None:
         """The open loop: a request at each arrival, however many are under way."""
         under_way: set[asyncio.Task[Any]] = set()
-        for at in arrivals(self.plan.rate, self.chance, self.plan.start, self.plan.stop):
+        for at in arrivals(self.plan.rate, random.Random(self.plan.seed), self.plan.start, self.plan.stop):
             await asyncio.sleep(at - time.monotonic())
             task = asyncio.create_task(self._one(at))
             under_way.add(task)
@@ -211,7 +217,7 @@ class Clients:
         plan, player = self.plan, Player()
         seconds = self.chance.uniform(plan.shortest_s, plan.longest_s)
         cancelled = not batch and self.chance.random() < plan.cancel
-        heard = Heard(time.monotonic(), 0.0, batch, seconds)
+        heard = Heard(time.monotonic(), 0.0, batch, seconds, underruns=player.underruns)
         self.heard.append(heard)
         try:
             connection = await self._free_connection(batch)
@@ -225,6 +231,9 @@ class Clients:
         def on_audio(at: float, count: int) -> None:
             piece = count / BYTES_PER_SAMPLE / plan.sample_rate
             player.heard(at, piece)
+            heard.audio += piece
+            if heard.first is None:
+                heard.first = at - heard.sent
             if plan.count_from <= at < plan.count_until:
                 self.audio_in_span[batch] += piece
             if cancelled and player.audio_seconds >= stop_at:
@@ -245,8 +254,6 @@ class Clients:
         if heard.failure == "cancelled" and not cancelled:
             heard.failure = "cut off"
         heard.took = time.monotonic() - heard.sent
-        heard.first = None if player.began is None else player.began - heard.sent
-        heard.audio, heard.underruns = player.audio_seconds, player.underruns
         if heard.failure == "" and player.began is None:
             heard.failure = "no audio"
         if connection.closed:
