@@ -151,6 +151,11 @@ class Streamer(Generic[S]):
     def hang_up(self) -> None:
         """Nobody listens any longer. A family that asks its engine for more than one thing ends that here."""
 
+    def end_state(self) -> None:
+        """The stream is over: what the codec keeps for it goes back at once, and not when the garbage collector finds it."""
+        if self._state is not None:
+            self._stage.end(self._state)
+
     def _next_size(self) -> int:
         return self.chunk_frames[min(self._chunks, len(self.chunk_frames) - 1)]
 
@@ -285,6 +290,7 @@ class SpeechPipeline(Generic[R, O]):
             if not finished:
                 streamer.hang_up()
                 self._engine.cancel(wanted)
+            streamer.end_state()
 
         listener = Listener(heard, over)
         streamer = self._streamer_class(info, self._stage, listener)

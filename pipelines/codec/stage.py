@@ -58,6 +58,14 @@ class CodecStage(Generic[S]):
         """
         self._streams.put(torch.from_numpy(codes), done, state, last, deadline)
 
+    def end(self, state: S) -> None:
+        """Says that the stream of this state is over: no chunk of it is decoded any more, and what it holds of the device goes back.
+
+        May be called on any thread and more than once. A state that nobody holds any more needs none of it.
+        """
+        if callable(close := getattr(state, "close", None)):
+            close()
+
     def close(self) -> None:
         """Decodes what is queued, then ends the threads. May be called more than once."""
         self._streams.close()

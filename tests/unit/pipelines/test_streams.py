@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -91,6 +92,36 @@ def test_an_abort_is_the_one_error_of_a_stream(host: Host, pipeline: Pipeline) -
     end()
     assert [type(one) for one in heard.outcomes] == [SynthesisError]
     assert not pipeline._receivers
+
+
+@pytest.mark.parametrize("ending", ["final", "cancelled", "aborted", "failed"])
+def test_however_a_stream_ends_the_codecs_state_goes_back(host: Host, ending: str) -> None:
+    class State(list[int]):
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    class Ending(Streamer):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._state = states[-1]
+
+    states = [State()]
+    receivers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    host.play = say([1, 2, 3]) if ending == "final" else receivers.put
+    pipeline, heard = Pipeline(host, CodecStage(Ramp()), TokenUtteranceFuture, Ending), Heard()
+    end = pipeline.start_stream(REQUEST, heard)
+    assert ending == "final" or not states[0].closed
+    if ending == "cancelled":
+        end()
+    elif ending == "aborted":
+        pipeline.abort("one")
+    elif ending == "failed":
+        receivers.get(timeout=240).failed(SynthesisError(ErrorCode.SYNTH_ENGINE, "broken"))
+    assert ending == "cancelled" or heard.over.wait(240)
+    pipeline.close()
+    assert states[0].closed
 
 
 def test_nothing_follows_the_end_whichever_thread_it_comes_from() -> None:
