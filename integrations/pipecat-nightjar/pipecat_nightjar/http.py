@@ -9,11 +9,12 @@ import aiohttp
 from pipecat.frames.frames import ErrorFrame, Frame
 from pipecat.processors.frame_processor import FrameProcessorSetup
 from pipecat.services.tts_service import TTSService
+from pipecat.transcriptions.language import Language
 from pipecat.utils.errors import ErrorCategory
 from pipecat.utils.tracing.service_decorators import traced_tts
 from pipecat.utils.types import require_given
 
-from pipecat_nightjar.settings import NightjarTTSSettings, error_frame, given
+from pipecat_nightjar.settings import NightjarTTSSettings, complete, error_frame, language_name, without_none
 
 _SPEECH = "/v1/audio/speech"
 
@@ -41,11 +42,8 @@ class NightjarHttpTTSService(TTSService):
         """`base_url`: address of the server. `api_key`: one of its keys. `aiohttp_session`: used, not closed; None opens one.
         `sample_rate`: of the frames; None takes the pipeline's `audio_out_sample_rate`. `settings`: model, voice, language.
         """
-        complete = self.Settings(model=None, voice=None, language=None)
-        if settings is not None:
-            complete.apply_update(settings)
-        require_given(complete.model, "The model that the speech server serves")
-        super().__init__(sample_rate=sample_rate, push_start_frame=True, push_stop_frames=True, settings=complete, **kwargs)
+        super().__init__(sample_rate=sample_rate, push_start_frame=True, push_stop_frames=True, settings=complete(settings), **kwargs)
+        require_given(self._settings.model, "The model that the speech server serves")
         self._base_url = base_url.rstrip("/")
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp_session
@@ -53,6 +51,9 @@ class NightjarHttpTTSService(TTSService):
 
     def can_generate_metrics(self) -> bool:
         return True
+
+    def language_to_service_language(self, language: Language) -> str:
+        return language_name(language)
 
     async def setup(self, setup: FrameProcessorSetup) -> None:
         await super().setup(setup)
@@ -70,10 +71,11 @@ class NightjarHttpTTSService(TTSService):
         """Yields the audio of `text` as it arrives, then nothing; or one `ErrorFrame`."""
         if self._session is None:
             raise RuntimeError("The service has no session before `setup`.")
-        body = given(self._settings, model="model", voice="voice", language="language")
+        settings = self._settings
+        body = {"model": settings.model, "voice": settings.voice, "language": settings.language, **settings.extra}
         body |= {"input": text, "response_format": "pcm"}
         try:
-            async with self._session.post(self._base_url + _SPEECH, json=body, headers=self._headers) as response:
+            async with self._session.post(self._base_url + _SPEECH, json=without_none(body), headers=self._headers) as response:
                 if response.status != 200:
                     yield _refusal(await response.text(), response.status)
                     return

@@ -7,10 +7,29 @@ from typing import Any
 
 from pipecat.frames.frames import ErrorFrame
 from pipecat.services.settings import TTSSettings
+from pipecat.transcriptions.language import Language
 from pipecat.utils.errors import ErrorCategory, classify_http_status_code
 
 #: Errors that every other text would meet too, until the settings change.
 _OF_SETTINGS = frozenset({"input.unknown_voice", "input.unknown_language", "input.unsupported", "model_not_found"})
+#: Names of languages, as models of Nightjar have them, by their codes.
+_LANGUAGES = {
+    "ar": "Arabic",
+    "de": "German",
+    "en": "English",
+    "es": "Spanish",
+    "fr": "French",
+    "hi": "Hindi",
+    "it": "Italian",
+    "ja": "Japanese",
+    "ko": "Korean",
+    "nl": "Dutch",
+    "pl": "Polish",
+    "pt": "Portuguese",
+    "ru": "Russian",
+    "tr": "Turkish",
+    "zh": "Chinese",
+}
 
 
 @dataclass
@@ -18,21 +37,34 @@ class NightjarTTSSettings(TTSSettings):
     """Settings that can change while a pipeline runs.
 
     `model`: the name under which the server serves its model. `voice`: one of the model's voices, or a stored one; None for the
-    model's own. `language`: as the model names it; None leaves it to the model.
+    model's own. `language`: a `Language`, or the model's own name of one; None leaves it to the model. `extra`: further fields of a
+    request, such as `seed`.
     """
 
 
-def given(settings: TTSSettings, **names: str) -> dict[str, Any]:
-    """Fields of a request, `names` maps each to its setting; those that are None are left out."""
-    values = {field: getattr(settings, name) for field, name in names.items()}
-    return {field: value for field, value in values.items() if value is not None} | settings.extra
+def complete(delta: NightjarTTSSettings | None) -> NightjarTTSSettings:
+    """Settings without a gap, those that were not given being None."""
+    settings = NightjarTTSSettings(model=None, voice=None, language=None)
+    if delta is not None:
+        settings.apply_update(delta)
+    return settings
+
+
+def language_name(language: Language) -> str:
+    """The name of a language, or of the one that a region speaks."""
+    code = language.value.split("-")[0]
+    return _LANGUAGES.get(code, code)
+
+
+def without_none(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def error_frame(message: str, code: str | None, status: int | None) -> ErrorFrame:
     """An error of the server. One that lies in a text leaves the service usable: the next text may be fine."""
     if code in _OF_SETTINGS:
         category = ErrorCategory.INVALID_REQUEST
-    elif status in (400, 413, 422) or (code or "").startswith("input."):
+    elif status in (400, 413, 422):
         category = ErrorCategory.APPLICATION
     else:
         category = classify_http_status_code(status) if status is not None else ErrorCategory.SERVER

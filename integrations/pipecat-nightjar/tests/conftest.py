@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 #: The interpreter of the server's environment; `make test` gives it.
 SERVER_PYTHON = os.environ.get("NIGHTJAR_PYTHON", str(ROOT / ".venv/bin/python"))
 #: How long a test waits for what comes at once on a quiet machine.
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 120.0
 WHISPER_RATE = 16_000
 
 

@@ -25,7 +25,7 @@ from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.services.tts_service import TTSService
 from pipecat.workers.runner import WorkerRunner
 
-PATIENCE_SECONDS = 240.0
+PATIENCE_SECONDS = 120.0
 Some = TypeVar("Some", bound=Frame)
 
 

@@ -1,0 +1,292 @@
+"""`NightjarTTSService`: speech over one WebSocket, `/tts/websocket`. A reply is a context of it, and has a slot while it speaks."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from pipecat.frames.frames import ErrorFrame, Frame, TTSAudioRawFrame, TTSTextFrame
+from pipecat.processors.frame_processor import FrameProcessorSetup
+from pipecat.services.tts_service import TextAggregationMode, WebsocketTTSService
+from pipecat.transcriptions.language import Language
+from pipecat.utils.context.word_timestamp_tracker import WordTimestamp
+from pipecat.utils.errors import ErrorCategory, classify_http_exception
+from pipecat.utils.tracing.service_decorators import traced_tts
+from websockets.exceptions import WebSocketException
+from websockets.protocol import State
+
+from pipecat_nightjar.settings import NightjarTTSSettings, complete, error_frame, language_name, without_none
+
+_PATH = "/tts/websocket"
+#: Of a message of the server: half a minute of speech at 48 kHz is 4 MB.
+_MAX_MESSAGE_BYTES = 16 << 20
+_NOT_READY = 503
+_RETRY_SECONDS = 0.25
+#: How long a reply may be silent before it counts as over. Its end is a message, so this is for a server that waits for a slot.
+_SILENCE_SECONDS = 10.0
+
+
+@dataclass
+class _Reply:
+    """A context that the server has open. Sentences are spoken in order, and each is text for the conversation once it is spoken."""
+
+    texts: deque[TTSTextFrame] = field(default_factory=deque)
+    #: Sentences that were spoken before their text frame came here.
+    spoken: int = 0
+    #: Whether the server has all its text.
+    is_whole: bool = False
+
+
+class NightjarTTSService(WebsocketTTSService):
+    """Speech of Nightjar over a WebSocket.
+
+    An interruption cancels the reply in the server, which frees its slot; the connection stays. A connection that is lost is opened
+    again with the next text. Words have no timestamps: a sentence becomes text of the conversation when its audio is complete.
+    """
+
+    Settings = NightjarTTSSettings
+    _settings: NightjarTTSSettings
+
+    def __init__(
+        self,
+        *,
+        base_url: str = "http://127.0.0.1:8000",
+        api_key: str | None = None,
+        sample_rate: int | None = None,
+        text_aggregation_mode: TextAggregationMode | None = None,
+        connect_seconds: float = 10.0,
+        settings: NightjarTTSSettings | None = None,
+        **kwargs,
+    ) -> None:
+        """`base_url`: address of the server. `api_key`: one of its keys. `sample_rate`: of the frames, 8,000 to 48,000; None takes the
+        pipeline's `audio_out_sample_rate`. `text_aggregation_mode`: SENTENCE (default), or TOKEN to let the server find the sentences.
+        `connect_seconds`: how long a text waits for a server that is away. `settings`: model, voice, language.
+        """
+        kwargs.setdefault("stop_frame_timeout_s", _SILENCE_SECONDS)
+        super().__init__(
+            reconnect_on_error=False,
+            sample_rate=sample_rate,
+            text_aggregation_mode=text_aggregation_mode,
+            push_start_frame=True,
+            push_stop_frames=True,
+            append_trailing_space=True,
+            settings=complete(settings),
+            **kwargs,
+        )
+        self._url = "ws" + base_url.rstrip("/").removeprefix("http") + _PATH
+        self._health = base_url.rstrip("/") + "/health"
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._connect_seconds = connect_seconds
+        self._receive_task: asyncio.Task[None] | None = None
+        self._replies: dict[str, _Reply] = {}
+
+    def can_generate_metrics(self) -> bool:
+        return True
+
+    def language_to_service_language(self, language: Language) -> str:
+        return language_name(language)
+
+    async def setup(self, setup: FrameProcessorSetup) -> None:
+        await super().setup(setup)
+        try:
+            await self._connect()
+        except (OSError, WebSocketException) as error:
+            await self._report_error(self._unreachable(error))
+
+    async def on_turn_context_created(self, context_id: str) -> None:
+        """The LLM has begun a reply: time to open a connection that was lost, before there is text to speak."""
+        await super().on_turn_context_created(context_id)
+        with suppress(OSError, WebSocketException):
+            await self._connect()
+
+    @traced_tts
+    async def run_tts(self, text: str, context_id: str) -> AsyncGenerator[Frame | None, None]:
+        """Sends a text of a reply. Yields None, as the audio comes by the connection; or one `ErrorFrame`, and the reply is over."""
+        try:
+            await self._deliver(context_id, text)
+            await self.start_tts_usage_metrics(text)
+            yield None
+        except (OSError, WebSocketException) as error:
+            yield self._unreachable(error)
+            await self._end(context_id)
+
+    async def flush_audio(self, context_id: str | None = None) -> None:
+        """Tells the server that the reply has all its text. A reply that it does not have any more is over."""
+        if context_id is None:
+            return
+        reply = self._replies.get(context_id)
+        if reply is None:
+            await self._close(context_id)
+        else:
+            reply.is_whole = True
+            await self._send({"context_id": context_id, "transcript": "", "continue": False})
+
+    async def on_audio_context_interrupted(self, context_id: str) -> None:
+        """Ends the reply in the server, which frees its slot."""
+        await self.stop_all_metrics()
+        if self._replies.pop(context_id, None) is not None:
+            await self._send({"context_id": context_id, "cancel": True})
+        await super().on_audio_context_interrupted(context_id)
+
+    async def append_to_audio_context(self, context_id: str | None, frame: Frame | WordTimestamp | None) -> None:
+        """Holds the text of a sentence back until its audio is there, so that an interruption leaves out what was not said."""
+        reply = self._replies.get(context_id or "")
+        if reply is not None and isinstance(frame, TTSTextFrame) and not self._is_streaming_tokens:
+            if not reply.spoken:
+                reply.texts.append(frame)
+                return
+            reply.spoken -= 1
+        await super().append_to_audio_context(context_id, frame)
+
+    async def _update_settings(self, delta: NightjarTTSSettings) -> dict[str, Any]:
+        """The rest of a reply goes on in a context of its own: a context has one voice."""
+        changed = await super()._update_settings(delta)
+        if changed and self._turn_context_id is not None:
+            await self.flush_audio(self._turn_context_id)
+            self._turn_context_id = None
+            self._turn_context_id = self.create_context_id()
+        return changed
+
+    async def _deliver(self, context_id: str, text: str) -> None:
+        """Sends a text, over a new connection where the old one is lost. Raises `OSError` and `WebSocketException`."""
+        deadline = time.monotonic() + self._connect_seconds
+        while True:
+            try:
+                await self._connect()
+                self._replies.setdefault(context_id, _Reply())
+                await self._socket().send(json.dumps(self._message(context_id, text)))
+                return
+            except (OSError, WebSocketException) as error:
+                if classify_http_exception(error).is_permanent or time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS)
+
+    def _message(self, context_id: str, text: str) -> dict[str, Any]:
+        settings = self._settings
+        fields = {
+            **settings.extra,
+            "context_id": context_id,
+            "transcript": text,
+            "continue": True,
+            "model_id": settings.model,
+            "voice": None if settings.voice is None else {"mode": "id", "id": settings.voice},
+            "language": settings.language,
+            "output_format": {"container": "raw", "encoding": "pcm_s16le", "sample_rate": self.sample_rate},
+        }
+        if not self._is_streaming_tokens:
+            # Each text is a sentence: it is spoken at once, and the server says when it is.
+            fields["flush"] = True
+        return without_none(fields)
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        """Sends what matters to an open connection only."""
+        with suppress(OSError, WebSocketException):
+            await self._socket().send(json.dumps(message))
+
+    async def _connect(self) -> None:
+        """Opens the connection where there is none. Raises `OSError` and `WebSocketException`."""
+        if self._websocket is None or self._websocket.state is not State.OPEN:
+            if self._receive_task is not None:
+                await asyncio.wait({self._receive_task})
+                self._receive_task = None
+            await super()._connect()
+            await self._connect_websocket()
+        if self._receive_task is None:
+            self._receive_task = self.create_task(self._receive_task_handler(self._report_error))
+
+    async def _disconnect(self) -> None:
+        await super()._disconnect()
+        if self._receive_task is not None:
+            await self.cancel_task(self._receive_task)
+            self._receive_task = None
+        await self._disconnect_websocket()
+
+    async def _connect_websocket(self) -> None:
+        """Raises `ConnectionError` while the model of the server is loading, when a connection would lead to refusals."""
+        try:
+            async with aiohttp.ClientSession() as session, session.get(self._health) as answer:
+                if answer.status == _NOT_READY:
+                    raise ConnectionError(f"it is not ready ({(await answer.text())[:200].strip()})")
+        except aiohttp.ClientError as error:
+            raise ConnectionError(str(error)) from error
+        self._websocket = await self._websocket_connect(
+            self._url, additional_headers=self._headers, compression=None, max_size=_MAX_MESSAGE_BYTES
+        )
+        await self._call_event_handler("on_connected")
+
+    async def _disconnect_websocket(self) -> None:
+        await self.stop_all_metrics()
+        websocket, self._websocket = self._websocket, None
+        if websocket is not None:
+            await websocket.close()
+            await self._call_event_handler("on_disconnected")
+
+    def _socket(self) -> Any:
+        if self._websocket is None:
+            raise ConnectionError("There is no connection to the speech server.")
+        return self._websocket
+
+    async def _receive_messages(self) -> None:
+        """Reads until the connection ends, and ends the replies that it had. Raises `ConnectionClosed`, or what was wrong."""
+        websocket = self._socket()
+        try:
+            while True:
+                await self._heard(json.loads(await websocket.recv()))
+        except Exception:
+            await websocket.close()
+            for context_id in list(self._replies):
+                await self._end(context_id)
+            await self._call_event_handler("on_disconnected")
+            raise
+
+    async def _heard(self, message: dict[str, Any]) -> None:
+        """One message of the server. Those of a reply that was interrupted are left out."""
+        context_id = message.get("context_id")
+        kind = message["type"]
+        if kind == "error" and context_id is None:
+            await self.push_error_frame(_failure(message))
+        elif (reply := self._replies.get(context_id)) is None:
+            return
+        elif kind == "chunk":
+            audio = base64.b64decode(message["data"])
+            await self.append_to_audio_context(context_id, TTSAudioRawFrame(audio, self.sample_rate, 1, context_id=context_id))
+        elif kind == "flush_done":
+            if reply.texts:
+                await super().append_to_audio_context(context_id, reply.texts.popleft())
+            else:
+                reply.spoken += 1
+        elif kind == "error":
+            await self.append_to_audio_context(context_id, _failure(message))
+            await self._end(context_id)
+        elif kind == "done":
+            for text in reply.texts:
+                await super().append_to_audio_context(context_id, text)
+            await self._end(context_id)
+
+    async def _end(self, context_id: str) -> None:
+        """The server has no more of this reply. A reply that still gets text goes on: its next text opens it there anew."""
+        reply = self._replies.pop(context_id, None)
+        if context_id != self._turn_context_id or (reply is not None and reply.is_whole):
+            await self._close(context_id)
+
+    async def _close(self, context_id: str) -> None:
+        if self.audio_context_available(context_id):
+            await self.remove_audio_context(context_id)
+
+    def _unreachable(self, error: Exception) -> ErrorFrame:
+        category = classify_http_exception(error)
+        if category is ErrorCategory.UNKNOWN:
+            category = ErrorCategory.CONNECTIVITY
+        return ErrorFrame(f"The speech server {self._url} cannot be reached: {error}", exception=error, category=category)
+
+
+def _failure(message: dict[str, Any]) -> ErrorFrame:
+    return error_frame(message.get("message") or message.get("title") or "Error", message.get("error_code"), message.get("status_code"))

@@ -1,0 +1,195 @@
+"""`NightjarTTSService` in a real pipeline, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from conftest import Ears, NightjarServer, wait_until
+from conversation import Conversation, Script, converse
+from pipecat.frames.frames import (
+    InterruptionFrame,
+    MetricsFrame,
+    TTSAudioRawFrame,
+    TTSSpeakFrame,
+    TTSStartedFrame,
+    TTSStoppedFrame,
+    TTSTextFrame,
+    TTSUpdateSettingsFrame,
+)
+from pipecat.metrics.metrics import TTFBMetricsData, TTSUsageMetricsData
+from pipecat.services.tts_service import TextAggregationMode
+from pipecat_nightjar import NightjarTTSService, NightjarTTSSettings
+
+FIRST, SECOND = "The library opens in the morning.", "Bring the green notebook with you."
+REPLY = f"{FIRST} {SECOND}"
+LONG = "The old captain told a story about the northern sea and its many islands. " * 60
+
+
+def service(server: NightjarServer, mode: TextAggregationMode | None = None, **settings: str) -> NightjarTTSService:
+    chosen = NightjarTTSSettings(**{"model": "hibari", **settings})
+    return NightjarTTSService(base_url=server.url, text_aggregation_mode=mode, settings=chosen)
+
+
+def saying(*replies: str) -> Script:
+    async def script(conversation: Conversation) -> None:
+        for count, reply in enumerate(replies, 1):
+            await conversation.say(*reply.split(" ")[:1], *(f" {word}" for word in reply.split(" ")[1:]))
+            await conversation.until_replies(count)
+
+    return script
+
+
+@pytest.mark.parametrize("mode", [TextAggregationMode.SENTENCE, TextAggregationMode.TOKEN])
+@pytest.mark.parametrize("rate", [24_000, 8_000])
+def test_a_reply_is_heard_at_the_rate_of_the_pipeline(server: NightjarServer, ears: Ears, rate: int, mode: TextAggregationMode) -> None:
+    done = asyncio.run(converse(service(server, mode), saying(REPLY), rate=rate))
+    assert done.rates() == {rate}
+    assert ears.word_error_rate(done.audio(), rate, REPLY) <= (0 if rate > 8_000 else 0.1)
+    assert done.errors() == []
+    assert len(done.below.of(TTSStartedFrame)) == len(done.below.of(TTSStoppedFrame)) == 1
+    metrics = [data for frame in done.below.of(MetricsFrame) for data in frame.data]
+    # One for the reply, beside the zero that every service begins with.
+    assert [data.value > 0 for data in metrics if isinstance(data, TTFBMetricsData)] == [False, True]
+    assert sum(data.value for data in metrics if isinstance(data, TTSUsageMetricsData)) >= len(REPLY)
+    wait_until(server.is_idle)
+
+
+def test_a_sentence_becomes_text_of_the_conversation_behind_its_audio(server: NightjarServer) -> None:
+    done = asyncio.run(converse(service(server), saying(REPLY)))
+    kinds = [
+        frame.text.strip() if isinstance(frame, TTSTextFrame) else "audio"
+        for frame in done.below.frames
+        if isinstance(frame, TTSTextFrame | TTSAudioRawFrame)
+    ]
+    assert [kind for kind, before in zip(kinds, ["", *kinds], strict=False) if kind != before] == ["audio", FIRST, "audio", SECOND]
+
+
+def test_an_interruption_frees_the_slot_and_the_next_reply_is_heard_whole(server: NightjarServer, ears: Ears) -> None:
+    begin = 0
+
+    async def script(conversation: Conversation) -> None:
+        nonlocal begin
+        await conversation.say(LONG)
+        await conversation.until_audio()
+        assert not server.is_idle(), "the reply was over before the interruption"
+        await conversation.interrupt()
+        await conversation.below.until(lambda: bool(conversation.below.of(InterruptionFrame)))
+        await asyncio.to_thread(wait_until, server.is_idle)
+        begin = len(conversation.audio())
+        await conversation.say(REPLY)
+        await conversation.until_replies(1)
+
+    done = asyncio.run(converse(service(server), script))
+    assert ears.word_error_rate(done.audio()[begin:], 24_000, REPLY) == 0
+    # What was interrupted is no text of the conversation, as far as it was not said.
+    assert len([frame for frame in done.below.of(TTSTextFrame) if "captain" in frame.text]) < 60
+    assert done.errors() == []
+
+
+def test_speech_goes_on_after_a_restart_of_the_server(own_server: NightjarServer, ears: Ears) -> None:
+    begin = 0
+
+    async def script(conversation: Conversation) -> None:
+        nonlocal begin
+        await conversation.say(LONG)
+        await conversation.until_audio()
+        await asyncio.to_thread(own_server.kill)
+        await conversation.until_replies(1)
+        begin = len(conversation.audio())
+        own_server.start(wait=False)
+        await asyncio.to_thread(wait_until, own_server.is_ready)
+        await conversation.say(REPLY)
+        await conversation.until_replies(2)
+
+    speech = service(own_server)
+    done = asyncio.run(converse(speech, script))
+    assert ears.word_error_rate(done.audio()[begin:], 24_000, REPLY) == 0
+    assert len(done.errors()) >= 1
+    assert speech.is_usable
+
+
+def test_a_server_that_stops_in_good_order_is_found_again(own_server: NightjarServer, ears: Ears) -> None:
+    async def script(conversation: Conversation) -> None:
+        await conversation.say(FIRST)
+        await conversation.until_replies(1)
+        await asyncio.to_thread(own_server.stop)
+        # The text is there before the server is.
+        await conversation.say(SECOND)
+        own_server.start(wait=False)
+        await conversation.until_replies(2)
+
+    done = asyncio.run(converse(service(own_server), script))
+    assert ears.word_error_rate(done.audio(), 24_000, REPLY) == 0
+    assert done.errors() == []
+
+
+def test_two_services_speak_at_once(server: NightjarServer, ears: Ears) -> None:
+    replies = ("The river was high after the rain.", "Seven boats were waiting near the bridge.")
+
+    async def both() -> list[Conversation]:
+        return await asyncio.gather(*(converse(service(server), saying(reply)) for reply in replies))
+
+    for done, reply in zip(asyncio.run(both()), replies, strict=True):
+        assert ears.word_error_rate(done.audio(), 24_000, reply) <= 0.2
+        assert done.errors() == []
+
+
+def test_several_texts_at_once_are_spoken_in_order_over_one_connection(server: NightjarServer, ears: Ears) -> None:
+    async def script(conversation: Conversation) -> None:
+        await conversation.send(TTSSpeakFrame(FIRST))
+        await conversation.send(TTSSpeakFrame(SECOND))
+        await conversation.until_replies(2)
+
+    done = asyncio.run(converse(service(server), script))
+    assert len({frame.context_id for frame in done.below.of(TTSAudioRawFrame)}) == 2
+    assert ears.word_error_rate(done.audio(), 24_000, REPLY) == 0
+
+
+def test_a_text_without_words_leaves_the_rest_of_the_reply(server: NightjarServer, ears: Ears) -> None:
+    done = asyncio.run(converse(service(server), saying(f"{FIRST} ?!? {SECOND}")))
+    assert ears.word_error_rate(done.audio(), 24_000, REPLY) == 0
+
+
+def test_the_voice_can_change_in_the_middle_of_a_reply(server: NightjarServer, ears: Ears) -> None:
+    async def script(conversation: Conversation) -> None:
+        await conversation.send(TTSUpdateSettingsFrame(delta=NightjarTTSSettings(voice="heart")))
+        await conversation.say(FIRST)
+        await conversation.send(TTSUpdateSettingsFrame(delta=NightjarTTSSettings(language="English")))
+        await conversation.say(SECOND)
+        await conversation.until_replies(2)
+
+    done = asyncio.run(converse(service(server), script))
+    assert ears.word_error_rate(done.audio(), 24_000, REPLY) == 0
+    assert done.errors() == []
+
+
+def test_a_voice_that_the_model_does_not_have_makes_the_service_unusable(server: NightjarServer) -> None:
+    async def script(conversation: Conversation) -> None:
+        await conversation.say(FIRST)
+        await conversation.above.until(lambda: bool(conversation.errors()))
+
+    speech = service(server, voice="nobody")
+    done = asyncio.run(converse(speech, script))
+    assert not speech.is_usable
+    assert "input.unknown_voice" in done.errors()[0]
+
+
+def test_a_wrong_key_makes_the_service_unusable_and_the_right_one_speaks(tmp_path, ears: Ears) -> None:
+    server = NightjarServer(tmp_path, SPEECH_SERVE__API_KEY="right")
+    server.start()
+    try:
+        settings = NightjarTTSSettings(model="hibari")
+        wrong = NightjarTTSService(base_url=server.url, api_key="wrong", settings=settings)
+
+        async def script(conversation: Conversation) -> None:
+            await conversation.say(FIRST)
+
+        done = asyncio.run(converse(wrong, script))
+        assert not wrong.is_usable
+        assert "401" in done.errors()[0]
+        right = NightjarTTSService(base_url=server.url, api_key="right", settings=settings)
+        done = asyncio.run(converse(right, saying(REPLY)))
+        assert ears.word_error_rate(done.audio(), 24_000, REPLY) == 0
+    finally:
+        server.stop()
