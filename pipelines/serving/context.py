@@ -26,6 +26,8 @@ from pipelines.serving.text_units import TextUnits
 log = logging.getLogger(__name__)
 
 ROUTE = "/tts/websocket"
+#: Of the audio in one message; whole samples in every encoding. Clients take messages of 1 MiB, and base64 adds a third.
+MAX_PIECE_BYTES = 1 << 18
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -167,8 +169,10 @@ class Context:
                 if len(samples):
                     now = time.monotonic()
                     data = encoded(samples, self._output.encoding)
-                    await self._send(cartesia.chunk(self.id, data, 1000 * (now - step)))
-                    step = now
+                    for begin_byte in range(0, len(data), MAX_PIECE_BYTES):
+                        piece = data[begin_byte : begin_byte + MAX_PIECE_BYTES]
+                        await self._send(cartesia.chunk(self.id, piece, 1000 * (now - step)))
+                        step = now
         if not heard:
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
 

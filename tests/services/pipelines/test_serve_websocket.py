@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import logging
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import soxr
 from numpy.typing import NDArray
 from websockets.exceptions import InvalidStatus
 
+from pipelines.serving import context
 from pipelines.serving.context import unit_seed
 from tests.services.pipelines.test_serve_speech import alike, qwen
 from tests.support.serving_kit import Running, error_of
@@ -115,6 +117,16 @@ def test_every_encoding_and_rate(client: Talk, encoding: str, rate: int) -> None
     wanted = samples_of(UNITS, rate=rate)
     assert len(found) == len(wanted)
     assert np.abs(found - wanted).max() < (0.02 if subtype in ("ULAW", "ALAW") else 1e-4)
+
+
+def test_a_long_chunk_comes_in_messages_that_clients_take(client: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(context, "MAX_PIECE_BYTES", 1_000)
+    client.say("a", UNITS[0], **SEEDED)
+    pieces: list[bytes] = []
+    while (message := client.next("a"))["type"] == "chunk":
+        pieces.append(base64.b64decode(message["data"]))
+    assert max(map(len, pieces)) == 1_000
+    assert b"".join(pieces) == spoken(UNITS[:1])
 
 
 def test_an_ending_of_white_space_says_nothing(client: Talk, voice: StreamVoice) -> None:
