@@ -126,12 +126,12 @@ class Streamer(Generic[S]):
         if self._buffer:
             self._decode_buffered(len(self._buffer))
 
-    def decode(self, codes: NDArray[np.int64]) -> None:
-        """Has the next frames [frames, codebooks] decoded as one chunk."""
+    def decode(self, codes: NDArray[np.int64], last: bool = False, deadline: float = 0.0) -> None:
+        """Has the next frames [frames, codebooks] decoded as one chunk; see `CodecStage.decode_chunk`."""
         assert self._state is not None, "a stream is decoded from a known state"
         with self._lock:
             self._decoding += 1
-        self._stage.decode_chunk(codes, self._decoded, self._state)
+        self._stage.decode_chunk(codes, self._decoded, self._state, last, deadline)
 
     def mark_end(self, codebooks: int) -> None:
         """Tells a codec that looks ahead that no frame follows: it hands out what it held back."""

@@ -1,9 +1,11 @@
-"""The frame loop: one `step` admits, prefills, starts frames and reads those that are done. No threads, no clock."""
+"""The frame loop: one `step` admits, prefills, starts frames and reads those that are done. No threads."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from pipelines.engine.executor import ENDED, NOT_FINITE, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import DrawFlags, Placement
+from pipelines.engine.turns import Listening, TurnPlanner
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)
@@ -21,13 +24,17 @@ log = logging.getLogger(__name__)
 Finish = Literal["eos", "length"]
 #: This share of all slots is enough to let newcomers in at once.
 _QUORUM = 16
+#: When fewer than this share of all slots are free, streams that are ahead of their listeners go on too.
+_CROWDED = 8
+#: While a stream is alive, whole utterances have this part of a turn's prefill.
+_WHOLE_SHARE = 4
 
 
 class Listener(Protocol):
     """Who hears of the codes. Called by whoever calls `step`."""
 
     def frames(self, request: GenerationRequest, codes: NDArray[np.int64]) -> None:
-        """New frames [frames, codebooks] of a request, in order."""
+        """New frames [frames, codebooks] of a request, in order; of a stream a whole chunk, but for the last one."""
         ...
 
     def finished(self, request: GenerationRequest, codes: NDArray[np.int64], finish: Finish) -> None:
@@ -50,18 +57,25 @@ class EngineOptions:
     prefill_tokens: int = 2048
     #: Frames that a request must have room for before it is let in beside others.
     reserve_frames: int = 64
-    #: Frames a scheduling turn; more hide the host, and waste up to that many when a request ends.
+    #: Frames a scheduling turn; more hide the host, and waste up to that many when a request ends. One while a stream is alive.
     frames_per_turn: int = 1
-    #: Turns that newcomers may wait for company while most slots are taken: one prefill of many costs little more than one of one.
+    #: Turns that whole utterances may wait for company while most slots are taken: one prefill of many costs little more than one of one.
     admit_turns: int = 1
     #: Frames that the codec decodes in one batch; None: its own maximum.
     decode_frames: int | None = None
+    #: The speech in a frame.
+    frame_seconds: float = 0.08
+    #: Slots that whole utterances leave free for streams.
+    stream_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
     batch: list[tuple[Utterance, int]]
     pending: PendingFrames
+    frames: int
+    #: Whether everybody who needed a frame took part.
+    together: bool
 
 
 def engine_failure(error: Exception) -> SynthesisError:
@@ -73,19 +87,31 @@ def engine_failure(error: Exception) -> SynthesisError:
 class EngineCore:
     """Merges requests into one running batch that they join and leave at any frame."""
 
-    def __init__(self, executor: FrameExecutor, options: EngineOptions, listener: Listener) -> None:
+    def __init__(
+        self, executor: FrameExecutor, options: EngineOptions, listener: Listener, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.executor = executor
         self.frames_made = 0
         self.options = options
         self._listener = listener
+        self._clock = clock
         self._turns: deque[_Turn] = deque()
         self._since_admission = 0
         self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None
-        self.scheduler = Scheduler(executor.kv, executor.state.slots, options.prefill_chunk, options.prefill_tokens, options.reserve_frames)
+        self.planner = TurnPlanner(executor.batch_sizes, options.frame_seconds)
+        self.scheduler = Scheduler(
+            executor.kv, executor.state.slots, options.prefill_chunk, options.prefill_tokens, options.reserve_frames, options.stream_slots
+        )
 
     @property
     def busy(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting or self._turns)
+        scheduler = self.scheduler
+        return bool(scheduler.running or scheduler.waiting or scheduler.waiting_streams or self._turns)
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether a stream is alive, running or waiting."""
+        return bool(self.scheduler.waiting_streams or self.scheduler.streams)
 
     def check(self, request: GenerationRequest) -> None:
         """Raises `SynthesisError` (`synth.oom`) for a request that could not run even alone; may be called from any thread."""
@@ -100,44 +126,77 @@ class EngineCore:
     def add(self, request: GenerationRequest) -> None:
         """Puts a request into the queue. Raises as `check` does."""
         self.check(request)
-        self.scheduler.waiting.append(Utterance(request))
+        self.scheduler.add(Utterance(request, listening=Listening(self._clock()) if request.stream else None))
 
     def abort(self, which: str | GenerationRequest) -> None:
         """Ends a request, or all requests with this id, wherever they are; its listener hears `synth.aborted`. Unknown ids are ignored."""
         for utterance in self.scheduler.find(which):
             self._fail(utterance, SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
 
-    def step(self) -> None:
-        """One turn: admit, prefill, start frames, and read what is old enough."""
+    def step(self, batch: bool = True) -> bool:
+        """One turn: admit, prefill, start frames, and read what is old enough. Returns whether there was anything to do.
+
+        Without `batch` only streams go on. While a stream is alive a turn has one frame, which is read at once.
+        """
+        began, streams = self._clock(), self.has_streams
         try:
-            self._admit()
-            self._prefill()
-            started = self._start_frames()
+            turn, prefilled = self._stream_turn(batch) if streams else self._whole_turn()
         except torch.OutOfMemoryError as error:
             self._shrink(error)
-            return
-        if started:
-            self.scheduler.limit.went_well(len(self.scheduler.running))
-        while len(self._turns) > (self.executor.lag if started else 0):
+            return True
+        if turn is not None:
+            self.scheduler.limit.went_well(len(turn.batch) if streams else len(self.scheduler.running))
+        lag = 0 if streams or turn is None else self.executor.lag
+        read = len(self._turns) > lag
+        while len(self._turns) > lag:
             self._read(self._turns.popleft())
+        if turn is not None:
+            self.planner.took((self._clock() - began) / turn.frames, turn.together)
+        return turn is not None or prefilled or read
+
+    def _whole_turn(self) -> tuple[_Turn | None, bool]:
+        """Starts a turn of whole utterances; also returns whether prompts were prefilled."""
+        self._admit()
+        prefilled = self._prefill(self.scheduler.prefill())
+        return self._start_frames(self.scheduler.ready(), self.options.frames_per_turn, True), prefilled
+
+    def _stream_turn(self, batch: bool) -> tuple[_Turn | None, bool]:
+        """Starts the turn that `TurnPlanner` plans, after newcomers among the streams were prefilled; also returns whether prompts were."""
+        scheduler = self.scheduler
+        self._place(scheduler.admit_streams())
+        prefilled = self._prefill(scheduler.prefill(scheduler.streams))
+        streams = [one for one in scheduler.ready() if one.listening is not None]
+        batch = batch and bool(scheduler.whole or scheduler.waiting)
+        listening = [one.listening for one in streams if one.listening is not None]
+        crowded = bool(scheduler.waiting_streams) or scheduler.free_slots < self.executor.state.slots // _CROWDED
+        plan = self.planner.plan(listening, self._clock(), batch, crowded)
+        rows = [streams[index] for index in plan.streams]
+        if plan.batch:
+            self._admit()
+            prefilled = self._prefill(scheduler.prefill(scheduler.whole, _WHOLE_SHARE)) or prefilled
+            rows += [one for one in scheduler.ready() if one.listening is None]
+        return self._start_frames(rows, 1, plan.together), prefilled
 
     def fail_all(self, error: NightjarError) -> None:
         """Ends every request, running or waiting, with this error."""
         self._turns.clear()
-        for utterance in (*self.scheduler.running, *self.scheduler.waiting):
+        for utterance in self.scheduler.all():
             self._fail(utterance, error)
 
     def _admit(self) -> None:
         self._since_admission += 1
         scheduler = self.scheduler
-        crowded = scheduler.running and scheduler.free_slots < self.executor.state.slots // _QUORUM
+        crowded = scheduler.running and scheduler.free_whole_slots < self.executor.state.slots // _QUORUM
         if crowded and self._since_admission < self.options.admit_turns:
             return
         if admitted := scheduler.admit():
             self._since_admission = 0
-            placements = [self._placement(utterance) for utterance in admitted]
-            if known := [placement for placement in placements if placement is not None]:
-                self.executor.state.place(known)
+            self._place(admitted)
+
+    def _place(self, admitted: list[Utterance]) -> None:
+        placements = [self._placement(utterance) for utterance in admitted]
+        if known := [placement for placement in placements if placement is not None]:
+            self.executor.state.place(known)
 
     def _placement(self, utterance: Utterance) -> Placement | None:
         """What goes into the utterance's slot; None when its prompt broke, which ends it alone."""
@@ -153,9 +212,10 @@ class EngineCore:
             self._fail(utterance, engine_failure(error))
             return None
 
-    def _prefill(self) -> None:
+    def _prefill(self, chunks: Iterable[tuple[Utterance, int]]) -> bool:
+        """Prefills chunks of prompts; whether there were any."""
         runs: list[PrefillRun] = []
-        for utterance, count in self.scheduler.prefill():
+        for utterance, count in chunks:
             embeddings = utterance.embeddings
             if embeddings is None:
                 continue
@@ -164,30 +224,33 @@ class EngineCore:
             utterance.prefilled = end
             if utterance.to_prefill == 0:
                 utterance.embeddings = None
+        there_were_any = bool(runs)
         # Chunks of one prompt read the pages that earlier chunks wrote: they go one after the other.
         while runs:
             now: dict[int, PrefillRun] = {}
             later = [run for run in runs if now.setdefault(run.slot, run) is not run]
             self.executor.prefill(list(now.values()))
             runs = later
+        return there_were_any
 
-    def _start_frames(self) -> bool:
-        batch = self.scheduler.ready()
+    def _start_frames(self, batch: list[Utterance], frames: int, together: bool) -> _Turn | None:
+        """Starts up to so many frames of these; `together`: everybody who needs a frame is among them."""
         if not batch:
-            return False
-        count = min(self.options.frames_per_turn, *(one.request.max_tokens - one.started for one in batch))
+            return None
+        count = min(frames, *(one.request.max_tokens - one.started for one in batch))
         grown, _ = self.scheduler.grow(batch, count)
         if fresh := [(one.slot, pages, len(one.pages) - len(pages)) for one, pages in grown if one.slot >= 0]:
             self.executor.state.write_pages(fresh)
         batch = [one for one in batch if one.slot >= 0]
         if not batch:
-            return False
+            return None
         settings = FrameSettings(max(one.context for one in batch) + 1, *self._draw_flags(batch))
         pending = self.executor.frames([one.slot for one in batch], count, settings)
         for utterance in batch:
             utterance.started += count
-        self._turns.append(_Turn([(one, one.run) for one in batch], pending))
-        return True
+        turn = _Turn([(one, one.run) for one in batch], pending, count, together)
+        self._turns.append(turn)
+        return turn
 
     def _draw_flags(self, batch: list[Utterance]) -> tuple[DrawFlags, DrawFlags]:
         """What the samplers need for a batch; most turns have the batch of the turn before."""
@@ -228,16 +291,32 @@ class EngineCore:
         self._fail(utterance, SynthesisError(ErrorCode.SYNTH_NAN, "The model's logits hold NaN or infinity.", advice))
 
     def _keep(self, utterance: Utterance, codes: NDArray[np.int64]) -> None:
-        """Adds frames, and hands on those that were not before (a restart makes some again)."""
+        """Adds frames, and hands on those that were not before (a restart makes some again): of a stream only whole chunks."""
         if not len(codes):
             return
         utterance.parts.append(codes)
         utterance.made += len(codes)
         self.frames_made += len(codes)
         fresh = utterance.made - utterance.delivered
-        if fresh > 0:
+        if utterance.listening is not None:
+            self._keep_stream(utterance, utterance.listening, fresh)
+        elif fresh > 0:
             utterance.delivered = utterance.made
             self._listener.frames(utterance.request, codes[-fresh:])
+
+    def _keep_stream(self, utterance: Utterance, listening: Listening, fresh: int) -> None:
+        now = self._clock()
+        if listening.awaiting:
+            listening.size = self.planner.next_size(listening, now)
+        while fresh >= listening.size:
+            # A part has one frame or more.
+            chunk = np.concatenate(utterance.parts[-fresh:])[-fresh:][: listening.size]
+            utterance.delivered += len(chunk)
+            fresh -= len(chunk)
+            listening.handed_on(len(chunk), now, self.options.frame_seconds)
+            listening.size = self.planner.next_size(listening, now)
+            self._listener.frames(utterance.request, chunk)
+        listening.missing = listening.size - fresh
 
     def _finish(self, utterance: Utterance, finish: Finish) -> None:
         self.scheduler.remove(utterance)

@@ -29,11 +29,11 @@ class FrameReceiver(Protocol):
     """Who waits for one request. Called on the engine's thread, so it must be quick."""
 
     def frames(self, codes: NDArray[np.int64]) -> None:
-        """New frames [frames, codebooks], in order."""
+        """New frames [frames, codebooks], in order; of a stream a whole chunk."""
         ...
 
     def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        """All frames [frames, codebooks] of a request that came to its end or to its limit."""
+        """All frames [frames, codebooks] of a request that came to its end or to its limit; a stream's last ones come only here."""
         ...
 
     def failed(self, error: NightjarError) -> None: ...
@@ -56,8 +56,8 @@ class Follower(Protocol):
 class Engine:
     """Runs requests that come from any thread on one thread of its own.
 
-    While its follower is behind, the engine rests, streams included: a frame of a full batch costs the device no more than one of a
-    batch that empties because its requests are still being followed up, and meanwhile the device decodes alone.
+    While its follower is behind, whole utterances rest: a frame of a full batch costs the device no more than one of a batch that
+    empties because its requests are still being followed up, and meanwhile the device decodes alone. Streams go on.
     """
 
     def __init__(self, executor: FrameExecutor, options: EngineOptions, waiting_room: int = 64, follower: Follower | None = None) -> None:
@@ -78,12 +78,14 @@ class Engine:
     def submit(self, request: GenerationRequest, receiver: FrameReceiver) -> None:
         """Queues a request; blocks while the waiting room is full (never on the engine's own thread or its follower's, which empty it).
 
+        A stream takes no place there and never blocks: whoever asks for streams bounds them.
+
         Raises `SynthesisError`: `synth.oom` for a request that can never fit, `synth.aborted` once the engine is closed.
         """
         self.core.check(request)
         with self._wake:
-            may_wait = not (threading.current_thread() is self._thread or (self._follower is not None and self._follower.is_current))
-            while may_wait and not self._closing and self._waiting + len(self._inbox) >= self._room:
+            inside = threading.current_thread() is self._thread or (self._follower is not None and self._follower.is_current)
+            while not (request.stream or inside or self._closing) and self._waiting + self._arriving >= self._room:
                 self._wake.wait()
             if self._closing:
                 raise _closed()
@@ -118,7 +120,7 @@ class Engine:
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
         scheduler = self.core.scheduler
         with self._wake:
-            waiting = self._waiting + len(self._inbox)
+            waiting = self._waiting + len(self.core.scheduler.waiting_streams) + len(self._inbox)
         return EngineStats(
             # Those that start again are under way: they take no place in the waiting room.
             running=len(scheduler.running) + scheduler.returned,
@@ -160,18 +162,33 @@ class Engine:
         while True:
             with self._wake:
                 idle = not self._has_work and not self._wake.wait_for(lambda: self._has_work, _IDLE_SECONDS if self._preparing else None)
-                while self._follower is not None and self._follower.behind and not (self._aborts or self._closing):
+                while self._rests:
                     self._wake.wait(_REST_SECONDS)
                 if self._closing:
                     break
                 arrived, self._inbox = self._inbox, []
                 aborts, self._aborts = self._aborts, []
-                self._waiting += len(arrived)
+                self._waiting += sum(not request.stream for request, _ in arrived)
             if idle and not (arrived or aborts):
                 self._prepare()
             else:
                 self._turn(arrived, aborts)
         self._stop()
+
+    @property
+    def _arriving(self) -> int:
+        """Whole utterances that the core does not know yet."""
+        return sum(not request.stream for request, _ in self._inbox)
+
+    @property
+    def _behind(self) -> bool:
+        return self._follower is not None and self._follower.behind
+
+    @property
+    def _rests(self) -> bool:
+        """Whether all that could be done is batch work, and that waits for the follower."""
+        urgent = self._aborts or self._closing or self.core.has_streams or any(request.stream for request, _ in self._inbox)
+        return not urgent and self._behind
 
     @property
     def _has_work(self) -> bool:
@@ -190,14 +207,17 @@ class Engine:
             self.core.add(request)
         for which in aborts:
             self.core.abort(which)
+        worked = True
         try:
-            self.core.step()
+            worked = self.core.step(not self._behind)
         except Exception as error:
             log.exception("a turn of the engine failed")
             self.core.fail_all(engine_failure(error))
         with self._wake:
             self._waiting = len(self.core.scheduler.waiting) - self.core.scheduler.returned
             self._wake.notify_all()
+            if not (worked or self._inbox or self._aborts or self._closing):
+                self._wake.wait(_REST_SECONDS)
 
     def _stop(self) -> None:
         self.core.fail_all(_closed())

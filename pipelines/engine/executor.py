@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pipelines.engine.buckets import buckets_for
 from pipelines.engine.state import DrawFlags, PagedKV, SlotState
 
 #: Bits of a frame's flags.
@@ -129,6 +130,11 @@ class FrameExecutor(Protocol):
     #: Turns that may be under way before the oldest is read: 0 where frames are made at once, 1 to hide the host behind a GPU.
     lag: int
 
+    @property
+    def batch_sizes(self) -> Sequence[int]:
+        """Numbers of rows that batches are filled up to, in order."""
+        ...
+
     def embed(self, prompt: object) -> Tensor:
         """Embeddings [length, hidden] of a prompt."""
         ...
@@ -163,6 +169,7 @@ class EagerExecutor:
         self.kv = model.make_kv(pages, page_size)
         self.state = model.make_state(slots, self.kv.pages_for(max_context), max_context)
         self.lag = 0 if self._on_cpu else 1
+        self.batch_sizes = range(CPU_ROWS, slots + CPU_ROWS, CPU_ROWS) if self._on_cpu else buckets_for(slots)
 
     @torch.inference_mode()
     def embed(self, prompt: object) -> Tensor:

@@ -180,7 +180,8 @@ class GraphExecutor:
         self.state = model.make_state(slots, self.kv.pages_for(max_context), max_context)
         sizes = buckets_for(slots)
         largest = sizes[-1]
-        self._buckets = Buckets([largest] if reproducible else sizes)
+        self.batch_sizes = (largest,) if reproducible else sizes
+        self._buckets = Buckets(self.batch_sizes)
         self._tensors, self._state_tensors = tensors, _state_tensors(self.state)
         self.kernels = "fused CUDA" if runs_cuda(tensors, self.kv.k) else "Triton"
         with torch.inference_mode():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from pipelines.engine.executor import PromptLike
 from pipelines.engine.state import PagedKV, SamplingParams
+from pipelines.engine.turns import Listening
 
 #: Full turns after a lack of memory before more requests may run: some seconds of a large batch. Doubled up to the maximum.
 FIRST_PATIENCE, MAX_PATIENCE = 128, 1 << 14
@@ -28,6 +30,8 @@ class GenerationRequest:
     sampling: SamplingParams
     seed: int
     max_tokens: int
+    #: Whether somebody listens while it is made: its frames are handed on in chunks, and its deadlines come before whole utterances.
+    stream: bool = False
 
     @property
     def positions(self) -> int:
@@ -53,6 +57,8 @@ class Utterance:
     delivered: int = 0
     #: Rises when the utterance leaves its slot: frames under way of an earlier run are then dropped.
     run: int = 0
+    #: Of a stream; None for a whole utterance.
+    listening: Listening | None = None
 
     @property
     def to_prefill(self) -> int:
@@ -69,6 +75,8 @@ class Utterance:
         self.prefilled = self.started = self.made = 0
         self.parts = []
         self.run += 1
+        if self.listening is not None:
+            self.listening.missing = self.listening.size + self.delivered
 
 
 class BatchLimit:
@@ -109,20 +117,31 @@ class BatchLimit:
         self.now = min(self.now + max(self.slots // 8, 1), self.slots)
 
 
-class Scheduler:
-    """First come, first served; a request that ran out of pages makes the youngest one start again later.
+#: Streams leave this part of all slots to whole utterances that are there, so that these go on whatever streams come.
+_WHOLE_PART = 16
 
-    Noise depends only on the request, so one that starts again says the same.
+
+class Scheduler:
+    """First come, first served, streams before whole utterances.
+
+    A request that ran out of pages, and a stream that finds no room, make the youngest whole utterance start again later, or the youngest
+    stream where there is none. Noise depends only on the request, so one that starts again says the same.
     """
 
-    def __init__(self, kv: PagedKV, slots: int, prefill_chunk: int, prefill_tokens: int, reserve_frames: int) -> None:
+    def __init__(
+        self, kv: PagedKV, slots: int, prefill_chunk: int, prefill_tokens: int, reserve_frames: int, stream_slots: int = 0
+    ) -> None:
         self.kv = kv
+        #: Whole utterances and streams that have no slot.
         self.waiting: deque[Utterance] = deque()
+        self.waiting_streams: deque[Utterance] = deque()
         self.running: list[Utterance] = []
         #: How many of `waiting` were running before and start again.
         self.returned = 0
         self.limit = BatchLimit(slots)
         self._free_slots = list(range(slots - 1, -1, -1))
+        self._whole_slots = max(slots - stream_slots, 1)
+        self._kept_whole = slots // _WHOLE_PART
         self._prefill_chunk = prefill_chunk
         self._prefill_tokens = prefill_tokens
         self._reserve_frames = reserve_frames
@@ -131,36 +150,76 @@ class Scheduler:
     def free_slots(self) -> int:
         return len(self._free_slots)
 
+    @property
+    def free_whole_slots(self) -> int:
+        """Slots that whole utterances may still take."""
+        return min(len(self._free_slots), self._whole_slots - len(self.whole))
+
+    @property
+    def streams(self) -> list[Utterance]:
+        """Streams that have a slot, in the order in which they got it."""
+        return [one for one in self.running if one.listening is not None]
+
+    @property
+    def whole(self) -> list[Utterance]:
+        """Whole utterances that have a slot, in the order in which they got it."""
+        return [one for one in self.running if one.listening is None]
+
     def fits(self, request: GenerationRequest) -> bool:
         """Whether the request could run to its limit if it were alone."""
         return self.kv.pages_for(request.positions) <= self.kv.pages
 
+    def add(self, utterance: Utterance) -> None:
+        """Puts a newcomer at the end of its queue."""
+        (self.waiting if utterance.listening is None else self.waiting_streams).append(utterance)
+
     def admit(self) -> list[Utterance]:
-        """Gives slots and the pages of their prompts to waiting requests, in order, as long as there is room."""
+        """Gives slots and the pages of their prompts to waiting whole utterances, in order, as long as there is room beside streams."""
         admitted: list[Utterance] = []
-        while self.waiting and self._free_slots and len(self.running) < self.limit.now:
-            request = self.waiting[0].request
-            wanted = self.kv.pages_for(min(request.positions, len(request.prompt) + self._reserve_frames))
-            if self.running and wanted > self.kv.free:
-                break
-            pages = self.kv.take(self.kv.pages_for(len(request.prompt)))
-            if pages is None:
-                break
+        room = self.free_whole_slots
+        while self.waiting and len(admitted) < room and self._let_in(self.waiting[0]):
             utterance = self.waiting.popleft()
             self.returned -= utterance.run > 0
-            utterance.slot, utterance.pages = self._free_slots.pop(), pages
-            self.running.append(utterance)
             admitted.append(utterance)
         return admitted
 
-    def prefill(self) -> list[tuple[Utterance, int]]:
-        """Whole chunks of prompts within the turn's budget, as (utterance, positions), oldest first.
+    def admit_streams(self) -> list[Utterance]:
+        """As `admit`, for streams: as long as there is no room, whole utterances make way, the youngest first, but for the last ones."""
+        admitted: list[Utterance] = []
+        while self.waiting_streams:
+            whole = self.whole
+            kept = min(self._kept_whole, len(whole) + len(self.waiting))
+            if len(self._free_slots) + len(whole) > kept and self._let_in(self.waiting_streams[0]):
+                admitted.append(self.waiting_streams.popleft())
+            elif len(whole) > kept:
+                self._preempt(whole[-1])
+            else:
+                break
+        return admitted
+
+    def _let_in(self, utterance: Utterance) -> bool:
+        """Gives a slot and the pages of its prompt to an utterance, if there is room."""
+        if not self._free_slots or len(self.running) >= self.limit.now:
+            return False
+        request = utterance.request
+        wanted = self.kv.pages_for(min(request.positions, len(request.prompt) + self._reserve_frames))
+        if self.running and wanted > self.kv.free:
+            return False
+        pages = self.kv.take(self.kv.pages_for(len(request.prompt)))
+        if pages is None:
+            return False
+        utterance.slot, utterance.pages = self._free_slots.pop(), pages
+        self.running.append(utterance)
+        return True
+
+    def prefill(self, among: Iterable[Utterance] | None = None, share: int = 1) -> list[tuple[Utterance, int]]:
+        """Whole chunks of prompts within the turn's budget, or a part of it, as (utterance, positions), oldest first.
 
         Chunks end at multiples of the chunk size of their own prompt: what is computed for a prompt does not depend on the others.
         """
         chunks: list[tuple[Utterance, int]] = []
-        budget = self._prefill_tokens
-        for utterance in self.running:
+        budget = self._prefill_tokens // share
+        for utterance in self.running if among is None else among:
             left = utterance.to_prefill
             while left > 0 and budget > 0:
                 count = min(left, self._prefill_chunk)
@@ -190,13 +249,19 @@ class Scheduler:
         return grown, preempted
 
     def preempt_youngest(self) -> Utterance:
-        """Sends the request that came last back to the head of the queue, to start again."""
-        youngest = self.running[-1]
-        self.remove(youngest)
-        youngest.restart()
-        self.waiting.appendleft(youngest)
-        self.returned += 1
+        """Sends the whole utterance that came last, or else the stream, back to the head of its queue, to start again."""
+        youngest = (self.whole or self.running)[-1]
+        self._preempt(youngest)
         return youngest
+
+    def _preempt(self, utterance: Utterance) -> None:
+        self.remove(utterance)
+        utterance.restart()
+        if utterance.listening is None:
+            self.waiting.appendleft(utterance)
+            self.returned += 1
+        else:
+            self.waiting_streams.appendleft(utterance)
 
     def remove(self, utterance: Utterance) -> None:
         """Takes an utterance out of its slot; its frames under way are void."""
@@ -208,9 +273,16 @@ class Scheduler:
 
     def forget(self, utterance: Utterance) -> None:
         """Takes an utterance that waits out of the queue."""
+        if utterance.listening is not None:
+            self.waiting_streams.remove(utterance)
+            return
         self.waiting.remove(utterance)
         self.returned -= utterance.run > 0
 
+    def all(self) -> list[Utterance]:
+        """Everybody, running or waiting."""
+        return [*self.running, *self.waiting_streams, *self.waiting]
+
     def find(self, which: str | GenerationRequest) -> list[Utterance]:
         """The utterances of this request, or of all requests with this id."""
-        return [one for one in (*self.running, *self.waiting) if which in (one.request, one.request.request_id)]
+        return [one for one in self.all() if which in (one.request, one.request.request_id)]

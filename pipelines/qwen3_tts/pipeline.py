@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,8 @@ class FrameRequestInfo(RequestInfo):
     """A request's info, and where the codec starts: after the reference's codes when cloning in context, else None."""
 
     start: CodecState | None = None
+    #: The speech in a frame.
+    frame_seconds: float = 0.08
 
     def check(self, codes: NDArray[np.int64], finish: Finish) -> None:
         """Raises `SynthesisError` for codes [frames, codebooks] that are no whole speech: `synth.no_eos`, `synth.no_audio`."""
@@ -69,17 +72,23 @@ class FrameUtteranceFuture(UtteranceFuture[CodecState]):
 
 
 class FrameStreamer(Streamer[CodecState]):
-    """Receives one utterance frame by frame."""
+    """Receives one utterance chunk by chunk, as the engine cuts it."""
 
     def __init__(self, info: FrameRequestInfo, stage: CodecStage[CodecState], heard: Heard) -> None:
         super().__init__(info, stage, heard, info.start.copy() if info.start else stage.new_state())
         self._frames = info
+        self._received = 0
+        #: When the listener has heard all that came; the first chunk is due at once.
+        self._dry_at = 0.0
 
     def frames(self, codes: NDArray[np.int64]) -> None:
-        self.push(codes)
+        self._received += len(codes)
+        self.decode(codes, deadline=self._dry_at)
+        self._dry_at = (self._dry_at or time.monotonic()) + len(codes) * self._frames.frame_seconds
 
     def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
-        self.flush()
+        if len(rest := codes[self._received :]):
+            self.decode(rest, last=True, deadline=self._dry_at)
         try:
             self._frames.check(codes, finish)
         except SynthesisError as error:
@@ -108,6 +117,8 @@ class PipelineOptions:
     #: Utterances that run at once, and that wait before `submit` blocks.
     slots: int | None = None
     waiting_room: int | None = None
+    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances.
+    streams: int = 0
     #: Share of the GPU's memory for all of it: weights, KV cache, codec and graphs.
     memory_share: float | None = None
     #: KV pages of `page_size` positions.
@@ -156,6 +167,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         model, speaker = _load(self.config, device, dtype, sizes.max_context)
         self.name = folder.name
         self.sample_rate = self.codec.config.output_sample_rate
+        self._frame_seconds = self.codec.decoder.samples_per_frame / self.sample_rate
+        sizes = replace(sizes, frame_seconds=self._frame_seconds)
         self.capabilities = capabilities(self.config)
         self._options = options
         self._voices = VoiceCache(speaker, self.codec, self._voice_files(speaker)) if speaker else None
@@ -184,8 +197,11 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         generation = GenerationRequest(request_id, prompt, sampling_params(self.config.sampling, task.generation), seed, max_tokens)
         start = voice.codec_state if voice else None
         meta = {**self._meta, "prompt_positions": len(prompt)}
-        info = FrameRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, start)
+        info = FrameRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, start, self._frame_seconds)
         return generation, info
+
+    def _streamed(self, wanted: GenerationRequest) -> GenerationRequest:
+        return replace(wanted, stream=True)
 
     def _parts(self, task: TokenizedTask) -> tuple[PromptParts, PreparedVoice | None]:
         """Ids and voice of a prompt, in the mode that the checkpoint and the task make."""
@@ -214,7 +230,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         limit = min(self.config.sampling.max_new_tokens, MAX_TOKENS)
         if generation.max_seconds is None:
             return limit
-        return frames_within(generation.max_seconds, self.sample_rate / self.codec.decoder.samples_per_frame, limit - 1) + 1
+        return frames_within(generation.max_seconds, 1 / self._frame_seconds, limit - 1) + 1
 
 
 def sampling_params(defaults: SamplingDefaults, generation: Generation) -> SamplingParams:
@@ -246,6 +262,7 @@ def _sizes(
         device,
         dtype,
         slots=options.slots,
+        streams=options.streams,
         pages=options.pages,
         page_size=options.page_size,
         max_context=options.max_context,

@@ -46,6 +46,7 @@ class SmallDevice:
     kernels = "plain"
     reproducible = True
     lag = 0
+    batch_sizes = (SLOTS,)
 
     def __init__(self, room: int) -> None:
         self.room = room

@@ -66,9 +66,9 @@ def held(pipeline: Qwen3TTSPipeline) -> Iterator[None]:
     core, may = pipeline.engine.core, threading.Event()
     step = core.step
 
-    def held_step() -> None:
+    def held_step(batch: bool) -> bool:
         assert may.wait(SECONDS)
-        step()
+        return step(batch)
 
     core.step = held_step  # type: ignore[method-assign]
     try:
