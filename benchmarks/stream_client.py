@@ -153,8 +153,11 @@ class FrameParser:
 def masked_frame(payload: bytes, opcode: int = _TEXT) -> bytes:
     """A WebSocket message of a client: masked, as the protocol asks; a mask of zeros is one."""
     count = len(payload)
-    size = bytes([128 | count]) if count < 126 else bytes([254]) + struct.pack(">H", count)
-    if count > 65535:
+    if count < 126:
+        size = bytes([128 | count])
+    elif count < 65536:
+        size = bytes([254]) + struct.pack(">H", count)
+    else:
         size = bytes([255]) + struct.pack(">Q", count)
     return bytes([128 | opcode]) + size + bytes(4) + payload
 

@@ -225,7 +225,7 @@ class StreamBench:
                 print("\n".join(thread_lines(row)), flush=True)
 
     def _first(self, target: Target) -> None:
-        self.note(**asyncio.run(first_requests(target.plan(), _LONGEST_SECONDS)))
+        self.note(**asyncio.run(first_requests(target.plan(), self.options.seconds[1])))
 
     def _closed(self, target: Target) -> None:
         self._points(target, [self._load("closed", clients=count) for count in self.options.clients])
@@ -258,7 +258,7 @@ class StreamBench:
             )
 
     def _cancel(self, target: Target) -> None:
-        self.note(cancel=asyncio.run(cancel_times(target.plan(), self.options.cancels, _LONGEST_SECONDS)))
+        self.note(cancel=asyncio.run(cancel_times(target.plan(), self.options.cancels, self.options.seconds[1])))
 
     def _soak(self, target: Target) -> None:
         """Streams in stretches of some seconds until there were enough; memory after each."""
