@@ -3,8 +3,9 @@
     python -m benchmarks.codec_gpu [--part tiles,decode,stream] [--rows 32] [--frames 100]
 
 `tiles` finds the fastest tile of each kernel that is right against its float32 twin (the parts after it use them; `tests/gpu` checks the
-ones in force), `decode` times whole utterances and compares the audio with float32, `stream` times chunks. Times are medians of CUDA-graph
-replays or of event pairs. A short table comes last; JSON goes to $OUT (or the working folder) as codec_gpu.json.
+ones in force), `decode` times whole utterances and compares the audio with float32, `stream` times chunks of streams in all sizes of their
+graphs, on the device and on the host. Times are medians of CUDA-graph replays or of event pairs. A short table comes last; JSON goes to
+$OUT (or the working folder) as codec_gpu.json.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -28,7 +30,8 @@ from benchmarks.codec_shapes import FRAME_MACS, Problem, problems, tiles
 from benchmarks.gpu import event_us, graph_us
 from kernels import codec_launch
 from kernels.codec_launch import Tile
-from pipelines.codec.blocks import Past
+from pipelines.codec.stream_graphs import FRAMES, ROWS, StreamGraphs
+from pipelines.codec.transfer import recorded
 from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder
@@ -157,17 +160,48 @@ def decode_part(rows: int, frames: int) -> list[dict[str, Any]]:
     return found
 
 
-def stream_part() -> list[dict[str, Any]]:
-    """Chunks of n frames for several streams at once, as one CUDA graph each."""
-    fused = decoder(torch.bfloat16, True)
-    found: list[dict[str, Any]] = []
-    for r, n in ((1, 1), (1, 4), (32, 1), (32, 4), (128, 1), (128, 8)):
-        codes = random_codes(r, n)
-        state, positions = torch.zeros(r, fused.state_size, dtype=fused.dtype, device="cuda"), torch.full((r,), 100, device="cuda")
-        us = graph_us(lambda codes=codes, state=state, positions=positions: fused._run(codes, Past(state, positions)))
-        found.append({"rows": r, "frames": n, "us": us, "us_per_frame": us / (r * n)})
-        print(f"stream {r:4} rows x {n} frames {us:9.1f} us, {us / (r * n):7.2f} us/frame", flush=True)
-    return found
+def stream_part() -> dict[str, Any]:
+    """Chunks of so many frames for so many streams at once: one launch of a graph with its copies, the host's share of it, and op by op."""
+    fused, (rows, frames) = decoder(torch.bfloat16, True), (ROWS[-1], FRAMES[-1])
+    free, began = torch.cuda.mem_get_info()[0], time.monotonic()
+    graphs = StreamGraphs(fused._run, fused.shape, rows, group_frames=rows * frames)
+    graphs.prepare()
+    result: dict[str, Any] = {"graphs": len(graphs.sizes), "prepare_s": time.monotonic() - began}
+    result |= {
+        "gib": (free - torch.cuda.mem_get_info()[0]) / 2**30,
+        "state_kib": fused.state_size * fused.dtype.itemsize / 2**10,
+        "times": [],
+    }
+    print("stream " + " ".join(f"{k} {v:.2f}" for k, v in result.items() if k != "times"), flush=True)
+    for r, n in sorted(graphs.sizes):
+        row = {"rows": r, "frames": n, **launch_us(fused, graphs, r, n)}
+        row["us_per_frame"] = row["us"] / (r * n)
+        result["times"].append(row)
+        print("stream " + " ".join(f"{k} {v:.1f}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
+    return result
+
+
+def launch_us(fused: CodecDecoder, graphs: StreamGraphs, rows: int, frames: int) -> dict[str, float]:
+    """Microseconds: of the graph, of the host for a launch with its copies, until the samples are on the host, and op by op."""
+    codes, last = list(random_codes(rows, frames).cpu()), [False] * rows
+    states, own = ([fused.new_state() for _ in range(rows)] for _ in range(2))
+    host: list[float] = []
+    whole: list[float] = []
+    with graphs.on_stream():
+        for state in states:
+            state.enter(graphs.arena)
+        for _ in range(21):
+            begin = time.perf_counter()
+            _, buffers = graphs.replay(states, codes, last)
+            host.append((time.perf_counter() - begin) * 1e6)
+            recorded().synchronize()
+            whole.append((time.perf_counter() - begin) * 1e6)
+            graphs.take_back(buffers)
+        us = event_us(graphs.graph(rows, frames), 21)
+        launched = event_us(lambda: fused.decode_chunk(own, codes), 5)
+    for state in states:
+        state.close()
+    return {"us": us, "host_us": statistics.median(host), "there_us": statistics.median(whole), "launched_us": launched}
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -165,6 +165,10 @@ class StreamGraphs:
         """Takes buffers back whose samples were read, so that other launches write them."""
         self._buffers.extend(buffers)
 
+    def graph(self, rows: int, frames: int) -> Callable[[], None]:
+        """What decodes the chunks that were sent, on the current CUDA stream: a graph, or single ops where there is none of this size."""
+        return self._graphs.get((rows, frames)) or partial(self._work, rows, frames)
+
     def _launch(self, states: Sequence[CodecState], codes: Sequence[Codes], frames: int) -> _Buffer:
         """One launch for streams whose chunks have at most so many frames; its samples are on their way to the buffer."""
         rows = next(rows for rows in self._rows[frames] if rows >= len(states))
@@ -172,11 +176,7 @@ class StreamGraphs:
         used = self._inputs_of(rows, frames)
         self._pack(buffer.read[:used], rows, frames, states, codes)
         self._inputs[:used].copy_(buffer.inputs[:used], non_blocking=True)
-        graph = self._graphs.get((rows, frames))
-        if graph is None:
-            self._work(rows, frames)
-        else:
-            graph()
+        self.graph(rows, frames)()
         heard = len(states) * frames * self._shape.samples_per_frame
         buffer.samples[:heard].copy_(self._samples[:heard], non_blocking=True)
         for state, one in zip(states, codes):
