@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -49,6 +50,19 @@ def pulled(start: Callable[[Heard], End]) -> Iterator[AudioChunk]:
                 return
     finally:
         end()
+
+
+class Playback:
+    """A player that starts at the first chunk of a stream and waits for each that comes too late."""
+
+    def __init__(self) -> None:
+        self._lasts_until = math.inf
+
+    def add(self, now: float, seconds: float) -> float:
+        """A chunk of so many seconds comes; for how long the player had nothing to play, 0 where it came in time."""
+        late = max(now - self._lasts_until, 0.0)
+        self._lasts_until = seconds + (now if late or self._lasts_until == math.inf else self._lasts_until)
+        return late
 
 
 class Listener:

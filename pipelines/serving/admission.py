@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Callable
 
 from pipelines.serving.errors import ApiError, unavailable
 
@@ -20,8 +21,11 @@ class AdmissionQueue:
     def __init__(self, slots: int, waiting_room: int) -> None:
         self._slots = slots
         self._room = waiting_room
-        self._queue: deque[asyncio.Future[Permit]] = deque()
+        #: Who waits, and since when.
+        self._queue: OrderedDict[asyncio.Future[Permit], float] = OrderedDict()
         self._mean_seconds = 1.0
+        #: Is called with the seconds that each request waited for its slot.
+        self.admitted: Callable[[float], None] = lambda _seconds: None
         self.running = 0
         self.closed = False
 
@@ -34,21 +38,23 @@ class AdmissionQueue:
         self._slots = slots
         while self._queue and self.running < slots:
             self.running += 1
-            self._queue.popleft().set_result(Permit(self))
+            self._admit_next()
 
-    def ask(self) -> asyncio.Future[Permit]:
+    def ask(self, since: float | None = None) -> asyncio.Future[Permit]:
         """A ticket, at once or after those who came before; whoever no longer wants it must `cancel`.
 
+        `since` is when the request's first byte came, by the monotonic clock; None: now.
         Raises `ApiError`: 429 when the queue is full, 503 once closed.
         """
         if self.closed:
             raise unavailable("The server is shutting down.", "shutting_down")
         waiter: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
+        since = time.monotonic() if since is None else since
         if self.running < self._slots:
             self.running += 1
-            waiter.set_result(Permit(self))
+            self._admit(waiter, since)
         elif len(self._queue) < self._room:
-            self._queue.append(waiter)
+            self._queue[waiter] = since
         else:
             seconds = str(self._retry_seconds())
             message = f"All {self._slots} slots are taken and {len(self._queue)} requests wait. Try again after {seconds} s."
@@ -58,7 +64,7 @@ class AdmissionQueue:
     def cancel(self, waiter: asyncio.Future[Permit]) -> None:
         """Leaves the queue, or gives back the ticket that has come meanwhile."""
         if waiter in self._queue:
-            self._queue.remove(waiter)
+            del self._queue[waiter]
             waiter.cancel()
         elif not waiter.cancelled():
             waiter.result().let_go()
@@ -67,9 +73,17 @@ class AdmissionQueue:
         """Gives a slot back that was held for so long."""
         self._mean_seconds += _LATEST * (seconds - self._mean_seconds)
         if self._queue and self.running <= self._slots:
-            self._queue.popleft().set_result(Permit(self))
+            self._admit_next()
         else:
             self.running -= 1
+
+    def _admit_next(self) -> None:
+        self._admit(*self._queue.popitem(last=False))
+
+    def _admit(self, waiter: asyncio.Future[Permit], since: float) -> None:
+        permit = Permit(self, since)
+        self.admitted(permit.began_at - since)
+        waiter.set_result(permit)
 
     def _retry_seconds(self) -> int:
         seconds = self._mean_seconds * (len(self._queue) + 1) / self._slots
@@ -79,11 +93,13 @@ class AdmissionQueue:
 class Permit:
     """One slot, held by the connection and by what it started in the pipeline; the last one to let go gives it back."""
 
-    def __init__(self, gate: AdmissionQueue) -> None:
+    def __init__(self, gate: AdmissionQueue, since: float) -> None:
         self._gate = gate
         self._holders = 1
         self._connected = True
-        self._begin = time.monotonic()
+        #: When the request's first byte came, and when it got its slot.
+        self.since = since
+        self.began_at = time.monotonic()
 
     def hold(self) -> None:
         self._holders += 1
@@ -98,4 +114,4 @@ class Permit:
         """Ends one `hold`."""
         self._holders -= 1
         if not self._holders:
-            self._gate.leave(time.monotonic() - self._begin)
+            self._gate.leave(time.monotonic() - self.began_at)

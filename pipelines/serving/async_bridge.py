@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future
 
 from pipelines.errors import NightjarError
 from pipelines.request import AudioChunk, Pipeline, Speech, SynthesisRequest
-from pipelines.streams import End, start_stream
+from pipelines.streams import End, Playback, start_stream
 
 
 class SpeechCall:
@@ -89,12 +89,19 @@ class Unread:
 class StreamCall:
     """A stream. No thread waits for it: what the pipeline tells comes to the event loop, where it is kept until it is asked for."""
 
-    def __init__(self, pipeline: Pipeline, request: SynthesisRequest, over: Callable[[], None], unread: Unread) -> None:
-        """`over` is called on the event loop once the pipeline has let go of the request, however much of it was asked for by then."""
+    def __init__(
+        self, pipeline: Pipeline, request: SynthesisRequest, over: Callable[[], None], unread: Unread, underran: Callable[[float], None]
+    ) -> None:
+        """`over` is called on the event loop once the pipeline has let go of the request, however much of it was asked for by then.
+
+        `underran` hears of each chunk that comes too late for a player that starts at the first one, and by how many seconds.
+        """
         self._pipeline = pipeline
         self._request = request
         self._over = over
         self._unread = unread
+        self._underran = underran
+        self._playback = Playback()
         self._loop = asyncio.get_running_loop()
         self._outcomes: deque[AudioChunk | NightjarError] = deque()
         self._waiter: asyncio.Future[None] | None = None
@@ -150,11 +157,18 @@ class StreamCall:
     def _arrived(self, outcome: AudioChunk | NightjarError) -> None:
         if not self._given_up:
             self._outcomes.append(outcome)
+            self._play(outcome)
             self._unread.bytes += _bytes(outcome)
             if self._waiter is not None and not self._waiter.done():
                 self._waiter.set_result(None)
         if isinstance(outcome, NightjarError) or outcome.final:
             self._settle()
+
+    def _play(self, outcome: AudioChunk | NightjarError) -> None:
+        if isinstance(outcome, AudioChunk) and len(outcome.samples):
+            late_seconds = self._playback.add(self._loop.time(), len(outcome.samples) / outcome.sample_rate)
+            if late_seconds:
+                self._underran(late_seconds)
 
     def _settle(self) -> None:
         if not self._settled:

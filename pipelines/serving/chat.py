@@ -67,12 +67,11 @@ class ChatRoute:
 
     async def answer(self, body: ChatBody, permit: Permit, request_id: str) -> Parts:
         """The parts of the answer. Raises `ApiError` and `NightjarError` before the first one."""
-        begin = time.monotonic()
         if not self._model.card.capabilities.text_out:
             raise bad_request("This model speaks texts. Use /v1/audio/speech.", ErrorCode.INPUT_UNSUPPORTED.value, "model")
         try:
             asked = await asyncio.to_thread(self._asked, body, request_id)
-            parts = self._streamed(asked, permit, begin) if body.stream else self._whole(asked, permit)
+            parts = self._streamed(asked, permit) if body.stream else self._whole(asked, permit)
             async with aclosing(parts):
                 async for part in parts:
                     yield part
@@ -160,17 +159,19 @@ class ChatRoute:
         except NoAudioError as error:
             return _text_alone(error, self._model.card.sample_rate)
 
-    async def _streamed(self, asked: Asked, permit: Permit, begin: float) -> Parts:
+    async def _streamed(self, asked: Asked, permit: Permit) -> Parts:
         started = False
         try:
             async with aclosing(self._deltas(asked, permit)) as deltas:
                 async for delta in deltas:
                     if not started:
                         started = True
-                        self._metrics.began(ROUTE, time.monotonic() - begin)
                         yield Head(EVENT_STREAM, {"cache-control": "no-cache", "x-seed": str(asked.request.seed)})
                         yield self._event(asked, {"role": "assistant", "content": ""})
-                    yield delta
+                        yield delta
+                        self._metrics.began(ROUTE, time.monotonic() - permit.since)
+                    else:
+                        yield delta
             yield b"data: [DONE]\n\n"
         except NightjarError as error:
             if not started:

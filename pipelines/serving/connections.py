@@ -11,13 +11,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipelines.serving.errors import error_view
 from pipelines.serving.websocket_protocol import protocol_of
 
+#: In the scope of a request: when its first byte came, by the monotonic clock.
+FIRST_BYTE = "nightjar.first_byte"
 log = logging.getLogger(__name__)
 
 #: Descriptors that stay free for everything that is no connection: files, the model, its threads and processes.
@@ -103,6 +105,7 @@ class HttpProtocol(H11Protocol):
         super().__init__(**given)
         self._all = connections
         self._deadline: asyncio.TimerHandle | None = None
+        self._first_byte_at: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuses with 503 where there is no place."""
@@ -123,8 +126,10 @@ class HttpProtocol(H11Protocol):
         """The first bytes of a request start its time."""
         if self.transport.is_closing():
             return
-        if self._deadline is None and self._idle():
-            self._expect_headers()
+        if self._idle():
+            self._first_byte_at = self._first_byte_at or time.monotonic()
+            if self._deadline is None:
+                self._expect_headers()
         super().data_received(data)
 
     def handle_events(self) -> None:
@@ -132,6 +137,8 @@ class HttpProtocol(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
+            scope: dict[str, Any] = cast(Any, self.cycle.scope)
+            scope[FIRST_BYTE], self._first_byte_at = self._first_byte_at, None
             self._cancel_deadline()
             if not self._idle():
                 self._all.work(self)

@@ -147,7 +147,7 @@ class Context:
             raise ApiError(504, f"The speech took longer than {seconds:g} s and was ended.", ErrorCode.SYNTH_TIMEOUT.value) from None
 
     async def _say(self, text: str, permit: Permit) -> None:
-        begin = step = time.monotonic()
+        step = time.monotonic()
         number, self._units = self._units, self._units + 1
         request = SynthesisRequest(
             f"{self.id[:40]}-{id(self):x}-{number}",
@@ -157,13 +157,11 @@ class Context:
         )
         resampler = Resampler(self._serving.model.card.sample_rate, self._output.sample_rate)
         metrics = self._serving.metrics
-        heard = False
+        heard = told = False
         async with aclosing(chunks_of(self._serving.model, request, permit)) as chunks:
             async for chunk in chunks:
                 if len(chunk.samples):
                     metrics.spoke(len(chunk.samples) / chunk.sample_rate)
-                    if not heard and not number:
-                        metrics.began(ROUTE, time.monotonic() - begin)
                     heard = True
                 samples = resampler.add(chunk.samples, last=chunk.final)
                 if len(samples):
@@ -173,6 +171,9 @@ class Context:
                         piece = data[begin_byte : begin_byte + MAX_PIECE_BYTES]
                         await self._send(cartesia.chunk(self.id, piece, 1000 * (now - step)))
                         step = now
+                    if not told and not number:
+                        metrics.began(ROUTE, time.monotonic() - permit.since)
+                    told = True
         if not heard:
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
 

@@ -15,6 +15,8 @@ from pipelines.serving.model import ServedModel
 from pipelines.vllm_engine.library import VllmMetrics
 
 ROUTES = ("/health", "/metrics", "/v1/models", "/v1/audio/speech", "/v1/chat/completions", "/tts/bytes", "/tts/websocket")
+#: Of what a listener waits for: bars are in tens of milliseconds.
+_LISTENING_SECONDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.09, 0.13, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
@@ -32,9 +34,24 @@ class ServerMetrics:
             "speech_http_seconds", "Time of an answer, to its last byte.", ["route"], buckets=_SECONDS, registry=self._registry
         )
         self._first = Histogram(
-            "speech_first_chunk_seconds", "Time to the first chunk of a stream.", ["route"], buckets=_SECONDS, registry=self._registry
+            "speech_first_audio_seconds",
+            "Time from the first byte of a request to the first byte of its streamed audio.",
+            ["route"],
+            buckets=_LISTENING_SECONDS,
+            registry=self._registry,
+        )
+        self._queue = Histogram(
+            "speech_queue_seconds", "Time that a request waits for a slot.", buckets=_LISTENING_SECONDS, registry=self._registry
+        )
+        self._underruns = Counter(
+            "speech_stream_underruns", "Chunks too late for a player that starts at the first one.", registry=self._registry
+        )
+        self._underrun_seconds = Counter(
+            "speech_stream_underrun_seconds", "Seconds that such players had nothing to play.", registry=self._registry
         )
         self._audio = Counter("speech_audio_seconds", "Seconds of speech that were sent.", registry=self._registry)
+        gate.admitted = self._queue.observe
+        model.underran = self._underran
 
     def answered(self, path: str, status: int, seconds: float) -> str:
         """Counts an answer; the route it is counted under."""
@@ -44,12 +61,16 @@ class ServerMetrics:
         return route
 
     def began(self, route: str, seconds: float) -> None:
-        """Notes a stream's first chunk."""
+        """Notes the first audio of a stream, once it is sent."""
         self._first.labels(route=route).observe(seconds)
 
     def spoke(self, seconds: float) -> None:
         """Counts speech."""
         self._audio.inc(seconds)
+
+    def _underran(self, seconds: float) -> None:
+        self._underruns.inc()
+        self._underrun_seconds.inc(seconds)
 
     def page(self) -> bytes:
         """All of it in Prometheus' text format."""

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.body_limit import LimitedBody, too_large
+from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.options import ServeOptions
@@ -114,7 +115,7 @@ class RequestMiddleware:
         try:
             self._check(scope["path"], scope["headers"])
             if scope["path"] in WORK and scope["method"] == "POST":
-                permit = await self._admit(body)
+                permit = await self._admit(body, scope.get(FIRST_BYTE))
                 if permit is None:
                     return
                 scope[PERMIT] = permit
@@ -146,9 +147,9 @@ class RequestMiddleware:
         fitting = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
         return any(fitting)
 
-    async def _admit(self, body: LimitedBody) -> Permit | None:
+    async def _admit(self, body: LimitedBody, since: float | None) -> Permit | None:
         """A slot; None when the client left while it waited. Raises `ApiError` where the gate does."""
-        waiter = self._gate.ask()
+        waiter = self._gate.ask(since)
         if waiter.done():
             return waiter.result()
         leaving = asyncio.create_task(body.left())

@@ -87,6 +87,8 @@ class ServedModel:
         #: For pipelines whose `start_stream` may wait: never behind whole requests.
         self._starters = DaemonThreads(_SUBMIT_THREADS, "starter")
         self._unread = Unread()
+        #: Is called with the seconds that a player of a stream had nothing to play.
+        self.underran: Callable[[float], None] = lambda _seconds: None
         #: Why the model could not be opened the first time, which ends the server.
         self.failure: BaseException | None = None
         self._close_seconds = _CLOSE_SECONDS
@@ -132,7 +134,7 @@ class ServedModel:
             if self._unread.bytes < _UNREAD_BYTES:
                 permit.let_go()
 
-        async with contextlib.aclosing(StreamCall(pipeline, request, made, self._unread).chunks(self._starters)) as chunks:
+        async with contextlib.aclosing(StreamCall(pipeline, request, made, self._unread, self.underran).chunks(self._starters)) as chunks:
             async for chunk in chunks:
                 self._progress.moved()
                 yield chunk

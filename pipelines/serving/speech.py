@@ -80,15 +80,17 @@ class SpeechRoute:
 
     async def answer(self, body: SpeechBody, permit: Permit, request_id: str) -> Parts:
         """The parts of the answer. Raises `ApiError` and `NightjarError` before the first one."""
-        begin = time.monotonic()
+        since = permit.since
         streams = self._streams(body)
         try:
-            request = await asyncio.to_thread(self._request, body, request_id)
+            # A hop between threads costs more than a request without a recording.
+            has_audio = bool(body.reference_audio)
+            request = await asyncio.to_thread(self._request, body, request_id) if has_audio else self._request(body, request_id)
             if body.stream_format == "sse":
                 source = self._model.chunks(request, permit) if streams else self._at_once(request, permit)
-                parts = self._events(source, body.response_format, request.seed, begin)
+                parts = self._events(source, body.response_format, request.seed, since)
             elif streams:
-                parts = self._audio(self._model.chunks(request, permit), body.response_format, request.seed, begin)
+                parts = self._audio(self._model.chunks(request, permit), body.response_format, request.seed, since)
             else:
                 parts = self._file(request, body.response_format, permit)
             async with aclosing(parts):
@@ -138,20 +140,20 @@ class SpeechRoute:
         yield Head(MEDIA_TYPES[kind], {**_facts(speech.sample_rate, request.seed), "content-length": str(len(data))})
         yield data
 
-    async def _audio(self, chunks: Chunks, kind: SpeechFormat, seed: int, begin: float) -> Parts:
+    async def _audio(self, chunks: Chunks, kind: SpeechFormat, seed: int, since: float) -> Parts:
         started = False
-        async with aclosing(self._encoded(chunks, kind, begin)) as pieces:
+        async with aclosing(self._encoded(chunks, kind, since)) as pieces:
             async for piece in pieces:
                 if not started:
                     started = True
                     yield Head(MEDIA_TYPES[kind], _facts(self._model.card.sample_rate, seed))
                 yield piece
 
-    async def _events(self, chunks: Chunks, kind: SpeechFormat, seed: int, begin: float) -> Parts:
+    async def _events(self, chunks: Chunks, kind: SpeechFormat, seed: int, since: float) -> Parts:
         """OpenAI's server-sent events: `speech.audio.delta` with base64 of the next bytes, then `speech.audio.done`."""
         started = False
         try:
-            async with aclosing(self._encoded(chunks, kind, begin)) as pieces:
+            async with aclosing(self._encoded(chunks, kind, since)) as pieces:
                 async for piece in pieces:
                     if not started:
                         started = True
@@ -163,20 +165,22 @@ class SpeechRoute:
                 raise
             yield event(as_api_error(error).view())
 
-    async def _encoded(self, chunks: Chunks, kind: SpeechFormat, begin: float) -> AsyncGenerator[bytes, None]:
+    async def _encoded(self, chunks: Chunks, kind: SpeechFormat, since: float) -> AsyncGenerator[bytes, None]:
         """The bytes of the chunks, none of them empty. Raises `synth.no_audio` where there are none."""
         encoder = stream_encoder(self._model.card.sample_rate, kind)
-        heard = False
+        heard = told = False
         async with aclosing(chunks):
             async for chunk in chunks:
                 if not len(chunk.samples):
                     continue
-                if not heard:
-                    heard = True
-                    self._metrics.began(ROUTE, time.monotonic() - begin)
+                heard = True
                 self._metrics.spoke(len(chunk.samples) / chunk.sample_rate)
                 if piece := encoder.add(chunk.samples):
                     yield piece
+                    # It is sent.
+                    if not told:
+                        told = True
+                        self._metrics.began(ROUTE, time.monotonic() - since)
         if not heard:
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
         if piece := encoder.end():

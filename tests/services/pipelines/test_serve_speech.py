@@ -151,7 +151,7 @@ def test_a_stream_is_the_whole_speech_in_pieces(custom: Running) -> None:
             assert alike(streamed.content[44:], once.content)
     file, rate = heard(custom.speak("Good morning.", **fields).content)
     assert (2 * len(file), rate) == (len(once.content), 24_000)
-    assert custom.metrics()["speech_first_chunk_seconds_count{route=/v1/audio/speech}"] >= 3
+    assert custom.metrics()["speech_first_audio_seconds_count{route=/v1/audio/speech}"] >= 3
 
 
 def test_a_cloned_voice_comes_from_base64_or_a_data_url(base: Running) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import AudioChunk, SynthesisRequest
-from pipelines.streams import Listener, start_stream
+from pipelines.streams import Listener, Playback, start_stream
 from pipelines.vllm_engine.options import Tokens
 from pipelines.vllm_engine.tokens import TokenUtteranceFuture
 from tests.support.fakes import FakePipeline
@@ -209,6 +209,12 @@ def test_a_pipeline_without_a_final_chunk_gets_one() -> None:
     start_stream(Endless(), REQUEST, heard)
     assert heard.over.wait(240)
     assert [isinstance(one, AudioChunk) and one.final for one in heard.outcomes] == [False, True]
+
+
+def test_a_player_waits_for_chunks_that_are_late() -> None:
+    player = Playback()
+    assert [player.add(at, 1.0) for at in (10.0, 10.1, 12.0, 12.5, 15.0, 15.1)] == [0, 0, 0, 0, 1.0, 0]
+    assert player.add(18.5, 1.0) == 1.5, "it goes on when the late chunk comes, not when it was due"
 
 
 def test_a_fault_of_a_stream_is_its_error(host: Host, pipeline: Pipeline) -> None:
