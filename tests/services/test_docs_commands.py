@@ -38,6 +38,7 @@ NOT_RUN: list[tuple[str, str]] = [
         r"python -m benchmarks\.speechlm",
         "a benchmark of minutes, or for a GPU; benchmarks/test_benchmarks.py runs its parts",
     ),
+    (r"python -m benchmarks\.stream_load .*", "a measurement of minutes; benchmarks/test_stream_load.py runs it"),
     (r"nightjar run dialogues\.jsonl --qa strict", "its meters download models; tests/services/worker/test_quality_jobs.py"),
     (r"nightjar evaluate .*", "hibari does not chat; tests/services/pipelines/test_serve_evaluate.py asks a server that does"),
     (r"nightjar run \w+\.jsonl --model path/to/speechlm-qwen3-8b .*", "it needs vLLM; tests/vllm/test_job.py"),
