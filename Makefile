@@ -7,7 +7,7 @@ TEST_PROCESSES ?= 2
 # One more than cores: tests of services wait much of their time. Each may hold an engine and its own services: 4 GB a process.
 INTEGRATION_PROCESSES ?= 3
 
-.PHONY: install install-dev install-vllm demo check test lint unit integration integrations mutants soak chaos bench wheel lock clean
+.PHONY: install install-dev install-vllm demo check test lint unit integration integrations voice-agent mutants soak chaos bench wheel lock clean
 
 install: .venv/.installed
 
@@ -64,6 +64,11 @@ integration: install-dev
 # Distributions that cannot share our lock file, each tested in an environment of its own.
 integrations: install-dev
 	$(MAKE) --no-print-directory -C integrations/pipecat-nightjar test
+
+# A question in a WAV file is heard, answered and spoken into answer.wav, without a key.
+voice-agent:
+	$(MAKE) --no-print-directory -C integrations/pipecat-nightjar install server
+	integrations/pipecat-nightjar/.venv/bin/python examples/voice_agent/run.py examples/voice_agent/question.wav --to answer.wav
 
 # Planted faults, each of which a test has to see; `make mutants OPTIONS="--of-the-day 10"` tries some.
 mutants: install-dev
