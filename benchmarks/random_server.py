@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
-from pipelines.registry import describe, open_pipeline
+from jobs.cli.serve import engine_options, open_model
+from jobs.settings import load_settings
+from pipelines.registry import describe
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.server import Server
 
@@ -20,13 +21,13 @@ from pipelines.serving.server import Server
 @click.option("--waiting-room", default=256, show_default=True, help="Requests behind them.")
 @click.option("--option", "given", multiple=True, metavar="NAME=NUMBER", help="Option of the pipeline; may be given more than once.")
 def main(model: str, port: int, slots: int, waiting_room: int, given: tuple[str, ...]) -> None:
-    """Serves until SIGTERM; prints its address first."""
-    options: dict[str, Any] = {name: int(value) for name, _, value in (one.partition("=") for one in given)}
-    card = describe(model)
+    """Serves as `nightjar serve` does, until SIGTERM; prints its address first."""
+    card, settings = describe(model), load_settings()
+    options = engine_options(settings, card) | {name: int(value) for name, _, value in (one.partition("=") for one in given)}
     if card.engine != "cpu":
         options["keep_unfinished"] = True
     serve = ServeOptions((Path(card.name).name,), slots=slots, waiting_room=waiting_room)
-    server = Server(card, lambda: open_pipeline(model, **options), serve, "127.0.0.1", port)
+    server = Server(card, lambda: open_model(model, card, settings, options), serve, "127.0.0.1", port)
     print(server.url)
     sys.stdout.flush()
     server.run()

@@ -91,6 +91,8 @@ class Family:
     #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch, and its pipeline a method
     #: `submit_prepared`.
     frontend: bool = False
+    #: Whether its pipeline has the option `streams`: how many it is prepared for.
+    streams: bool = False
 
     def describe(self, folder: Path) -> ModelCard:
         """The card of a checkpoint folder."""
@@ -131,7 +133,7 @@ _QWEN3_TTS = (
 BUILT_IN: dict[str, str] = {"hibari": "pipelines.hibari"}
 #: Families of checkpoints, a row each; the first that recognises a folder reads it.
 FAMILIES: tuple[Family, ...] = (
-    Family("qwen3_tts", "gpu", model_types=("qwen3_tts",), published=_QWEN3_TTS, frontend=True),
+    Family("qwen3_tts", "gpu", model_types=("qwen3_tts",), published=_QWEN3_TTS, frontend=True, streams=True),
     Family("speechlm", "vllm", model_types=("speechlm", "bagpiper")),
     Family("spark_tts", "vllm", subfolders=("LLM", "BiCodec")),
     Family("fish_speech", "vllm", model_types=("fish_qwen3_omni",)),
@@ -152,6 +154,11 @@ class _Registered:
 
 
 _registered: dict[str, _Registered] = {}
+
+
+def prepares_streams(card: ModelCard) -> bool:
+    """Whether a model can be opened for a number of streams, with the option `streams`."""
+    return any(family.streams for family in FAMILIES if family.name == card.family)
 
 
 def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], None]:

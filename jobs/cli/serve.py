@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from pipelines.request import Pipeline
     from pipelines.serving.options import ServeOptions
 
+#: Streams that a model is prepared for, by its device.
+_GPU_STREAMS, _CPU_STREAMS = 128, 8
+
 
 @click.command()
 @click.option("--model", metavar="MODEL", required=True, help="Name of a model, or path of a checkpoint folder. See `nightjar models`.")
@@ -66,7 +69,13 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
 
     level = "warning" if quiet else settings.log_level
     setup_logging(level, settings.log_format)
-    server = Server(card, lambda: open_model(model, card, settings, level), options, settings.serve.address, settings.serve.port)
+    server = Server(
+        card,
+        lambda: open_model(model, card, settings, engine_options(settings, card), level),
+        options,
+        settings.serve.address,
+        settings.serve.port,
+    )
     output = Output(as_json=as_json, quiet=quiet)
     if as_json:
         output.data({"schema": "nightjar.serve/1", "url": server.url, "model": options.names[0]})
@@ -86,7 +95,7 @@ def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> Ser
 
     # A folder's path is nobody's business out there.
     names = names or (Path(card.name).name,)
-    limits = settings.serve.model_dump(exclude={"address", "port", "api_key", "api_key_file"})
+    limits = settings.serve.model_dump(exclude={"address", "port", "api_key", "api_key_file", "streams"})
     return ServeOptions(names=names, keys=read_keys(settings), **limits)
 
 
@@ -112,7 +121,7 @@ def _bad_keys(message: str) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, message, "Write one key per line, with visible ASCII characters only.")
 
 
-def open_model(model: str, card: ModelCard, settings: Settings, level: str) -> Pipeline:
+def open_model(model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str | None = None) -> Pipeline:
     """A model in a process of its own: HTTP never waits for its interpreter. Models of the engine `vllm` bring such a process along.
 
     Raises as `pipelines.registry.open_pipeline`, and `EngineCrashError`.
@@ -120,7 +129,6 @@ def open_model(model: str, card: ModelCard, settings: Settings, level: str) -> P
     from jobs.engine_process import open_engine_process
     from pipelines.registry import is_registered, open_pipeline
 
-    options = engine_options(settings, card)
     if card.engine == "vllm" or is_registered(model):
         return open_pipeline(model, **options)
     process = open_engine_process(model, options, settings, level)
@@ -130,9 +138,20 @@ def open_model(model: str, card: ModelCard, settings: Settings, level: str) -> P
 
 
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
-    """As a worker opens it, with the settings of its engine; but an answer that reaches its limit is one (`finish_reason` length)."""
+    """As a worker opens it, with the settings of its engine; but an answer that reaches its limit is one (`finish_reason` length), and a
+    model that can is prepared for streams."""
+    from pipelines.registry import prepares_streams
+
     options = settings.engine_options(card.engine)
+    if prepares_streams(card):
+        streams = settings.serve.streams
+        options["streams"] = (_GPU_STREAMS if _has_gpu() else _CPU_STREAMS) if streams is None else streams
     return options | {"keep_unfinished": True} if card.capabilities.text_out else options
+
+
+def _has_gpu() -> bool:
+    """Whether CUDA will find a device; asking it takes seconds, and memory of the device."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and Path("/dev/nvidiactl").exists()
 
 
 def _is_loopback(address: str) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,7 +22,7 @@ import pytest
 from jobs.cli import main
 from jobs.cli.serve import engine_options
 from jobs.settings import load_settings
-from pipelines.registry import describe
+from pipelines.registry import FAMILIES, PUBLISHED, describe
 from tests.support.serving_kit import PATIENCE_SECONDS, heard, scraped
 
 #: Text of about half a minute of speech, which takes the voice a while.
@@ -170,6 +170,17 @@ def test_a_model_is_opened_as_a_worker_opens_it_but_keeps_what_reached_its_limit
     talker = replace(voice, engine="vllm", capabilities=replace(voice.capabilities, text_out=True))
     assert engine_options(settings, talker) == {"keep_unfinished": True, "slots": 5, "waiting_room": 9, "eager": True}
     assert engine_options(settings, replace(voice, engine="native")) == {"slots": 5, "waiting_room": 9, "executor": "eager"}
+
+
+def test_a_model_that_can_is_prepared_for_streams() -> None:
+    from pipelines.qwen3_tts.pipeline import PipelineOptions
+
+    assert {family.name for family in FAMILIES if family.streams} == {"qwen3_tts"}
+    assert "streams" in {one.name for one in fields(PipelineOptions)}
+    card = PUBLISHED["qwen3-tts-0.6b-base"][1].card
+    assert engine_options(load_settings(), card)["streams"] in (8, 128)
+    assert engine_options(load_settings(serve={"streams": 32}), card)["streams"] == 32
+    assert "streams" not in engine_options(load_settings(serve={"streams": 32}), describe("hibari"))
 
 
 def test_other_commands_pay_for_no_server() -> None:
