@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from jobs.cli.serve import engine_options, open_model
+from jobs.engine_process import engine_options, open_model
 from jobs.settings import load_settings
 from pipelines.registry import describe
 from pipelines.serving.options import ServeOptions

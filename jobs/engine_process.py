@@ -5,19 +5,55 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.logs import LogFormat, setup_logging
 from pipelines.engine_process.client import EngineProcess
+from pipelines.registry import is_registered, open_pipeline, prepares_streams
 
 if TYPE_CHECKING:
     from jobs.settings import Settings
+    from pipelines.registry import ModelCard
+    from pipelines.request import Pipeline
+
+#: Streams that a model is prepared for, by its device.
+_GPU_STREAMS, _CPU_STREAMS = 128, 8
 
 
 def open_engine_process(model: str, options: dict[str, Any], settings: Settings, level: str | None = None) -> EngineProcess:
     """The process of a model, once the model is open. Raises `NightjarError`: what opening raises, and `EngineCrashError`."""
     return EngineProcess(model, options, ("-m", "jobs.engine_process", level or settings.log_level, settings.log_format))
+
+
+def open_model(model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str | None = None) -> Pipeline:
+    """A model in a process of its own: HTTP never waits for its interpreter. Models of the engine `vllm` bring such a process along.
+
+    Raises as `pipelines.registry.open_pipeline`, and `EngineCrashError`.
+    """
+    if card.engine == "vllm" or is_registered(model):
+        return open_pipeline(model, **options)
+    process = open_engine_process(model, options, settings, level)
+    # The first request is as quick as the next ones.
+    process.wait_for_frontend()
+    return process
+
+
+def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
+    """As a worker opens it, with the settings of its engine; but an answer that reaches its limit is one (`finish_reason` length), and a
+    model that can is prepared for streams."""
+    options = settings.engine_options(card.engine)
+    if prepares_streams(card):
+        streams = settings.serve.streams
+        options["streams"] = (_GPU_STREAMS if _has_gpu() else _CPU_STREAMS) if streams is None else streams
+    return options | {"keep_unfinished": True} if card.capabilities.text_out else options
+
+
+def _has_gpu() -> bool:
+    """Whether CUDA will find a device; asking it takes seconds, and memory of the device."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and Path("/dev/nvidiactl").exists()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,11 +20,7 @@ from pipelines.errors import ConfigError, ErrorCode, ModelError
 
 if TYPE_CHECKING:
     from pipelines.registry import ModelCard
-    from pipelines.request import Pipeline
     from pipelines.serving.options import ServeOptions
-
-#: Streams that a model is prepared for, by its device.
-_GPU_STREAMS, _CPU_STREAMS = 128, 8
 
 
 @click.command()
@@ -51,6 +47,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
       nightjar serve --model hibari
       nightjar serve --model qwen3-tts-0.6b-base --port 8080
     """
+    from jobs.engine_process import engine_options, open_model
     from jobs.logs import setup_logging
     from pipelines.registry import describe
 
@@ -119,39 +116,6 @@ def read_keys(settings: Settings) -> tuple[str, ...]:
 
 def _bad_keys(message: str) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, message, "Write one key per line, with visible ASCII characters only.")
-
-
-def open_model(model: str, card: ModelCard, settings: Settings, options: dict[str, Any], level: str | None = None) -> Pipeline:
-    """A model in a process of its own: HTTP never waits for its interpreter. Models of the engine `vllm` bring such a process along.
-
-    Raises as `pipelines.registry.open_pipeline`, and `EngineCrashError`.
-    """
-    from jobs.engine_process import open_engine_process
-    from pipelines.registry import is_registered, open_pipeline
-
-    if card.engine == "vllm" or is_registered(model):
-        return open_pipeline(model, **options)
-    process = open_engine_process(model, options, settings, level)
-    # The first request is as quick as the next ones.
-    process.wait_for_frontend()
-    return process
-
-
-def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
-    """As a worker opens it, with the settings of its engine; but an answer that reaches its limit is one (`finish_reason` length), and a
-    model that can is prepared for streams."""
-    from pipelines.registry import prepares_streams
-
-    options = settings.engine_options(card.engine)
-    if prepares_streams(card):
-        streams = settings.serve.streams
-        options["streams"] = (_GPU_STREAMS if _has_gpu() else _CPU_STREAMS) if streams is None else streams
-    return options | {"keep_unfinished": True} if card.capabilities.text_out else options
-
-
-def _has_gpu() -> bool:
-    """Whether CUDA will find a device; asking it takes seconds, and memory of the device."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and Path("/dev/nvidiactl").exists()
 
 
 def _is_loopback(address: str) -> bool:

@@ -20,7 +20,7 @@ import httpx2
 import pytest
 
 from jobs.cli import main
-from jobs.cli.serve import engine_options
+from jobs.engine_process import engine_options
 from jobs.settings import load_settings
 from pipelines.registry import FAMILIES, PUBLISHED, describe
 from tests.support.serving_kit import PATIENCE_SECONDS, heard, scraped
