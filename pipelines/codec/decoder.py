@@ -70,6 +70,7 @@ class CausalDecoder:
         """On a CUDA device: makes an arena for the states of so many streams, and captures the graphs that decode their chunks.
 
         Without it, and for streams beyond so many, chunks are launched op by op, which is slower. Is called once, before the first stream.
+        Raises what a lack of memory raises, where the arena has no room.
         """
         if self.device.type == "cpu" or rows < 1:
             return
@@ -164,7 +165,7 @@ class CausalDecoder:
                 past = self._past([states[i] for i in indices], len(rows))
                 decoded = self._run(self._here(torch.stack(rows)), past)
                 kept = [past.after[row].clone() if len(rows) > 1 else past.after[row] for row in range(len(indices))]
-                written = Written() if self.device.type == "cuda" else None
+                written = Written(self.device) if self.device.type == "cuda" else None
                 for row, i in enumerate(indices):
                     states[i].values, states[i].written = kept[row], written
                     states[i].frames += frames

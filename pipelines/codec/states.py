@@ -12,14 +12,14 @@ from torch import Tensor
 class Written:
     """When and on which CUDA stream a tensor was written."""
 
-    def __init__(self) -> None:
-        self._stream = torch.cuda.current_stream()
-        self._event = torch.cuda.Event()
-        self._event.record()
+    def __init__(self, device: torch.device) -> None:
+        """The current CUDA stream of the device, after what it has to do now."""
+        self._stream = torch.cuda.current_stream(device)
+        self._event = self._stream.record_event()
 
     def reach(self, tensor: Tensor) -> None:
         """Lets the current CUDA stream read the tensor: not before it is written, and its memory stays as long."""
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(tensor.device)
         if current != self._stream:
             current.wait_event(self._event)
             tensor.record_stream(current)

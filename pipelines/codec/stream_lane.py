@@ -125,10 +125,17 @@ class StreamLane(Generic[S]):
                 thread.join()
 
     def _start_groups(self) -> None:
-        while (group := self._next_group()) is not None:
-            with torch.cuda.stream(self._stream):
-                self._start(group)
+        with torch.cuda.stream(self._stream):
+            while self._start_next():
+                pass
         self._under_way.put(None)
+
+    def _start_next(self) -> bool:
+        """Starts a group when there is one; a thread that waits keeps nothing of it. False once the lane is closed and nothing is left."""
+        group = self._next_group()
+        if group is not None:
+            self._start(group)
+        return group is not None
 
     def _next_group(self) -> list[_Chunk[S]] | None:
         """Waits for a place on the device and for chunks; None once the lane is closed and nothing is left."""
@@ -187,8 +194,15 @@ class StreamLane(Generic[S]):
         self._under_way.put((group, outcome))
 
     def _hand_on_groups(self) -> None:
-        while (started := self._under_way.get()) is not None:
+        while self._hand_on_next():
+            pass
+
+    def _hand_on_next(self) -> bool:
+        """Hands on the group that was started first; a thread that waits keeps nothing of it. False behind the last."""
+        started = self._under_way.get()
+        if started is not None:
             self._hand_on(*started)
+        return started is not None
 
     def _hand_on(self, group: list[_Chunk[S]], outcome: SamplesOnTheWay | NightjarError) -> None:
         """Waits for a group's samples and gives them to whoever asked for them, or its error."""

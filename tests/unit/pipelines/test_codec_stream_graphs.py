@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
+import queue
 import random
 import threading
 from functools import lru_cache
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipelines.codec.batches import FIXED_ROWS
+from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import Arena, CodecState
 from pipelines.codec.stream_graphs import FRAMES, GROUP_FRAMES, ROWS, StreamGraphs, pieces
 from pipelines.codec.transfer import SamplesOnTheWay
@@ -224,6 +226,49 @@ def test_samples_are_the_receivers_own_and_buffers_are_written_again() -> None:
                 one.release()
     assert len(decoder.graphs._buffers) == 4, "two at a time were in use"
     assert all(np.array_equal(found, wanted) for _, found, wanted in kept)
+
+
+def test_streams_that_end_at_any_point_leave_no_row_behind() -> None:
+    """Through the stage: some speak to their end, some are ended and some are forgotten while a chunk is under way."""
+    decoder = Prepared(8)
+    stage: CodecStage[CodecState] = CodecStage(decoder)
+
+    def speak(seed: int) -> None:
+        plan, heard = random.Random(seed), queue.SimpleQueue[object]()
+        parts = codes(27, seed).split([1, 2, 4, 8, 12])
+        state, stops = stage.new_state(), plan.choice((0, 1, 3, len(parts)))
+        for turn, part in enumerate(parts):
+            stage.decode_chunk(part.numpy(), heard.put, state, last=turn == len(parts) - 1, deadline=float(turn))
+            if turn == stops:
+                break
+            assert isinstance(heard.get(timeout=240), np.ndarray)
+        if stops < len(parts) and plan.random() < 0.5:
+            stage.end(state)
+        done.append(seed)
+
+    done: list[int] = []
+    threads = [threading.Thread(target=speak, args=(seed,)) for seed in range(30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stage.close()
+    assert len(done) == 30
+    assert decoder.arena.free == 8
+
+
+def test_a_stage_that_waits_keeps_no_stream_that_is_forgotten() -> None:
+    decoder, heard = Prepared(1), queue.SimpleQueue[object]()
+    stage: CodecStage[CodecState] = CodecStage(decoder)
+    state = stage.new_state()
+    stage.decode_chunk(codes(1, 0).numpy(), heard.put, state)
+    assert isinstance(heard.get(timeout=240), np.ndarray)
+    del state
+    ticks = iter(range(24_000))
+    while not decoder.arena.free and next(ticks, None) is not None:
+        threading.Event().wait(0.01)
+    assert decoder.arena.free == 1
+    stage.close()
 
 
 def test_a_row_comes_back_once_however_its_stream_ends() -> None:
