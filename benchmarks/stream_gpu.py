@@ -279,7 +279,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--tree", type=Path, default=REPOSITORY, help="checkout whose packages serve")
     made.add_argument("--name", default="", help="what rows say of the version that serves")
     made.add_argument("--commit", default="", help="its commit")
-    made.add_argument("--server", default="--slots 128 --waiting-room 256 --option slots=128", help="options of benchmarks.random_server")
+    server = "--slots 256 --waiting-room 1024 --option slots=256 --option streams=128"
+    made.add_argument("--server", default=server, help="options of benchmarks.random_server")
     made.add_argument("--ready-seconds", type=float, default=240.0, help="time that a server gets to become ready")
     made.add_argument("--minutes", type=float, default=9.0, help="for everything; what does not fit is left out and named")
     made.add_argument("--clients", nargs="+", type=int, default=[1, 8, 32, 64, 128], help="closed loop")
