@@ -194,6 +194,9 @@ class ServeSettings(SettingsGroup):
     waiting_room: Annotated[int, Field(ge=0)] = Field(
         default=512, description="Maximum requests that wait in the server before they are handed to the engine. More get status 429."
     )
+    stream_queue_seconds: Positive = Field(
+        default=2.0, description="Maximum seconds that a stream waits in the server. One that would wait longer gets status 429 at once."
+    )
     max_body_bytes: PositiveInt = Field(default=32 << 20, description="Maximum bytes of a request body.")
     max_audio_seconds: Positive = Field(default=600.0, description="Maximum seconds of audio in a request.")
     request_seconds: Positive = Field(default=600.0, description="Maximum seconds for a request, from its slot to its last byte.")

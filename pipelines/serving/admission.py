@@ -40,10 +40,17 @@ class AdmissionQueue:
             self.running += 1
             self._admit_next()
 
-    def ask(self, since: float | None = None) -> asyncio.Future[Permit]:
+    @property
+    def full(self) -> bool:
+        """Whether the next one has to wait."""
+        return self.running >= self._slots
+
+    def ask(self, since: float | None = None, patience_seconds: float | None = None) -> asyncio.Future[Permit]:
         """A ticket, at once or after those who came before; whoever no longer wants it must `cancel`.
 
-        `since` is when the request's first byte came, by the monotonic clock; None: now.
+        `since` is when the request's first byte came, by the monotonic clock; None: now. Who has `patience_seconds` is refused if it would
+        wait for longer, judged by the mean time of a slot, and once it has waited for so long.
+
         Raises `ApiError`: 429 when the queue is full, 503 once closed.
         """
         if self.closed:
@@ -53,12 +60,12 @@ class AdmissionQueue:
         if self.running < self._slots:
             self.running += 1
             self._admit(waiter, since)
-        elif len(self._queue) < self._room:
-            self._queue[waiter] = since
+        elif len(self._queue) >= self._room or (patience_seconds is not None and self._expected_seconds() > patience_seconds):
+            raise self._refusal()
         else:
-            seconds = str(self._retry_seconds())
-            message = f"All {self._slots} slots are taken and {len(self._queue)} requests wait. Try again after {seconds} s."
-            raise ApiError(429, message, "rate_limit_exceeded", headers={"retry-after": seconds})
+            self._queue[waiter] = since
+            if patience_seconds is not None:
+                asyncio.get_running_loop().call_later(patience_seconds, self._expire, waiter)
         return waiter
 
     def cancel(self, waiter: asyncio.Future[Permit]) -> None:
@@ -66,7 +73,7 @@ class AdmissionQueue:
         if waiter in self._queue:
             del self._queue[waiter]
             waiter.cancel()
-        elif not waiter.cancelled():
+        elif not waiter.cancelled() and waiter.exception() is None:
             waiter.result().let_go()
 
     def leave(self, seconds: float) -> None:
@@ -85,9 +92,19 @@ class AdmissionQueue:
         self.admitted(permit.began_at - since)
         waiter.set_result(permit)
 
-    def _retry_seconds(self) -> int:
-        seconds = self._mean_seconds * (len(self._queue) + 1) / self._slots
-        return min(max(math.ceil(seconds), 1), _MAX_RETRY_SECONDS)
+    def _expire(self, waiter: asyncio.Future[Permit]) -> None:
+        if waiter in self._queue:
+            del self._queue[waiter]
+            waiter.set_exception(self._refusal())
+
+    def _refusal(self) -> ApiError:
+        seconds = str(min(max(math.ceil(self._expected_seconds()), 1), _MAX_RETRY_SECONDS))
+        message = f"All {self._slots} slots are taken and {len(self._queue)} requests wait. Try again after {seconds} s."
+        return ApiError(429, message, "rate_limit_exceeded", headers={"retry-after": seconds})
+
+    def _expected_seconds(self) -> float:
+        """How long the next one would wait."""
+        return self._mean_seconds * (len(self._queue) + 1) / self._slots
 
 
 class Permit:

@@ -52,6 +52,12 @@ class LimitedBody:
                 return
         await asyncio.Event().wait()
 
+    async def peek(self) -> bytes:
+        """The first part of the body, which is kept. Raises as the call."""
+        if not self._early:
+            self._early.append(await self())
+        return self._early[0].get("body", b"")
+
     async def discard(self) -> None:
         """Reads what a client is still sending, for a while."""
         begin = self._bytes

@@ -130,7 +130,9 @@ class Context:
         return bool(self._todo)
 
     async def _admitted(self) -> Permit:
-        waiter = self._serving.gate.ask()
+        # Later sentences follow one that is being heard.
+        patience_seconds = None if self._units else self._serving.options.stream_queue_seconds
+        waiter = self._serving.gate.ask(patience_seconds=patience_seconds)
         try:
             await asyncio.wait((waiter,))
             return waiter.result()

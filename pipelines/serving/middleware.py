@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ HEALTH = "/health"
 #: Routes that cost engine time.
 WORK = frozenset({"/v1/audio/speech", "/v1/chat/completions", "/tts/bytes"})
 WEBSOCKET = "/tts/websocket"
+#: What the body of a request says that is answered while it is made.
+_STREAMS = re.compile(rb'"stream"\s*:\s*true|"stream_format"\s*:\s*"|"response_format"\s*:\s*"pcm"')
 #: Status of a request whose client left before its answer, as nginx has it.
 CLIENT_LEFT = 499
 PERMIT, REQUEST_ID = "nightjar.ticket", "nightjar.request_id"
@@ -149,7 +152,9 @@ class RequestMiddleware:
 
     async def _admit(self, body: LimitedBody, since: float | None) -> Permit | None:
         """A slot; None when the client left while it waited. Raises `ApiError` where the gate does."""
-        waiter = self._gate.ask(since)
+        # Only where it matters, so that a server with free slots reads nothing twice.
+        streams = self._gate.full and _STREAMS.search(await body.peek()) is not None
+        waiter = self._gate.ask(since, self._options.stream_queue_seconds if streams else None)
         if waiter.done():
             return waiter.result()
         leaving = asyncio.create_task(body.left())

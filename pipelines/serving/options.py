@@ -17,6 +17,8 @@ class ServeOptions:
     #: refused with 429.
     slots: int | None = None
     waiting_room: int = 512
+    #: Longest time that a stream waits for a slot: its listener would not.
+    stream_queue_seconds: float = 2.0
     max_body_bytes: int = 32 << 20
     #: Of each audio that a request brings along.
     max_audio_seconds: float = 600.0

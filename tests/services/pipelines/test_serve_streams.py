@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import time
@@ -172,3 +173,64 @@ def test_a_client_that_reads_nothing_keeps_no_slot_and_can_hang_up(engines: Engi
         assert slow.recv(12) == b"HTTP/1.1 200"
         slow.close()
         server.until(lambda: server.metrics()[f"speech_http_requests_total{{route={SPEECH},status=200}}"] == 2)
+
+
+def test_a_stream_that_would_wait_for_long_is_refused_and_a_file_waits(engines: Engines) -> None:
+    with serving(engines, slots=1, waiting_room=8, stream_queue_seconds=0.3) as server, ExitStack() as stack:
+        speaking = stack.enter_context(asked(server, ENDLESS))
+        assert speaking.recv(12) == b"HTTP/1.1 200"
+        file = stack.enter_context(asked(server, "hello", response_format="wav", stream=False))
+        server.until(lambda: server.busy()[1] == 1)
+        # A slot is held for a second, as far as anyone knows.
+        refused = server.speak("hello", response_format="pcm")
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+        assert int(refused.headers["retry-after"]) >= 1
+        speaking.close()
+        assert file.recv(12) == b"HTTP/1.1 200"
+
+
+def test_a_stream_that_waited_for_long_is_refused(engines: Engines) -> None:
+    with serving(engines, slots=1, waiting_room=8, stream_queue_seconds=1.5) as server, asked(server, ENDLESS) as speaking:
+        assert speaking.recv(12) == b"HTTP/1.1 200"
+        began = time.monotonic()
+        refused = server.speak("hello", response_format="pcm")
+        assert (refused.status_code, error_of(refused)["code"]) == (429, "rate_limit_exceeded")
+        assert time.monotonic() - began >= 1.5, "it was expected to wait for a second"
+        assert server.busy()[1] == 0
+
+
+def counts(engines: Engines) -> list[int]:
+    """Threads and descriptors of the server's process and of its engine's."""
+    pids = (os.getpid(), engines.opened[0].pid)
+    return [len(os.listdir(f"/proc/{pid}/{kind}")) for pid in pids for kind in ("task", "fd")]
+
+
+def test_streams_that_are_cancelled_at_any_moment_leave_nothing_behind(engines: Engines) -> None:
+    """2,000 streams, 50 at a time; a third hang up after a random number of bytes."""
+    drawn = random.Random(19)
+    with serving(engines, slots=40, waiting_room=40) as server:
+        text = "[[chunks:5]] [[seconds:0.002]]"
+        # The threads that start streams come as they are needed.
+        for connection in [asked(server, text) for _ in range(50)]:
+            with connection:
+                connection.recv(100)
+        server.until_idle()
+        before = counts(engines)
+        for _ in range(40):
+            with ExitStack() as stack:
+                crowd = [stack.enter_context(asked(server, text)) for _ in range(50)]
+                for connection in crowd:
+                    if drawn.random() < 1 / 3:
+                        if wanted := drawn.choice((0, 0, 1, 300, 1500, 3000)):
+                            connection.recv(wanted)
+                        connection.close()
+                for connection in crowd:
+                    data = b""
+                    while connection.fileno() >= 0 and not data.endswith(b"\r\n0\r\n\r\n"):
+                        piece = connection.recv(1 << 16)
+                        assert piece, data
+                        data += piece
+                    assert not data or data.startswith(b"HTTP/1.1 200"), data
+        server.until_idle()
+        server.until(lambda: all(now <= then + 1 for now, then in zip(counts(engines), before)))
+        assert engines.opened[0].stats().state == "ready"
