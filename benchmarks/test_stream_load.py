@@ -182,6 +182,7 @@ def test_rows_are_shown_beside_their_goals() -> None:
     assert goals_of(OPEN) == (25, 45)
     assert goals_of(CLOSED) == (50, 120)
     assert goals_of({**CLOSED, "listen": True}) is None
+    assert goals_of({**CLOSED, "size": ""}) is None
     assert load_of({**CLOSED, "listen": True, "batch_clients": 192, "cancel": 0.3}) == "listen 64 + 192 whole cancel 30%"
     shown = table([OPEN, CLOSED]).splitlines()
     assert shown[1].split()[:7] == ["1b7", "open", "20/s", "http", "20.0", "20.0", "20.0"]
