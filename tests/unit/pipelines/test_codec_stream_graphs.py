@@ -264,7 +264,7 @@ def test_a_stage_that_waits_keeps_no_stream_that_is_forgotten() -> None:
     stage.decode_chunk(codes(1, 0).numpy(), heard.put, state)
     assert isinstance(heard.get(timeout=240), np.ndarray)
     del state
-    ticks = iter(range(24_000))
+    ticks = iter(range(3000))
     while not decoder.arena.free and next(ticks, None) is not None:
         threading.Event().wait(0.01)
     assert decoder.arena.free == 1
