@@ -278,7 +278,7 @@ async def storm(server: Running, connections: int, rounds: int) -> dict[str, int
 
 
 def test_a_storm_of_clients_leaves_every_slot_free(pipeline: DialoguePipeline) -> None:
-    with Running(pipeline, slots=6, waiting_room=600) as server:
+    with Running(pipeline, slots=6, waiting_room=600, stream_queue_seconds=3000.0) as server:
         seen = asyncio.run(storm(server, 96, 6))
         assert set(seen) <= {"200", "400", "422", "left"}, seen
         assert seen["left"] > 50
