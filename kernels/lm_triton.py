@@ -216,6 +216,8 @@ def decode_attention(
     splits: programs a row and kv head share its positions, their results added in order; out: [rows, heads * head_dim].
     """
     _, kv_heads, page_size, head_dim = k_cache.shape
+    if page_size & (page_size - 1):
+        raise ValueError(f"a page must have a power of two of positions, not {page_size}: blocks of positions would cross pages")
     heads = out.shape[1] // head_dim
     precision = "ieee" if qkv.dtype == torch.float32 else "tf32"
     _decode_attention[(kv_heads, qkv.shape[0], splits)](

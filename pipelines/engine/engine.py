@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pipelines.engine.core import EngineCore, EngineOptions, Finish, engine_failure
@@ -159,6 +160,10 @@ class Engine:
             self._wake.notify_all()
 
     def _run(self) -> None:
+        with torch.cuda.stream(self.core.executor.stream):
+            self._loop()
+
+    def _loop(self) -> None:
         while True:
             with self._wake:
                 idle = not self._has_work and not self._wake.wait_for(lambda: self._has_work, _IDLE_SECONDS if self._preparing else None)

@@ -135,6 +135,11 @@ class FrameExecutor(Protocol):
         """Numbers of rows that batches are filled up to, in order."""
         ...
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The CUDA stream that its caller should be on; None: any."""
+        ...
+
     def embed(self, prompt: object) -> Tensor:
         """Embeddings [length, hidden] of a prompt."""
         ...
@@ -161,6 +166,7 @@ class EagerExecutor:
 
     name = "eager"
     kernels = "plain"
+    stream = None
 
     def __init__(self, model: FrameModel, slots: int, pages: int, page_size: int, max_context: int) -> None:
         self._model = model

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cuda_graphs import capture
@@ -24,6 +25,12 @@ log = logging.getLogger(__name__)
 
 #: (prompts, pages of new positions, pages before them) that a graph is captured for, by pages, then prompts.
 SHAPES = ((8, 1, 0), (16, 1, 0), (32, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
+#: The same for one newcomer or a few, where a chunk's bits may depend on the shape.
+SMALL_SHAPES = ((1, 1, 0), (2, 1, 0), (4, 1, 0), (1, 2, 0), (1, 4, 0))
+#: Up to so many prompts are copied into a graph's inputs one by one.
+_FEW = 4
+#: Bytes between what kernels write for the host: flags, then codes.
+_ALIGNED = 128
 
 #: Which prompts share a replay: as many as fit the best shape ("free"), or those that fit the one shape that chunks of their size and
 #: place always meet ("fixed"), or none ("alone").
@@ -34,12 +41,11 @@ Work = Callable[[Tensor, Tensor, Tensor, int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured prefill and its inputs: [runs * new, hidden], [runs, pages], [runs]."""
+    """A captured prefill and its inputs: embeddings [runs * new, hidden]; slots and counts of new positions, int64 [2, runs]."""
 
     replay: Callable[[], None]
     embeddings: Tensor
-    pages: Tensor
-    counts: Tensor
+    owners: Tensor
 
 
 class PrefillGraphs:
@@ -48,7 +54,8 @@ class PrefillGraphs:
     def __init__(self, work: Work, state: SlotState, kv: PagedKV, pool: Any, sharing: Sharing = "free") -> None:
         self.sharing: Sharing = sharing
         self._work, self._state, self._kv, self._pool = work, state, kv, pool
-        self._shapes = [shape for shape in SHAPES if shape[1] + shape[2] <= state.page_table.shape[1]]
+        shapes = sorted((*SHAPES, *(SMALL_SHAPES if sharing == "free" else ())), key=lambda shape: (shape[2], shape[1], shape[0]))
+        self._shapes = [shape for shape in shapes if shape[1] + shape[2] <= state.page_table.shape[1]]
         self._graphs: dict[tuple[int, int, int], _Graph] = {}
         sizes = dict.fromkeys((new, before) for _, new, before in self._shapes)
         #: The numbers of prompts that chunks of one size and place can share a replay of.
@@ -104,7 +111,7 @@ class PrefillGraphs:
                 if graph is None:
                     left += group
                     break
-                taken = 1 if self.sharing == "alone" else len(graph.counts)
+                taken = 1 if self.sharing == "alone" else graph.owners.shape[1]
                 self._replay(graph, group[:taken])
                 group = group[taken:]
         return left
@@ -118,16 +125,18 @@ class PrefillGraphs:
         return next(((new, first) for _, new, first in self._shapes if used <= new and first == before), None)
 
     def _replay(self, graph: _Graph, runs: Sequence[PrefillRun]) -> None:
-        most, pages = graph.pages.shape
-        new = len(graph.embeddings) // most
-        empty = most - len(runs)
+        rows = graph.owners.shape[1]
+        new, empty = len(graph.embeddings) // rows, rows - len(runs)
         counts = [len(run.embeddings) for run in runs]
-        targets = np.concatenate([np.arange(row * new, row * new + count) for row, count in enumerate(counts)])
         slots = [*(run.slot for run in runs), *[self._state.dead] * empty]
-        sent = to_device(torch.from_numpy(np.concatenate((slots, counts, [0] * empty, targets)).astype(np.int64)), self._kv.k.device)
-        graph.pages.copy_(self._state.page_table[sent[:most], :pages])
-        graph.counts.copy_(sent[most : 2 * most])
-        graph.embeddings[sent[2 * most :]] = torch.cat([run.embeddings for run in runs])
+        _send(np.array((slots, [*counts, *[0] * empty]), np.int64), graph.owners)
+        if len(runs) <= _FEW:
+            for row, run in enumerate(runs):
+                graph.embeddings[row * new : row * new + len(run.embeddings)].copy_(run.embeddings)
+        else:
+            targets = np.concatenate([np.arange(row * new, row * new + count) for row, count in enumerate(counts)])
+            sent = to_device(torch.from_numpy(targets), graph.embeddings.device)
+            graph.embeddings.index_copy_(0, sent, torch.cat([run.embeddings for run in runs]))
         graph.replay()
 
     def _graph(self, shape: tuple[int, int, int]) -> _Graph:
@@ -137,17 +146,29 @@ class PrefillGraphs:
         new, hidden, device = pages * self._kv.page_size, self._state.inputs.shape[1], self._kv.k.device
         with torch.inference_mode():
             embeddings = torch.zeros(runs * new, hidden, dtype=self._state.inputs.dtype, device=device)
-            table, counts = (torch.zeros(*size, dtype=torch.int64, device=device) for size in ((runs, before + pages), (runs,)))
-            start = before * self._kv.page_size
-            replay = self._captured(lambda: self._work(embeddings.view(runs, new, hidden), table, counts, start))
+            owners = torch.stack(
+                (torch.full((runs,), self._state.dead, device=device), torch.zeros(runs, dtype=torch.int64, device=device))
+            )
+            table, start = self._state.page_table[:, : before + pages], before * self._kv.page_size
+
+            def work() -> None:
+                self._work(embeddings.view(runs, new, hidden), table.index_select(0, owners[0]), owners[1], start)
+
+            replay = self._captured(work)
         self._prompts[pages, before].captured.add(runs)
-        self._graphs[shape] = _Graph(replay, embeddings, table, counts)
+        self._graphs[shape] = _Graph(replay, embeddings, owners)
         return self._graphs[shape]
 
     def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """What replays this work."""
         assert self._aside is not None
         return capture(work, self._pool, self._aside).replay
+
+
+def _send(values: NDArray[np.int64], target: Tensor) -> None:
+    """Writes values of the host into a tensor of the device; the host does not wait for the work before it."""
+    made = torch.from_numpy(values)
+    target.copy_(made.pin_memory() if target.is_cuda else made, non_blocking=True)
 
 
 class GraphExecutor:
@@ -170,8 +191,12 @@ class GraphExecutor:
         page_size: int,
         max_context: int,
         reproducible: bool = False,
+        first_on_device: bool = False,
     ) -> None:
-        """`tensors` are the weights of `model`. Raises `ConfigError` (`config.invalid`) when the model is not on a CUDA device."""
+        """`tensors` are the weights of `model`; `first_on_device`: its work goes before that of other CUDA streams.
+
+        Raises `ConfigError` (`config.invalid`) when the model is not on a CUDA device.
+        """
         if model.device.type != "cuda":
             raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.", "Use the eager executor on CPU.")
         self._model = model
@@ -186,11 +211,19 @@ class GraphExecutor:
         self.kernels = "fused CUDA" if runs_cuda(tensors, self.kv.k) else "Triton"
         with torch.inference_mode():
             self._rows = torch.full((largest,), self.state.dead, device=model.device)
-            self._codes = torch.zeros(largest, model.codebooks, dtype=torch.int64, device=model.device)
-            self._flags = torch.zeros(largest, dtype=torch.uint8, device=model.device)
+            # One after the other, so that one copy takes both to the host.
+            self._codes_from = -(-largest // _ALIGNED) * _ALIGNED
+            self._made = torch.zeros(self._codes_from + 8 * largest * model.codebooks, dtype=torch.uint8, device=model.device)
+            self._flags = self._made[:largest]
+            self._codes = self._made[self._codes_from :].view(torch.int64).view(largest, model.codebooks)
+        #: Pinned buffers of one frame each that no frame is on its way to.
+        self._buffers: list[Tensor] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._frames: dict[int, FusedFrame] = {}
-        self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        priority = -1 if first_on_device else 0
+        # A graph keeps the priority of the stream on which it was captured.
+        self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(priority=priority)
+        self.stream = torch.cuda.Stream(priority=priority) if first_on_device else None
         stack, cache = tensors.talker, self.kv
 
         def prefill(embeddings: Tensor, page_table: Tensor, counts: Tensor, start: int) -> None:
@@ -214,22 +247,33 @@ class GraphExecutor:
         """Starts `count` frames; `settings` is not needed, since the kernels read every row's own."""
         bucket, graph = self._graph_for(len(slots))
         self._write_rows([*slots, *[self.state.dead] * (bucket - len(slots))])
-        codes = torch.empty(count, len(slots), self._codes.shape[1], dtype=torch.int64, device=self._codes.device)
-        flags = torch.empty(count, len(slots), dtype=torch.uint8, device=self._codes.device)
-        for frame in range(count):
+        size = self._codes_from + 8 * len(slots) * self._codes.shape[1]
+        used: list[Tensor] = []
+        for _ in range(count):
             graph.replay()
-            codes[frame].copy_(self._codes[: len(slots)])
-            flags[frame].copy_(self._flags[: len(slots)])
-        return _OnTheWay(codes, flags)
+            buffer = self._buffers.pop() if self._buffers else torch.empty(len(self._made), dtype=torch.uint8, pin_memory=True)
+            buffer[:size].copy_(self._made[:size], non_blocking=True)
+            used.append(buffer)
+        event = torch.cuda.Event()
+        event.record()
+        return _OnTheWay(used, self._buffers, event, (len(slots), self._codes.shape[1]), self._codes_from)
 
     @torch.inference_mode()
     def warm(self) -> None:
         """Captures the graphs without which a first batch would wait."""
         for bucket in self._buckets.first:
-            self._capture(bucket)
+            if bucket not in self._graphs:
+                self._capture(bucket)
         self.prefills.warm()
-        # What ran before the captures took memory that later batches do not need.
+        # What ran before the captures took memory that later batches do not need; the engine's thread may be on another stream.
+        torch.cuda.current_stream().synchronize()
         torch.cuda.empty_cache()
+
+    def warm_all(self) -> None:
+        """Captures every graph: no batch makes a request wait for one."""
+        while self.prepare():
+            pass
+        self.warm()
 
     @torch.inference_mode()
     def prepare(self) -> bool:
@@ -259,8 +303,7 @@ class GraphExecutor:
 
     def _write_rows(self, rows: list[int]) -> None:
         if rows != self._running:
-            # A fresh pinned buffer each time: the one before may still be on its way.
-            self._rows[: len(rows)].copy_(torch.tensor(rows).pin_memory(), non_blocking=True)
+            _send(np.array(rows, np.int64), self._rows[: len(rows)])
             self._running = rows
 
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
@@ -277,17 +320,21 @@ class GraphExecutor:
 
 
 class _OnTheWay:
-    """Codes and flags on their way to pinned host memory."""
+    """Flags and codes of frames on their way to pinned host memory, one buffer a frame, which goes back to `free` after them."""
 
-    def __init__(self, codes: Tensor, flags: Tensor) -> None:
-        self._tensors = tuple(torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True) for x in (codes, flags))
-        self._event = torch.cuda.Event()
-        self._event.record()
+    def __init__(self, used: list[Tensor], free: list[Tensor], event: torch.cuda.Event, shape: tuple[int, int], codes_from: int) -> None:
+        self._used, self._free, self._event, self._shape, self._codes_from = used, free, event, shape, codes_from
 
     def result(self) -> FrameCodes:
         self._event.synchronize()
-        codes, flags = self._tensors
-        return FrameCodes(codes.numpy().copy(), flags.numpy())  # a request keeps its codes; the pinned memory goes back
+        rows, codebooks = self._shape
+        made = [buffer.numpy() for buffer in self._used]
+        ends = self._codes_from + 8 * rows * codebooks
+        # Copies: a request keeps its codes.
+        codes = np.stack([frame[self._codes_from : ends].view(np.int64).reshape(rows, codebooks) for frame in made])
+        flags = np.stack([frame[:rows] for frame in made])
+        self._free += self._used
+        return FrameCodes(codes, flags)
 
 
 def _draw_tensors(settings: DrawSettings) -> DrawTensors:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,6 +58,13 @@ class DrawSettings:
         self.top_p = torch.ones(slots, device=device)
         self.greedy = torch.ones(slots, dtype=torch.bool, device=device)
 
+    @classmethod
+    def over(cls, temperature: Tensor, top_k: Tensor, top_p: Tensor, greedy: Tensor) -> DrawSettings:
+        """Settings in these tensors, which somebody else writes."""
+        made = object.__new__(cls)
+        made.temperature, made.top_k, made.top_p, made.greedy = temperature, top_k, top_p, greedy
+        return made
+
     def write(self, slots: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> None:
         """Sets the rows `slots` [n]; the others are [n] each."""
         greedy = temperature == 0
@@ -102,68 +111,100 @@ class SlotState:
         self.pad_text = pad_text
         #: [rows, hidden]: the embedding that the next frame starts from.
         self.inputs = torch.zeros(rows, hidden, dtype=dtype, device=device)
-        #: [rows]: the position of that embedding; frames made so far; the seed of the noise.
-        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.frames = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        #: [rows, max_pages]; entries beyond a slot's pages are the scratch page.
-        self.page_table = torch.zeros(rows, max_pages, dtype=torch.int64, device=device)
-        #: [rows, max_trailing + 1]: text id added after each frame; the last column is always the pad.
-        self.trailing = torch.full((rows, max_trailing + 1), pad_text, dtype=torch.int64, device=device)
         #: [rows, vocab]: codebook-0 tokens drawn so far.
         self.seen = torch.zeros(rows, vocab, dtype=torch.bool, device=device)
-        self.penalty = torch.ones(rows, device=device)
-        self.min_new_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.first = DrawSettings(rows, device)
-        self.residual = DrawSettings(rows, device)
+        # All values of one type lie in one tensor, so that one launch writes what a newcomer brings.
+        self._whole, whole = _blocks([(rows, max_pages), (rows, max_trailing + 1), *[(rows,)] * 6], torch.int64, device)
+        self._real, real = _blocks([(rows,)] * 5, torch.float32, device)
+        self._truth, truth = _blocks([(rows,)] * 2, torch.bool, device)
+        #: [rows, max_pages]; entries beyond a slot's pages are the scratch page.
+        #: [rows, max_trailing + 1]: text id added after each frame; the last column is always the pad.
+        self.page_table, self.trailing = whole[:2]
+        #: [rows]: the position of the next input; frames made so far; the seed of the noise; codebook-0 draws that may not be the end.
+        self.positions, self.frames, self.seeds, self.min_new_tokens = whole[2:6]
+        self.penalty = real[4]
+        self.first = DrawSettings.over(real[0], whole[6], real[1], truth[0])
+        self.residual = DrawSettings.over(real[2], whole[7], real[3], truth[1])
+        self.trailing.fill_(pad_text)
+        self._real.fill_(1)
+        self._truth.fill_(True)
+        #: Where the [rows] of each type begin, in the order in which `place` writes them.
+        self._at = [np.array([block.storage_offset() for block in kind]) for kind in (whole[2:], real, truth)]
+        #: By slot: entries of its page table, and of its trailing text, that an owner wrote.
+        self._used = [[0, 0] for _ in range(rows)]
 
     def place(self, newcomers: Sequence[Placement]) -> None:
-        """Writes requests into their slots, all in one go."""
-        samplings = [one.sampling for one in newcomers]
-        places = [(one.slot, one.position, one.seed, s.min_new_tokens) for one, s in zip(newcomers, samplings)]
-        ranks = [(s.top_k, s.predictor_top_k) for s in samplings]
-        whole = self._sent(torch.tensor([(*place, *rank) for place, rank in zip(places, ranks)], dtype=torch.int64))
-        real = self._sent(
-            torch.tensor(
-                [(s.temperature, s.top_p, s.predictor_temperature, s.predictor_top_p, s.repetition_penalty) for s in samplings],
-                dtype=torch.float32,
-            )
-        )
-        slots, positions, seeds, least, top_k, predictor_top_k = whole.unbind(1)
-        temperature, top_p, predictor_temperature, predictor_top_p, penalty = real.unbind(1)
-        self.inputs[slots] = torch.stack([one.embedding for one in newcomers])
-        self.positions[slots] = positions
-        self.frames[slots] = torch.zeros_like(positions)
-        self.seeds[slots] = seeds
-        self.seen.index_fill_(0, slots, False)
-        self.penalty[slots] = penalty
-        self.min_new_tokens[slots] = least
-        self.first.write(slots, temperature, top_k, top_p)
-        self.residual.write(slots, predictor_temperature, predictor_top_k, predictor_top_p)
-        self.trailing.index_fill_(0, slots, self.pad_text)
-        self._scatter(self.trailing, [(one.slot, 0, one.trailing[: self.trailing.shape[1] - 1]) for one in newcomers])
-        self.page_table.index_fill_(0, slots, 0)
-        self.write_pages([(one.slot, one.pages, 0) for one in newcomers])
+        """Writes requests into their slots: one transfer, and one launch for each type of values."""
+        cells: list[NDArray[np.int64]] = []
+        values: list[NDArray[np.int64]] = []
+        for one in newcomers:
+            drawn, trailing = one.sampling, one.trailing[: self.trailing.shape[1] - 1]
+            numbers = (one.position, 0, one.seed, drawn.min_new_tokens, drawn.top_k, drawn.predictor_top_k)
+            for at, (table, entries, rest) in enumerate(
+                ((self.page_table, np.asarray(one.pages, np.int64), 0), (self.trailing, trailing, self.pad_text))
+            ):
+                # What an earlier owner wrote beyond them is put back.
+                empty = max(self._used[one.slot][at] - len(entries), 0)
+                cells.append(_cells(table, one.slot, 0, len(entries) + empty))
+                values += [entries, np.full(empty, rest, np.int64)]
+                self._used[one.slot][at] = len(entries)
+            cells.append(self._at[0] + one.slot)
+            values.append(np.array(numbers, np.int64))
+        slots = np.array([one.slot for one in newcomers], np.int64)
+        reals = np.array([_reals(one.sampling) for one in newcomers], np.float32)
+        greedy = np.array([(one.sampling.temperature == 0, one.sampling.predictor_temperature == 0) for one in newcomers])
+        whole = np.concatenate(cells), np.concatenate(values)
+        places = [*whole, (self._at[1] + slots[:, None]).ravel(), (self._at[2] + slots[:, None]).ravel(), slots]
+        packed = [np.concatenate(places).view(np.uint8), reals.ravel().view(np.uint8), greedy.ravel().view(np.uint8)]
+        sent = self._sent(torch.from_numpy(np.concatenate(packed)))
+        wholes, real, truth = sent.split([len(part) for part in packed])
+        at, what, at_real, at_truth, rows = wholes.view(torch.int64).split([len(part) for part in places])
+        self._whole[at] = what
+        self._real[at_real] = real.view(torch.float32)
+        self._truth[at_truth] = truth.view(torch.bool)
+        embeddings = [one.embedding for one in newcomers]
+        self.inputs.index_copy_(0, rows, torch.stack(embeddings) if len(embeddings) > 1 else embeddings[0][None])
+        self.seen.index_fill_(0, rows, False)
 
     def write_pages(self, grown: Sequence[tuple[int, Sequence[int], int]]) -> None:
         """Appends pages to slots' tables: (slot, pages, the entry that the first one goes to)."""
-        self._scatter(self.page_table, [(slot, start, np.asarray(pages, np.int64)) for slot, pages, start in grown])
-
-    def _scatter(self, table: Tensor, parts: Sequence[tuple[int, int, NDArray[np.int64]]]) -> None:
-        """Writes values into rows of an int64 table: (row, first column, values)."""
-        if not any(len(values) for _, _, values in parts):
-            return
-        width = table.shape[1]
-        cells = [np.arange(row * width + column, row * width + column + len(values)) for row, column, values in parts]
-        sent = self._sent(torch.from_numpy(np.stack((np.concatenate(cells), np.concatenate([values for _, _, values in parts])))))
-        table.view(-1)[sent[0]] = sent[1]
+        for slot, pages, start in grown:
+            self._used[slot][0] = start + len(pages)
+        cells = np.concatenate([_cells(self.page_table, slot, start, len(pages)) for slot, pages, start in grown])
+        sent = self._sent(torch.from_numpy(np.stack((cells, np.concatenate([np.asarray(pages, np.int64) for _, pages, _ in grown])))))
+        self._whole[sent[0]] = sent[1]
 
     def _sent(self, made: Tensor) -> Tensor:
         return to_device(made, self.inputs.device)
 
 
+#: Elements between the beginnings of blocks are a multiple of this: kernels load several at once.
+_ALIGNED = 64
+
+
+def _blocks(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """One flat tensor of zeros, and parts of it in these shapes."""
+    sizes = [math.prod(shape) for shape in shapes]
+    starts = [0, *itertools.accumulate(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
+    flat = torch.zeros(starts[-1], dtype=dtype, device=device)
+    return flat, [flat[start : start + size].view(shape) for start, size, shape in zip(starts, sizes, shapes)]
+
+
+def _cells(table: Tensor, row: int, column: int, count: int) -> NDArray[np.int64]:
+    """Where so many entries of a row lie in the flat tensor that the table is a part of."""
+    start = table.storage_offset() + row * table.shape[1] + column
+    return np.arange(start, start + count)
+
+
+def _reals(drawn: SamplingParams) -> tuple[float, ...]:
+    """In the order of a slot's blocks; rows that are greedy are drawn as with a temperature of 1."""
+    return drawn.temperature or 1.0, drawn.top_p, drawn.predictor_temperature or 1.0, drawn.predictor_top_p, drawn.repetition_penalty
+
+
 #: Page 0 belongs to nobody: rows that are not in use write there.
 SCRATCH_PAGE = 0
+#: Positions of a page at most.
+LARGEST_PAGE = 1024
 
 
 class PagedKV:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,9 +18,11 @@ from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.executor import EagerExecutor, FrameExecutor
 from pipelines.engine.memory import DEFAULT_SHARE, LIBRARY_BYTES, MemoryNeeds, plan_memory
+from pipelines.engine.state import LARGEST_PAGE
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.stack import StackWeights
 from pipelines.qwen3_tts.codec import CodecDecoder
+from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, StackConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.weights import predictor_inputs
@@ -56,16 +58,18 @@ def engine_options(
     max_context: int = 8192,
     memory_share: float | None = None,
     weight_bytes: int = 0,
+    stream_bytes: int = 0,
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `weight_bytes`: its codec's too.
 
+    `stream_bytes`: what the codec takes for so many streams.
     Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short for any prompt.
     """
     context = min(max_context, config.talker.max_positions)
     if context < _LEAST_CONTEXT:
         message = f"A context of {context} positions is too short for a prompt and a second of speech."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Set SPEECH_ENGINE__MAX_CONTEXT to {_LEAST_CONTEXT} or more, or unset it.")
-    needs = memory_needs(config, dtype, page_size, context, weight_bytes)
+    needs = memory_needs(config, dtype, page_size, context, weight_bytes + stream_bytes)
     if device.type == "cpu":
         slots = slots or _CPU_SLOTS
         pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
@@ -102,6 +106,21 @@ def memory_needs(config: Qwen3TTSConfig, dtype: torch.dtype, page_size: int, max
     )
 
 
+class _Shapes:
+    """Takes the place of a checkpoint: tensors without values."""
+
+    def __contains__(self, name: str) -> bool:
+        return False
+
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def stream_bytes(config: CodecDecoderConfig, dtype: torch.dtype, streams: int) -> int:
+    """Bytes of a GPU that a codec which is not loaded yet takes for so many streams."""
+    return CodecDecoder(config, _Shapes(), "meta", dtype, fused=False).stream_bytes(streams)
+
+
 def memory_budget(device: torch.device, share: float | None) -> int:
     """Bytes that an engine may take of a GPU now. With a share PyTorch's allocator takes no more than that in this process."""
     torch.cuda.empty_cache()
@@ -112,7 +131,7 @@ def memory_budget(device: torch.device, share: float | None) -> int:
     return min(int(share * total), free)
 
 
-def check_executor(device: torch.device, kind: Literal["auto", "eager", "graph"], reproducible: bool) -> None:
+def check_executor(device: torch.device, kind: Literal["auto", "eager", "graph"], reproducible: bool, page_size: int = 64) -> None:
     """Raises `ConfigError` (`config.invalid`) for an executor that a device cannot have, before anything is loaded."""
     on_gpu = device.type == "cuda"
     if kind == "eager" and reproducible and on_gpu:
@@ -121,21 +140,31 @@ def check_executor(device: torch.device, kind: Literal["auto", "eager", "graph"]
     if kind == "graph" and not on_gpu:
         advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.", advice)
+    if on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)):
+        message = (
+            f"The kernels of graphs need pages of a power of two of positions, and a maximum of {LARGEST_PAGE}; page_size is {page_size}."
+        )
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the option page_size out, or set it to 64.")
     if on_gpu and (kind == "graph" or reproducible) and (fault := triton_fault()) is not None:
         raise _no_graphs(fault)
 
 
 def open_executor(
-    model: Qwen3TTSModel, sizes: EngineOptions, kind: Literal["auto", "eager", "graph"] = "auto", reproducible: bool = False
+    model: Qwen3TTSModel,
+    sizes: EngineOptions,
+    kind: Literal["auto", "eager", "graph"] = "auto",
+    reproducible: bool = False,
+    streams: int = 0,
 ) -> FrameExecutor:
-    """The executor of a model; "auto" means graphs on a CUDA device, else eager. The first graphs are captured before this returns.
+    """The executor of a model; "auto" means graphs on a CUDA device, else eager.
 
+    The first graphs are captured before this returns; all of them where it is made for `streams`, whose frames go first on the device.
     Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
     Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` on a GPU without them.
     """
-    check_executor(model.device, kind, reproducible)
+    check_executor(model.device, kind, reproducible, sizes.page_size)
     if kind != "eager" and model.device.type == "cuda":
-        executor, fault = _open_graphs(model, sizes, reproducible)
+        executor, fault = _open_graphs(model, sizes, reproducible, streams > 0)
         if executor is not None:
             return executor
         if kind == "graph" or reproducible:
@@ -151,14 +180,17 @@ def _no_graphs(fault: str | None) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
 
 
-def _open_graphs(model: Qwen3TTSModel, sizes: EngineOptions, reproducible: bool) -> tuple[FrameExecutor | None, str | None]:
+def _open_graphs(model: Qwen3TTSModel, sizes: EngineOptions, reproducible: bool, streams: bool) -> tuple[FrameExecutor | None, str | None]:
     """The graph executor, or None and why its kernels cannot be made. Raises what a lack of memory raises."""
     fault = triton_fault()
     if fault is not None:
         return None, fault
     try:
-        executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible)
-        executor.warm()
+        executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible, streams)
+        if streams:
+            executor.warm_all()
+        else:
+            executor.warm()
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:
@@ -194,12 +226,18 @@ def frame_tensors(model: Qwen3TTSModel) -> FrameTensors:
 
 
 def graph_executor(
-    model: Qwen3TTSModel, slots: int, pages: int, page_size: int, max_context: int, reproducible: bool = False
+    model: Qwen3TTSModel,
+    slots: int,
+    pages: int,
+    page_size: int,
+    max_context: int,
+    reproducible: bool = False,
+    first_on_device: bool = False,
 ) -> GraphExecutor:
     """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor` for `reproducible` and what it raises."""
     from pipelines.engine.graph import GraphExecutor
 
-    return GraphExecutor(model, frame_tensors(model), slots, pages, page_size, max_context, reproducible)
+    return GraphExecutor(model, frame_tensors(model), slots, pages, page_size, max_context, reproducible, first_on_device)
 
 
 def start_warming(decoder: CodecDecoder) -> Callable[[], None]:

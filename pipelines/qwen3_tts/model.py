@@ -16,7 +16,7 @@ from kernels.registry import op, to_device
 from kernels.sampler import all_finite, frame_noise, process_first, sample
 from kernels.varlen_attention import PackedRuns
 from pipelines.engine.executor import ENDED, NOT_FINITE, FrameOutput, FrameSettings, PrefillRun
-from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
+from pipelines.engine.state import LARGEST_PAGE, SCRATCH_PAGE, PagedKV, SlotState
 from pipelines.nn.stack import TokenPositions, run_stack
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig
 from pipelines.qwen3_tts.weights import ModelWeights, TextTable, predictor_inputs
@@ -114,9 +114,9 @@ class Qwen3TTSModel:
         self.device = weights.codec_table.device
         self.text = TextTable(weights.talker)
         self._codec_starts = weights.codec_starts.to("cpu")
-        self._no_starts = torch.zeros_like(weights.codec_starts)
         talker, predictor = config.talker, config.predictor
-        self.rope = rope_table(max_context, talker.head_dim, talker.rope_theta, self.dtype, self.device)
+        # Prompts are filled up to whole pages, and a context may end within one.
+        self.rope = rope_table(max_context + LARGEST_PAGE, talker.head_dim, talker.rope_theta, self.dtype, self.device)
         self._predictor_rope = rope_table(config.codebooks, predictor.head_dim, predictor.rope_theta, self.dtype, self.device)
         self._predictor_layers = [tensor for layer in weights.predictor.stack.layers for tensor in layer.tensors()]
         self._predictor_inputs = predictor_inputs(weights)
@@ -139,7 +139,7 @@ class Qwen3TTSModel:
         codec_rows = torch.where(codes >= 0, codes + self._codec_starts, len(self.weights.codec_table) - 1)
         text_rows = torch.where(text >= 0, text, self.config.text_vocab)
         rows = to_device(torch.cat((codec_rows, text_rows[:, None]), dim=1), self.device)
-        codec = codec_embedding_sum(rows[:, :-1], self.weights.codec_table, self._no_starts)
+        codec = self.weights.codec_table[rows[:, :-1]].sum(dim=1)
         if prompt.voice_at is not None and prompt.voice is not None:
             codec[prompt.voice_at] = to_device(torch.from_numpy(prompt.voice), self.device).to(self.dtype)
         return self.text.rows[rows[:, -1]] + codec

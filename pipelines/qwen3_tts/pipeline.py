@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import numpy as np
@@ -19,19 +21,19 @@ from pipelines.engine.core import EngineOptions, Finish
 from pipelines.engine.engine import Engine
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import ErrorCode, ModelError, SynthesisError
+from pipelines.errors import ErrorCode, ModelError, NightjarError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, read_options, type_name
 from pipelines.qwen3_tts.codec import Codec, load_codec
-from pipelines.qwen3_tts.codec_config import SpeakerEncoderConfig
+from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
-from pipelines.qwen3_tts.execution import check_executor, engine_options, open_executor, open_stage, start_warming
+from pipelines.qwen3_tts.execution import check_executor, engine_options, open_executor, open_stage, start_warming, stream_bytes
 from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel
-from pipelines.qwen3_tts.prompt import PromptParts, Reference, build_prompt
+from pipelines.qwen3_tts.prompt import NONE, Prompt, PromptParts, Reference, build_prompt
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
 from pipelines.qwen3_tts.weights import take_weights
 from pipelines.recording_files import RecordingFiles
-from pipelines.request import Generation, PreparedRequest, SynthesisRequest
+from pipelines.request import AudioChunk, Generation, PreparedRequest, SynthesisRequest
 from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechPipeline, Streamer, UtteranceFuture, no_audio
 from pipelines.streams import Heard
 from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
@@ -97,6 +99,10 @@ class FrameStreamer(Streamer[CodecState]):
             self.close(None)
 
 
+log = logging.getLogger(__name__)
+
+#: Positions and frames of what is said before the first request; a stream has chunks of every size in it.
+_WARM_POSITIONS, _WARM_FRAMES = 32, 28
 #: Requests that wait for a slot on a CPU.
 _CPU_WAITING_ROOM = 64
 #: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
@@ -117,7 +123,8 @@ class PipelineOptions:
     #: Utterances that run at once, and that wait before `submit` blocks.
     slots: int | None = None
     waiting_room: int | None = None
-    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances.
+    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU everything that they, or any
+    #: request, need is compiled and captured before the pipeline is open, which takes a while.
     streams: int = 0
     #: Share of the GPU's memory for all of it: weights, KV cache, codec and graphs.
     memory_share: float | None = None
@@ -158,7 +165,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         dtype = precision(options.dtype, device)
         self.config = Qwen3TTSConfig.from_folder(folder)
         codec_dtype = precision(options.codec_dtype or options.dtype, device)
-        check_executor(device, options.executor, options.reproducible)
+        check_executor(device, options.executor, options.reproducible, options.page_size)
         sizes = _sizes(self.config, options, device, dtype, codec_dtype)
         self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible)
         _check_codec(self.config, self.codec)
@@ -173,13 +180,33 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self._options = options
         self._voices = VoiceCache(speaker, self.codec, self._voice_files(speaker)) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
-        executor = open_executor(model, sizes, options.executor, options.reproducible)
+        executor = open_executor(model, sizes, options.executor, options.reproducible, options.streams)
         self._meta = {"engine": "native", "executor": executor.name, "dtype": type_name(dtype)}
         wait_for_codec()
+        self.codec.decoder.prepare_streams(options.streams)
         stage = open_stage(self.codec.decoder, sizes.decode_frames)
         waiting_room = options.waiting_room or (sizes.slots if device.type == "cuda" else _CPU_WAITING_ROOM)
         self.engine = Engine(executor, sizes, waiting_room, stage)
         super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)
+        if options.streams and device.type == "cuda":
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Makes speech of a made-up prompt, once as a stream and once in whole, so that no request is the first on its way."""
+        shape, ids = (_WARM_POSITIONS, self.config.codebooks), self.config.ids
+        prompt = Prompt(np.full(shape[0], ids.tts_pad), np.full(shape, NONE), np.full(_WARM_FRAMES, ids.tts_pad))
+        wanted = GenerationRequest("", prompt, SamplingParams(min_new_tokens=_WARM_FRAMES + 1), 0, _WARM_FRAMES + 1)
+        info = FrameRequestInfo("", self.sample_rate, self._meta, True, None, self._frame_seconds)
+        outcomes: SimpleQueue[AudioChunk | NightjarError] = SimpleQueue()
+        try:
+            self._start(wanted, info, outcomes.put)
+            while isinstance(outcome := outcomes.get(), AudioChunk) and not outcome.final:
+                pass
+            error = outcome if isinstance(outcome, NightjarError) else self._begin(replace(wanted), info).exception()
+        except NightjarError as refused:
+            error = refused
+        if error is not None:
+            log.warning("speech could not be made while the model was opened: %s", error)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
         """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""
@@ -257,6 +284,8 @@ def _sizes(
     """Sizes of the engine, before anything is loaded. Raises as `engine_options`."""
     with Checkpoint.open(config.folder) as model, Checkpoint.open(config.folder / "speech_tokenizer") as codec:
         weight_bytes = model.values() * dtype.itemsize + codec.values() * codec_dtype.itemsize
+    on_gpu = options.streams > 0 and device.type == "cuda"
+    states = stream_bytes(CodecConfig.load(config.folder / "speech_tokenizer").decoder, codec_dtype, options.streams) if on_gpu else 0
     return engine_options(
         config,
         device,
@@ -268,6 +297,7 @@ def _sizes(
         max_context=options.max_context,
         memory_share=options.memory_share,
         weight_bytes=weight_bytes,
+        stream_bytes=states,
     )
 
 

@@ -96,11 +96,14 @@ class TextTable:
         self.rows = talker.text_embedding.new_empty(vocab + 1, hidden)
         self.rows[vocab] = 0
         self._known = torch.zeros(vocab, dtype=torch.bool)
-        if self.rows.is_cuda:
+        self._complete = self.rows.is_cuda
+        if self._complete:
             self._fill(torch.arange(vocab), 4096)
 
     def ensure(self, ids: Tensor) -> None:
         """Makes sure that these rows are there; ids: int64 [n] on CPU, each below the vocabulary."""
+        if self._complete:
+            return
         ids = ids.unique()
         missing = ids[~self._known[ids]]
         if len(missing):

@@ -47,6 +47,7 @@ class SmallDevice:
     reproducible = True
     lag = 0
     batch_sizes = (SLOTS,)
+    stream = None
 
     def __init__(self, room: int) -> None:
         self.room = room

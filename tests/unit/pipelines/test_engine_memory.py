@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelines.codec.stream_graphs import graph_bytes
 from pipelines.engine.buckets import BUCKETS
 from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
@@ -15,8 +16,8 @@ from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.dummy import published_config
-from pipelines.qwen3_tts.execution import engine_options, memory_needs
+from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
+from pipelines.qwen3_tts.execution import engine_options, memory_needs, stream_bytes
 from tests.support.qwen3_golden import GOLDEN
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -105,6 +106,25 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return given
 
 
+def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Path) -> None:
+    published_needs(tmp_path, "0b6")
+    config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
+    weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
+    plain, streams = (
+        engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes, streams=count, stream_bytes=taken)
+        for count, taken in ((0, 0), (16, stream_bytes(PUBLISHED_CODEC, torch.bfloat16, 16)))
+    )
+    assert (plain.stream_slots, streams.stream_slots) == (0, 16)
+    assert streams.pages < plain.pages
+    assert engine_options(config, device, torch.bfloat16, slots=8, streams=16).stream_slots == 7
+
+
+def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
+    decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
+    assert stream_bytes(TINY_CODEC, torch.float32, 9) == graph_bytes(decoder.shape, 9)
+    assert stream_bytes(TINY_CODEC, torch.bfloat16, 9) < stream_bytes(TINY_CODEC, torch.bfloat16, 10)
+
+
 def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float], tmp_path: Path) -> None:
     published_needs(tmp_path, "0b6")
     config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
@@ -132,6 +152,8 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float]
         ({"device": "gpu"}, "There is no device 'gpu'."),
         ({"executor": "eager", "reproducible": True}, "The eager executor is not reproducible on a GPU"),
         ({"reproducible": True}, r"The graph executor cannot run here\. Triton cannot make kernels here"),
+        ({"page_size": 48}, "pages of a power of two of positions, and a maximum of 1024; page_size is 48"),
+        ({"page_size": 2048, "executor": "graph"}, "page_size is 2048"),
         ({"device": "cpu", "executor": "graph"}, "The graph executor needs a CUDA device"),
         ({"dtype": "int3"}, "wrong value: Invalid enum value 'int3'"),
     ],

@@ -20,6 +20,11 @@ SHAPES = ((2, 1, 0), (6, 1, 0), (3, 2, 0), (2, 4, 0), (2, 4, 4))
 CHUNK = 4 * PAGE
 
 
+def use_shapes(monkeypatch: pytest.MonkeyPatch, small: tuple[tuple[int, int, int], ...] = ()) -> None:
+    monkeypatch.setattr(graph, "SHAPES", SHAPES)
+    monkeypatch.setattr(graph, "SMALL_SHAPES", small)
+
+
 def prompts_of(model: Qwen3TTSModel, counts: list[int]) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
     return [torch.randn(count, model.config.talker.hidden, generator=draw) for count in counts]
@@ -71,7 +76,7 @@ class Replayed(PrefillGraphs):
 def test_chunks_share_replays_and_write_what_the_packed_prefill_writes(
     sharing: Sharing, replays: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graph, "SHAPES", SHAPES)
+    use_shapes(monkeypatch)
     model = golden_model("base")
     counts = [5, 8, 3, 8, 1, 7, 2, 9, 16, 64, 80]
     prompts = prompts_of(model, counts)
@@ -98,8 +103,50 @@ def test_chunks_share_replays_and_write_what_the_packed_prefill_writes(
     assert_same(replayed, packed)
 
 
+def test_one_newcomer_takes_the_smallest_graph_and_a_few_take_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_shapes(monkeypatch, ((1, 1, 0), (4, 1, 0), (1, 2, 0)))
+    model = golden_model("base")
+    counts = [5, 8, 3, 7, 12, 2, 1, 9]
+    prompts = prompts_of(model, counts)
+    state = placed(model, counts, 10)
+    packed, replayed = (model.make_kv(40, PAGE) for _ in range(2))
+    seen: list[tuple[int, int]] = []
+
+    def work(embeddings: Tensor, pages: Tensor, sizes: Tensor, start: int) -> None:
+        seen.append((len(sizes), embeddings.shape[1] // PAGE))
+        model.prefill_padded(embeddings, pages, sizes, start, replayed)
+
+    with torch.inference_mode():
+        graphs = Replayed(work, state, replayed, None)
+        while graphs.prepare():
+            pass
+        for group in ([0], [1, 2], [3, 5, 6], [4], [7]):
+            runs = [PrefillRun(slot, 0, prompts[slot]) for slot in group]
+            model.prefill(runs, state, packed)
+            assert graphs.run(runs) == []
+    assert seen == [(1, 1), (2, 1), (4, 1), (1, 2), (1, 2)]
+    assert_same(replayed, packed)
+    kept = Replayed(work, state, replayed, None, "fixed")
+    assert {shape[0] for shape in kept._shapes} == {2, 3, 6}, "in reproducible mode chunks of a size meet the shapes they always met"
+
+
+def test_padded_prefill_may_end_beyond_the_context() -> None:
+    """A context that is no whole number of pages: the last page of a padded chunk has positions that no request can have."""
+    golden = golden_model("base")
+    model = Qwen3TTSModel(golden.config, golden.weights, 2 * PAGE + 3)
+    packed, padded = (model.make_kv(8, PAGE) for _ in range(2))
+    state = placed(model, [18], 3)
+    (prompt,) = prompts_of(model, [18])
+    with torch.inference_mode():
+        model.prefill([PrefillRun(0, 0, prompt)], state, packed)
+        model.prefill([PrefillRun(0, 0, prompt[: 2 * PAGE])], state, padded)
+        rows = torch.nn.functional.pad(prompt[2 * PAGE :], (0, 0, 0, PAGE - 2), value=0.5)[None]
+        model.prefill_padded(rows, state.page_table[:1], torch.tensor([2]), 2 * PAGE, padded)
+    assert_same(padded, packed)
+
+
 def test_chunks_that_start_within_a_page_and_shapes_beyond_the_context_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "SHAPES", SHAPES)
+    use_shapes(monkeypatch)
     model = golden_model("base")
     state, kv = placed(model, [24], 3), model.make_kv(4, PAGE)
     graphs = Replayed(lambda *_: None, state, kv, None)
@@ -109,7 +156,7 @@ def test_chunks_that_start_within_a_page_and_shapes_beyond_the_context_are_left(
 
 
 def test_a_few_graphs_serve_every_batch_and_idle_turns_capture_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "SHAPES", SHAPES)
+    use_shapes(monkeypatch)
     model = golden_model("base")
     state, kv = placed(model, [24], 8), model.make_kv(4, PAGE)
     made: list[tuple[int, int]] = []
@@ -126,7 +173,7 @@ def test_a_few_graphs_serve_every_batch_and_idle_turns_capture_the_others(monkey
 
 
 def test_without_memory_for_a_graph_chunks_are_left_to_the_packed_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "SHAPES", SHAPES)
+    use_shapes(monkeypatch)
     model = golden_model("base")
     state, kv = placed(model, [5], 8), model.make_kv(4, PAGE)
     tried: list[int] = []

@@ -315,3 +315,36 @@ def error_of(future: Future[Speech]) -> NightjarError:
     error = future.exception(SECONDS)
     assert isinstance(error, NightjarError)
     return error
+
+
+def test_streams_keep_slots_free_and_a_first_word_can_be_said() -> None:
+    pipeline = open_pipeline(GOLDEN / "checkpoint-base", **SIZES, streams=99)
+    try:
+        assert pipeline.engine.core.options.stream_slots == 5
+        assert pipeline.engine.core.options.frame_seconds == 0.08
+        assert pipeline.stats().requests_done == 0, "on a CPU nothing has to be made ready"
+        pipeline.warm_up()
+        assert (pipeline.stats().requests_done, pipeline.stats().frames) == (2, 56)
+        assert not pipeline._receivers
+    finally:
+        pipeline.close()
+
+
+def test_the_codec_gets_chunks_as_the_engine_cuts_them_with_their_deadlines(
+    base: Qwen3TTSPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, bool, float]] = []
+    decode = base._stage.decode_chunk
+
+    def keep(codes: Any, done: Any, state: Any, last: bool = False, deadline: float = 0.0) -> None:
+        asked.append((len(codes), last, deadline))
+        decode(codes, done, state, last, deadline)
+
+    monkeypatch.setattr(base._stage, "decode_chunk", keep)
+    chunks = list(base.stream(clone("cut", max_seconds=1.6, seed=3)))
+    assert sum(size for size, _, _ in asked) == sum(len(chunk.samples) for chunk in chunks) // 1920
+    assert [last for _, last, _ in asked] == [False] * (len(asked) - 1) + [True]
+    assert {size for size, last, _ in asked if not last} <= {1, 2, 4, 8, 12}
+    assert asked[0][2] == 0.0
+    deadlines = [deadline for _, _, deadline in asked[1:]]
+    np.testing.assert_allclose(np.diff(deadlines), [0.08 * size for size, _, _ in asked[1:-1]], atol=1e-6)
