@@ -219,6 +219,9 @@ class ServeSettings(SettingsGroup):
     connection_idle_seconds: Positive = Field(
         default=300.0, description="Seconds after which a WebSocket without a context is closed if its client sends nothing."
     )
+    voices_folder: Path | None = Field(default=None, description="Folder of stored voices. Unset: `voices` in `home`.")
+    stored_voices: PositiveInt = Field(default=256, description="Maximum stored voices.")
+    voice_bytes: PositiveInt = Field(default=8 << 20, description="Maximum bytes of the recording of a stored voice.")
     strict: bool = Field(default=False, description="Refuse requests for speech with a field that the server does not know.")
 
 

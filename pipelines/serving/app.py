@@ -19,15 +19,16 @@ from pipelines.serving import errors
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.chat import ChatRoute
 from pipelines.serving.chat_body import ChatBody
-from pipelines.serving.context import ROUTE, Serving
+from pipelines.serving.context import Serving
 from pipelines.serving.errors import ApiError
 from pipelines.serving.metrics import ServerMetrics
-from pipelines.serving.middleware import HEALTH, PERMIT, REQUEST_ID, RequestMiddleware
+from pipelines.serving.middleware import HEALTH, PERMIT, REQUEST_ID, WEBSOCKET, RequestMiddleware
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.speech import SpeechBody, SpeechRoute
+from pipelines.serving.speech_bytes import BytesRoute
 from pipelines.serving.streaming import Reply
-from pipelines.serving.voices import Voices
+from pipelines.serving.voices import VoiceBody, Voices
 from pipelines.serving.websocket import WebSocketSpeech
 
 
@@ -38,9 +39,10 @@ def create_app(model: ServedModel, options: ServeOptions, gate: AdmissionQueue, 
     app = FastAPI(title="Nightjar", lifespan=_lifespan(model, failed), docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(app)
     _add_info_routes(app, model, options, gate, metrics)
-    _add_synthesis_routes(app, model, options, metrics)
     voices = Voices(model, options)
-    app.router.routes.append(WebSocketRoute(ROUTE, WebSocketSpeech(Serving(model, options, gate, metrics), voices)))
+    _add_synthesis_routes(app, model, options, metrics, voices)
+    _add_voice_routes(app, voices)
+    _add_agent_routes(app, Serving(model, options, gate, metrics), voices)
     return RequestMiddleware(app, options, gate, metrics)
 
 
@@ -83,9 +85,38 @@ def _add_info_routes(app: FastAPI, model: ServedModel, options: ServeOptions, ga
         return next(card for card in cards() if card["id"] == name)
 
 
-def _add_synthesis_routes(app: FastAPI, model: ServedModel, options: ServeOptions, metrics: ServerMetrics) -> None:
+def _add_voice_routes(app: FastAPI, voices: Voices) -> None:
+    """Stored voices."""
+    path = "/v1/audio/voices"
+
+    @app.get(path)
+    def listed() -> dict[str, Any]:
+        cards = voices.cards()
+        return {"object": "list", "data": cards, "voices": [card["id"] for card in cards]}
+
+    @app.post(path)
+    def add(body: VoiceBody) -> dict[str, object]:
+        return voices.add(body)
+
+    @app.delete(path + "/{name}")
+    def delete(name: str) -> dict[str, object]:
+        return voices.delete(name)
+
+
+def _add_agent_routes(app: FastAPI, serving: Serving, voices: Voices) -> None:
+    """Cartesia's routes."""
+    speaking = BytesRoute(serving, voices)
+    app.router.routes.append(WebSocketRoute(WEBSOCKET, WebSocketSpeech(serving, voices)))
+
+    @app.post("/tts/bytes")
+    async def speech_bytes(request: Request) -> Response:
+        parts = speaking.answer(await request.body(), request.scope[PERMIT], request.scope[REQUEST_ID])
+        return Reply(parts, serving.options.request_seconds)
+
+
+def _add_synthesis_routes(app: FastAPI, model: ServedModel, options: ServeOptions, metrics: ServerMetrics, voices: Voices) -> None:
     """Routes that the engine answers."""
-    speaking, chatting = SpeechRoute(model, options, metrics), ChatRoute(model, options, metrics)
+    speaking, chatting = SpeechRoute(model, options, metrics, voices), ChatRoute(model, options, metrics)
 
     @app.post("/v1/audio/speech")
     async def speech(body: SpeechBody, request: Request) -> Response:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.serving.errors import ApiError, as_api_error, bad_request
+from pipelines.serving.errors import ApiError, as_api_error, bad_request, unknown_field
 from pipelines.serving.raw_audio import MAX_RATE, MIN_RATE, Encoding
 
 #: Cartesia's own: how long text waits for the end of its sentence where a client does not say.
@@ -104,7 +104,7 @@ def typed(given: dict[str, Any], kind: type[T], *, strict: bool = False) -> T:
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     unknown = sorted(given.keys() - known - _IGNORED)
     if strict and unknown:
-        raise bad_request(f"There is no field `{unknown[0][:100]}` here. Remove it.", "unknown_field", unknown[0][:100])
+        raise unknown_field(unknown[0])
     try:
         return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
     except msgspec.ValidationError as error:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 from pipelines.errors import ErrorCode, SynthesisError
-from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
+from pipelines.request import SynthesisRequest
 from pipelines.serving import cartesia
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.errors import ApiError, bad_request
+from pipelines.serving.long_text import chunks_of, unit_request
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
@@ -52,16 +52,14 @@ class Flush:
 class Context:
     """Speaks the units of its text in order. Each unit takes a slot, so none is held while a context waits for text."""
 
-    def __init__(
-        self, serving: Serving, context_id: str, first: cartesia.ContextMessage, request: tuple[tuple[Message, ...], Generation], send: Send
-    ) -> None:
-        """`request`: the messages before the text (a recording to clone), and the settings of all units."""
+    def __init__(self, serving: Serving, context_id: str, first: cartesia.ContextMessage, request: SynthesisRequest, send: Send) -> None:
+        """`request`: that of all units; each takes the place of its last message."""
         self.id = context_id
-        self.settings = first.settings()
+        self._settings = first.settings()
         self._serving = serving
         self._output = first.output_format or cartesia.OutputFormat()
-        self._before, self._generation = request
-        self._seed = first.seed
+        self._settings.setdefault("output_format", self._output)
+        self._request = request
         self._send = send
         self._text = TextUnits()
         self._todo: deque[str | Flush] = deque()
@@ -76,7 +74,7 @@ class Context:
     def add(self, message: cartesia.ContextMessage) -> None:
         """More text. Raises `ApiError` (400) for too much of it, and for a message that changes what must stay the same."""
         for name, value in message.settings().items():
-            if self.settings.setdefault(name, value) != value:
+            if self._settings.get(name) != value:
                 raise bad_request(f"`{name}` cannot change in a context. Begin another context.", "invalid_value", name)
         if self._ended:
             if message.transcript.strip():
@@ -151,12 +149,7 @@ class Context:
     async def _say(self, text: str, permit: Permit) -> None:
         step = time.monotonic()
         number, self._units = self._units, self._units + 1
-        request = SynthesisRequest(
-            f"{self.id[:40]}-{id(self):x}-{number}",
-            (*self._before, Message("user", "text", text)),
-            self._generation,
-            unit_seed(self._seed, number),
-        )
+        request = unit_request(self._request, text, number)
         resampler = Resampler(self._serving.model.card.sample_rate, self._output.sample_rate)
         metrics = self._serving.metrics
         heard = told = False
@@ -192,22 +185,3 @@ class Context:
         self._todo.extend(self._text.words())
         self._changed.set()
         self._wait(seconds)
-
-
-async def chunks_of(model: ServedModel, request: SynthesisRequest, permit: Permit) -> AsyncGenerator[AudioChunk, None]:
-    """The speech as it is made, or as one chunk where the model makes it at once. The last chunk is `final`."""
-    if not model.card.capabilities.streaming:
-        speech = await model.speech(request, permit)
-        yield AudioChunk(speech.samples, speech.sample_rate, final=True)
-        return
-    async with aclosing(model.chunks(request, permit)) as chunks:
-        async for chunk in chunks:
-            yield chunk
-
-
-def unit_seed(seed: int, number: int) -> int:
-    """The seed of a unit: the first one has the seed of all, so that a text of one unit sounds as it does everywhere."""
-    if not number:
-        return seed
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

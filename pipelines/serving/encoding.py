@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, cast
 
 import numpy as np
 import soundfile
+import soxr
 
 from pipelines.audio import encode, read_header
 from pipelines.errors import ErrorCode, InputError
@@ -19,8 +20,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-SpeechFormat = Literal["wav", "flac", "pcm"]
-MEDIA_TYPES: dict[SpeechFormat, str] = {"wav": "audio/wav", "flac": "audio/flac", "pcm": "audio/pcm"}
+SpeechFormat = Literal["wav", "flac", "pcm", "mp3", "opus"]
+MEDIA_TYPES: dict[SpeechFormat, str] = {
+    "wav": "audio/wav",
+    "flac": "audio/flac",
+    "pcm": "audio/pcm",
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+}
+#: libsndfile's names of the formats that it writes as a stream.
+_SUBTYPES: dict[SpeechFormat, tuple[str, str]] = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
+#: The only rates of Opus.
+_OPUS_RATES = (8_000, 12_000, 16_000, 24_000, 48_000)
 _HEADER_BYTES = 44
 #: What a stream writes as a length: players read on to the end, as they do with OpenAI's own streams.
 _UNKNOWN = 0xFFFFFFFF
@@ -28,7 +39,12 @@ _UNKNOWN = 0xFFFFFFFF
 
 def whole_file(samples: NDArray[np.float32], sample_rate: int, kind: SpeechFormat) -> bytes:
     """A file, or bare 16-bit PCM in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
-    return pcm(samples, sample_rate) if kind == "pcm" else encode(samples, sample_rate, kind)
+    if kind == "pcm":
+        return pcm(samples, sample_rate)
+    if kind in ("wav", "flac"):
+        return encode(samples, sample_rate, kind)
+    encoder = _FileStream(sample_rate, kind)
+    return encoder.add(samples) + encoder.end()
 
 
 def pcm(samples: NDArray[np.float32], sample_rate: int) -> bytes:
@@ -46,7 +62,7 @@ class StreamEncoder(Protocol):
 
 def stream_encoder(sample_rate: int, kind: SpeechFormat) -> StreamEncoder:
     """An encoder for chunks [samples] of one stream."""
-    return _FlacStream(sample_rate) if kind == "flac" else _PcmStream(sample_rate, with_header=kind == "wav")
+    return _FileStream(sample_rate, kind) if kind in _SUBTYPES else _PcmStream(sample_rate, with_header=kind == "wav")
 
 
 class _PcmStream:
@@ -95,25 +111,56 @@ class _Pipe(io.RawIOBase):
     def readinto(self, buffer: object, /) -> int:
         return 0
 
-    def take(self) -> bytes:
+    def take(self, *, ended: bool = False) -> bytes:
+        """What was written since it was last asked for; with `ended` nothing follows."""
         ready, self._ready = bytes(self._ready), bytearray()
         return ready
 
 
-class _FlacStream:
-    def __init__(self, sample_rate: int) -> None:
-        self._pipe = _Pipe()
-        self._rate = sample_rate
-        self._file = soundfile.SoundFile(cast(BinaryIO, self._pipe), "w", sample_rate, 1, format="FLAC", subtype="PCM_16")
+class _Whole(_Pipe):
+    """A file that is handed on at its end: libsndfile completes an MP3 at its start, and one without that is cut short by players."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file = io.BytesIO()
+
+    def write(self, data: object, /) -> int:
+        return self._file.write(data)  # pyright: ignore[reportArgumentType]
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: object, /) -> int:
+        return self._file.readinto(buffer)  # pyright: ignore[reportArgumentType]
+
+    def take(self, *, ended: bool = False) -> bytes:
+        return self._file.getvalue() if ended else b""
+
+
+class _FileStream:
+    def __init__(self, sample_rate: int, kind: SpeechFormat) -> None:
+        self._pipe = _Whole() if kind == "mp3" else _Pipe()
+        container, subtype = _SUBTYPES[kind]
+        self._rate = sample_rate if kind != "opus" or sample_rate in _OPUS_RATES else _OPUS_RATES[-1]
+        self._resampler = soxr.ResampleStream(sample_rate, self._rate, 1, dtype="float32") if self._rate != sample_rate else None
+        self._file = soundfile.SoundFile(cast(BinaryIO, self._pipe), "w", self._rate, 1, format=container, subtype=subtype)
 
     def add(self, samples: NDArray[np.float32]) -> bytes:
-        if len(samples):
-            self._file.write(np.frombuffer(pcm(samples, self._rate), "<i2"))
-        return self._pipe.take()
+        return self._add(samples, last=False)
 
     def end(self) -> bytes:
+        self._add(np.zeros(0, np.float32), last=True)
         self._file.close()
-        return self._pipe.take()
+        return self._pipe.take(ended=True)
+
+    def _add(self, samples: NDArray[np.float32], *, last: bool) -> bytes:
+        ready = samples if self._resampler is None else self._resampler.resample_chunk(samples, last=last)
+        if len(ready):
+            self._file.write(np.frombuffer(pcm(ready, self._rate), "<i2"))
+        return self._pipe.take() if not last else b""
 
 
 #: What each name may be, in libsndfile's words.

@@ -48,6 +48,13 @@ def bad_request(message: str, code: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, code, param)
 
 
+def unknown_field(name: str) -> ApiError:
+    """A 400 for a field that nobody knows."""
+    return bad_request(
+        f"There is no field `{name[:100]}` here. Remove it; docs/serving.md lists what is known.", "unknown_field", name[:100]
+    )
+
+
 def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _RETRY_SECONDS) -> ApiError:
     """A 503 that says when to come back."""
     return ApiError(503, message, code, headers={"retry-after": str(seconds)})

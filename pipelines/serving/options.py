@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,3 +44,7 @@ class ServeOptions:
     connection_idle_seconds: float = 300.0
     #: Whether a field that nobody knows is refused; else it is ignored.
     strict: bool = False
+    #: Where stored voices are kept (None: there are none), how many, and the bytes of a recording.
+    voices_folder: Path | None = None
+    stored_voices: int = 256
+    voice_bytes: int = 8 << 20

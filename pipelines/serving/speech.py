@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated, Literal
+from dataclasses import replace
+from typing import Annotated, Literal, cast
 
-from pydantic import BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
-from pipelines.request import MAX_REFERENCE_SECONDS, AudioChunk, Generation, Message, SynthesisRequest
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, read_audio, stream_encoder, whole_file
-from pipelines.serving.errors import Body, as_api_error, bad_request, named_field
+from pipelines.serving.errors import Body, as_api_error, bad_request, named_field, unknown_field
+from pipelines.serving.long_text import Chunks, chunks_of, unit_chunks
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, event
+from pipelines.serving.text_units import units_of
+from pipelines.serving.voices import Voices
+
+log = logging.getLogger(__name__)
 
 ROUTE = "/v1/audio/speech"
 _PARAMS = {
@@ -37,18 +44,36 @@ _PARAMS = {
     ErrorCode.INPUT_REFERENCE_TEXT: "reference_text",
 }
 
-Chunks = AsyncGenerator[AudioChunk, None]
 References = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given), Field(max_length=16)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
+#: Fields of clients of vLLM-Omni and Nari that choose nothing here: the checkpoint and the request say it already.
+_OTHERS = frozenset({"initial_codec_chunk_frames", "max_new_tokens", "non_streaming_mode", "task_type", "user", "x_vector_only_mode"})
+
+
+def _voice_name(given: object) -> object:
+    """OpenAI's clients name a voice of their own as an object."""
+    return cast("dict[str, object]", given)["id"] if isinstance(given, dict) and set(given) == {"id"} else given
+
+
+def _known_format(given: object) -> object:
+    if given == "aac":
+        raise ValueError("AAC is not written here. Ask for mp3 or opus")
+    return given
+
 
 class SpeechBody(Body):
-    """What a client sends: OpenAI's fields, and those of ours that a line's `generation` has."""
+    """What a client sends: OpenAI's fields, and those of ours that a line's `generation` has.
+
+    Further fields come as `model_extra`; `_check_fields` says what becomes of them.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     model: str
     input: str
-    voice: str | None = None
-    response_format: SpeechFormat = "wav"
+    voice: Annotated[str | None, BeforeValidator(_voice_name)] = None
+    response_format: Annotated[SpeechFormat, BeforeValidator(_known_format)] = "wav"
     speed: float | None = None
     instructions: str | None = None
     #: None: bare PCM is streamed where the pipeline can, files are not.
@@ -56,8 +81,8 @@ class SpeechBody(Body):
     stream_format: Literal["audio", "sse"] | None = None
     language: str | None = None
     #: Base64 or a data URL of a WAV, FLAC, OGG or MP3 file, or a list of them for models that clone several voices.
-    reference_audio: References | None = None
-    reference_text: str | None = None
+    reference_audio: Annotated[References | None, Field(validation_alias=AliasChoices("reference_audio", "ref_audio"))] = None
+    reference_text: Annotated[str | None, Field(validation_alias=AliasChoices("reference_text", "ref_text"))] = None
     seed: Seed | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -73,31 +98,54 @@ _FIELDS = {**{name: name for name in SpeechBody.model_fields}, "instruct": "inst
 class SpeechRoute:
     """Answers one request at a time for each call; holds what they share."""
 
-    def __init__(self, model: ServedModel, options: ServeOptions, metrics: ServerMetrics) -> None:
+    def __init__(self, model: ServedModel, options: ServeOptions, metrics: ServerMetrics, voices: Voices) -> None:
         self._model = model
         self._options = options
         self._metrics = metrics
+        self._voices = voices
 
     async def answer(self, body: SpeechBody, permit: Permit, request_id: str) -> Parts:
         """The parts of the answer. Raises `ApiError` and `NightjarError` before the first one."""
         since = permit.since
+        ignored = self._check_fields(body)
         streams = self._streams(body)
         try:
             # A hop between threads costs more than a request without a recording.
             has_audio = bool(body.reference_audio)
             request = await asyncio.to_thread(self._request, body, request_id) if has_audio else self._request(body, request_id)
+            units = self._units(body.input)
+            chunks = unit_chunks(self._model, request, units, permit) if units else chunks_of(self._model, request, permit)
             if body.stream_format == "sse":
-                source = self._model.chunks(request, permit) if streams else self._at_once(request, permit)
-                parts = self._events(source, body.response_format, request.seed, since)
-            elif streams:
-                parts = self._audio(self._model.chunks(request, permit), body.response_format, request.seed, since)
+                parts = self._events(chunks, body, request.seed, since)
+            elif streams or units:
+                parts = self._audio(chunks, body.response_format, request.seed, since)
             else:
                 parts = self._file(request, body.response_format, permit)
-            async with aclosing(parts):
+            async with aclosing(chunks), aclosing(parts):
                 async for part in parts:
-                    yield part
+                    yield part if isinstance(part, bytes) or not ignored else replace(part, headers={**part.headers, **ignored})
         except NightjarError as error:
             raise as_api_error(error, named_field(error, _FIELDS) or _PARAMS.get(error.code)) from error
+
+    def _check_fields(self, body: SpeechBody) -> dict[str, str]:
+        """A header that names fields which nobody knows. Raises `ApiError` (400) for them where the server is strict."""
+        unknown = sorted(name for name in (body.model_extra or {}) if name not in _OTHERS)
+        if not unknown:
+            return {}
+        if self._options.strict:
+            raise unknown_field(unknown[0])
+        names = ", ".join(name for name in unknown[:10] if name.isascii() and name.isidentifier())
+        log.info("a request has unknown fields: %s", names)
+        return {"x-ignored-fields": names}
+
+    def _units(self, text: str) -> list[str]:
+        """The units of a text that is longer than the model speaks at once; else none. Raises `InputError` for one over every bound."""
+        if len(text) <= self._model.card.capabilities.max_text_characters:
+            return []
+        limit = self._options.context_characters
+        if len(text) > limit:
+            raise InputError(ErrorCode.INPUT_TOO_LONG, f"The text has {len(text):,} characters; {limit:,} are taken.", "Split it.")
+        return units_of(text)
 
     def _streams(self, body: SpeechBody) -> bool:
         """Whether the audio is sent as it is made. Raises `ApiError` for what this model cannot do."""
@@ -117,9 +165,7 @@ class SpeechRoute:
     def _request(self, body: SpeechBody, request_id: str) -> SynthesisRequest:
         seconds = min(self._options.max_audio_seconds, MAX_REFERENCE_SECONDS)
         messages = [Message("user", "audio", read_audio(audio, seconds)) for audio in body.reference_audio or ()]
-        messages.append(Message("user", "text", body.input))
         generation = Generation(
-            voice=self._model.voice(body.voice),
             language=body.language,
             instruct=body.instructions or None,
             reference_text=body.reference_text,
@@ -130,6 +176,7 @@ class SpeechRoute:
             cfg=body.cfg,
             max_seconds=body.max_seconds,
         )
+        messages, generation = self._voices.spoken_by(body.voice, generation, messages, body.input)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         return SynthesisRequest(request_id, tuple(messages), generation, seed)
 
@@ -149,17 +196,19 @@ class SpeechRoute:
                     yield Head(MEDIA_TYPES[kind], _facts(self._model.card.sample_rate, seed))
                 yield piece
 
-    async def _events(self, chunks: Chunks, kind: SpeechFormat, seed: int, since: float) -> Parts:
+    async def _events(self, chunks: Chunks, body: SpeechBody, seed: int, since: float) -> Parts:
         """OpenAI's server-sent events: `speech.audio.delta` with base64 of the next bytes, then `speech.audio.done`."""
         started = False
+        # A model counts no tokens here that a client could be billed for: characters of text stand for them.
+        usage = {"input_tokens": len(body.input), "output_tokens": 0, "total_tokens": len(body.input)}
         try:
-            async with aclosing(self._encoded(chunks, kind, since)) as pieces:
+            async with aclosing(self._encoded(chunks, body.response_format, since)) as pieces:
                 async for piece in pieces:
                     if not started:
                         started = True
                         yield Head(EVENT_STREAM, {**_facts(self._model.card.sample_rate, seed), "cache-control": "no-cache"})
                     yield event({"type": "speech.audio.delta", "audio": base64.b64encode(piece).decode()})
-            yield event({"type": "speech.audio.done"})
+            yield event({"type": "speech.audio.done", "usage": usage})
         except NightjarError as error:
             if not started:
                 raise
@@ -185,11 +234,6 @@ class SpeechRoute:
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
         if piece := encoder.end():
             yield piece
-
-    async def _at_once(self, request: SynthesisRequest, permit: Permit) -> Chunks:
-        """The whole speech as one chunk, for pipelines that do not stream."""
-        speech = await self._model.speech(request, permit)
-        yield AudioChunk(speech.samples, speech.sample_rate, final=True)
 
 
 def _facts(sample_rate: int, seed: int) -> dict[str, str]:

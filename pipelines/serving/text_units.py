@@ -49,7 +49,9 @@ class TextUnits:
         return self._take("", final=True)
 
     def words(self) -> list[str]:
-        """The rest up to its last whole word; all of it where it has no space."""
+        """The rest up to its last whole word; all of it where it ends with a mark, or has no space."""
+        if not self._text[-1:].isalnum():
+            return self.flush()
         cut = max((space.start() for space in _SPACE.finditer(self._text)), default=0)
         rest, self._text = (self._text[:cut], self._text[cut:].lstrip()) if cut else (self._text, "")
         return _spoken([rest])

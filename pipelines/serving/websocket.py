@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from typing import Any
 
@@ -131,7 +132,8 @@ class _Connection:
         if message.output_format is not None and message.output_format.container != "raw":
             raise bad_request("Over a WebSocket the container is `raw`; /tts/bytes sends WAV.", "invalid_value", "output_format.container")
         self._voices.check_model(message.model_id)
-        context = Context(self._serving, message.context_id, message, self._voices.settings(message), self._send)
+        request = self._voices.request(message, f"ctx-{secrets.token_hex(8)}")
+        context = Context(self._serving, message.context_id, message, request, self._send)
         context.add(message)
         task = asyncio.create_task(self._run(context))
         self._contexts[message.context_id] = context, task

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
+from pipelines.validation import speech_task
 from tests.support.fakes import spoken_text
 
 SAMPLE_RATE = 24_000
@@ -54,7 +55,7 @@ class StreamVoice:
         return future
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-        text = spoken_text(request)
+        text = speech_task(request.messages, request.generation, self.capabilities).text
         if "refuse" in text:
             raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, "The voice cannot read this.", "Write it out.")
         self.requests.append(request)

@@ -84,7 +84,7 @@ def test_a_seed_that_was_told_makes_the_same_speech_again(hibari: Running) -> No
     [
         ({"speed": 1.5}, "speed", "input.unsupported"),
         ({"instructions": "Whisper."}, "instructions", "input.unsupported"),
-        ({"response_format": "mp3"}, "response_format", "invalid_value"),
+        ({"response_format": "aac"}, "response_format", "invalid_value"),
         ({"voice": "nobody"}, "voice", "input.unknown_voice"),
         ({"language": "Klingon"}, "language", "input.unknown_language"),
         ({"temperature": 0.5}, "temperature", "input.unsupported"),
@@ -96,9 +96,8 @@ def test_a_seed_that_was_told_makes_the_same_speech_again(hibari: Running) -> No
         ({"reference_audio": "http://127.0.0.1/a.wav"}, "reference_audio", "input.audio_forbidden"),
         ({"input": ""}, "input", "input.empty_text"),
         ({"input": "語"}, "input", "input.unpronounceable"),
-        ({"input": "long " * 2000}, "input", "input.too_long"),
+        ({"input": "long " * 11_000}, "input", "input.too_long"),
         ({"input": 5}, "input", "invalid_value"),
-        ({"speeed": 1}, "speeed", "unknown_field"),
     ],
 )
 def test_what_the_embedded_voice_cannot_do_is_a_400_that_says_so(hibari: Running, fields: dict[str, Any], param: str, code: str) -> None:

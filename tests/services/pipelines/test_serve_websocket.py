@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from websockets.exceptions import InvalidStatus
 
 from pipelines.serving import context
-from pipelines.serving.context import unit_seed
+from pipelines.serving.long_text import unit_seed
 from tests.services.pipelines.test_serve_speech import alike, qwen
 from tests.support.serving_kit import Running, error_of
 from tests.support.stream_voice import SAMPLE_RATE, StreamVoice, tone

@@ -1,0 +1,75 @@
+"""`POST /tts/bytes`: a whole text in Cartesia's words, and its speech as bytes while it is made."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.request import SynthesisRequest
+from pipelines.serving import cartesia
+from pipelines.serving.admission import Permit
+from pipelines.serving.context import Serving
+from pipelines.serving.errors import as_api_error
+from pipelines.serving.long_text import unit_chunks
+from pipelines.serving.raw_audio import Resampler, encoded, stream_header
+from pipelines.serving.streaming import Head, Parts
+from pipelines.serving.text_units import units_of
+from pipelines.serving.voices import Voices
+
+ROUTE = "/tts/bytes"
+
+
+class BytesRoute:
+    """Answers one request at a time for each call; holds what they share."""
+
+    def __init__(self, serving: Serving, voices: Voices) -> None:
+        self._serving = serving
+        self._voices = voices
+
+    async def answer(self, body: bytes, permit: Permit, request_id: str) -> Parts:
+        """The parts of the answer. Raises `ApiError` before the first one, and `NightjarError`."""
+        fields = cartesia.typed(cartesia.parse(body), cartesia.SpeechFields, strict=self._serving.options.strict)
+        self._voices.check_model(fields.model_id)
+        output = fields.output_format or cartesia.OutputFormat()
+        try:
+            request = await asyncio.to_thread(self._voices.request, fields, request_id)
+            head = Head("audio/wav" if output.container == "wav" else "application/octet-stream", {"x-seed": str(request.seed)})
+            started = False
+            async with aclosing(self._audio(request, fields.transcript, output, permit)) as pieces:
+                async for piece in pieces:
+                    if started:
+                        yield piece
+                        continue
+                    started = True
+                    yield head
+                    yield stream_header(output.sample_rate, output.encoding) + piece if output.container == "wav" else piece
+                    # It is sent.
+                    self._serving.metrics.began(ROUTE, time.monotonic() - permit.since)
+        except NightjarError as error:
+            raise as_api_error(error) from error
+        if not started:
+            error = SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
+            raise as_api_error(error)
+
+    async def _audio(
+        self, request: SynthesisRequest, text: str, output: cartesia.OutputFormat, permit: Permit
+    ) -> AsyncGenerator[bytes, None]:
+        limit = self._serving.options.context_characters
+        units = units_of(text)
+        if not units:
+            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "The text is empty.", "Give a text to speak.")
+        if len(text) > limit:
+            raise InputError(ErrorCode.INPUT_TOO_LONG, f"The text has {len(text)} characters; {limit:,} are taken.", "Split it.")
+        resampler: Resampler | None = None
+        async with aclosing(unit_chunks(self._serving.model, request, units, permit)) as chunks:
+            async for chunk in chunks:
+                self._serving.metrics.spoke(len(chunk.samples) / chunk.sample_rate)
+                resampler = resampler or Resampler(chunk.sample_rate, output.sample_rate)
+                samples = resampler.add(chunk.samples, last=chunk.final)
+                if chunk.final:
+                    resampler = None
+                if len(samples):
+                    yield encoded(samples, output.encoding)

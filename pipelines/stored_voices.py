@@ -1,0 +1,111 @@
+"""Voices that people keep: a recording and its text under a name, one file for each in a folder of its owner."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.recording import check_encoded
+
+#: Of a name. No path, and the same on every file system.
+NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
+_SUFFIX = ".voice"
+
+
+class StoredVoice(msgspec.Struct, frozen=True):
+    """What a file holds."""
+
+    name: str
+    #: The encoded file of the recording (WAV, FLAC, OGG or MP3).
+    recording: bytes
+    #: What is said in it; empty where nobody wrote it down.
+    text: str = ""
+    #: Unix time.
+    created_at: int = 0
+
+
+class VoiceFolder:
+    """The voices of a folder. Several processes may use it at once; each file is whole or not there."""
+
+    def __init__(self, folder: Path, max_voices: int, max_bytes: int) -> None:
+        """A maximum of `max_voices` voices, with recordings of up to `max_bytes`."""
+        self._folder = folder
+        self._max_voices = max_voices
+        self._max_bytes = max_bytes
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        try:
+            found = [path.stem for path in self._folder.iterdir() if path.suffix == _SUFFIX]
+        except OSError:
+            return []
+        return sorted(name for name in found if NAME.fullmatch(name))
+
+    def get(self, name: str) -> StoredVoice | None:
+        """The voice of this name, where there is one that can be read."""
+        if not NAME.fullmatch(name):
+            return None
+        try:
+            voice = msgspec.msgpack.decode(self._path(name).read_bytes(), type=StoredVoice)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return voice
+
+    def add(self, name: str, recording: bytes, text: str) -> StoredVoice:
+        """Keeps a voice, in the place of one with this name.
+
+        Raises `InputError` for a name with other signs, a recording that no voice can be cloned from or that is too large, and where the
+        folder is full; `ConfigError` (`config.invalid`) where it cannot be written.
+        """
+        if not NAME.fullmatch(name):
+            raise InputError(
+                ErrorCode.INPUT_BAD_GENERATION,
+                "The name of a voice has 1 to 64 small letters, digits, `-` and `_`, and begins with a letter or a digit.",
+                "Choose another name.",
+            )
+        if len(recording) > self._max_bytes:
+            message = f"The recording has {len(recording):,} bytes; {self._max_bytes:,} are kept."
+            raise InputError(ErrorCode.INPUT_REFERENCE_LENGTH, message, "Give a shorter one, or FLAC.")
+        check_encoded(recording)
+        names = self.names()
+        if name not in names and len(names) >= self._max_voices:
+            raise InputError(ErrorCode.INPUT_TOO_LONG, f"There are {len(names)} voices; that is the maximum.", "Delete one first.")
+        voice = StoredVoice(name, recording, text, int(time.time()))
+        try:
+            self._write(self._path(name), msgspec.msgpack.encode(voice))
+        except OSError as error:
+            message = f"The folder of voices cannot be written: {error.strerror}."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Free some space, or set another folder.") from error
+        return voice
+
+    def delete(self, name: str) -> bool:
+        """Removes a voice; False: there is none."""
+        try:
+            if NAME.fullmatch(name):
+                self._path(name).unlink()
+                return True
+        except OSError:
+            return False
+        return False
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{name}{_SUFFIX}"
+
+    def _write(self, path: Path, data: bytes) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=self._folder)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(draft).replace(path)
+        except BaseException:
+            Path(draft).unlink(missing_ok=True)
+            raise
