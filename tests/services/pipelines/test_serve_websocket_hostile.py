@@ -160,9 +160,9 @@ def test_an_error_ends_the_context_it_names(server: Running, voice: StreamVoice)
             client.cancel("c")
             assert client.error("c")["error_code"] == "context_not_found"
         client.say("c", "Please hold.")
+        assert client.next("c")["type"] == "chunk"
         client.say("c", " ")
         client.say("c", "More.")
-        assert client.next("c")["type"] == "chunk"
         assert client.error("c")["error_code"] == "context_ended"
 
 
