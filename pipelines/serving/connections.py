@@ -144,11 +144,13 @@ class HttpProtocol(H11Protocol):
                 self._all.work(self)
 
     def handle_websocket_upgrade(self, event: Any) -> None:
-        """A WebSocket keeps the place of its connection until it is closed."""
+        """A WebSocket keeps the place of its connection; one without a context is closed to make room, like one without a request."""
         self._cancel_deadline()
         self._all.work(self)
         super().handle_websocket_upgrade(event)
-        protocol_of(self.transport).on_lost = partial(self._all.leave, self)
+        protocol = protocol_of(self.transport)
+        protocol.on_lost = partial(self._all.leave, self)
+        protocol.on_change = lambda resting: (self._all.rest if resting else self._all.work)(self)
 
     def on_response_complete(self) -> None:
         """The connection may be closed for another from now on, unless it has its next request already."""

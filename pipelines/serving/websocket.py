@@ -6,6 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from pipelines.serving import cartesia
 from pipelines.serving.context import ROUTE, Context, Serving
 from pipelines.serving.errors import ApiError, bad_request
 from pipelines.serving.voices import Voices
-from pipelines.serving.websocket_protocol import DRAIN
+from pipelines.serving.websocket_protocol import DRAIN, RESTING
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class WebSocketSpeech:
         """Serves one connection until it ends."""
         await receive()
         await send({"type": "websocket.accept"})
-        connection = _Connection(self, self._serving, self._voices, send)
+        connection = _Connection(self, self._serving, self._voices, send, scope.get(RESTING, lambda _resting: None))
         try:
             await connection.run(receive)
         finally:
@@ -46,7 +47,7 @@ class WebSocketSpeech:
 
 
 class _Connection:
-    def __init__(self, route: WebSocketSpeech, serving: Serving, voices: Voices, send: Send) -> None:
+    def __init__(self, route: WebSocketSpeech, serving: Serving, voices: Voices, send: Send, resting: Callable[[bool], None]) -> None:
         self._route = route
         self._serving = serving
         self._voices = voices
@@ -55,6 +56,8 @@ class _Connection:
         self._contexts: dict[str, tuple[Context, asyncio.Task[None]]] = {}
         self._draining = False
         self._changed = asyncio.Event()
+        self._resting = resting
+        resting(True)
 
     async def run(self, receive: Receive) -> None:
         """Reads messages until the client leaves, says nothing for too long, or the server stops."""
@@ -138,6 +141,7 @@ class _Connection:
         task = asyncio.create_task(self._run(context))
         self._contexts[message.context_id] = context, task
         self._route.contexts += 1
+        self._resting(False)
 
     async def _run(self, context: Context) -> None:
         begin, status = time.monotonic(), 200
@@ -157,6 +161,7 @@ class _Connection:
         finally:
             del self._contexts[context.id]
             self._route.contexts -= 1
+            self._resting(not self._contexts)
             self._serving.metrics.answered(ROUTE, status, time.monotonic() - begin)
             self._changed.set()
 

@@ -10,6 +10,8 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 
 #: What the app receives between the messages when the server stops.
 DRAIN = "nightjar.drain"
+#: What the app calls, by its scope, with whether it has nothing to do for this connection.
+RESTING = "nightjar.resting"
 #: Seconds between two pings, and for an answer. A listener that plays as it reads answers late.
 PING_SECONDS, PONG_SECONDS = 20.0, 60.0
 _BAD_TEXT = 1007
@@ -22,6 +24,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().__init__(*given, **named)
         #: Called once the connection is closed.
         self.on_lost: Callable[[], None] = lambda: None
+        #: Called with whether nothing is done for the connection from now on.
+        self.on_change: Callable[[bool], None] = lambda _resting: None
+
+    async def run_asgi(self) -> None:
+        """Runs the app, which says when it rests."""
+        self.scope[RESTING] = self.on_change  # pyright: ignore[reportGeneralTypeIssues]
+        await super().run_asgi()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Gives the connection's place back."""

@@ -13,12 +13,12 @@ import pytest
 import soundfile
 import soxr
 from numpy.typing import NDArray
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from pipelines.serving import context
 from pipelines.serving.long_text import unit_seed
 from tests.services.pipelines.test_serve_speech import alike, qwen
-from tests.support.serving_kit import Running, error_of
+from tests.support.serving_kit import PATIENCE_SECONDS, Running, error_of
 from tests.support.stream_voice import SAMPLE_RATE, StreamVoice, tone
 from tests.support.websocket_kit import PATH, Talk, talk
 
@@ -186,6 +186,20 @@ def test_a_client_who_leaves_frees_all_its_slots(server: Running, voice: StreamV
                 one.socket.socket.close()
         server.until_idle()
     assert voice.running == 0
+
+
+def test_a_connection_without_a_context_makes_room_and_no_other(voice: StreamVoice) -> None:
+    with Running(voice, connections=3) as server, talk(server.url) as busy, talk(server.url) as idle:
+        busy.say("a", "Please hold.", **SEEDED)
+        busy.next("a")
+        with talk(server.url) as new:
+            assert server.health() == 200
+            with pytest.raises(ConnectionClosed):
+                idle.socket.recv(PATIENCE_SECONDS)
+            new.say("b", "Hello.", **SEEDED)
+            assert new.hear("b") == spoken(["Hello."])
+        voice.let_go()
+        assert busy.hear("a")
 
 
 def test_a_context_without_text_and_a_connection_without_a_context_end_by_themselves(voice: StreamVoice) -> None:
