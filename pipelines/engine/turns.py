@@ -6,7 +6,8 @@ the audio that was handed on and that the listener has not heard yet. While a st
 1. A stream waits for its first chunk, or its next chunk would come too late in turns with everybody: a turn of such streams, filled up
    with the earliest other ones where places cost nothing. Batch work is passed over `FAIR_TURNS` times in a row at most.
 2. Every stream with a lead below `DUE_SECONDS`, or every stream where few slots are free, and batch work.
-3. No batch work, and every stream is ahead of its listener: the earliest `AHEAD_ROWS`. A newcomer waits for a short turn only.
+3. No batch work: every stream with a lead below `DUE_SECONDS`, and the earliest others up to a quarter of all streams, `AHEAD_ROWS` at
+   least and `MOST_AHEAD_ROWS` at most. So a newcomer waits for a short turn only, and speech is still made faster than it is heard.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DUE_SECONDS = 2.0
 #: How many turns of urgent streams in a row batch work waits for.
 FAIR_TURNS = 8
 #: Rows of a turn of streams that are ahead of their listeners.
-AHEAD_ROWS = 16
+AHEAD_ROWS, MOST_AHEAD_ROWS = 16, 64
 #: Up to so many rows a turn costs about the same.
 LEAST_ROWS = 8
 #: Turns whose time is remembered.
@@ -99,11 +100,12 @@ class TurnPlanner:
         if urgent and not (batch and self._passed_over >= FAIR_TURNS):
             self._passed_over += batch
             first, rows = set(urgent), max(self._filled(len(urgent)), LEAST_ROWS)
-            return Plan([*urgent, *(index for index in due if index not in first)][:rows], False, False)
+            return Plan([*urgent, *(index for index in order if index not in first)][:rows], False, False)
         self._passed_over = 0
         if batch:
             return Plan(due, True, True)
-        return Plan(order[: self._filled(len(due)) if due else AHEAD_ROWS], False, bool(due))
+        rows = min(max(len(streams) // 4, AHEAD_ROWS), MOST_AHEAD_ROWS)
+        return Plan(order[: self._filled(max(len(due), rows))], False, bool(due))
 
     def is_urgent(self, stream: Listening, now: float) -> bool:
         """Whether a stream waits for its first chunk, or the next one would come too late in turns with everybody."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pipelines.engine.buckets import BUCKETS
-from pipelines.engine.turns import AHEAD_ROWS, DUE_SECONDS, FAIR_TURNS, LEAST_ROWS, Listening, TurnPlanner
+from pipelines.engine.turns import AHEAD_ROWS, DUE_SECONDS, FAIR_TURNS, LEAST_ROWS, MOST_AHEAD_ROWS, Listening, TurnPlanner
 from tests.support.simulated_engine import FRAME_SECONDS, Simulation
 
 NOW = 100.0
@@ -67,8 +67,16 @@ def test_where_few_slots_are_free_everybody_goes_on() -> None:
 def test_with_nothing_else_to_do_streams_that_are_ahead_go_on_a_few_at_a_time() -> None:
     streams = [stream(10.0 - index / 100) for index in range(100)]
     plan = planner().plan(streams, NOW, batch=False)
-    assert plan.streams == list(range(99, 99 - AHEAD_ROWS, -1))
+    assert plan.streams == list(range(99, 99 - 32, -1)), "a quarter of them, filled up to a bucket"
     assert not plan.together
+    assert len(planner().plan(streams[:20], NOW, batch=False).streams) == AHEAD_ROWS
+    assert len(planner().plan([*streams] * 5, NOW, batch=False).streams) == MOST_AHEAD_ROWS
+
+
+def test_a_single_stream_that_is_due_takes_others_along() -> None:
+    streams = [stream(10.0 - index / 100) for index in range(40)] + [stream(1.0)]
+    assert planner().plan(streams, NOW, batch=False).streams == [40, *range(39, 24, -1)]
+    assert planner().plan(streams, NOW, batch=True).streams == [40], "not at the cost of batch work"
 
 
 def test_batch_work_is_passed_over_a_few_times_in_a_row_only() -> None:
