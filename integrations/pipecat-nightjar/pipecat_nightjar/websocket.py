@@ -28,6 +28,8 @@ from pipecat_nightjar.settings import NightjarTTSSettings, complete, error_frame
 _PATH = "/tts/websocket"
 #: Of a message of the server: half a minute of speech at 48 kHz is 4 MB.
 _MAX_MESSAGE_BYTES = 16 << 20
+#: Of audio. A voice on a CPU sends a whole sentence at once, which Pipecat's metrics would look through before its first frame goes on.
+_FRAME_SECONDS = 0.2
 _NOT_READY = 503
 _RETRY_SECONDS = 0.25
 #: How long a reply may be silent before it counts as over. Its end is a message, so this is for a server that waits for a slot.
@@ -257,7 +259,10 @@ class NightjarTTSService(WebsocketTTSService):
             return
         elif kind == "chunk":
             audio = base64.b64decode(message["data"])
-            await self.append_to_audio_context(context_id, TTSAudioRawFrame(audio, self.sample_rate, 1, context_id=context_id))
+            step = 2 * int(_FRAME_SECONDS * self.sample_rate)
+            for begin in range(0, len(audio), step):
+                frame = TTSAudioRawFrame(audio[begin : begin + step], self.sample_rate, 1, context_id=context_id)
+                await self.append_to_audio_context(context_id, frame)
         elif kind == "flush_done":
             if reply.texts:
                 await super().append_to_audio_context(context_id, reply.texts.popleft())

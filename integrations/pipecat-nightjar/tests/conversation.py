@@ -33,7 +33,7 @@ class Listener(FrameProcessor):
     """Keeps every frame that passes, and tells who waits for one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(enable_direct_mode=True)
         self.frames: list[Frame] = []
         self._more = asyncio.Condition()
 
