@@ -32,6 +32,7 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"make (demo|install)", f"{_CI}; a clean clone of CI runs make"),
     (r"make (test|check)", "it is what runs this test"),
     (r"pip install 'nightjar-speech\[serve\]'", f"{_CI}; tests/services/test_lock.py resolves every extra"),
+    (r"make voice-agent", "it installs Pipecat in another environment; the suite of integrations/pipecat-nightjar runs its command"),
     (r"docker compose .*", "there is no Docker; tests/services/test_compose.py starts the command of every service"),
     (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
     (
