@@ -51,8 +51,8 @@ BEFORE = {
     "nightly.md": "nightjar db upgrade",
     "production.md": "export SPEECH_HOME=$FINISHED",
 }
-#: Lines of JSON, of TOML and variables, of listings (a path, then what it is).
-DATA = re.compile(r"""[{\["]|.*\]\],?$|\[[\w.]+\]$|\w+ = |[A-Z_]+=\S+ +|[\w./-]+[/.][\w. /-]*( {2}|$|\.\.\.)""")
+#: Lines of JSON, also with an arrow that says who sends it, of TOML and variables, of listings (a path, then what it is).
+DATA = re.compile(r"""[{\["]|(?:->|<-) \{|.*\]\],?$|\[[\w.]+\]$|\w+ = |[A-Z_]+=\S+ +|[\w./-]+[/.][\w. /-]*( {2}|$|\.\.\.)""")
 GOLDEN = ROOT / "tests/golden"
 _LINE = '{"example_id": "d%d", "messages": [["user", "text", "%s"]]}\n'
 _ASKED = '{"custom_id": "b1", "method": "POST", "url": "/v1/audio/speech", "body": {"model": "hibari", "input": "Hi.", "voice": "heart"}}\n'

@@ -113,3 +113,11 @@ def test_livekits_plugin_that_leaves_in_mid_sentence_holds_no_slot(server: Night
             return await joined(stream)
 
     assert ears.word_error_rate(with_livekit(server, use), 24_000, REPLY) == 0
+
+
+def test_livekits_plugin_asks_for_a_whole_text(server: NightjarServer, ears: Ears) -> None:
+    async def use(plugin: Any) -> bytes:
+        async with plugin.synthesize(REPLY) as stream:
+            return await joined(stream)
+
+    assert ears.word_error_rate(with_livekit(server, use), 24_000, REPLY) == 0
