@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[Row] = found["rows"]
 
     def keep(row: Row) -> None:
-        rows.append({"size": options.size, **row} if options.size else row)
+        rows.append({"size": options.size, **row} if options.size and "system" not in row else row)
         print(table(rows[-1:]).splitlines()[-1], flush=True)
         if options.json:
             write(options.json, found)
