@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -186,6 +187,27 @@ def test_a_client_who_leaves_frees_all_its_slots(server: Running, voice: StreamV
                 one.socket.socket.close()
         server.until_idle()
     assert voice.running == 0
+
+
+def test_a_server_whose_engine_is_away_says_so_and_loses_no_slot(voice: StreamVoice) -> None:
+    opened = threading.Event()
+
+    def open_model() -> StreamVoice:
+        opened.wait()
+        return voice
+
+    with Running(voice, wait=False, open_model=open_model, slots=1) as server:
+        server.until(lambda: server.health() == 503)
+        with talk(server.url) as client:
+            for _ in range(3):
+                client.say("a", "Hello.")
+                away = client.error("a")
+                assert (away["status_code"], away["error_code"]) == (503, "engine_starting")
+            assert server.metrics()["speech_server_running"] == 0
+            opened.set()
+            server.until(lambda: server.health() == 200)
+            client.say("a", "Hello.", **SEEDED)
+            assert client.hear("a") == spoken(["Hello."])
 
 
 def test_a_connection_without_a_context_makes_room_and_no_other(voice: StreamVoice) -> None:
