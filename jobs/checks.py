@@ -7,12 +7,15 @@ from the row. This module loads no meter: meters run beside a worker.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
-from pipelines.errors import ErrorCode, ModelError
+from pipelines.errors import ErrorCode, ModelError, NightjarError
+
+if TYPE_CHECKING:
+    from jobs.quality import Quality
 
 ENTRY_POINT_GROUP = "nightjar.meters"
 
@@ -217,3 +220,17 @@ def lacking_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
     answer = subprocess.run(command, input=asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
     facts = msgspec.json.decode(answer.stdout, type=dict[str, str])
     return ModelError(ErrorCode(facts["code"]), facts["message"], facts["advice"]) if facts else None
+
+
+def lacking_meters(quality: Quality | None, say: Callable[[str], None] | None = None) -> NightjarError | None:
+    """What this machine lacks for the checks of a job: a meter's libraries (`model.missing_extra`) or weights (`model.unreachable`).
+
+    With `say`, for a job that runs here, missing weights are downloaded, and `say` gets a note about it.
+    """
+    if quality is None:
+        return None
+    lack = lacking(quality.meters) or lacking_weights(quality.meters, fetch=False)
+    if lack is None or lack.code is not ErrorCode.MODEL_UNREACHABLE or say is None:
+        return lack
+    say("Downloading the weights of the quality checks.")
+    return lacking_weights(quality.meters, fetch=True)

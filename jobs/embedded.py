@@ -28,7 +28,7 @@ from types import TracebackType
 
 from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
-from jobs.settings import Settings, sqlite_path, sqlite_url
+from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
 
@@ -70,6 +70,11 @@ def embedded_overrides(settings: Settings) -> dict[str, object]:
             assert isinstance(nested, dict)
             nested[name] = value
     return parts
+
+
+def embedded_settings(chosen: Settings) -> Settings:
+    """The settings of a run in the home that was chosen. Raises `config.invalid`."""
+    return load_settings(home=str(chosen.home), **embedded_overrides(chosen))
 
 
 class EmbeddedHome:

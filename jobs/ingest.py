@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.settings import Settings
 
-__all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "dry_run", "submit"]
+__all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "dry_run", "no_items", "submit"]
 
 #: Objects written at once to a store that a network lies before.
 _S3_WRITERS = 16
@@ -130,6 +130,13 @@ def submit(
     sealed = ledger.seal_job(job.id)
     resumed = job.lines_read > 0
     return SubmitResult(sealed, created=not resumed, resumed=resumed, items=sealed.total_items, rejected=sealed.rejected_lines)
+
+
+def no_items(job: Job) -> InputError:
+    """The error of a job that none of its input's lines became an item of."""
+    if job.rejected_lines:
+        return InputError(ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}")
+    return InputError(ErrorCode.INPUT_NO_ITEMS, "The input has no lines.", "Give a file with one dialogue per line.")
 
 
 class _Ingest:

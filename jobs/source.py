@@ -205,6 +205,23 @@ def open_source(address: str, s3: S3Settings | None = None) -> Generator[Source,
             yield Source(copy, str(path.absolute()), path.absolute().parent)
 
 
+def check_source(source: str) -> str:
+    """The input's name, if it can be written down, read, and has an end. Raises `input.unreadable` before anything is made."""
+    try:
+        source.encode()
+    except UnicodeEncodeError:
+        raise InputError(ErrorCode.INPUT_UNREADABLE, "The input's name is not UTF-8.", "Rename the file.") from None
+    if source == "-" or is_remote(source):
+        return source
+    with reading(source):
+        mode = os.stat(source).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            open(source, "rb").close()
+    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
+        raise InputError(ErrorCode.INPUT_UNREADABLE, f"{source!r} is a device.", "Give a file, or `-` for standard input.")
+    return source
+
+
 def _s3_object(address: str, s3: S3Settings | None) -> BinaryIO:
     try:
         return open_s3_object(address, s3)

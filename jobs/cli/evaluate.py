@@ -12,7 +12,6 @@ import click
 
 from jobs.cli.context import SAMPLING, GroupedCommand, option, output_options
 from jobs.cli.serve import read_keys
-from jobs.cli.spec import check_source
 from jobs.console import FAILED, FiniteRange, NamedPath, Output
 from jobs.formatting import counted, seconds_text
 from jobs.settings import Settings, load_settings
@@ -86,6 +85,8 @@ def evaluate(source: str, server: str, to: Path, output: Output, **given: Any) -
     """
     if given["mode"] == "text_only" and (given["cfg"] or 1) != 1:
         raise click.UsageError("--cfg guides audio: give --mode text_audio, or leave --mode out.")
+    from jobs.source import check_source
+
     check_source(source)
     tally = asyncio.run(_evaluate(load_settings(), source, server, to, given, output))
     return FAILED if tally.failed or tally.no_audio else 0

@@ -15,7 +15,6 @@ from jobs.cli.context import common_options, found_job, job_argument, price_opti
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.recent_jobs import out_words
-from jobs.settings import Settings
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -138,7 +137,7 @@ def report(job: str, to: Path | None, items: int, embed: bool, price: float | No
       nightjar report JOB
       nightjar report JOB --to night.html --price 2.80
     """
-    from jobs.report import ReportOptions, write_report
+    from jobs.report import ReportOptions, default_place, write_report
     from jobs.store import open_store
 
     with found_job(job, home) as (settings, ledger, found):
@@ -152,11 +151,6 @@ def report(job: str, to: Path | None, items: int, embed: bool, price: float | No
         return
     output.line(written.path)
     output.note(f"{counted(written.shown, 'item')} shown, {written.measured} measured, {bytes_text(written.bytes)}.")
-
-
-def default_place(settings: Settings, job_id: str) -> Path:
-    """Where the report of a job stands if nobody says otherwise."""
-    return settings.home.absolute() / "reports" / f"{job_id}.html"
 
 
 @click.command()

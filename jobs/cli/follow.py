@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import click
@@ -14,117 +12,17 @@ import click
 from jobs.cli.context import common_options, found_job, job_argument
 from jobs.cli.show import NO_WORKER, status_lines
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
-from jobs.formatting import seconds_text
 from jobs.ledger.records import JobState
 from jobs.ledger.status import JobStatus
-from jobs.status import items_per_second, lacks_workers, rtfx, status_view
+from jobs.progress import Progress
+from jobs.status import lacks_workers, status_view
 
 if TYPE_CHECKING:
-    from jobs.ingest import IngestProgress
+    pass
 
-#: A stream that is no terminal gets a line this often.
-LINE_SECONDS = 30.0
-#: An ingest that takes no longer needs no line.
-FIRST_LINE_SECONDS = 5.0
 POLL_SECONDS = 0.5
-#: The rate that is shown while a job is followed is that of the last `RATE_SECONDS`, and unknown before `MIN_RATE_SECONDS`.
-RATE_SECONDS = 60.0
-MIN_RATE_SECONDS = 3.0
 
 EXIT_BY_STATE = {JobState.COMPLETED: 0, JobState.CANCELLED: CANCELLED}
-
-
-class RecentRate:
-    """The rate of a job over the last minute in which it was followed. Pauses and interruptions before it do not count."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int, int]] = deque()
-
-    def facts(self, status: JobStatus) -> str:
-        """Failed and skipped items, rate, speed and time to go, as the tail of a sentence; only what is known."""
-        items = status.items
-        rate, factor = self._take(status)
-        parts = [f"{count} {what}" for count, what in ((items.failed, "failed"), (items.skipped, "skipped")) if count]
-        if rate:
-            parts.append(f"{rate:.2f} items/s")
-        if factor:
-            parts.append(f"RTFx {factor:.1f}")
-        if rate and not status.job.state.final and status.job.state is not JobState.PAUSED:
-            parts.append(f"{seconds_text(items.pending / rate)} to go")
-        return "".join(f", {part}" for part in parts)
-
-    def _take(self, status: JobStatus) -> tuple[float, float | None]:
-        """Items and seconds of audio a second; those of the whole job at its end and before a rate is known."""
-        ended = status.items.done + status.items.failed
-        self._seen.append((status.now, ended, status.audio_ms))
-        while len(self._seen) > 2 and self._seen[1][0] <= status.now - RATE_SECONDS:
-            self._seen.popleft()
-        since, ended_then, audio_then = self._seen[0]
-        seconds = status.now - since
-        if status.job.state.final:
-            return items_per_second(status), rtfx(status)
-        if seconds < MIN_RATE_SECONDS or ended == ended_then:
-            return 0.0, None
-        return (ended - ended_then) / seconds, (status.audio_ms - audio_then) / 1000 / seconds
-
-
-class Progress:
-    """A job's progress on stderr: a bar on a terminal, else a line at the start and every 30 s. A context manager."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._next_line = 0.0
-        self._rate = RecentRate()
-        self._bar = None if quiet or not sys.stderr.isatty() else _bar()
-        self._task = self._bar.add_task("starting", total=None, facts="") if self._bar else None
-
-    def __enter__(self) -> Progress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def say(self, text: str) -> None:
-        """A note for a person, above the bar."""
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
-        elif not self._quiet:
-            click.echo(text, err=True)
-
-    def reading(self, ingest: IngestProgress) -> None:
-        """How far into its input an ingest is; what is short says nothing on a stream that is no terminal."""
-        percent = 100 * ingest.bytes_read // max(1, ingest.bytes_total)
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, description="reading", total=100, completed=percent, facts=f"{ingest.lines} lines")
-            return
-        if self._next_line == 0.0:
-            self._next_line = time.monotonic() + FIRST_LINE_SECONDS
-        if not self._quiet and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + LINE_SECONDS
-            click.echo(f"reading: {ingest.lines} lines, {percent} % of the input", err=True)
-
-    def update(self, status: JobStatus) -> None:
-        items = status.items
-        facts = self._rate.facts(status)
-        if self._bar is not None and self._task is not None:
-            ended = items.done + items.failed
-            self._bar.update(
-                self._task, description=status.job.state.value, total=items.total, completed=ended, facts=facts.removeprefix(", ")
-            )
-        elif not self._quiet and time.monotonic() >= self._next_line:
-            self._next_line = time.monotonic() + LINE_SECONDS
-            click.echo(f"{status.job.state.value}: {items.done + items.failed} of {items.total} items{facts}", err=True)
-
-
-def _bar():
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
-
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"))
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def until_end(read: Callable[[], JobStatus], progress: Progress, timeout_seconds: float | None = None) -> JobStatus:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import getpass
-import os
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -18,7 +16,6 @@ from jobs.input_format import INPUT_FORMATS
 from jobs.ledger.records import JobSpec, Reading
 from jobs.quality import DEFAULT, PRESETS, quality_of
 from jobs.turns import ASKED
-from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.request import Generation, Mode, SpokenRole
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -319,39 +316,3 @@ def _owner() -> str:
         return getpass.getuser()
     except (KeyError, OSError):
         return ""
-
-
-def lacking_meters(spec: JobSpec, say: Callable[[str], None] | None = None) -> NightjarError | None:
-    """What this machine lacks for the checks of a job: a meter's libraries (`model.missing_extra`) or weights (`model.unreachable`).
-
-    With `say`, for a job that runs here, missing weights are downloaded, and `say` gets a note about it.
-    """
-    from jobs.checks import lacking, lacking_weights
-
-    if spec.quality is None:
-        return None
-    lack = lacking(spec.quality.meters) or lacking_weights(spec.quality.meters, fetch=False)
-    if lack is None or lack.code is not ErrorCode.MODEL_UNREACHABLE or say is None:
-        return lack
-    say("Downloading the weights of the quality checks.")
-    return lacking_weights(spec.quality.meters, fetch=True)
-
-
-def check_source(source: str) -> str:
-    """The input's name, if it can be written down, read, and has an end. Raises `input.unreadable` before anything is made."""
-    try:
-        source.encode()
-    except UnicodeEncodeError:
-        raise InputError(ErrorCode.INPUT_UNREADABLE, "The input's name is not UTF-8.", "Rename the file.") from None
-    from jobs.source import reading
-    from jobs.store import is_remote
-
-    if source == "-" or is_remote(source):
-        return source
-    with reading(source):
-        mode = os.stat(source).st_mode
-        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
-            open(source, "rb").close()
-    if stat.S_ISCHR(mode) or stat.S_ISBLK(mode):
-        raise InputError(ErrorCode.INPUT_UNREADABLE, f"{source!r} is a device.", "Give a file, or `-` for standard input.")
-    return source

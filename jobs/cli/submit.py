@@ -10,7 +10,7 @@ import msgspec
 
 from jobs.cli.context import GroupedCommand, common_options
 from jobs.cli.follow import Progress
-from jobs.cli.spec import check_source, dry_run_option, job_options, lacking_meters, submit_options, take_spec
+from jobs.cli.spec import dry_run_option, job_options, submit_options, take_spec
 from jobs.console import FAILED, Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.input_format import WORDS
@@ -42,10 +42,12 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
     """
     settings = load_settings(home=home)
     wanted = take_spec(given)
+    from jobs.checks import lacking_meters
+    from jobs.source import check_source
     from jobs.spec import resolve
 
     spec = resolve(wanted, given["input_format"])
-    if (lack := lacking_meters(wanted)) is not None:
+    if (lack := lacking_meters(wanted.quality)) is not None:
         # The worker may be another machine.
         outcome = (
             "A worker that cannot download them waits"
@@ -78,6 +80,8 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
 
 
 def _report(result: Any, output: Output) -> int:
+    from jobs.ingest import no_items
+
     job = result.job
     if output.as_json:
         output.data(
@@ -105,13 +109,6 @@ def _next_step(job: Job) -> str:
     if job.state is JobState.CANCELLED:
         return "To run it again as another job, give an --idempotency-key of your own."
     return f"Look at it with: nightjar status {job.id}" if job.state.final else f"Follow it with: nightjar watch {job.id}"
-
-
-def no_items(job: Job) -> InputError:
-    """The error of a job that none of its input's lines became an item of."""
-    if job.rejected_lines:
-        return InputError(ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}")
-    return InputError(ErrorCode.INPUT_NO_ITEMS, "The input has no lines.", "Give a file with one dialogue per line.")
 
 
 def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, abort: bool) -> int:

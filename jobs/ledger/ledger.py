@@ -228,6 +228,7 @@ class Ledger:
     # What was made. Methods that give an iterator hold a page in memory at a time, and read each in a transaction of its own.
     shard_inputs = _reads(queries.shard_inputs)
     shard_audio = _reads(queries.shard_audio)
+    shard_ends = _reads(queries.shard_ends)
     commits = _reads(queries.commits)
     draws_of = _reads(queries.draws_of)
     drawn_before = _reads(outcomes.drawn_before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import sqlalchemy as sa
 
@@ -140,6 +140,23 @@ def shard_inputs(connection: sa.Connection, job_id: str) -> dict[int, tuple[str,
     columns = schema.shards.c
     rows = connection.execute(sa.select(columns.no, columns.input_key, columns.input_sha256).where(columns.job_id == job_id))
     return {no: (key, sha256) for no, key, sha256 in rows}
+
+
+class ShardEnds(NamedTuple):
+    """How many items of a shard have ended, and between which indexes they are."""
+
+    no: int
+    first_index: int
+    last_index: int
+    ended: int
+
+
+def shard_ends(connection: sa.Connection, job_id: str) -> list[ShardEnds]:
+    """Of the shards of a job some of whose items have ended, by number."""
+    columns = schema.shards.c
+    ended = columns.n_done + columns.n_failed + columns.n_skipped
+    query = sa.select(columns.no, columns.first_index, columns.last_index, ended).where(columns.job_id == job_id, ended > 0)
+    return [ShardEnds(*row) for row in cast("Sequence[tuple[Any, ...]]", connection.execute(query.order_by(columns.no)).all())]
 
 
 def _with_audio() -> sa.Select[tuple[object, ...]]:

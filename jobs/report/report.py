@@ -50,6 +50,7 @@ from pipelines.registry import describe
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
+    from jobs.settings import Settings
 
 SHOWN_ITEMS = 60
 MAX_SHOWN_ITEMS = 500
@@ -79,6 +80,11 @@ class ReportResult:
     #: Items in the table, and items whose lengths and scores are in the histograms.
     shown: int
     measured: int
+
+
+def default_place(settings: Settings, job_id: str) -> Path:
+    """Where the report of a job stands if nobody says otherwise."""
+    return settings.home.absolute() / "reports" / f"{job_id}.html"
 
 
 def write_report(

@@ -17,10 +17,10 @@ from click.testing import CliRunner
 
 from jobs.cli import cli
 from jobs.cli.export import report
-from jobs.cli.follow import Progress
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec
+from jobs.progress import Progress
 from jobs.quality import PRESETS
 from jobs.report import ReportOptions, clips, sample
 from jobs.report.report import SHOWN_ITEMS
@@ -82,13 +82,14 @@ def test_the_header_says_input_model_and_voice(desk: Desk) -> None:
 
 
 def test_the_report_of_a_run_shows_as_many_items_as_the_command(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jobs.cli import run
+    from jobs import local_run
+    from jobs.cli.run import Signals, _Events  # pyright: ignore[reportPrivateUsage]
 
     job = desk.job(TEXTS)
-    monkeypatch.setattr("jobs.cli.export.default_place", lambda *_: desk.rig.folder / "run.html")
+    monkeypatch.setattr("jobs.report.default_place", lambda *_: desk.rig.folder / "run.html")
     status = desk.rig.ledger.status(job.id)
     with Progress(quiet=True) as progress:
-        assert run._report(desk.rig.ledger, desk.rig.store, status, desk.rig.settings, progress)  # pyright: ignore[reportPrivateUsage]
+        assert local_run._report(desk.rig.ledger, desk.rig.store, status, desk.rig.settings, _Events(Signals(), progress))  # pyright: ignore[reportPrivateUsage]
     assert len(rows_of(read_page((desk.rig.folder / "run.html").read_text()))) == len(TEXTS)
     option = next(option for option in report.params if option.name == "items")
     assert option.default == SHOWN_ITEMS == ReportOptions().items

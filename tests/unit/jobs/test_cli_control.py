@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from jobs.cli import cli
-from jobs.cli.follow import Progress
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import ItemState, JobState
+from jobs.progress import Progress
 from jobs.settings import load_settings
 from jobs.store import open_store
 from pipelines.errors import ConfigError, ErrorCode, InputError

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from jobs.cli import follow
-from jobs.cli.follow import RATE_SECONDS, Progress, RecentRate
+from jobs import progress as follow
 from jobs.ingest import IngestProgress
 from jobs.ledger.records import Job, JobSpec, JobState
 from jobs.ledger.status import ItemCounts, JobStatus
+from jobs.progress import RATE_SECONDS, Progress, RecentRate
 
 DAY = 86_400.0
 

@@ -1,0 +1,122 @@
+"""What Python has instead of a file (dialogues, sentences, rows, a dataset, supervisions), written down as a file of dialogues."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jobs.chat_messages import chat_dialogue
+from jobs.ledger.records import Reading
+from jobs.store import is_remote
+from jobs.tables import Columns, row_dialogue
+from pipelines.errors import ErrorCode, InputError
+
+#: Folder of a home's state for inputs that were no file.
+INPUTS = "inputs"
+_encode = msgspec.json.Encoder().encode
+_NAMED = "This input"
+
+
+def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -> Path:
+    """The file of these records, named by its content, so that the same records are the same job.
+
+    A record is a text, a dialogue or chat (a mapping with `messages`), a row (a mapping with a `text`, or the columns that `chosen`
+    names), or an object with `id` and `text`, such as a supervision of Lhotse, or a cut with supervisions. Relative paths of audio
+    start in the working directory. Raises `InputError` for a record that is none of these, with its number.
+    """
+    folder = state_folder / INPUTS
+    folder.mkdir(parents=True, exist_ok=True)
+    digest = hashlib.sha256()
+    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".writing-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            for line in islice(_lines(records, chosen), chosen.limit):
+                file.write(line)
+                digest.update(line)
+        path = folder / f"{digest.hexdigest()[:32]}.jsonl"
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    return path
+
+
+def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
+    converter = _Converter(chosen)
+    for number, record in enumerate(_rows(records, chosen), 1):
+        try:
+            yield converter.dialogue(record, number) + b"\n"
+        except InputError as error:
+            raise InputError(error.code, f"Record {number}: {error.message}", error.advice) from None
+
+
+def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
+    """The records; of a dataset of Hugging Face without the columns that are not needed, whose audio would be decoded."""
+    if hasattr(records, "column_names") and hasattr(records, "select_columns"):
+        names: Sequence[str] = records.column_names  # pyright: ignore[reportAttributeAccessIssue]
+        if "messages" not in names:
+            records = records.select_columns(Columns(list(names), chosen, _NAMED).read)  # pyright: ignore[reportAttributeAccessIssue]
+    for record in records:
+        supervisions = getattr(record, "supervisions", None)
+        if supervisions is None:
+            yield record
+        else:
+            yield from supervisions
+
+
+class _Converter:
+    """Makes dialogues of records; the columns of rows are looked up once for rows of one shape."""
+
+    def __init__(self, chosen: Reading) -> None:
+        self._chosen = chosen
+        self._names: list[str] = []
+        self._columns: Columns | None = None
+
+    def dialogue(self, record: Any, number: int) -> bytes:
+        """The dialogue of a record as JSON. Raises `InputError`."""
+        if isinstance(record, str):
+            return row_dialogue({"text": record}, number, self._chosen.voices)
+        if isinstance(record, Mapping):
+            return self._of_mapping(record, number)
+        text = getattr(record, "text", None)
+        if not isinstance(text, str):
+            message = f"A {type(record).__name__} is no text, dialogue, row or supervision."
+            raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Give texts, or mappings with `text` or `messages`.")
+        values = {"text": text, "id": str(getattr(record, "id", "") or ""), "speaker": str(getattr(record, "speaker", "") or "")}
+        return row_dialogue(values, number, self._chosen.voices)
+
+    def _of_mapping(self, record: Mapping[str, Any], number: int) -> bytes:
+        messages = record.get("messages")
+        if messages is None:
+            return self._of_row(record, number)
+        if messages and isinstance(messages[0], Mapping):
+            return _absolute(msgspec.json.decode(chat_dialogue(_encode(record), number)))
+        return _absolute({"example_id": f"line-{number}", **record})
+
+    def _of_row(self, record: Mapping[str, Any], number: int) -> bytes:
+        names = list(record)
+        if self._columns is None or names != self._names:
+            self._names, self._columns = names, Columns(names, self._chosen, _NAMED)
+        found = self._columns.dialogue(record, number)
+        if isinstance(found, bytes):
+            return _absolute(msgspec.json.decode(found)) if "reference_audio" in self._columns.of else found
+        raise found or InputError(ErrorCode.INPUT_TOO_LONG, "The record is too long.", "Split it.")
+
+
+def _absolute(dialogue: Mapping[str, Any]) -> bytes:
+    """The dialogue as JSON, with paths of audio that lead on from the working directory. Raises `InputError`."""
+    messages = [list(message) for message in dialogue["messages"]]
+    for message in messages:
+        if len(message) == 3 and message[1] == "audio" and isinstance(message[2], str) and not is_remote(message[2]):
+            message[2] = os.path.abspath(message[2])
+    try:
+        return _encode({**dialogue, "messages": messages})
+    except (TypeError, ValueError) as error:
+        raise InputError(ErrorCode.INPUT_BAD_LINE, f"It cannot be written as JSON: {error}.", "Give texts, numbers and lists.") from None

@@ -1,0 +1,345 @@
+"""A job in Python: its progress, its items as they finish, and its data as datasets, cuts and a report."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from html import escape
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+from jobs.export.items import AudioItem, ItemMetadata, item_metadata
+from jobs.ledger import Ledger
+from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
+from jobs.ledger.records import Job as JobRow
+from jobs.ledger.status import JobStatus
+from jobs.packs import ArtifactReader
+from jobs.progress import Progress
+from jobs.settings import Settings
+from jobs.shard_file import RawLine, read_raw_shard
+from jobs.status import items_per_second, rtfx, status_view
+from jobs.store import open_store
+from nightjar.voice import Sound
+from pipelines.errors import ErrorCode, NightjarError, NotFoundError
+
+if TYPE_CHECKING:
+    import datasets
+    import lhotse
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from nightjar.local import LocalThread
+
+POLL_SECONDS = 0.25
+_PAGE_ITEMS = 1000
+_ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One item that has ended. Its text and its audio are read when they are asked for."""
+
+    #: Unique in the job: the example id, with the turn where several are synthesized.
+    id: str
+    example_id: str
+    #: Its place in the job, from 0.
+    index: int
+    #: `done`, `failed`, `dead` or `skipped`.
+    state: str
+    #: Seconds of its audio.
+    seconds: float
+    seed: int | None
+    #: Which attempt at its speech was kept; 0 is the first.
+    draw: int | None
+    #: Name of a check or meter -> what it measured of the audio; None: it could not.
+    scores: Mapping[str, float | None]
+    #: Why it was not made: a code, and a sentence.
+    error_code: str | None
+    error: str | None
+    #: Where its audio is: a path, or an `s3://` address; None without audio, and for audio in a pack.
+    path: str | None
+    _row: ItemRow = field(repr=False)
+    _job: Job = field(repr=False)
+
+    @property
+    def audio(self) -> Sound:
+        """Its speech. Raises `store.missing` for an item without any."""
+        if self._row.artifact is None:
+            raise NotFoundError(ErrorCode.STORE_MISSING, f"The item {self.id[:100]!r} has no audio: it is {self.state}.", self.error or "")
+        return self._job.sound_of(self._row, self._row.artifact)
+
+    @property
+    def text(self) -> str:
+        """The text that its audio says."""
+        return self._job.metadata_of(self._row).text
+
+    @property
+    def speaker(self) -> str:
+        """Its voice; of a cloned one `ref-` and the beginning of the recording's hash; without either the model."""
+        return self._job.metadata_of(self._row).speaker
+
+    def _repr_html_(self) -> str:
+        scores = ", ".join(f"{name} {value:.3g}" for name, value in self.scores.items() if value is not None)
+        shown = self.audio._repr_html_() if self._row.artifact is not None else f"<p>{escape(self.error or self.state)}</p>"
+        return f"<div><code>{escape(self.id)}</code> {self.seconds:.2f} s {escape(scores)}{shown}</div>"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The report of a job: one HTML file, which a notebook shows."""
+
+    path: Path
+
+    def _repr_html_(self) -> str:
+        page = escape(self.path.read_text())
+        return f'<iframe srcdoc="{page}" sandbox="allow-scripts" style="width: 100%; height: 40em; border: 0"></iframe>'
+
+
+class Job:
+    """A job, here or on a fleet. Iterating gives its items as they end; a context manager ends the run of a job here.
+
+    Made by `nightjar.run`, `nightjar.submit` and `nightjar.find_job`. A job that was interrupted goes on when the same call is made again.
+    """
+
+    def __init__(self, job: JobRow, settings: Settings, thread: LocalThread | None = None, *, quiet: bool = True) -> None:
+        self.id = job.id
+        self._settings = settings
+        self._thread = thread
+        self._quiet = quiet
+        self._ledger = Ledger.of(settings)
+        self._store = open_store(job.store_url, settings.s3)
+        self._reader = ArtifactReader(self._store)
+        self._inputs = self._ledger.shard_inputs(self.id)
+        self._lock = threading.Lock()
+        self._loaded: tuple[str, dict[int, RawLine]] = ("", {})
+
+    @property
+    def status(self) -> JobStatus:
+        """What the ledger says now: state, counts of items, shards, audio."""
+        return self._ledger.status(self.id)
+
+    @property
+    def state(self) -> str:
+        """`ready`, `running`, `paused`, `completed`, `completed_with_errors`, `failed` or `cancelled`."""
+        return self.status.job.state.value
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, and the run of a job here has cleaned up."""
+        return self.status.job.state.final and (self._thread is None or not self._thread.is_alive())
+
+    def wait(self, timeout_seconds: float | None = None) -> Job:
+        """Waits until the job ends, or the time is over, and shows its progress. Ctrl-C stops the run of a job here.
+
+        Raises the error that ended the run of a job here.
+        """
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        with self._stopped_by_interrupts(), Progress(quiet=self._quiet) as progress:
+            while not self.done and (deadline is None or time.monotonic() < deadline):
+                self._check()
+                progress.update(self.status)
+                time.sleep(POLL_SECONDS)
+        self._check()
+        return self
+
+    def stop(self) -> None:
+        """Stops the run of a job here: items in the engine have some seconds to finish, and `nightjar.run` goes on with the others."""
+        if self._thread is not None:
+            self._thread.stop()
+
+    def __iter__(self) -> Iterator[Item]:
+        """Every item as it ends, each once; waits for those that have not ended. Ctrl-C while it waits stops the run of a job here.
+
+        It holds a bit for each item, and some items of the shard that it gives.
+        """
+        given = bytearray()
+        ended: dict[int, int] = {}
+        while True:
+            with self._stopped_by_interrupts():
+                final = self.done
+                shards = self._ledger.shard_ends(self.id)
+            for shard in shards:
+                if ended.get(shard.no) != shard.ended:
+                    ended[shard.no] = shard.ended
+                    given.extend(bytes(max(0, shard.last_index // 8 + 1 - len(given))))
+                    yield from self._new_items(shard.first_index, shard.last_index, given)
+            if final:
+                self._check()
+                return
+            with self._stopped_by_interrupts():
+                self._check()
+                time.sleep(POLL_SECONDS)
+
+    def __len__(self) -> int:
+        return self.status.items.total
+
+    def items(self, *, state: str | None = None, limit: int | None = None) -> Iterator[Item]:
+        """The items that have ended by now, in the order of the input; `state`: only those of one, such as `done` or `failed`."""
+        wanted = None if state is None else ItemState(state)
+        rows = (row for row in self._ledger.items(self.id, state=wanted) if row.state in _ENDED)
+        return islice(self._items(rows), limit)
+
+    def refused(self) -> Iterator[RejectedLine]:
+        """The lines of the input that became no item: `line`, `code`, `message` and `example_id` of each."""
+        return self._ledger.rejected_lines(self.id)
+
+    def export(self, format: str, to: str | Path, **options: Any) -> Path:
+        """Writes the items that have audio by now, as `nightjar export`; the path. `options` are those of `jobs.export.export`."""
+        from jobs.export import export
+
+        return Path(export(self._ledger, self._store, self.id, format, str(to), s3=self._settings.s3, **options).to)
+
+    def to_datasets(self, to: str | Path | None = None) -> datasets.Dataset:
+        """The items as a dataset of Hugging Face with audio, text and metadata, read from a Parquet export in `to`.
+
+        Waits for the end of the job.
+        """
+        from datasets import Dataset
+
+        folder = self._exported("parquet", to)
+        files: Any = sorted(str(path) for path in folder.glob("data/*.parquet"))
+        return cast("datasets.Dataset", Dataset.from_parquet(files))
+
+    def to_lhotse(self, to: str | Path | None = None) -> lhotse.CutSet:
+        """The items as cuts of Lhotse with recordings and supervisions, read from a Lhotse export in `to`. Waits for the end of the job."""
+        from lhotse import CutSet
+
+        folder = self._exported("lhotse", to, absolute=True)
+        return cast("lhotse.CutSet", CutSet.from_file(next(folder.rglob("*cuts.jsonl.gz"))))
+
+    def report(self, to: str | Path | None = None) -> Report:
+        """Writes the report of what is done by now; a notebook shows it."""
+        from jobs.report import ReportOptions, default_place, write_report
+
+        place = default_place(self._settings, self.id) if to is None else Path(to).absolute()
+        options = ReportOptions(embed=True, price_per_gpu_hour=self._settings.price_per_gpu_hour)
+        written = write_report(self._ledger, self._store, self.id, place, options).path
+        return Report(Path(str(written)))
+
+    def close(self) -> None:
+        """Stops the run of a job here, and closes the ledger."""
+        self.stop()
+        self._ledger.close()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.wait()
+        else:
+            self.stop()
+
+    def __repr__(self) -> str:
+        items = self.status.items
+        return f"Job({self.id!r}, {self.state}, {items.done} of {items.total} items done, {items.failed} failed)"
+
+    def _repr_html_(self) -> str:
+        status = self.status
+        view = status_view(status, self._settings.price_per_gpu_hour)
+        speed = rtfx(status)
+        facts = {
+            "job": self.id,
+            "state": status.job.state.value,
+            "model": status.job.spec.model,
+            "items": f"{status.items.done} done, {status.items.failed} failed, {status.items.pending} pending, {status.items.total} in all",
+            "lines refused": str(status.job.rejected_lines),
+            "audio": f"{status.audio_ms / 1000:.1f} s",
+            "speed": f"{items_per_second(status) or 0:.1f} items/s" + ("" if speed is None else f", RTFx {speed:.1f}"),
+            "cost": "" if view.get("cost") is None else f"{view['cost']:.2f}",
+        }
+        rows = "".join(f"<tr><th>{name}</th><td>{escape(fact)}</td></tr>" for name, fact in facts.items() if fact)
+        return f"<table>{rows}</table>"
+
+    def metadata_of(self, row: ItemRow) -> ItemMetadata:
+        """What datasets say of an item beside its audio."""
+        job = self._ledger.job(self.id)
+        line = self._line(row)
+        return item_metadata(job, AudioItem(row.example_id, row.id, cast("Artifact", row.artifact), line.dialogue, line.message_index))
+
+    def sound_of(self, row: ItemRow, artifact: Artifact) -> Sound:
+        """The audio of an item. Raises `StoreError`."""
+        import soundfile
+
+        samples, rate = soundfile.read(io.BytesIO(self._reader.read(artifact)), dtype="float32")
+        return Sound(cast("NDArray[np.float32]", samples), rate, self.metadata_of(row).text)
+
+    def _line(self, row: ItemRow) -> RawLine:
+        """The line of an item; the lines of the shard that was asked for last are held."""
+        key, sha256 = self._inputs[row.shard_no]
+        with self._lock:
+            if self._loaded[0] != key:
+                self._loaded = key, {line.index: line for line in read_raw_shard(self._store, key, sha256)}
+            return self._loaded[1][row.index]
+
+    def _new_items(self, first: int, last: int, given: bytearray) -> Iterator[Item]:
+        """The items between two indexes that have ended and were not given, which are noted there."""
+
+        def rows() -> Iterator[ItemRow]:
+            for row in self._ledger.items(self.id, after=first - 1, limit=last - first + 1):
+                if row.index > last:
+                    return
+                place, bit = row.index // 8, 1 << row.index % 8
+                if row.state in _ENDED and not given[place] & bit:
+                    given[place] |= bit
+                    yield row
+
+        return self._items(rows())
+
+    def _items(self, rows: Iterator[ItemRow]) -> Iterator[Item]:
+        while page := list(islice(rows, _PAGE_ITEMS)):
+            kept = {draw.index: draw.draw for draw in self._ledger.draws_of(self.id, [row.index for row in page]) if draw.draw.kept}
+            for row in page:
+                audio, draw = row.artifact, kept.get(row.index)
+                yield Item(
+                    id=row.id,
+                    example_id=row.example_id,
+                    index=row.index,
+                    state=row.state.value,
+                    seconds=0.0 if audio is None else audio.samples / audio.sample_rate,
+                    seed=None if audio is None else audio.seed,
+                    draw=None if draw is None else draw.draw,
+                    scores={} if draw is None else {name: score.value for name, score in draw.scores.items()},
+                    error_code=None if row.error_code is None else row.error_code.value,
+                    error=row.error_message,
+                    path=None if audio is None or audio.pack is not None else self._store.uri(audio.key),
+                    _row=row,
+                    _job=self,
+                )
+
+    def _exported(self, format: str, to: str | Path | None, **options: Any) -> Path:
+        self.wait()
+        folder = self._settings.home.absolute() / "exports" / self.id / format if to is None else Path(to)
+        return self.export(format, folder, **options)
+
+    def _check(self) -> None:
+        """Raises what ended the run of a job here."""
+        thread = self._thread
+        if thread is not None and thread.error is not None:
+            thread.seen = True
+            raise thread.error
+        if thread is not None and thread.stopped:
+            raise NightjarError(ErrorCode.LEDGER_STATE, "The run of this job was stopped.", "Make the same call again to continue.")
+
+    def _stopped_by_interrupts(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._thread is None else _Stopping(self)
+
+
+class _Stopping:
+    """Stops the run of a job when what is inside is interrupted."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self._job.stop()

@@ -1,0 +1,198 @@
+"""Jobs from Python: `run` makes one here, `submit` one for running workers, `find_job` finds one that was made before."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+import msgspec
+
+from jobs.checks import lacking_meters
+from jobs.embedded import embedded_settings
+from jobs.gpus import VISIBLE, choose_gpus
+from jobs.ingest import SubmitOptions, no_items
+from jobs.ingest import submit as ingest
+from jobs.input_format import AskedFormat
+from jobs.ledger import Ledger
+from jobs.ledger.records import JobSpec, JobState, Reading
+from jobs.local_run import LocalRun
+from jobs.quality import quality_of
+from jobs.recent_jobs import settings_for_job
+from jobs.settings import Settings, load_settings
+from jobs.source import check_source
+from jobs.spec import ResolvedSpec, resolve
+from jobs.store import is_remote, open_store
+from jobs.turns import Speak
+from nightjar.inputs import written_input
+from nightjar.job import Job
+from nightjar.local import LocalThread
+from pipelines.errors import ConfigError, ErrorCode
+from pipelines.request import Generation, SpokenRole
+
+
+class JobOptions(TypedDict, total=False):
+    """What one may say about a job: the options of `nightjar run` and `nightjar submit`, with their defaults."""
+
+    #: Name of a model, or the folder of a checkpoint.
+    model: str
+    voice: str
+    language: str
+    instruct: str
+    #: Role (`user`, `assistant`) -> voice.
+    voice_of: Mapping[SpokenRole, str]
+    #: Speaker -> voice; `*` is every other speaker.
+    voice_for: Mapping[str, str]
+    #: Other keys of `generation`, such as `temperature` or `max_seconds`.
+    generation: Mapping[str, Any]
+    speak: Speak
+    seed: int
+    #: `wav` or `flac`.
+    format: str
+    #: `off`, `basic` or `strict`; `qa_config` is a TOML file with changes, `qa_set` changes such as `bounds.pause.high=2`.
+    qa: Literal["off", "basic", "strict"]
+    qa_config: str | Path
+    qa_set: Iterable[str]
+    #: Only the first records, or so many of all, chosen by `seed`.
+    limit: int
+    sample: int
+    #: Field -> column of a table, such as `{"text": "sentence"}`.
+    columns: Mapping[str, str]
+    input_format: AskedFormat
+    on_error: Literal["skip", "abort"]
+    pack: bool
+    name: str
+    labels: Mapping[str, str]
+    priority: int
+    weight: int
+    max_attempts: int
+    max_in_flight: int
+    error_budget: float
+    idempotency_key: str
+
+
+def run(
+    source: str | Path | Iterable[Any],
+    *,
+    out: str | Path = "out",
+    gpu: str | None = None,
+    quiet: bool = False,
+    **options: Unpack[JobOptions],
+) -> Job:
+    """Makes a job of an input and runs it on this machine, in the folder `out`; needs no other service.
+
+    `source` is a file as for `nightjar run`, or an iterable: of texts, of dialogues or rows (mappings), a `datasets.Dataset`, supervisions
+    or cuts of Lhotse. Returns when the input is read; the job goes on while the program does, and the program waits for it at its end.
+    If it is interrupted, the same call goes on with it. `gpu`: `0,1` or `all`, one worker for each.
+
+    Raises `NightjarError`, as the command line ends: with a code, a sentence and advice.
+    """
+    chosen = load_settings(home=str(out))
+    settings = embedded_settings(chosen)
+    spec, submitted = _job_options(options)
+    path, spec, settings = _input(source, spec, settings)
+    resolved = _resolved(spec, submitted, fetch=not quiet)
+    devices = None if gpu is None else choose_gpus(gpu, os.environ.get(VISIBLE))
+    thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
+    return Job(thread.until_submitted(), settings, thread, quiet=quiet)
+
+
+def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None, quiet: bool = False, **options: Unpack[JobOptions]) -> Job:
+    """Makes a job of an input for running workers, with the ledger, the broker and the store of the settings, as `nightjar submit`.
+
+    The same input with the same options is the same job. Raises `NightjarError`.
+    """
+    from jobs import dispatch
+
+    settings = load_settings(home=None if out is None else str(out))
+    spec, submitted = _job_options(options)
+    path, spec, settings = _input(source, spec, settings)
+    resolved = _resolved(spec, submitted, fetch=False, here=False)
+    with closing(Ledger.of(settings)) as ledger:
+        if settings.database_url is None:
+            ledger.migrate()
+        ledger.check_schema()
+        dispatch.check(settings)
+        store = open_store(settings.effective_store_url, settings.s3)
+        job = ingest(settings, ledger, store, path, resolved, options=submitted).job
+        if job.state is JobState.FAILED:
+            raise no_items(job)
+        if not job.state.final:
+            dispatch.Dispatcher(ledger, settings).run_once()
+    return Job(job, settings, quiet=quiet)
+
+
+def find_job(job: str, *, out: str | Path | None = None) -> Job:
+    """The job of an id, or of the beginning of one; `out` is the folder of a job that ran here, where it is not remembered.
+
+    Raises `NotFoundError`.
+    """
+    settings = settings_for_job(job, None if out is None else str(out))
+    with closing(Ledger.of(settings)) as ledger:
+        ledger.check_schema()
+        return Job(ledger.find_job(job), settings)
+
+
+def _input(source: str | Path | Iterable[Any], spec: JobSpec, settings: Settings) -> tuple[str, JobSpec, Settings]:
+    """The file of an input, with the spec and the settings that read it."""
+    if isinstance(source, str | Path):
+        return (str(source) if is_remote(str(source)) else check_source(str(source))), spec, settings
+    reading = spec.reading if isinstance(spec.reading, Reading) else Reading()
+    path = written_input(source, reading, settings.state_folder)
+    spec = msgspec.structs.replace(spec, reading=msgspec.structs.replace(reading, columns=None, voices=None))
+    return str(path), spec, settings.model_copy(update={"audio_roots": (*settings.audio_roots, Path.cwd())})
+
+
+def _job_options(options: JobOptions) -> tuple[JobSpec, SubmitOptions]:
+    """What of the options is the job's spec, and what is not. Raises `config.invalid`."""
+    given: dict[str, Any] = dict(options)
+    roles: dict[SpokenRole, Generation] = {role: Generation(voice=voice) for role, voice in dict(given.pop("voice_of", {})).items()}
+    asked = {**given.pop("generation", {}), **{key: given.pop(key) for key in ("voice", "language", "instruct") if key in given}}
+    try:
+        generation = Generation(**asked, roles=roles or None)
+    except TypeError as error:
+        known = ", ".join(Generation.__struct_fields__)
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"The generation is not valid: {error}.", f"Its keys are: {known}.") from None
+    columns, voices = given.pop("columns", None), given.pop("voice_for", None)
+    qa_config = given.pop("qa_config", None)
+    spec = JobSpec(
+        given.pop("model", "hibari"),
+        generation=generation,
+        seed=given.pop("seed", 0),
+        format=given.pop("format", "wav"),
+        quality=quality_of(given.pop("qa", "basic"), None if qa_config is None else Path(qa_config), tuple(given.pop("qa_set", ()))),
+        speak=given.pop("speak", msgspec.UNSET),
+        pack=given.pop("pack", False) or msgspec.UNSET,
+        reading=Reading(
+            limit=given.pop("limit", None),
+            sample=given.pop("sample", None),
+            columns=None if columns is None else dict(columns),
+            voices=None if voices is None else dict(voices),
+        ),
+    )
+    given.setdefault("input_format", "auto")
+    try:
+        return spec, SubmitOptions(owner=_owner(), **given)
+    except TypeError as error:
+        known = ", ".join(JobOptions.__annotations__)
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"An option is not known: {error}.", f"The options are: {known}.") from None
+
+
+def _resolved(spec: JobSpec, options: SubmitOptions, *, fetch: bool, here: bool = True) -> ResolvedSpec:
+    """The spec, checked against its model and, for a job that runs here, against the meters of its checks."""
+    resolved = resolve(spec, options.input_format)
+    say = (lambda text: print(text, file=sys.stderr)) if fetch else (lambda text: None)
+    if here and (lack := lacking_meters(spec.quality, say)) is not None:
+        raise lack
+    return resolved
+
+
+def _owner() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return ""

@@ -1,0 +1,117 @@
+"""A model that speaks one text: whole, or as a stream. In a notebook what it said has a player."""
+
+from __future__ import annotations
+
+import base64
+import io
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pipelines.errors import ErrorCode, InputError
+from pipelines.registry import ModelCard, describe, open_pipeline
+from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sound:
+    """Some speech. A notebook shows it as a player."""
+
+    #: float32 [samples], mono, within [-1, 1].
+    samples: NDArray[np.float32]
+    sample_rate: int
+    text: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return len(self.samples) / self.sample_rate
+
+    def save(self, path: str | Path) -> Path:
+        """Writes an audio file in the format of its extension, such as `.wav` or `.flac`; the path."""
+        import soundfile
+
+        soundfile.write(str(path), self.samples, self.sample_rate)
+        return Path(path)
+
+    def __repr__(self) -> str:
+        return f"Sound({self.seconds:.2f} s, {self.sample_rate} Hz, {self.text[:60]!r})"
+
+    def _repr_html_(self) -> str:
+        import soundfile
+
+        file = io.BytesIO()
+        soundfile.write(file, self.samples, self.sample_rate, format="WAV", subtype="PCM_16")
+        data = base64.b64encode(file.getvalue()).decode()
+        return f'<figure><figcaption>{escape(self.text)}</figcaption><audio controls src="data:audio/wav;base64,{data}"></audio></figure>'
+
+
+class Voice:
+    """An open model. A context manager; made by `open_model`."""
+
+    def __init__(self, card: ModelCard, pipeline: Pipeline) -> None:
+        self.card = card
+        self._pipeline = pipeline
+
+    def speak(self, text: str, **asked: Any) -> Sound:
+        """The speech of a text.
+
+        `voice`, `language`, `instruct`, `seed` and the other keys of `generation` are those of a line of an input; `reference` is a
+        recording of the voice to clone, a path or the bytes of an audio file. Raises `InputError` for what the model cannot do.
+        """
+        speech = self._pipeline.submit(self._request(text, asked)).result()
+        return Sound(speech.samples, speech.sample_rate, text)
+
+    def stream(self, text: str, **asked: Any) -> Iterator[Sound]:
+        """The speech of a text in pieces, each as soon as it is made. What it asks is that of `speak`."""
+        for chunk in self._pipeline.stream(self._request(text, asked)):
+            if len(chunk.samples):
+                yield Sound(chunk.samples, chunk.sample_rate)
+
+    def close(self) -> None:
+        """Gives the model's memory back."""
+        self._pipeline.close()
+
+    def __enter__(self) -> Voice:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Voice({self.card.name!r}, {self.card.sample_rate} Hz)"
+
+    def _request(self, text: str, asked: dict[str, Any]) -> SynthesisRequest:
+        reference = asked.pop("reference", None)
+        seed = asked.pop("seed", None) or 0
+        unknown = sorted(asked.keys() - set(Generation.__struct_fields__))
+        if unknown:
+            known = ", ".join(("reference", *Generation.__struct_fields__))
+            raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"There is no setting {unknown[0]!r}.", f"The settings are: {known}.")
+        messages = [Message("user", "text", text)]
+        if reference is not None:
+            messages.insert(0, Message("user", "audio", reference if isinstance(reference, bytes) else _read(Path(reference))))
+        return SynthesisRequest(uuid.uuid4().hex, tuple(messages), Generation(**asked), seed)
+
+
+def open_model(model: str = "hibari", **options: Any) -> Voice:
+    """Opens a model by its name or the folder of its checkpoint; `options` are those of its family, such as `device="cuda"`.
+
+    Raises `ModelError`.
+    """
+    return Voice(describe(model), open_pipeline(model, **options))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        message = f"The recording {str(path)!r} cannot be read: {error.strerror}."
+        raise InputError(ErrorCode.INPUT_AUDIO_MISSING, message, "Check the path.") from None

@@ -1,0 +1,115 @@
+"""What Python has instead of a file becomes the same file each time; the package costs no model library."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import datasets
+import pytest
+from lhotse import CutSet, MonoCut, SupervisionSegment, SupervisionSet
+
+import nightjar
+from jobs.ledger.records import Reading
+from nightjar.inputs import written_input
+from nightjar.runs import _job_options  # pyright: ignore[reportPrivateUsage]
+from pipelines.errors import ConfigError, ErrorCode, InputError
+
+COSTLY = ("torch", "vllm", "celery", "transformers", "sqlalchemy", "numpy", "datasets", "lhotse")
+
+
+@pytest.mark.parametrize(
+    ("code", "costly"),
+    [
+        ("import nightjar; dir(nightjar)", COSTLY),
+        ("import nightjar; nightjar.run, nightjar.submit, nightjar.open_model", ("torch", "vllm", "celery", "datasets", "lhotse")),
+    ],
+)
+def test_importing_nightjar_imports_no_model_library(code: str, costly: tuple[str, ...]) -> None:
+    code += f"; import sys; print([name for name in {costly!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_package_has_what_it_says() -> None:
+    assert [name for name in nightjar.__all__ if getattr(nightjar, name) is None] == []
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = nightjar.nothing  # type: ignore[attr-defined]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def text_of(line: dict[str, Any]) -> tuple[str, str]:
+    return line["example_id"], line["messages"][-1][2]
+
+
+def test_records_of_every_kind(tmp_path: Path) -> None:
+    dialogue = {"example_id": "d", "messages": [["user", "audio", "voices/anna.wav"], ["user", "text", "four"]], "generation": {"seed": 3}}
+    records = ["one", {"id": 7, "text": "two"}, {"messages": [{"role": "user", "content": "three"}]}, dialogue]
+    supervision = SupervisionSegment("sup", "rec", 0.0, 1.0, text="five", speaker="anna")
+    path = written_input([*records, supervision], Reading(), tmp_path)
+    lines = read(path)
+    assert [text_of(line) for line in lines] == [("line-1", "one"), ("7", "two"), ("line-3", "three"), ("d", "four"), ("sup", "five")]
+    assert lines[3]["messages"][0][2] == str(Path.cwd() / "voices/anna.wav")
+    assert lines[3]["generation"] == {"seed": 3}
+    assert written_input(iter([*records, supervision]), Reading(), tmp_path) == path
+    assert written_input(records, Reading(), tmp_path) != path
+    assert len(list(path.parent.iterdir())) == 2
+
+
+def test_supervisions_and_cuts_of_lhotse(tmp_path: Path) -> None:
+    segments = [SupervisionSegment(f"s{n}", "rec", 0.0, 1.0, text=f"text {n}", speaker=("anna", "ben")[n % 2]) for n in range(4)]
+    voices = Reading(voices={"anna": "heart", "*": "sky"})
+    path = written_input(SupervisionSet.from_segments(segments), voices, tmp_path)
+    assert [line["generation"]["voice"] for line in read(path)] == ["heart", "sky"] * 2
+    cuts = CutSet.from_cuts([MonoCut("c", 0.0, 2.0, 0, supervisions=segments)])
+    assert written_input(cuts, voices, tmp_path) == path
+
+
+def test_a_dataset_of_hugging_face_whose_audio_is_left_alone(tmp_path: Path) -> None:
+    table = {"sentence": ["one", "two"], "audio": [{"bytes": b"no audio", "path": None}] * 2}
+    dataset = datasets.Dataset.from_dict(table).cast_column("audio", datasets.Audio())
+    assert [text_of(line) for line in read(written_input(dataset, Reading(), tmp_path))] == [("line-1", "one"), ("line-2", "two")]
+    chats = datasets.Dataset.from_dict({"messages": [[{"role": "user", "content": "hi"}]]})
+    assert [text_of(line) for line in read(written_input(chats, Reading(), tmp_path))] == [("line-1", "hi")]
+    with pytest.raises(InputError, match="no column 'words'"):
+        written_input(dataset, Reading(columns={"text": "words"}), tmp_path)
+
+
+def test_a_limit_takes_no_more_of_an_endless_iterable(tmp_path: Path) -> None:
+    path = written_input((f"text {number}" for number in itertools.count()), Reading(limit=3), tmp_path)
+    assert len(read(path)) == 3
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        (7, "Record 2: A int is no text"),
+        ({"words": "x"}, "Record 2: The input 'This input' has no column `text`"),
+        ({"text": 1.5}, "Record 2: The column 'text' holds no text"),
+        ({"messages": [{"role": "user"}]}, "Record 2: "),
+        ({"messages": [["user", "text", object()]]}, "cannot be written"),
+        (SimpleNamespace(text=None), "is no text"),
+    ],
+)
+def test_a_record_that_is_none_is_named_and_leaves_nothing(tmp_path: Path, record: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        written_input(["good", record], Reading(), tmp_path)
+    assert list((tmp_path / "inputs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"colour": "red"}, "colour"), ({"generation": {"warmth": 3}}, "warmth"), ({"qa_set": ["no pair"]}, "no pair")],
+)
+def test_options_that_do_not_exist_are_refused(options: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        _job_options(options)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
