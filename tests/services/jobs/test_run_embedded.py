@@ -254,7 +254,7 @@ def test_lines_and_items_that_fail_end_with_1_and_are_listed(shell: Shell) -> No
 
 
 def test_abort_on_a_bad_line_leaves_nothing(shell: Shell) -> None:
-    (shell.folder / "in.jsonl").write_text("not json\n")
+    (shell.folder / "in.jsonl").write_text("{not json\n")
     run = shell.run("run", "in.jsonl", "--on-error", "abort", "--json")
     assert run.returncode == 4
     assert json.loads(run.stderr.splitlines()[-1])["error"]["code"] == "input.bad_json"

@@ -27,6 +27,12 @@ for item in job:
 """
 
 
+CAUGHT = """
+except KeyboardInterrupt:
+  print(job._thread.is_alive(), flush=True)
+"""
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, whose jobs are not remembered elsewhere."""
@@ -134,6 +140,17 @@ def test_a_program_that_does_not_wait_is_waited_for_and_one_that_fails_is_not(sl
     _, said = patient.communicate(timeout=240)
     assert (patient.returncode, said) == (0, "")
     assert slow.done() == 20
+
+
+def test_an_interrupt_in_a_notebook_stops_the_run(slow: Shell) -> None:
+    """There the program goes on after Ctrl-C."""
+    write_input(slow.folder / "in.jsonl", 60)
+    slow.hold("line-0")
+    program = python(slow, SLOW.replace("for item", "try:\n  for item").replace("    print(item.id", "    print(item.id") + CAUGHT)
+    until(lambda: slow.done() >= 10, "no item was made")
+    program.send_signal(signal.SIGINT)
+    said, wrong = program.communicate(timeout=240)
+    assert (program.returncode, said.split()[-1]) == (0, "False"), wrong
 
 
 def test_a_job_that_was_stopped_says_so(slow: Shell) -> None:
