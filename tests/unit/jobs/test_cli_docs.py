@@ -86,14 +86,18 @@ _OF_PIPECAT = ROOT / "docs/voice-agents.md"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != _OF_PIPECAT], ids=name_of)
-def test_python_of_a_page_runs(page: Path) -> None:
+def test_python_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "dialogues.jsonl").write_text('{"example_id": "a1", "messages": [["user", "text", "Good evening."]]}\n')
+    names: dict[str, object] = {}
     for source in re.findall(r"(?ms)^```python$(.*?)^```$", page.read_text()):
-        exec(compile(source, page.name, "exec"), {})
+        exec(compile(source, page.name, "exec"), names)
 
 
 #: The old name in front of one of our commands, in code: a shell would run its builtin.
 BARE = re.compile(r"(?:^|[`'\"(/|;&])[ \t]*jobs (?:{})\b(?! *=)".format("|".join(COMMANDS)), re.MULTILINE)
-ROOMS = ("jobs", "worker", "pipelines", "kernels", "migrations", "benchmarks", "examples", "docs")
+ROOMS = ("nightjar", "jobs", "worker", "pipelines", "kernels", "migrations", "benchmarks", "examples", "docs")
 
 
 def shown_texts() -> Iterator[tuple[str, str]]:
