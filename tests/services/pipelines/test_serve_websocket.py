@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import logging
 import threading
@@ -196,18 +197,19 @@ def test_a_server_whose_engine_is_away_says_so_and_loses_no_slot(voice: StreamVo
         opened.wait()
         return voice
 
-    with Running(voice, wait=False, open_model=open_model, slots=1) as server:
+    with Running(voice, wait=False, open_model=open_model, slots=1) as server, contextlib.ExitStack() as ending:
+        ending.callback(opened.set)
         server.until(lambda: server.health() == 503)
-        with talk(server.url) as client:
-            for _ in range(3):
-                client.say("a", "Hello.")
-                away = client.error("a")
-                assert (away["status_code"], away["error_code"]) == (503, "engine_starting")
-            assert server.metrics()["speech_server_running"] == 0
-            opened.set()
-            server.until(lambda: server.health() == 200)
-            client.say("a", "Hello.", **SEEDED)
-            assert client.hear("a") == spoken(["Hello."])
+        client = ending.enter_context(talk(server.url))
+        for _ in range(3):
+            client.say("a", "Hello.")
+            away = client.error("a")
+            assert (away["status_code"], away["error_code"]) == (503, "engine_starting")
+        assert server.metrics()["speech_server_running"] == 0
+        opened.set()
+        server.until(lambda: server.health() == 200)
+        client.say("a", "Hello.", **SEEDED)
+        assert client.hear("a") == spoken(["Hello."])
 
 
 def test_a_connection_without_a_context_makes_room_and_no_other(voice: StreamVoice) -> None:
