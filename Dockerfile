@@ -16,6 +16,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/nightjar
 WORKDIR /src
 COPY pyproject.toml setup.py requirements.lock README.md LICENSE ./
+COPY nightjar nightjar
 COPY jobs jobs
 COPY worker worker
 COPY pipelines pipelines

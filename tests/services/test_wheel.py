@@ -19,7 +19,7 @@ from tests.support.golden_checkpoint import whole
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "tests/golden/qwen3_tts/checkpoint-design"
 CODE = (".cubin", ".ptx")
-ROOMS = ("jobs", "worker", "pipelines", "kernels", "migrations")
+ROOMS = ("nightjar", "jobs", "worker", "pipelines", "kernels", "migrations")
 LINE = '{"example_id": "a", "messages": [["user", "text", "Good evening."]]}\n'
 
 
