@@ -259,21 +259,16 @@ class GraphExecutor:
         return _OnTheWay(used, self._buffers, event, (len(slots), self._codes.shape[1]), self._codes_from)
 
     @torch.inference_mode()
-    def warm(self) -> None:
-        """Captures the graphs without which a first batch would wait."""
+    def warm(self, everything: bool = False) -> None:
+        """Captures the graphs without which a first batch would wait, or every graph, so that no request ever waits for one."""
         for bucket in self._buckets.first:
-            if bucket not in self._graphs:
-                self._capture(bucket)
+            self._capture(bucket)
         self.prefills.warm()
+        while everything and self.prepare():
+            pass
         # What ran before the captures took memory that later batches do not need; the engine's thread may be on another stream.
         torch.cuda.current_stream().synchronize()
         torch.cuda.empty_cache()
-
-    def warm_all(self) -> None:
-        """Captures every graph: no batch makes a request wait for one."""
-        while self.prepare():
-            pass
-        self.warm()
 
     @torch.inference_mode()
     def prepare(self) -> bool:

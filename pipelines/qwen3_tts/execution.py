@@ -187,10 +187,7 @@ def _open_graphs(model: Qwen3TTSModel, sizes: EngineOptions, reproducible: bool,
         return None, fault
     try:
         executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible, streams)
-        if streams:
-            executor.warm_all()
-        else:
-            executor.warm()
+        executor.warm(everything=streams)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
     except Exception as error:

@@ -196,7 +196,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         shape, ids = (_WARM_POSITIONS, self.config.codebooks), self.config.ids
         prompt = Prompt(np.full(shape[0], ids.tts_pad), np.full(shape, NONE), np.full(_WARM_FRAMES, ids.tts_pad))
         wanted = GenerationRequest("", prompt, SamplingParams(min_new_tokens=_WARM_FRAMES + 1), 0, _WARM_FRAMES + 1)
-        info = FrameRequestInfo("", self.sample_rate, self._meta, True, None, self._frame_seconds)
+        info = FrameRequestInfo("", self.sample_rate, {**self._meta}, True, None, self._frame_seconds)
         outcomes: SimpleQueue[AudioChunk | NightjarError] = SimpleQueue()
         try:
             self._start(wanted, info, outcomes.put)

@@ -1,0 +1,138 @@
+"""Streams on a CUDA device: turns that are read at once, newcomers in small graphs, and everything captured before the first request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from pipelines.engine.core import EngineCore, EngineOptions
+from pipelines.engine.graph import SHAPES, SMALL_SHAPES, GraphExecutor
+from pipelines.engine.scheduler import GenerationRequest
+from pipelines.qwen3_tts.dummy import dummy_model
+from pipelines.qwen3_tts.execution import graph_executor, open_executor
+from pipelines.qwen3_tts.model import Qwen3TTSModel
+from pipelines.qwen3_tts.pipeline import open_pipeline
+from tests.gpu.test_graph_executor import Heard, requests
+from tests.support.qwen3_golden import GOLDEN
+
+pytestmark = pytest.mark.gpu
+SIZES: dict[str, int] = {"pages": 512, "page_size": 64, "max_context": 1024}
+
+
+@pytest.fixture(scope="module")
+def narrow() -> Qwen3TTSModel:
+    return dummy_model("0b6", torch.device("cuda"), torch.bfloat16, 1024)
+
+
+@pytest.fixture(scope="module")
+def wide() -> Qwen3TTSModel:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return dummy_model("0b6", torch.device("cuda"), torch.float32, 1024)
+
+
+class Chunks(Heard):
+    """Also keeps what was handed on of each stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: dict[str, list[np.ndarray]] = {}
+
+    def frames(self, request: GenerationRequest, codes: np.ndarray) -> None:
+        self.chunks.setdefault(request.request_id, []).append(codes)
+
+
+def spoken(executor: Any, batch: list[GenerationRequest], together: int, frames: int = 1, stream_slots: int = 0) -> Chunks:
+    heard = Chunks()
+    options = EngineOptions(slots=executor.state.slots, frames_per_turn=frames, stream_slots=stream_slots, **SIZES)
+    core = EngineCore(executor, options, heard)
+    with torch.cuda.stream(executor.stream):
+        for start in range(0, len(batch), together):
+            for request in batch[start : start + together]:
+                core.add(request)
+                core.step()
+            while core.busy:
+                core.step()
+    assert core.scheduler.kv.free == core.scheduler.kv.pages
+    return heard
+
+
+def all_captured(executor: GraphExecutor) -> bool:
+    known = {(count, *size) for size, prompts in executor.prefills._prompts.items() for count in prompts.captured}
+    wanted = {shape for shape in (*SHAPES, *SMALL_SHAPES) if shape[1] + shape[2] <= executor.state.page_table.shape[1]}
+    return executor._buckets.captured == set(executor.batch_sizes) and known == wanted and not executor.prepare()
+
+
+def test_streams_and_whole_utterances_in_company_say_what_they_say_alone(narrow: Qwen3TTSModel) -> None:
+    executor = graph_executor(narrow, 16, 512, 64, 1024, reproducible=True, first_on_device=True)
+    batch = requests(narrow, 24, greedy=False)
+    mixed = [replace(one, stream=index % 2 == 0) for index, one in enumerate(batch)]
+    alone = spoken(executor, batch, 1)
+    together = spoken(executor, mixed, 24, frames=2, stream_slots=6)
+    for request in mixed:
+        codes = together.codes[request.request_id]
+        np.testing.assert_array_equal(alone.codes[request.request_id], codes)
+        if request.stream and request.request_id in together.chunks:
+            handed = np.concatenate(together.chunks[request.request_id])
+            np.testing.assert_array_equal(handed, codes[: len(handed)])
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3])
+def test_turns_that_are_read_at_once_and_a_turn_later_make_the_same_codes(narrow: Qwen3TTSModel, frames: int) -> None:
+    executor = graph_executor(narrow, 16, 512, 64, 1024, reproducible=True)
+    batch = requests(narrow, 12, greedy=False)
+    later = spoken(executor, batch, 12, frames=frames)
+    executor.lag = 0
+    at_once = spoken(executor, batch, 12, frames=frames)
+    for name in later.codes:
+        np.testing.assert_array_equal(later.codes[name], at_once.codes[name])
+
+
+def test_a_newcomer_in_a_small_graph_says_what_it_says_in_a_large_one(wide: Qwen3TTSModel) -> None:
+    batch = requests(wide, 12, greedy=True)
+    small, large = (graph_executor(wide, 8, 512, 64, 1024) for _ in range(2))
+    small.warm(everything=True)
+    large.prefills.sharing = "fixed"
+    large.prefills._shapes = list(SHAPES)
+    for size, prompts in large.prefills._prompts.items():
+        prompts.sizes = tuple(sorted(count for count, *pages in SHAPES if tuple(pages) == size))
+    mine, theirs = spoken(small, batch, 1), spoken(large, batch, 1)
+    assert any(shape[0] == 1 for shape in small.prefills._graphs)
+    assert all(shape[0] > 1 for shape in large.prefills._graphs)
+    same = [np.array_equal(mine.codes[name], theirs.codes[name]) for name in mine.codes]
+    # Rounding differs by the shape of a product: two logits that are nearly the same may change places.
+    assert sum(same) >= len(batch) - 1
+
+
+def test_an_executor_for_streams_has_every_graph_and_its_work_goes_first(narrow: Qwen3TTSModel) -> None:
+    executor = open_executor(narrow, EngineOptions(slots=9, **SIZES), streams=4)
+    assert isinstance(executor, GraphExecutor)
+    assert all_captured(executor)
+    assert executor.stream is not None
+    assert executor.stream.priority < 0
+    assert len(spoken(executor, requests(narrow, 12, greedy=False), 12).codes) == 12
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Any]:
+    opened = open_pipeline(GOLDEN / "checkpoint-base", device="cuda", slots=8, streams=4, keep_unfinished=True)
+    yield opened
+    opened.close()
+
+
+def test_a_pipeline_for_streams_is_open_when_all_graphs_stand_and_speech_was_made(pipeline: Any) -> None:
+    executor = pipeline.engine.core.executor
+    if isinstance(executor, GraphExecutor):
+        assert all_captured(executor)
+    assert pipeline.codec.decoder._graphs is not None
+    assert pipeline.engine.core.options.stream_slots == 4
+    assert pipeline.stats().requests_done == 2
+    assert pipeline.stats().running == 0
