@@ -51,7 +51,10 @@ class _Graph:
 class PrefillGraphs:
     """Prefills chunks that fit a shape; thousands of launches become one. A graph is captured when `Buckets` has it due."""
 
-    def __init__(self, work: Work, state: SlotState, kv: PagedKV, pool: Any, sharing: Sharing = "free") -> None:
+    def __init__(
+        self, work: Work, state: SlotState, kv: PagedKV, pool: Any, sharing: Sharing = "free", aside: torch.cuda.Stream | None = None
+    ) -> None:
+        """Graphs are captured on the stream `aside`, and have its priority."""
         self.sharing: Sharing = sharing
         self._work, self._state, self._kv, self._pool = work, state, kv, pool
         shapes = sorted((*SHAPES, *(SMALL_SHAPES if sharing == "free" else ())), key=lambda shape: (shape[2], shape[1], shape[0]))
@@ -60,7 +63,7 @@ class PrefillGraphs:
         sizes = dict.fromkeys((new, before) for _, new, before in self._shapes)
         #: The numbers of prompts that chunks of one size and place can share a replay of.
         self._prompts = {size: Buckets([count for count, *pages in self._shapes if tuple(pages) == size]) for size in sizes}
-        self._aside = torch.cuda.Stream() if kv.k.is_cuda else None
+        self._aside = aside or (torch.cuda.Stream() if kv.k.is_cuda else None)
 
     def warm(self) -> None:
         """Captures the graph that most prompts need: of chunks that fit a page, as many as share a replay."""
@@ -229,7 +232,7 @@ class GraphExecutor:
         def prefill(embeddings: Tensor, page_table: Tensor, counts: Tensor, start: int) -> None:
             prefill_padded(embeddings, page_table, counts, start, stack, cache.k, cache.v, SCRATCH_PAGE)
 
-        self.prefills = PrefillGraphs(prefill, self.state, self.kv, self._pool, "fixed" if reproducible else "free")
+        self.prefills = PrefillGraphs(prefill, self.state, self.kv, self._pool, "fixed" if reproducible else "free", self._aside)
         self._running: list[int] = []
 
     @torch.inference_mode()
