@@ -9,6 +9,7 @@ import click
 
 from jobs.engine_process import engine_options, open_model
 from jobs.settings import load_settings
+from pipelines.interpreter import serve_threads
 from pipelines.registry import describe
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.server import Server
@@ -30,6 +31,7 @@ def main(model: str, port: int, slots: int, waiting_room: int, given: tuple[str,
     server = Server(card, lambda: open_model(model, card, settings, options), serve, "127.0.0.1", port)
     print(server.url)
     sys.stdout.flush()
+    serve_threads()
     server.run()
 
 

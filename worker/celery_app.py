@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import socket
@@ -24,6 +23,7 @@ from jobs.ledger.records import Ticket
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
+from pipelines.interpreter import collect_seldom
 from worker.consumer import ShardTask
 from worker.demand import MAX_SHARDS
 from worker.runtime import Handling, Runtime, WorkerOptions
@@ -58,7 +58,7 @@ class EnginePool(TaskPool):
         _install_signals(_runtime)
         try:
             _runtime.start()
-            _collect_seldom()
+            collect_seldom()
         except NightjarError as error:
             # Celery would log a traceback; whoever started the worker tells the person.
             _failure = error
@@ -120,16 +120,6 @@ def _install_signals(runtime: Runtime) -> None:
 
 
 EXPIRES_SECONDS = 3600
-#: New objects until the collector of garbage looks through them (Python's own: 700).
-COLLECT_AFTER = 20_000
-
-
-def _collect_seldom() -> None:
-    """Leaves what a worker loaded out of the collections of garbage, and collects after more objects. Items make few cycles; looking
-    for them took a tenth of the time of a small item."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(COLLECT_AFTER)
 
 
 def create_app(settings: Settings) -> Celery:

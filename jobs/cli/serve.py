@@ -62,6 +62,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
             f"The server does not open {settings.serve.address} to the network without a key.",
             "Set SPEECH_SERVE__API_KEY or SPEECH_SERVE__API_KEY_FILE, or listen on 127.0.0.1.",
         )
+    from pipelines.interpreter import serve_threads
     from pipelines.serving.server import Server
 
     level = "warning" if quiet else settings.log_level
@@ -80,6 +81,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
         output.line(server.url)
     sys.stdout.flush()
     output.note(f"Serving {options.names[0]}; the model is loading while {server.url}/health says `starting`.")
+    serve_threads()
     server.run()
     if server.hangs:
         sys.stdout.flush()

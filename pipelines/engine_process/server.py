@@ -40,6 +40,7 @@ from pipelines.engine_process.messages import (
     plain,
 )
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
+from pipelines.interpreter import serve_threads
 from pipelines.ipc import Channel, close_all, share
 from pipelines.registry import open_pipeline
 from pipelines.request import AudioChunk, EngineStats, Pipeline, PreparedRequest, Speech, engine_info
@@ -48,7 +49,7 @@ from pipelines.streams import End, start_stream
 log = logging.getLogger(__name__)
 
 #: Between two messages with the engine's stats.
-STATS_SECONDS = 0.1
+STATS_SECONDS = 0.02
 #: Threads that start streams whose recording is encoded first, or whose text is read here. More would only share the device.
 _STARTING_THREADS = 4
 #: Exit status of a child whose client is gone.
@@ -126,6 +127,7 @@ class EngineServer:
             self._send(NotOpened(_record_of(error, "The model could not be opened")))
             self._outbox.wait()
             return 0
+        serve_threads()
         threading.Thread(target=self._feed, name="feeder", args=(pipeline,), daemon=True).start()
         self._send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, engine_info(pipeline)))
         self._deliver(pipeline)

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -44,6 +45,8 @@ _FRAMES_PER_TURN = 2
 #: On a GPU: seconds that an utterance waits to be decoded with others, and frames and utterances that are company enough.
 _GATHER_SECONDS = 0.2
 _GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
+#: States of streams that left their slot and whose last chunk is still decoded, beside one for every slot.
+LATE_STATES = 128
 
 
 def engine_options(
@@ -59,10 +62,11 @@ def engine_options(
     memory_share: float | None = None,
     weight_bytes: int = 0,
     stream_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `weight_bytes`: its codec's too.
 
-    `stream_bytes`: what the codec takes for so many streams.
+    `stream_bytes`, `state_bytes`: what the codec takes for streams, and for the state of one in each slot.
     Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short for any prompt.
     """
     context = min(max_context, config.talker.max_positions)
@@ -70,6 +74,7 @@ def engine_options(
         message = f"A context of {context} positions is too short for a prompt and a second of speech."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Set SPEECH_ENGINE__MAX_CONTEXT to {_LEAST_CONTEXT} or more, or unset it.")
     needs = memory_needs(config, dtype, page_size, context, weight_bytes + stream_bytes)
+    needs = replace(needs, slot=needs.slot + state_bytes)
     if device.type == "cpu":
         slots = slots or _CPU_SLOTS
         pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
@@ -116,9 +121,10 @@ class _Shapes:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def stream_bytes(config: CodecDecoderConfig, dtype: torch.dtype, streams: int) -> int:
-    """Bytes of a GPU that a codec which is not loaded yet takes for so many streams."""
-    return CodecDecoder(config, _Shapes(), "meta", dtype, fused=False).stream_bytes(streams)
+def stream_needs(config: CodecDecoderConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes of a GPU that a codec which is not loaded yet takes for streams: its graphs, and the state of one stream."""
+    decoder = CodecDecoder(config, _Shapes(), "meta", dtype, fused=False)
+    return decoder.stream_bytes(LATE_STATES), decoder.state_size * dtype.itemsize
 
 
 def memory_budget(device: torch.device, share: float | None) -> int:

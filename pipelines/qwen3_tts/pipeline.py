@@ -26,7 +26,15 @@ from pipelines.nn.checkpoint import Checkpoint, open_device, precision, read_opt
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
-from pipelines.qwen3_tts.execution import check_executor, engine_options, open_executor, open_stage, start_warming, stream_bytes
+from pipelines.qwen3_tts.execution import (
+    LATE_STATES,
+    check_executor,
+    engine_options,
+    open_executor,
+    open_stage,
+    start_warming,
+    stream_needs,
+)
 from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import NONE, Prompt, PromptParts, Reference, build_prompt
@@ -183,7 +191,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         executor = open_executor(model, sizes, options.executor, options.reproducible, options.streams)
         self._meta = {"engine": "native", "executor": executor.name, "dtype": type_name(dtype)}
         wait_for_codec()
-        self.codec.decoder.prepare_streams(options.streams)
+        if options.streams:
+            self.codec.decoder.prepare_streams(sizes.slots + LATE_STATES)
         stage = open_stage(self.codec.decoder, sizes.decode_frames)
         waiting_room = options.waiting_room or (sizes.slots if device.type == "cuda" else _CPU_WAITING_ROOM)
         self.engine = Engine(executor, sizes, waiting_room, stage)
@@ -284,8 +293,9 @@ def _sizes(
     """Sizes of the engine, before anything is loaded. Raises as `engine_options`."""
     with Checkpoint.open(config.folder) as model, Checkpoint.open(config.folder / "speech_tokenizer") as codec:
         weight_bytes = model.values() * dtype.itemsize + codec.values() * codec_dtype.itemsize
-    on_gpu = options.streams > 0 and device.type == "cuda"
-    states = stream_bytes(CodecConfig.load(config.folder / "speech_tokenizer").decoder, codec_dtype, options.streams) if on_gpu else 0
+    graphs, state = 0, 0
+    if options.streams and device.type == "cuda":
+        graphs, state = stream_needs(CodecConfig.load(config.folder / "speech_tokenizer").decoder, codec_dtype)
     return engine_options(
         config,
         device,
@@ -297,7 +307,8 @@ def _sizes(
         max_context=options.max_context,
         memory_share=options.memory_share,
         weight_bytes=weight_bytes,
-        stream_bytes=states,
+        stream_bytes=graphs,
+        state_bytes=state,
     )
 
 

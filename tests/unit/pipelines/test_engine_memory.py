@@ -17,7 +17,7 @@ from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
-from pipelines.qwen3_tts.execution import engine_options, memory_needs, stream_bytes
+from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, memory_needs, stream_needs
 from tests.support.qwen3_golden import GOLDEN
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,8 +111,8 @@ def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Pat
     config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
     weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
     plain, streams = (
-        engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes, streams=count, stream_bytes=taken)
-        for count, taken in ((0, 0), (16, stream_bytes(PUBLISHED_CODEC, torch.bfloat16, 16)))
+        engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes, streams=count, stream_bytes=graphs, state_bytes=state)
+        for count, (graphs, state) in ((0, (0, 0)), (16, stream_needs(PUBLISHED_CODEC, torch.bfloat16)))
     )
     assert (plain.stream_slots, streams.stream_slots) == (0, 16)
     assert streams.pages < plain.pages
@@ -121,8 +121,9 @@ def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Pat
 
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
     decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
-    assert stream_bytes(TINY_CODEC, torch.float32, 9) == graph_bytes(decoder.shape, 9)
-    assert stream_bytes(TINY_CODEC, torch.bfloat16, 9) < stream_bytes(TINY_CODEC, torch.bfloat16, 10)
+    graphs, state = stream_needs(TINY_CODEC, torch.float32)
+    assert graphs + 40 * state == graph_bytes(decoder.shape, LATE_STATES + 40), "every slot has a state"
+    assert stream_needs(TINY_CODEC, torch.bfloat16)[1] == state // 2
 
 
 def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float], tmp_path: Path) -> None:
