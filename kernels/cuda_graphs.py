@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+#: Of CUDA streams, where a lower one goes first on the device: chunks that listeners wait for, then the frames of an engine for streams.
+#: Everything else has 0.
+CHUNK_PRIORITY, FRAME_PRIORITY = -2, -1
+
 
 def capture(work: Callable[[], None], pool: Any, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     """A graph of this work, which runs once before, on the stream `aside`. Other threads may use the device meanwhile."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cuda_graphs import capture
+from kernels.cuda_graphs import CHUNK_PRIORITY, capture
 from kernels.toolchain import triton_fault
 from pipelines.codec.batches import FIXED_ROWS
 from pipelines.codec.blocks import Past
@@ -80,7 +80,7 @@ class StreamGraphs:
         """`run`: one pass, codes [B, T, codebooks] -> samples [B, T * samples_per_frame]. `fixed`: all launches have `FIXED_ROWS` rows."""
         self._run, self._shape = run, shape
         on_gpu = shape.device.type == "cuda"
-        self._stream = torch.cuda.Stream(shape.device, priority=-1) if on_gpu else None
+        self._stream = torch.cuda.Stream(shape.device, priority=CHUNK_PRIORITY) if on_gpu else None
         self._pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None
         most = next((rows for rows in ROWS if rows >= streams), ROWS[-1])
         counts = (FIXED_ROWS,) if fixed else tuple(rows for rows in ROWS if rows <= most)

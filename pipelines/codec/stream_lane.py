@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar, cast, runtime_checkable
 import torch
 from torch import Tensor
 
+from kernels.cuda_graphs import CHUNK_PRIORITY
 from pipelines.codec.lane import Decoder, Done, S, failure, outcome_of, tell, too_late
 from pipelines.codec.transfer import SamplesOnTheWay, sent
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
@@ -77,7 +78,7 @@ class StreamLane(Generic[S]):
     def __init__(self, decoder: Decoder[S], max_rows: int = 64, device: torch.device | None = None) -> None:
         self._starter = cast("ChunkStarter[S]", decoder) if isinstance(decoder, ChunkStarter) else _Launched(decoder)
         self._max_rows = max_rows
-        self._stream = torch.cuda.Stream(device, priority=-1) if device is not None and device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=CHUNK_PRIORITY) if device is not None and device.type == "cuda" else None
         #: Chunks of each stream in their order.
         self._waiting: dict[int, deque[_Chunk[S]]] = {}
         self._arrivals = 0

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cuda_graphs import capture
+from kernels.cuda_graphs import FRAME_PRIORITY, capture
 from kernels.lm_frame import DrawTensors, FrameTensors, FusedFrame, StateTensors, plan_for, runs_cuda
 from kernels.prefill_triton import prefill_padded
 from kernels.registry import to_device
@@ -223,7 +223,7 @@ class GraphExecutor:
         self._buffers: list[Tensor] = []
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._frames: dict[int, FusedFrame] = {}
-        priority = -1 if first_on_device else 0
+        priority = FRAME_PRIORITY if first_on_device else 0
         # A graph keeps the priority of the stream on which it was captured.
         self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(priority=priority)
         self.stream = torch.cuda.Stream(priority=priority) if first_on_device else None
