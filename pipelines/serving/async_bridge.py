@@ -138,13 +138,17 @@ class StreamCall:
         with self._lock:
             if self._given_up:
                 return
-        end = start_stream(self._pipeline, self._request, lambda outcome: _on_loop(self._loop, lambda: self._arrived(outcome)))
-        with self._lock:
-            self._end = end
-            unwanted = self._given_up
-        if unwanted:
-            end()
-            _on_loop(self._loop, self._settle)
+        end: End | None = None
+        try:
+            end = start_stream(self._pipeline, self._request, lambda outcome: _on_loop(self._loop, lambda: self._arrived(outcome)))
+        finally:
+            with self._lock:
+                self._end = end
+                unwanted = self._given_up
+            if unwanted:
+                if end is not None:
+                    end()
+                _on_loop(self._loop, self._settle)
 
     async def _next(self) -> AudioChunk | NightjarError:
         while not self._outcomes:
