@@ -48,6 +48,8 @@ def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
     if prepares_streams(card):
         streams = settings.serve.streams
         options["streams"] = (_GPU_STREAMS if _has_gpu() else _CPU_STREAMS) if streams is None else streams
+        if settings.serve.text_in:
+            options["text_first"] = False
     return options | {"keep_unfinished": True} if card.capabilities.text_out else options
 
 

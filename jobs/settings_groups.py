@@ -219,6 +219,11 @@ class ServeSettings(SettingsGroup):
     connection_idle_seconds: Positive = Field(
         default=300.0, description="Seconds after which a WebSocket without a context is closed if its client sends nothing."
     )
+    text_in: bool | None = Field(
+        default=None,
+        description="Speak the text of a context while it is being written. Unset: where the model reads its text so anyway (Qwen3-TTS, "
+        "voices cloned without the recording's text). `true`: named voices of Qwen3-TTS too, on all routes. `false`: by sentence.",
+    )
     voices_folder: Path | None = Field(default=None, description="Folder of stored voices. Unset: `voices` in `home`.")
     stored_voices: PositiveInt = Field(default=256, description="Maximum stored voices.")
     voice_bytes: PositiveInt = Field(default=8 << 20, description="Maximum bytes of the recording of a stored voice.")

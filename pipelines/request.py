@@ -152,6 +152,8 @@ class Capabilities:
     references: int = 1
     instruct: bool = False
     streaming: bool = False
+    #: Speaks while its text is still being written: `pipelines.streams.start_text_stream`.
+    text_in: bool = False
     guidance: bool = False
     #: Takes temperature, top_k, top_p and repetition_penalty.
     sampling: bool = True

@@ -6,12 +6,12 @@ import logging
 import math
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from pipelines.errors import ErrorCode, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.request import AudioChunk, Pipeline, PreparedRequest, SynthesisRequest
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,64 @@ def start_stream(pipeline: Pipeline, request: SynthesisRequest | PreparedRequest
     if hasattr(pipeline, "start_stream"):
         return native.start_stream(request, heard)
     return _start_thread(pipeline, request, heard)
+
+
+class TextIds(Protocol):
+    """A text that comes in pieces, as the ids of its tokens; what a `Frontend` with `open_text` gives."""
+
+    def add(self, text: str, final: bool = False) -> list[int]:
+        """The ids that are certain with this text and were not given before; `final`: all of the rest. Raises `InputError`."""
+        ...
+
+
+class IdStream(Protocol):
+    """A stream of a pipeline whose text comes as token ids. Its methods may be called from any thread, and wait for nothing."""
+
+    def append(self, ids: Sequence[int], final: bool) -> None:
+        """More of the text; `final` ends it. Nothing follows that, and what comes after the stream's end is ignored."""
+        ...
+
+    def end(self) -> None:
+        """Ends the stream, as `End`."""
+        ...
+
+
+class TextStream:
+    """A stream that runs while its text is still being written: it makes frames as far as the text reaches, and then waits for more.
+
+    The speech is that of the joined text, however it was cut and whenever it came. Used on one thread at a time.
+    """
+
+    def __init__(self, ids: TextIds, stream: IdStream) -> None:
+        self._ids = ids
+        self._stream = stream
+        self._complete = False
+
+    def append(self, text: str, final: bool = False) -> None:
+        """More text; `final` ends it, and nothing may follow. Raises `InputError` for what the model does not take; the stream goes on."""
+        if self._complete:
+            raise ValueError("The text of this stream has ended.")
+        fresh = self._ids.add(text, final)
+        self._complete = final
+        if fresh or final:
+            self._stream.append(fresh, final)
+
+    def finish(self) -> None:
+        """Ends the text, if it has not ended."""
+        if not self._complete:
+            self.append("", final=True)
+
+    def end(self) -> None:
+        """Ends the stream, as `End`."""
+        self._stream.end()
+
+
+def start_text_stream(pipeline: Pipeline, request: SynthesisRequest, heard: Heard) -> TextStream:
+    """Starts a stream with the beginning of its text, for a pipeline with `capabilities.text_in`. Else as `start_stream`."""
+    native: Any = pipeline
+    if not pipeline.capabilities.text_in:
+        raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {pipeline.name} takes no text in pieces.", "Give it whole sentences.")
+    return native.start_text_stream(request, heard)
 
 
 def pulled(start: Callable[[Heard], End]) -> Iterator[AudioChunk]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pipelines.engine.executor import ENDED, NOT_FINITE, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import DrawFlags, Placement
-from pipelines.engine.turns import Listening, TurnPlanner
+from pipelines.engine.turns import CHUNK_FRAMES, Listening, TurnPlanner
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)
@@ -109,6 +109,14 @@ class EngineCore:
         return bool(scheduler.running or scheduler.waiting or scheduler.waiting_streams or self._turns)
 
     @property
+    def idle(self) -> bool:
+        """Whether nothing can be done before something comes: a request, or text for those that run."""
+        scheduler = self.scheduler
+        if self._turns or scheduler.waiting or scheduler.waiting_streams:
+            return False
+        return all(one.starved and one.to_prefill == 0 for one in scheduler.running)
+
+    @property
     def has_streams(self) -> bool:
         """Whether a stream is alive, running or waiting."""
         return bool(self.scheduler.waiting_streams or self.scheduler.streams)
@@ -127,6 +135,19 @@ class EngineCore:
         """Puts a request into the queue. Raises as `check` does."""
         self.check(request)
         self.scheduler.add(Utterance(request, listening=Listening(self._clock()) if request.stream else None))
+
+    def append(self, request: GenerationRequest, ids: Sequence[int], final: bool) -> None:
+        """Adds text ids to a request whose text is open; `final` ends its text. Does nothing when the request is over."""
+        for utterance in self.scheduler.find(request):
+            if not utterance.text_open:
+                continue
+            known, more = len(utterance.trailing), np.asarray(ids, np.int64)
+            utterance.trailing = np.concatenate((utterance.trailing, more))
+            utterance.text_open = not final
+            if len(more):
+                self.executor.take_text(more)
+                if utterance.slot >= 0:
+                    self.executor.state.write_trailing(utterance.slot, more, known)
 
     def abort(self, which: str | GenerationRequest) -> None:
         """Ends a request, or all requests with this id, wherever they are; its listener hears `synth.aborted`. Unknown ids are ignored."""
@@ -203,8 +224,8 @@ class EngineCore:
         request, last = utterance.request, len(utterance.request.prompt) - 1
         try:
             utterance.embeddings = self.executor.embed(request.prompt)
-            trailing = np.asarray(request.prompt.trailing, np.int64)
-            return Placement(utterance.slot, utterance.pages, request.seed, request.sampling, trailing, utterance.embeddings[last], last)
+            embedding, trailing = utterance.embeddings[last], utterance.trailing
+            return Placement(utterance.slot, utterance.pages, request.seed, request.sampling, trailing, embedding, last)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -308,9 +329,10 @@ class EngineCore:
         now = self._clock()
         if listening.awaiting:
             listening.size = self.planner.next_size(listening, now)
-        while fresh >= listening.size:
+        while fresh >= listening.size or (fresh > 0 and utterance.starved):
+            size = listening.size if fresh >= listening.size else max(size for size in CHUNK_FRAMES if size <= fresh)
             # A part has one frame or more.
-            chunk = np.concatenate(utterance.parts[-fresh:])[-fresh:][: listening.size]
+            chunk = np.concatenate(utterance.parts[-fresh:])[-fresh:][:size]
             utterance.delivered += len(chunk)
             fresh -= len(chunk)
             listening.handed_on(len(chunk), now, self.options.frame_seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -66,6 +66,8 @@ class Engine:
         self._receivers: dict[GenerationRequest, FrameReceiver] = {}
         self._inbox: list[tuple[GenerationRequest, FrameReceiver]] = []
         self._aborts: list[str | GenerationRequest] = []
+        #: Text for requests that were submitted before.
+        self._texts: list[tuple[GenerationRequest, Sequence[int], bool]] = []
         self._wake = threading.Condition()
         self._room = waiting_room
         self._follower = follower
@@ -91,6 +93,12 @@ class Engine:
             if self._closing:
                 raise _closed()
             self._inbox.append((request, receiver))
+            self._wake.notify_all()
+
+    def append(self, request: GenerationRequest, ids: Sequence[int], final: bool) -> None:
+        """Adds text to a request that was submitted with open text; see `EngineCore.append`. Never waits."""
+        with self._wake:
+            self._texts.append((request, ids, final))
             self._wake.notify_all()
 
     def abort(self, request_id: str) -> None:
@@ -173,11 +181,12 @@ class Engine:
                     break
                 arrived, self._inbox = self._inbox, []
                 aborts, self._aborts = self._aborts, []
+                texts, self._texts = self._texts, []
                 self._waiting += sum(not request.stream for request, _ in arrived)
-            if idle and not (arrived or aborts):
+            if idle and not (arrived or aborts or texts):
                 self._prepare()
             else:
-                self._turn(arrived, aborts)
+                self._turn(arrived, aborts, texts)
         self._stop()
 
     @property
@@ -197,7 +206,7 @@ class Engine:
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._inbox or self._aborts or self._closing or self.core.busy)
+        return bool(self._inbox or self._aborts or self._texts or self._closing or not self.core.idle)
 
     def _prepare(self) -> None:
         try:
@@ -206,10 +215,17 @@ class Engine:
             log.exception("the executor could not prepare for later batches")
             self._preparing = False
 
-    def _turn(self, arrived: list[tuple[GenerationRequest, FrameReceiver]], aborts: list[str | GenerationRequest]) -> None:
+    def _turn(
+        self,
+        arrived: list[tuple[GenerationRequest, FrameReceiver]],
+        aborts: list[str | GenerationRequest],
+        texts: list[tuple[GenerationRequest, Sequence[int], bool]],
+    ) -> None:
         for request, receiver in arrived:
             self._receivers[request] = receiver
             self.core.add(request)
+        for request, ids, final in texts:
+            self.core.append(request, ids, final)
         for which in aborts:
             self.core.abort(which)
         worked = True
@@ -221,7 +237,7 @@ class Engine:
         with self._wake:
             self._waiting = len(self.core.scheduler.waiting) - self.core.scheduler.returned
             self._wake.notify_all()
-            if not (worked or self._inbox or self._aborts or self._closing):
+            if not (worked or self._inbox or self._aborts or self._texts or self._closing):
                 self._wake.wait(_REST_SECONDS)
 
     def _stop(self) -> None:

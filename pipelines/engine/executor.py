@@ -77,6 +77,10 @@ class FrameModel(Protocol):
         """Embeddings [length, hidden] of a prompt; also makes ready what its trailing text needs."""
         ...
 
+    def take_text(self, ids: NDArray[np.int64]) -> None:
+        """Makes ready what text that comes later needs."""
+        ...
+
     def prefill(self, runs: Sequence[PrefillRun], state: SlotState, kv: PagedKV) -> None:
         """Writes keys and values of packed runs of prompt positions."""
         ...
@@ -144,6 +148,10 @@ class FrameExecutor(Protocol):
         """Embeddings [length, hidden] of a prompt."""
         ...
 
+    def take_text(self, ids: NDArray[np.int64]) -> None:
+        """Makes ready what text ids need that come after their request's prompt."""
+        ...
+
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
         """Writes keys and values of prompt positions; a slot's pages are already in its table."""
         ...
@@ -180,6 +188,10 @@ class EagerExecutor:
     @torch.inference_mode()
     def embed(self, prompt: object) -> Tensor:
         return self._model.embed(prompt)
+
+    @torch.inference_mode()
+    def take_text(self, ids: NDArray[np.int64]) -> None:
+        self._model.take_text(ids)
 
     @torch.inference_mode()
     def prefill(self, runs: Sequence[PrefillRun]) -> None:

@@ -240,6 +240,10 @@ class GraphExecutor:
         return self._model.embed(prompt)
 
     @torch.inference_mode()
+    def take_text(self, ids: NDArray[np.int64]) -> None:
+        self._model.take_text(ids)
+
+    @torch.inference_mode()
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
         left = self.prefills.run(runs)
         for group in [[run] for run in left] if self.reproducible else [left] if left else []:

@@ -32,6 +32,8 @@ class GenerationRequest:
     max_tokens: int
     #: Whether somebody listens while it is made: its frames are handed on in chunks, and its deadlines come before whole utterances.
     stream: bool = False
+    #: Whether more text follows that of the prompt: `EngineCore.append`. Of streams only.
+    text_open: bool = False
 
     @property
     def positions(self) -> int:
@@ -59,6 +61,18 @@ class Utterance:
     run: int = 0
     #: Of a stream; None for a whole utterance.
     listening: Listening | None = None
+    #: int64: the text id that is added after each frame, as far as the text is known; and whether more of it may come.
+    trailing: NDArray[np.int64] = field(init=False)
+    text_open: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.trailing = np.asarray(self.request.prompt.trailing, np.int64)
+        self.text_open = self.request.text_open
+
+    @property
+    def starved(self) -> bool:
+        """Whether the next frame needs text that has not come."""
+        return self.text_open and self.started >= len(self.trailing)
 
     @property
     def to_prefill(self) -> int:
@@ -229,8 +243,8 @@ class Scheduler:
         return chunks
 
     def ready(self) -> list[Utterance]:
-        """Utterances whose next frame can be started."""
-        return [one for one in self.running if one.to_prefill == 0 and one.started < one.request.max_tokens]
+        """Utterances whose next frame can be started. One whose text is used up and not at its end waits in its slot."""
+        return [one for one in self.running if one.to_prefill == 0 and one.started < one.request.max_tokens and not one.starved]
 
     def grow(self, batch: list[Utterance], frames: int) -> tuple[list[tuple[Utterance, list[int]]], list[Utterance]]:
         """Pages for `frames` more positions of each: (utterance, its new pages), and those that had to make way for them."""

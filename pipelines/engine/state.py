@@ -174,6 +174,14 @@ class SlotState:
         sent = self._sent(torch.from_numpy(np.stack((cells, np.concatenate([np.asarray(pages, np.int64) for _, pages, _ in grown])))))
         self._whole[sent[0]] = sent[1]
 
+    def write_trailing(self, slot: int, ids: NDArray[np.int64], start: int) -> None:
+        """Adds ids to a slot's trailing text, the first one at entry `start`: one transfer."""
+        ids = ids[: max(self.trailing.shape[1] - 1 - start, 0)]
+        if len(ids):
+            self._used[slot][1] = start + len(ids)
+            sent = self._sent(torch.from_numpy(np.stack((_cells(self.trailing, slot, start, len(ids)), ids))))
+            self._whole[sent[0]] = sent[1]
+
     def _sent(self, made: Tensor) -> Tensor:
         return to_device(made, self.inputs.device)
 

@@ -8,15 +8,17 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from pipelines.engine_process.child import PROGRAM, Child
+from pipelines.engine_process.entries import Entry, OpenEntry, tell
 from pipelines.engine_process.messages import (
     Abort,
+    Append,
     Cancel,
     Chunk,
     Close,
@@ -35,7 +37,7 @@ from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, InputErro
 from pipelines.ipc import close_all, read_shared
 from pipelines.registry import open_frontend
 from pipelines.request import AudioChunk, EngineStats, Frontend, PreparedRequest, Speech, SynthesisRequest
-from pipelines.streams import End, Heard, Listener, pulled
+from pipelines.streams import End, Heard, Listener, TextStream, pulled
 from pipelines.validation import no_character
 
 log = logging.getLogger(__name__)
@@ -44,19 +46,6 @@ log = logging.getLogger(__name__)
 ON_THE_WAY = 32
 #: How long `close` waits for the child, which may hang, before it kills it.
 CLOSE_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Request:
-    request_id: str
-    #: What hears of it: the future of a whole utterance, or the listener of a stream.
-    hears: Future[Speech] | Listener
-
-    def fail(self, error: NightjarError) -> None:
-        if isinstance(self.hears, Listener):
-            _tell(self.hears, error)
-        else:
-            self.hears.set_exception(error)
 
 
 class EngineProcess:
@@ -75,7 +64,7 @@ class EngineProcess:
         self._numbers = itertools.count(1)
         self._changed = threading.Condition()
         #: Requests without an end.
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Entry] = {}
         #: Those that the child's pipeline has not accepted.
         self._on_the_way: set[int] = set()
         self._stats = EngineStats()
@@ -128,7 +117,7 @@ class EngineProcess:
             if self._over is not None:
                 raise self._over
             self._on_the_way.add(number)
-            self._enter(number, _Request(request.request_id, future), data)
+            self._enter(number, Entry(request.request_id, future), data)
         return future
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
@@ -146,12 +135,19 @@ class EngineProcess:
         wanted = self._prepared(request)
         has_audio = any(message.modality == "audio" for message in request.messages)
         data = self._packed(Stream(number, wanted, quick=isinstance(wanted, PreparedRequest) and not has_audio))
-        listener = Listener(heard, lambda _finished: self._leave(number))
-        with self._changed:
-            if (error := self._over or self._gone) is not None:
-                raise error
-            self._enter(number, _Request(request.request_id, listener), data)
-        return listener.close
+        return self._begin(number, request.request_id, heard, data).close
+
+    def start_text_stream(self, request: SynthesisRequest, heard: Heard) -> TextStream:
+        """As `start_stream`, with the beginning of a text; see `pipelines.streams.start_text_stream`. Its token ids are made here."""
+        self.wait_for_frontend()
+        frontend: Any = self._frontend
+        if frontend is None or not self.capabilities.text_in:
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, f"The model {self.name} takes no text in pieces.", "Give it whole sentences.")
+        number = next(self._numbers)
+        wanted, pieces = frontend.open_text(request)
+        has_audio = any(message.modality == "audio" for message in request.messages)
+        listener = self._begin(number, request.request_id, heard, self._packed(Stream(number, wanted, not has_audio, text_open=True)))
+        return TextStream(pieces, OpenEntry(number, listener, self._post))
 
     def abort(self, request_id: str) -> None:
         """Ends a request at once; the child hears of it."""
@@ -214,14 +210,22 @@ class EngineProcess:
             advice = "Give shorter recordings."
             raise InputError(ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice) from error
 
-    def _enter(self, number: int, entry: _Request, data: bytes) -> None:
+    def _begin(self, number: int, request_id: str, heard: Heard, data: bytes) -> Listener:
+        listener = Listener(heard, lambda _finished: self._leave(number))
+        with self._changed:
+            if (error := self._over or self._gone) is not None:
+                raise error
+            self._enter(number, Entry(request_id, listener), data)
+        return listener
+
+    def _enter(self, number: int, entry: Entry, data: bytes) -> None:
         """Sends a request. Called inside the lock, so that no abort overtakes it."""
         assert self._child is not None
         self._requests[number] = entry
         with suppress(OSError):  # the host's thread sees that too, and tells everyone
             self._child.outbox.post(data)
 
-    def _post(self, message: Abort | Cancel | Close) -> None:
+    def _post(self, message: Append | Abort | Cancel | Close) -> None:
         if self._child is not None:
             with suppress(OSError):
                 self._child.outbox.post(self._child.channel.pack(message))
@@ -317,9 +321,9 @@ class EngineProcess:
             entry.fail(_unreadable(error))
             return
         samples = np.frombuffer(message.samples, np.float32)
-        _tell(entry.hears, AudioChunk(samples, message.sample_rate, message.final, message.text, speech))
+        tell(entry.hears, AudioChunk(samples, message.sample_rate, message.final, message.text, speech))
 
-    def _answered(self, number: int) -> _Request | None:
+    def _answered(self, number: int) -> Entry | None:
         """Takes a request out; None for one that was aborted."""
         self._forget(number)
         with self._changed:
@@ -358,14 +362,6 @@ class EngineProcess:
         with self._changed:
             self._over = self._over or gone
             self._changed.notify_all()
-
-
-def _tell(listener: Listener, outcome: AudioChunk | NightjarError) -> None:
-    """A listener that raises must not stop the host."""
-    try:
-        listener(outcome)
-    except Exception:
-        log.exception("a listener of a stream failed")
 
 
 def _speech(message: Finished, descriptor: int) -> Speech:

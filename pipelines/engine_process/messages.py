@@ -112,6 +112,16 @@ class Stream(msgspec.Struct, frozen=True, tag=True):
     request: RequestRecord | PreparedRequest
     #: Whether the pipeline has only to queue it. Others have a recording that is encoded first, or a text that nobody has read.
     quick: bool = False
+    #: Whether more of its text follows, as `Append`.
+    text_open: bool = False
+
+
+class Append(msgspec.Struct, frozen=True, tag=True):
+    """More token ids of a stream's text; `final` ends it."""
+
+    number: int
+    ids: list[int]
+    final: bool
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -131,7 +141,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 #: What the child receives.
-ToChild = Open | Submit | Stream | Abort | Cancel | Close
+ToChild = Open | Submit | Stream | Append | Abort | Cancel | Close
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):

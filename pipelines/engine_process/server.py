@@ -23,6 +23,7 @@ from pipelines.daemon_threads import DaemonThreads
 from pipelines.engine_process.messages import (
     CLIENT_PID,
     Abort,
+    Append,
     Cancel,
     Chunk,
     ErrorRecord,
@@ -44,7 +45,7 @@ from pipelines.interpreter import serve_threads
 from pipelines.ipc import Channel, close_all, share
 from pipelines.registry import open_pipeline
 from pipelines.request import AudioChunk, EngineStats, Pipeline, PreparedRequest, Speech, engine_info
-from pipelines.streams import End, start_stream
+from pipelines.streams import End, IdStream, start_stream
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,9 @@ class EngineServer:
         #: Streams that nobody has ended: number -> their request's id, and what ends them once they have begun.
         self._streams: dict[int, str] = {}
         self._ends: dict[int, End] = {}
+        #: Of those whose text is open: what takes it once they have begun, and what came before.
+        self._texts: dict[int, IdStream] = {}
+        self._early: dict[int, list[Append]] = {}
         self._starters = DaemonThreads(_STARTING_THREADS, "starter")
         self._pipeline: Pipeline | None = None
         self._sent = EngineStats()
@@ -160,6 +164,8 @@ class EngineServer:
                 self._start_stream(message)
             else:
                 self._starters.submit(self._start_stream, message)
+        elif isinstance(message, Append):
+            self._append(message)
         elif isinstance(message, Cancel):
             self._end_stream(message.number)
         elif isinstance(message, Open):
@@ -236,7 +242,10 @@ class EngineServer:
         assert self._pipeline is not None, "streams come after the model is open"
         try:
             wanted = request if isinstance(request, PreparedRequest) else request.request
-            end = start_stream(self._pipeline, wanted, lambda outcome: self._heard(number, outcome))
+            if message.text_open:
+                end = self._start_text(number, wanted)
+            else:
+                end = start_stream(self._pipeline, wanted, lambda outcome: self._heard(number, outcome))
         except Exception as error:  # noqa: BLE001 - whatever it is, it belongs to this request
             self._heard(number, error)
             return
@@ -247,11 +256,41 @@ class EngineServer:
         if not wanted_still:
             end()
 
+    def _start_text(self, number: int, wanted: Any) -> End:
+        """Starts a stream and gives it the text that came meanwhile, before what comes from now on."""
+        native: Any = self._pipeline
+        stream: IdStream = native.start_ids_stream(wanted, lambda outcome: self._heard(number, outcome))
+        while True:
+            with self._lock:
+                early = self._early.pop(number, ())
+                if not early and number in self._streams:
+                    self._texts[number] = stream
+            if not early:
+                return stream.end
+            for message in early:
+                stream.append(message.ids, message.final)
+
+    def _append(self, message: Append) -> None:
+        with self._lock:
+            if message.number not in self._streams:
+                return
+            stream = self._texts.get(message.number)
+            if stream is None:
+                self._early.setdefault(message.number, []).append(message)
+        if stream is not None:
+            stream.append(message.ids, message.final)
+
+    def _forget(self, number: int) -> str | None:
+        """The stream is over; the id of its request where nobody knew that yet. Called inside the lock."""
+        for kept in (self._ends, self._texts, self._early):
+            kept.pop(number, None)
+        return self._streams.pop(number, None)
+
     def _end_stream(self, number: int) -> None:
         """Nobody listens. One that has not begun does not begin; one that is being started ends when it is."""
         with self._lock:
-            self._streams.pop(number, None)
-            end = self._ends.pop(number, None)
+            end = self._ends.get(number)
+            self._forget(number)
         if end is not None:
             end()
 
@@ -259,8 +298,7 @@ class EngineServer:
         """Sends what comes of a stream, on the thread that made it."""
         if isinstance(outcome, Exception) or outcome.final:
             with self._lock:
-                known = self._streams.pop(number, None)
-                self._ends.pop(number, None)
+                known = self._forget(number)
         else:
             known = self._streams.get(number)
         if known is None:

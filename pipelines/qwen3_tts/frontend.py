@@ -9,6 +9,7 @@ import msgspec
 from pipelines.errors import ErrorCode, ModelError
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, capabilities
 from pipelines.qwen3_tts.prompt import TextTokenizer
+from pipelines.qwen3_tts.text_pieces import TextPieces
 from pipelines.request import Generation, PreparedRequest, SynthesisRequest
 from pipelines.validation import check_seed, speech_task
 
@@ -28,6 +29,8 @@ class TokenizedTask(msgspec.Struct, frozen=True, array_like=True):
     #: The encoded file of the voice to clone, and the ids of its text; no ids: clone the voice without it.
     recording: bytes | None = None
     reference_ids: list[int] | None = None
+    #: Whether more of the text follows.
+    text_open: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -49,6 +52,14 @@ class Frontend:
     def prepare(self, request: SynthesisRequest) -> PreparedRequest:
         """The request as `read` takes it. Raises `InputError` for what this checkpoint cannot do."""
         return PreparedRequest(request.request_id, request.seed, _encode(self.tokenize(request)))
+
+    def open_text(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces]:
+        """A request whose text is the beginning of one that comes in pieces, and what takes the pieces. Raises as `prepare`."""
+        task = self.tokenize(request)
+        pieces = TextPieces(self.tokenizer, self._capabilities.max_text_characters)
+        text = next(message.content for message in request.messages if (message.role, message.modality) == ("user", "text"))
+        task = msgspec.structs.replace(task, body_ids=pieces.add(str(text)), text_open=True)
+        return PreparedRequest(request.request_id, request.seed, _encode(task)), pieces
 
     def tokenize(self, request: SynthesisRequest) -> TokenizedTask:
         """Raises `InputError` for what this checkpoint cannot do."""

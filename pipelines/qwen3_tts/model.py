@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -143,6 +144,10 @@ class Qwen3TTSModel:
         if prompt.voice_at is not None and prompt.voice is not None:
             codec[prompt.voice_at] = to_device(torch.from_numpy(prompt.voice), self.device).to(self.dtype)
         return self.text.rows[rows[:, -1]] + codec
+
+    def take_text(self, ids: NDArray[np.int64]) -> None:
+        """As `FrameModel` says."""
+        self.text.ensure(torch.from_numpy(ids))
 
     def prefill(self, runs: Sequence[PrefillRun], state: SlotState, kv: PagedKV) -> None:
         """Writes keys and values of packed runs; nothing is computed beyond the last layer's keys and values."""

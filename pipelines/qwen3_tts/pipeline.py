@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -39,11 +40,12 @@ from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import NONE, Prompt, PromptParts, Reference, build_prompt
 from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCache, voice_identity
+from pipelines.qwen3_tts.text_in import OpenText
 from pipelines.qwen3_tts.weights import take_weights
 from pipelines.recording_files import RecordingFiles
 from pipelines.request import AudioChunk, Generation, PreparedRequest, SynthesisRequest
 from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechPipeline, Streamer, UtteranceFuture, no_audio
-from pipelines.streams import Heard
+from pipelines.streams import End, Heard, IdStream, TextStream
 from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
 
 
@@ -184,7 +186,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self.sample_rate = self.codec.config.output_sample_rate
         self._frame_seconds = self.codec.decoder.samples_per_frame / self.sample_rate
         sizes = replace(sizes, frame_seconds=self._frame_seconds)
-        self.capabilities = capabilities(self.config)
+        self.capabilities = replace(capabilities(self.config), text_in=not _text_first(self.config, options))
         self._options = options
         self._voices = VoiceCache(speaker, self.codec, self._voice_files(speaker)) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
@@ -224,8 +226,32 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
     def _prepare_rest(self, request: PreparedRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
         return self._request(request.request_id, request.seed, read(request))
 
-    def _request(self, request_id: str, seed: int, task: TokenizedTask) -> tuple[GenerationRequest, FrameRequestInfo]:
+    def start_text_stream(self, request: SynthesisRequest, heard: Heard) -> TextStream:
+        """A stream whose text comes in pieces; see `pipelines.streams.start_text_stream`. One text token is read a frame."""
+        prepared, pieces = self._frontend.open_text(request)
+        return TextStream(pieces, self.start_ids_stream(prepared, heard))
+
+    def start_ids_stream(self, request: PreparedRequest, heard: Heard) -> IdStream:
+        """As `start_text_stream`, for a request of `Frontend.open_text`."""
+        task = read(request)
         parts, voice = self._parts(task)
+
+        def begin(ids: Sequence[int], final: bool) -> tuple[GenerationRequest, End]:
+            whole = replace(parts, body_ids=ids, text_open=not final)
+            wanted, info = self._generation(request.request_id, request.seed, task, whole, voice)
+            wanted = replace(wanted, stream=True, text_open=not final)
+            return wanted, self._start(wanted, info, heard)
+
+        stream = OpenText(self.engine, begin, parts.streamed_ids, self.config.ids.tts_eos, heard)
+        stream.append(task.body_ids, False)
+        return stream
+
+    def _request(self, request_id: str, seed: int, task: TokenizedTask) -> tuple[GenerationRequest, FrameRequestInfo]:
+        return self._generation(request_id, seed, task, *self._parts(task))
+
+    def _generation(
+        self, request_id: str, seed: int, task: TokenizedTask, parts: PromptParts, voice: PreparedVoice | None
+    ) -> tuple[GenerationRequest, FrameRequestInfo]:
         prompt = build_prompt(self.config, parts)
         room = self._positions - len(prompt) + 1
         check_room(len(prompt), self._positions, room, "more pages")
@@ -237,20 +263,18 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         return generation, info
 
     def _streamed(self, wanted: GenerationRequest) -> GenerationRequest:
-        return replace(wanted, stream=True)
+        return wanted if wanted.stream else replace(wanted, stream=True)
 
     def _parts(self, task: TokenizedTask) -> tuple[PromptParts, PreparedVoice | None]:
         """Ids and voice of a prompt, in the mode that the checkpoint and the task make."""
         role, body, instruct, language = task.role_ids, task.body_ids, task.instruct_ids, task.language
-        text_first = self._options.text_first
+        first = _text_first(self.config, self._options)
         if self._voices is None or task.recording is None:
-            first = True if text_first is None else text_first
             return PromptParts(role, body, instruct, language, task.voice, text_first=first), None
         voice = self._voices.prepare(task.recording, in_context=task.reference_ids is not None)
         reference = None
         if task.reference_ids is not None and voice.codes is not None:
             reference = Reference(task.reference_ids, voice.codes)
-        first = False if text_first is None else text_first
         return PromptParts(role, body, instruct, language, None, voice.vector, reference, first), voice
 
     def _voice_files(self, speaker: SpeakerEncoder) -> RecordingFiles | None:
@@ -267,6 +291,11 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         if generation.max_seconds is None:
             return limit
         return frames_within(generation.max_seconds, 1 / self._frame_seconds, limit - 1) + 1
+
+
+def _text_first(config: Qwen3TTSConfig, options: PipelineOptions) -> bool:
+    """Whether the whole text stands before the first frame. The published default: not for clones."""
+    return not config.clones if options.text_first is None else options.text_first
 
 
 def sampling_params(defaults: SamplingDefaults, generation: Generation) -> SamplingParams:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -60,6 +61,13 @@ class PromptParts:
     reference: Reference | None = None
     #: The whole text before the first frame (`non_streaming_mode` of the published API), or one text token a frame.
     text_first: bool = True
+    #: Whether more of the text follows: the prompt has its first `streamed_ids` or more, and no end. Not with `text_first`.
+    text_open: bool = False
+
+    @property
+    def streamed_ids(self) -> int:
+        """Ids of the text that stand in the prompt where one text token is read a frame: no prompt can be made of fewer."""
+        return 1 if self.reference is None else max(len(self.reference.codes) + 1 - len(self.reference.text_ids), 1)
 
 
 @dataclass(slots=True)
@@ -101,7 +109,7 @@ def build_prompt(config: Qwen3TTSConfig, parts: PromptParts) -> Prompt:
         trailing = []
     else:
         columns.add(parts.body_ids[:1], [ids.bos])
-        trailing = [*parts.body_ids[1:], ids.tts_eos]
+        trailing = [*parts.body_ids[1:], *_end_of_text(config, parts)]
     return Prompt(
         text=np.array(columns.text, np.int64),
         codes=np.concatenate(columns.codes),
@@ -154,7 +162,7 @@ def speaker_id(config: Qwen3TTSConfig, speaker: str) -> int:
 def _clone_in_context(config: Qwen3TTSConfig, columns: _Columns, reference: Reference, parts: PromptParts) -> list[int]:
     """Adds the reference's text and codes with the text to speak; returns the trailing text."""
     ids = config.ids
-    text = [*reference.text_ids, *parts.body_ids, ids.tts_eos]
+    text = [*reference.text_ids, *parts.body_ids, *_end_of_text(config, parts)]
     frames = np.full((len(reference.codes) + 1, config.codebooks), NONE, np.int64)
     frames[0, 0] = ids.bos
     frames[1:] = reference.codes
@@ -165,6 +173,10 @@ def _clone_in_context(config: Qwen3TTSConfig, columns: _Columns, reference: Refe
     padding = [ids.tts_pad] * (len(frames) - len(text))
     columns.add_frames((text + padding)[: len(frames)], frames)
     return text[len(frames) :]
+
+
+def _end_of_text(config: Qwen3TTSConfig, parts: PromptParts) -> list[int]:
+    return [] if parts.text_open else [config.ids.tts_eos]
 
 
 #: The split of Qwen2 before BPE (transformers, `Qwen2Tokenizer`).
@@ -178,7 +190,11 @@ class TextTokenizer:
     """Turns texts into the token ids of the prompt's parts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer
+        made = json.loads(tokenizer.to_str())
+        self._added = [token["content"] for token in made["added_tokens"]]
+        parts = (made["pre_tokenizer"] or {}).get("pretokenizers", [{}])
+        self._splits_at_words = parts[0].get("pattern") == {"Regex": _SPLIT} and made["normalizer"] == {"type": "NFC"}
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> TextTokenizer:
@@ -202,6 +218,32 @@ class TextTokenizer:
     def vocabulary(self) -> int:
         """One more than the highest id that a text can get."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def certain(self, text: str) -> int:
+        """How many characters of a text have ids that no text behind them can change; 0 where that is not known.
+
+        They end before a space, or before a mark behind a word: there the split before BPE ends a part, whatever follows, and the part
+        behind it begins with a character that composes with nothing before it.
+        """
+        if not self._splits_at_words:
+            return 0
+        for end in range(len(text) - 1, 0, -1):
+            last, following = text[end - 1], text[end]
+            behind_word = unicodedata.category(last)[0] in "LN" and unicodedata.category(following)[0] in "PSZ"
+            if (behind_word or (following == " " and not last.isspace())) and not self._in_added_token(text, end):
+                # The split knows letters by a table of its own.
+                known = self._tokenizer.normalizer.normalize_str(text[: end + 1])
+                if self._tokenizer.pre_tokenizer.pre_tokenize_str(known)[-1][1][0] == len(known) - 1:
+                    return end
+        return 0
+
+    def _in_added_token(self, text: str, at: int) -> bool:
+        """Whether this place lies within an added token, or within what may become one."""
+        for token in self._added:
+            for begin in range(max(at - len(token) + 1, 0), at):
+                if token.startswith(text[begin : begin + len(token)]):
+                    return True
+        return False
 
     def encode(self, text: str) -> list[int]:
         """The ids of a string that is already wrapped.

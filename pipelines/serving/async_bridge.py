@@ -10,7 +10,7 @@ from concurrent.futures import Executor, Future
 
 from pipelines.errors import NightjarError
 from pipelines.request import AudioChunk, Pipeline, Speech, SynthesisRequest
-from pipelines.streams import End, Playback, start_stream
+from pipelines.streams import End, Heard, Playback, TextStream, start_stream, start_text_stream
 
 
 class SpeechCall:
@@ -90,9 +90,17 @@ class StreamCall:
     """A stream. No thread waits for it: what the pipeline tells comes to the event loop, where it is kept until it is asked for."""
 
     def __init__(
-        self, pipeline: Pipeline, request: SynthesisRequest, over: Callable[[], None], unread: Unread, underran: Callable[[float], None]
+        self,
+        pipeline: Pipeline,
+        request: SynthesisRequest,
+        over: Callable[[], None],
+        unread: Unread,
+        underran: Callable[[float], None],
+        opened: Callable[[TextStream], None] | None = None,
     ) -> None:
-        """`over` is called on the event loop once the pipeline has let go of the request, however much of it was asked for by then.
+        """`opened`: takes the stream where more of the request's text follows. A pause in such a text is no underrun.
+
+        `over` is called on the event loop once the pipeline has let go of the request, however much of it was asked for by then.
 
         `underran` hears of each chunk that comes too late for a player that starts at the first one, and by how many seconds.
         """
@@ -101,12 +109,14 @@ class StreamCall:
         self._over = over
         self._unread = unread
         self._underran = underran
+        self._opened = opened
         self._playback = Playback()
         self._loop = asyncio.get_running_loop()
         self._outcomes: deque[AudioChunk | NightjarError] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._lock = threading.Lock()
         self._end: End | None = None
+        self._text: TextStream | None = None
         self._given_up = False
         self._settled = False
 
@@ -122,6 +132,8 @@ class StreamCall:
             else:
                 starting = threads.submit(self._start)
                 await asyncio.wrap_future(starting)
+            if self._opened is not None and self._text is not None:
+                self._opened(self._text)
             while True:
                 outcome = await self._next()
                 if isinstance(outcome, NightjarError):
@@ -138,17 +150,19 @@ class StreamCall:
         with self._lock:
             if self._given_up:
                 return
-        end: End | None = None
-        try:
-            end = start_stream(self._pipeline, self._request, lambda outcome: _on_loop(self._loop, lambda: self._arrived(outcome)))
-        finally:
-            with self._lock:
-                self._end = end
-                unwanted = self._given_up
-            if unwanted:
-                if end is not None:
-                    end()
-                _on_loop(self._loop, self._settle)
+        end = self._begin(lambda outcome: _on_loop(self._loop, lambda: self._arrived(outcome)))
+        with self._lock:
+            self._end = end
+            unwanted = self._given_up
+        if unwanted:
+            end()
+            _on_loop(self._loop, self._settle)
+
+    def _begin(self, heard: Heard) -> End:
+        if self._opened is None:
+            return start_stream(self._pipeline, self._request, heard)
+        self._text = start_text_stream(self._pipeline, self._request, heard)
+        return self._text.end
 
     async def _next(self) -> AudioChunk | NightjarError:
         while not self._outcomes:
@@ -169,7 +183,7 @@ class StreamCall:
             self._settle()
 
     def _play(self, outcome: AudioChunk | NightjarError) -> None:
-        if isinstance(outcome, AudioChunk) and len(outcome.samples):
+        if self._opened is None and isinstance(outcome, AudioChunk) and len(outcome.samples):
             late_seconds = self._playback.add(self._loop.time(), len(outcome.samples) / outcome.sample_rate)
             if late_seconds:
                 self._underran(late_seconds)

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pipelines.errors import ErrorCode, SynthesisError
@@ -21,13 +22,16 @@ from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.raw_audio import Resampler, encoded
-from pipelines.serving.text_units import TextUnits
+from pipelines.serving.text_units import TextPassages, TextUnits, has_words
+from pipelines.streams import TextStream
 
 log = logging.getLogger(__name__)
 
 ROUTE = "/tts/websocket"
 #: Of the audio in one message; whole samples in every encoding. Clients take messages of 1 MiB, and base64 adds a third.
 MAX_PIECE_BYTES = 1 << 18
+#: How long a passage may wait in its slot for text.
+MAX_STARVED_SECONDS = 30.0
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -49,8 +53,34 @@ class Flush:
     number: int
 
 
+class Passage:
+    """A text that is spoken while it grows."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._complete = False
+        self._stream: TextStream | None = None
+
+    def add(self, text: str, final: bool) -> None:
+        """More text; `final` ends it. Raises `InputError` for what the model does not take."""
+        self.text += text
+        self._complete = final
+        if self._stream is not None:
+            self._stream.append(text, final)
+
+    def follow(self, stream: TextStream, begun: int) -> None:
+        """A stream says it, which began with its first `begun` characters."""
+        self._stream = stream
+        if self._complete or len(self.text) > begun:
+            stream.append(self.text[begun:], self._complete)
+
+
 class Context:
-    """Speaks the units of its text in order. Each unit takes a slot, so none is held while a context waits for text."""
+    """Speaks its text in order.
+
+    A model that can speaks it while it grows, in passages, which keep their slot while they wait for text; their length and
+    `max_buffer_delay_ms` bound that. Other models speak units: each takes a slot, and none is held while a context waits for text.
+    """
 
     def __init__(self, serving: Serving, context_id: str, first: cartesia.ContextMessage, request: SynthesisRequest, send: Send) -> None:
         """`request`: that of all units; each takes the place of its last message."""
@@ -62,7 +92,12 @@ class Context:
         self._request = request
         self._send = send
         self._text = TextUnits()
-        self._todo: deque[str | Flush] = deque()
+        # The prompt of a clone in context holds a token of text for each frame of the recording: a sentence alone is heard sooner.
+        in_context = request.generation.reference_text is not None
+        grows = serving.options.text_in and serving.model.takes_text and first.max_buffer_delay_ms > 0 and not in_context
+        self._passages = TextPassages() if grows else None
+        self._passage: Passage | None = None
+        self._todo: deque[str | Passage | Flush] = deque()
         self._changed = asyncio.Event()
         self._ended = False
         self._characters = 0
@@ -86,18 +121,41 @@ class Context:
             limit = self._serving.options.context_characters
             raise bad_request(f"The context has more than {limit:,} characters.", ErrorCode.INPUT_TOO_LONG.value, "transcript")
         self._moved_at = time.monotonic()
-        units = self._text.add(message.transcript)
-        if not message.more or message.flush or not message.max_buffer_delay_ms:
-            units += self._text.flush()
-        if units:
-            self._todo.extend(units)
-            self._wait(None)
+        ends = not message.more or message.flush or not message.max_buffer_delay_ms
+        if self._passages is not None:
+            self._extend(self._passages, message.transcript, ends)
+        else:
+            units = self._text.add(message.transcript) + (self._text.flush() if ends else [])
+            if units:
+                self._todo.extend(units)
+                self._wait(None)
         if message.flush:
             self._flushes += 1
             self._todo.append(Flush(self._flushes))
         self._ended = not message.more
         self._wait(message.max_buffer_delay_ms / 1000)
         self._changed.set()
+
+    def _extend(self, passages: TextPassages, text: str, ends: bool) -> None:
+        """Adds text to the passage that grows, and begins others behind it; `ends`: the last one ends here."""
+        for piece, complete in passages.add(text):
+            passage = self._passage = self._passage or Passage()
+            was_said = has_words(passage.text)
+            passage.add(piece, complete)
+            if not was_said and has_words(passage.text):
+                self._todo.append(passage)
+            if complete:
+                self._passage = None
+        if text:
+            self._wait(None)
+        if ends:
+            self._end_passage(passages)
+
+    def _end_passage(self, passages: TextPassages) -> None:
+        passages.cut()
+        passage, self._passage = self._passage, None
+        if passage is not None:
+            passage.add("", final=True)
 
     async def run(self) -> None:
         """Speaks until the context has ended; being cancelled gives it up. Raises `ApiError` and `NightjarError`."""
@@ -138,7 +196,7 @@ class Context:
             self._serving.gate.cancel(waiter)
             raise
 
-    async def _say_in_time(self, text: str, permit: Permit) -> None:
+    async def _say_in_time(self, text: str | Passage, permit: Permit) -> None:
         seconds = self._serving.options.request_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -146,14 +204,15 @@ class Context:
         except TimeoutError:
             raise ApiError(504, f"The speech took longer than {seconds:g} s and was ended.", ErrorCode.SYNTH_TIMEOUT.value) from None
 
-    async def _say(self, text: str, permit: Permit) -> None:
+    async def _say(self, said: str | Passage, permit: Permit) -> None:
         step = time.monotonic()
         number, self._units = self._units, self._units + 1
+        text, opened = (said, None) if isinstance(said, str) else (said.text, partial(said.follow, begun=len(said.text)))
         request = unit_request(self._request, text, number)
         resampler = Resampler(self._serving.model.card.sample_rate, self._output.sample_rate)
         metrics = self._serving.metrics
         heard = told = False
-        async with aclosing(chunks_of(self._serving.model, request, permit)) as chunks:
+        async with aclosing(chunks_of(self._serving.model, request, permit, opened)) as chunks:
             async for chunk in chunks:
                 if len(chunk.samples):
                     metrics.spoke(len(chunk.samples) / chunk.sample_rate)
@@ -173,15 +232,19 @@ class Context:
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
 
     def _wait(self, seconds: float | None) -> None:
-        """Speaks the words that have waited for the end of their sentence for so long; None: no longer."""
-        if self._timer is not None and (seconds is None or not self._text.pending):
+        """Speaks the words that have waited for the end of their sentence, or for more text, for so long; None: no longer."""
+        pending = self._text.pending or self._passage is not None
+        if self._timer is not None and (seconds is None or not pending):
             self._timer.cancel()
             self._timer = None
-        if self._timer is None and seconds is not None and self._text.pending:
-            self._timer = asyncio.get_running_loop().call_later(seconds, self._waited, seconds)
+        if self._timer is None and seconds is not None and pending:
+            limit_seconds = seconds if self._passages is None else min(seconds, MAX_STARVED_SECONDS)
+            self._timer = asyncio.get_running_loop().call_later(limit_seconds, self._waited, seconds)
 
     def _waited(self, seconds: float) -> None:
         self._timer = None
+        if self._passages is not None:
+            self._end_passage(self._passages)
         self._todo.extend(self._text.words())
         self._changed.set()
         self._wait(seconds)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
 from pipelines.request import AudioChunk, Message, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.model import ServedModel
+from pipelines.streams import TextStream
 
 Chunks = AsyncGenerator[AudioChunk, None]
 
@@ -28,13 +29,18 @@ def unit_request(request: SynthesisRequest, text: str, number: int) -> Synthesis
     return replace(request, request_id=f"{request.request_id}-{number}", messages=messages, seed=unit_seed(request.seed, number))
 
 
-async def chunks_of(model: ServedModel, request: SynthesisRequest, permit: Permit) -> Chunks:
-    """The speech as it is made, or as one chunk where the model makes it at once. The last chunk is `final`."""
+async def chunks_of(
+    model: ServedModel, request: SynthesisRequest, permit: Permit, opened: Callable[[TextStream], None] | None = None
+) -> Chunks:
+    """The speech as it is made, or as one chunk where the model makes it at once. The last chunk is `final`.
+
+    `opened`: takes the stream where more of the request's text follows.
+    """
     if not model.card.capabilities.streaming:
         speech = await model.speech(request, permit)
         yield AudioChunk(speech.samples, speech.sample_rate, final=True)
         return
-    async with aclosing(model.chunks(request, permit)) as chunks:
+    async with aclosing(model.chunks(request, permit, opened)) as chunks:
         async for chunk in chunks:
             yield chunk
 

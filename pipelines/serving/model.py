@@ -16,6 +16,7 @@ from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, Synthes
 from pipelines.serving.admission import Permit
 from pipelines.serving.async_bridge import SpeechCall, StreamCall, Unread
 from pipelines.serving.errors import unavailable
+from pipelines.streams import TextStream
 
 
 class Progress:
@@ -121,9 +122,17 @@ class ServedModel:
             raise
         return await call.result(self._submitters)
 
-    async def chunks(self, request: SynthesisRequest, permit: Permit) -> AsyncGenerator[AudioChunk, None]:
+    @property
+    def takes_text(self) -> bool:
+        """Whether the pipeline, where it is open, speaks text while it is being written."""
+        return any(pipeline.capabilities.text_in for pipeline in self.pipelines())
+
+    async def chunks(
+        self, request: SynthesisRequest, permit: Permit, opened: Callable[[TextStream], None] | None = None
+    ) -> AsyncGenerator[AudioChunk, None]:
         """The speech as it is made; closing the generator aborts it. Raises as `speech`.
 
+        `opened`: takes the stream where more of the request's text follows.
         The ticket is given back when the speech is made, whenever it is taken: `_UNREAD_BYTES`.
         """
         pipeline = self._living()
@@ -134,7 +143,8 @@ class ServedModel:
             if self._unread.bytes < _UNREAD_BYTES:
                 permit.let_go()
 
-        async with contextlib.aclosing(StreamCall(pipeline, request, made, self._unread, self.underran).chunks(self._starters)) as chunks:
+        call = StreamCall(pipeline, request, made, self._unread, self.underran, opened)
+        async with contextlib.aclosing(call.chunks(self._starters)) as chunks:
             async for chunk in chunks:
                 self._progress.moved()
                 yield chunk

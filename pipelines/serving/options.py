@@ -42,6 +42,8 @@ class ServeOptions:
     context_characters: int = 50_000
     context_idle_seconds: float = 60.0
     connection_idle_seconds: float = 300.0
+    #: Whether a model with `capabilities.text_in` speaks the text of a context while it is being written, and not sentence by sentence.
+    text_in: bool = True
     #: Whether a field that nobody knows is refused; else it is ignored.
     strict: bool = False
     #: Where stored voices are kept (None: there are none), how many, and the bytes of a recording.

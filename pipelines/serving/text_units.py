@@ -72,6 +72,63 @@ class TextUnits:
         return _spoken(units)
 
 
+#: A passage ends with the sentence in which it comes to so many characters, or at the first space behind the maximum.
+PASSAGE_CHARACTERS = 400
+MAX_PASSAGE_CHARACTERS = 1200
+_MAX_WORD_CHARACTERS = 200
+
+
+class TextPassages:
+    """A text that is spoken while it grows, as passages of some sentences each. Every piece of a passage is given at once."""
+
+    def __init__(self) -> None:
+        #: The passage, as far as it was given, and where its last sentence begins.
+        self._text = ""
+        self._sentence = 0
+
+    def add(self, text: str) -> list[tuple[str, bool]]:
+        """This text as pieces of passages, each with whether its passage ends with it."""
+        pieces: list[tuple[str, bool]] = []
+        given, joined = len(self._text), (self._text + text).lstrip()
+        while (end := self._end(joined)) is not None:
+            pieces.append((joined[given:end], True))
+            given, joined = 0, joined[end:].lstrip()
+            self._sentence = 0
+        self._text = joined
+        return [*pieces, (joined[given:], False)] if joined[given:] else pieces
+
+    def cut(self) -> None:
+        """The passage ends where it is."""
+        self._text, self._sentence = "", 0
+
+    def _end(self, text: str) -> int | None:
+        """Where the passage that a text begins with ends; None where the text to come decides."""
+        while (length := _sentence_length(text[self._sentence : MAX_PASSAGE_CHARACTERS])) is not None:
+            self._sentence += length
+            if self._sentence >= PASSAGE_CHARACTERS:
+                return self._sentence
+        if (space := _SPACE.search(text, MAX_PASSAGE_CHARACTERS)) is not None:
+            return min(space.start(), MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS)
+        return MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS if len(text) > MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS else None
+
+
+def has_words(text: str) -> bool:
+    """Whether there is something to say: marks and pictures alone are nothing."""
+    return _WORD.search(text) is not None
+
+
+def _sentence_length(text: str) -> int | None:
+    """Characters of the sentence that a text begins with, with the space before it; None where the text to come decides."""
+    window = text.lstrip()
+    for found in _END.finditer(window):
+        ends = _ends(window, found)
+        if ends:
+            return len(text) - len(window) + found.end()
+        if ends is None:
+            return None
+    return None
+
+
 def units_of(text: str) -> list[str]:
     """The units of a whole text."""
     return TextUnits()._take(text, final=True)
@@ -79,7 +136,7 @@ def units_of(text: str) -> list[str]:
 
 def _spoken(units: list[str]) -> list[str]:
     """Those with something to say: marks and pictures alone are none."""
-    return [unit.strip() for unit in units if _WORD.search(unit)]
+    return [unit.strip() for unit in units if has_words(unit)]
 
 
 def _unit_length(window: str, *, final: bool) -> int | None:

@@ -52,6 +52,9 @@ class SimulatedSlots:
     def write_pages(self, grown: object) -> None:
         """Pages are not written."""
 
+    def write_trailing(self, slot: int, ids: object, start: int) -> None:
+        """Text is not written."""
+
 
 class SimulatedDevice:
     """A `FrameExecutor` whose frames and prefills take measured times on a clock of its own."""
@@ -72,6 +75,9 @@ class SimulatedDevice:
 
     def embed(self, prompt: object) -> Tensor:
         return torch.zeros(PROMPT, 1)
+
+    def take_text(self, ids: object) -> None:
+        """Text costs nothing."""
 
     def prepare(self) -> bool:
         return False

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.serving.text_units import MAX_UNIT_CHARACTERS, TextUnits, units_of
+from pipelines.serving.text_units import (
+    MAX_PASSAGE_CHARACTERS,
+    MAX_UNIT_CHARACTERS,
+    PASSAGE_CHARACTERS,
+    TextPassages,
+    TextUnits,
+    units_of,
+)
 
 PIECES = [
     "Dr.",
@@ -90,3 +99,47 @@ def test_a_unit_is_complete_as_soon_as_the_next_character_says_so() -> None:
     assert units.add("ds.") == []
     assert units.flush() == ["words."]
     assert units.flush() == []
+
+
+def passages_of(pieces: list[str]) -> list[str]:
+    passages, found = TextPassages(), [""]
+    for piece in pieces:
+        for text, ends in passages.add(piece):
+            found[-1] += text
+            if ends:
+                found.append("")
+    return [one.rstrip() for one in found]
+
+
+def test_passages_depend_on_the_joined_text_alone() -> None:
+    rng = random.Random(4)
+    parts = [
+        "Good morning. ",
+        "Dr. Smith, etc. ",
+        "你好。",
+        "word ",
+        "x" * 90,
+        "Really?! ",
+        "\n\n",
+        "3.14 ",
+        "no. 5 ",
+        "... ",
+        "“Yes.” ",
+        " ",
+    ]
+    for _ in range(300):
+        text = "".join(rng.choice(parts) for _ in range(rng.randint(1, 200)))
+        cuts = sorted(rng.sample(range(len(text)), min(rng.randint(0, 60), len(text))))
+        split = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]
+        once = passages_of([text])
+        assert passages_of(split) == once
+        assert passages_of(list(text)) == once
+        assert "".join("".join(once).split()) == "".join(text.split())
+        assert all(len(one) <= MAX_PASSAGE_CHARACTERS + 200 for one in once)
+
+
+def test_a_passage_ends_with_a_sentence() -> None:
+    sentence = "One two three four five six seven eight nine. "
+    found = passages_of([sentence * 20])
+    assert [len(one) % len(sentence) for one in found[:-1]] == [len(sentence) - 1] * (len(found) - 1)
+    assert len(found[0]) >= PASSAGE_CHARACTERS
