@@ -22,7 +22,7 @@ TEXT = "Good morning. Is it 3 o'clock? Not yet."
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    pipeline = open_pipeline(whole(GOLDEN / "checkpoint-custom"), **{**SIZES, "text_first": False, "keep_unfinished": True})
+    pipeline: Any = open_pipeline(whole(GOLDEN / "checkpoint-custom"), **{**SIZES, "text_first": False, "keep_unfinished": True})
     with Running(pipeline, slots=4, waiting_room=8) as running:
         yield running
 

@@ -29,11 +29,12 @@ class Writer:
         parts = PromptParts([1, 2, 3], body, reference=reference if clone else None, text_first=False)
         first = parts.streamed_ids
         sampling = replace(random_sampling(rng), min_new_tokens=frames + 1)
-        self.whole = GenerationRequest(f"w{seed}", build_prompt(config, parts), sampling, seed, frames + 1)
+        prompt = build_prompt(config, parts)
+        self.whole = GenerationRequest(f"w{seed}", prompt, sampling, seed, frames + 1)
         opened = build_prompt(config, replace(parts, body_ids=body[:first], text_open=True))
         self.open = replace(self.whole, prompt=opened, stream=True, text_open=True)
         self.left = [*body[first:], config.ids.tts_eos]
-        np.testing.assert_array_equal(opened.text, self.whole.prompt.text)
+        np.testing.assert_array_equal(opened.text, prompt.text)
 
     def write(self, core: EngineCore, count: int) -> None:
         ids, self.left = self.left[:count], self.left[count:]
