@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from jobs.chat_messages import chat_dialogue
+from jobs.dialogue import clean
 from jobs.ledger.records import Reading
 from jobs.store import is_remote
 from jobs.tables import Columns, row_dialogue
@@ -29,8 +30,10 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
 
     A record is a text, a dialogue or chat (a mapping with `messages`), a row (a mapping with a `text`, or the columns that `chosen`
     names), or an object with `id` and `text`, such as a supervision of Lhotse, or a cut with supervisions. Relative paths of audio
-    start in the working directory. Raises `InputError` for a record that is none of these, with its number.
+    start in the working directory. Raises `InputError` for a record that is none of these, with its number, and for what is no
+    collection of records.
     """
+    _check_collection(records)
     folder = state_folder / INPUTS
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
@@ -48,6 +51,18 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
     return path
 
 
+def _check_collection(records: Any) -> None:
+    """Raises `InputError` for what gives the names of its parts where records are meant, and for what gives nothing."""
+    kind = type(records).__name__
+    if isinstance(records, Mapping):
+        advice = "Give one of its values, such as a split of a dataset, or put a single record into a list."
+        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} is a mapping, and no list of records.", advice)
+    if hasattr(records, "iterrows"):
+        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} gives its columns, and no records.", 'Give its rows: to_dict("records").')
+    if not isinstance(records, Iterable):
+        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} is no list of records.", "Give a path, or a list of texts or mappings.")
+
+
 def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
     converter = _Converter(chosen)
     for number, record in enumerate(_rows(records, chosen), 1):
@@ -55,6 +70,9 @@ def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
             yield converter.dialogue(record, number) + b"\n"
         except InputError as error:
             raise InputError(error.code, f"Record {number}: {error.message}", error.advice) from None
+        except (TypeError, ValueError) as error:
+            message = f"Record {number} cannot be written as JSON: {clean(str(error), 200)}."
+            raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Give texts, numbers and lists.") from None
 
 
 def _rows(records: Iterable[Any], chosen: Reading) -> Iterator[Any]:
@@ -82,7 +100,7 @@ class _Converter:
     def dialogue(self, record: Any, number: int) -> bytes:
         """The dialogue of a record as JSON. Raises `InputError`."""
         if isinstance(record, str):
-            return row_dialogue({"text": record}, number, self._chosen.voices)
+            return row_dialogue({"text": str(record)}, number, self._chosen.voices)
         if isinstance(record, Mapping):
             return self._of_mapping(record, number)
         text = getattr(record, "text", None)
@@ -96,6 +114,11 @@ class _Converter:
         messages = record.get("messages")
         if messages is None:
             return self._of_row(record, number)
+        if not isinstance(messages, list | tuple) or any(
+            isinstance(message, str) or not isinstance(message, Collection) for message in messages
+        ):
+            advice = "Write them as [role, modality, content], or as mappings with `role` and `content`."
+            raise InputError(ErrorCode.INPUT_BAD_LINE, "`messages` is no list of messages.", advice)
         if messages and isinstance(messages[0], Mapping):
             return _absolute(msgspec.json.decode(chat_dialogue(_encode(record), number)))
         return _absolute({"example_id": f"line-{number}", **record})

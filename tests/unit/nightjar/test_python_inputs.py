@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import pandas
 import pytest
 from lhotse import CutSet, MonoCut, SupervisionSegment, SupervisionSet
 
@@ -96,6 +97,11 @@ def test_a_limit_takes_no_more_of_an_endless_iterable(tmp_path: Path) -> None:
         ({"text": 1.5}, "Record 2: The column 'text' holds no text"),
         ({"messages": [{"role": "user"}]}, "Record 2: "),
         ({"messages": [["user", "text", object()]]}, "cannot be written"),
+        ({"messages": [{"role": "user", "content": "x"}], "more": object()}, "Record 2 cannot be written"),
+        ({"messages": 5}, "Record 2: `messages` is no list of messages"),
+        ({"messages": "hello"}, "Record 2: `messages` is no list of messages"),
+        ({"messages": [1, 2]}, "Record 2: `messages` is no list of messages"),
+        ("\ud800", "Record 2 cannot be written"),
         (SimpleNamespace(text=None), "is no text"),
     ],
 )
@@ -103,6 +109,21 @@ def test_a_record_that_is_none_is_named_and_leaves_nothing(tmp_path: Path, recor
     with pytest.raises(InputError, match=words):
         written_input(["good", record], Reading(), tmp_path)
     assert list((tmp_path / "inputs").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("records", "words"),
+    [
+        ({"text": "Good evening."}, "A dict is a mapping"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["one"]})}), "A DatasetDict is a mapping"),
+        (pandas.DataFrame({"text": ["one"], "speaker": ["anna"]}), "A DataFrame gives its columns"),
+        (5, "A int is no list of records"),
+    ],
+)
+def test_names_of_splits_and_columns_are_not_taken_for_texts(tmp_path: Path, records: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        written_input(records, Reading(), tmp_path)
+    assert caught.value.code is ErrorCode.INPUT_WRONG_FORMAT
 
 
 @pytest.mark.parametrize(
