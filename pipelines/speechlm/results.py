@@ -171,6 +171,9 @@ class SpeechLmStreamer(SpeechLmFuture):
                     self._sent += piece
                     self._heard(self._chunk(text=piece))
 
+    def end_state(self) -> None:
+        """The codec keeps nothing of this stream: its audio is decoded whole."""
+
     def _ended(self, future: Future[Speech]) -> None:
         """The audio behind the text, then an empty final chunk with the whole result; or the error that ended it."""
         error = future.exception()
