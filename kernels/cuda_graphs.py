@@ -14,7 +14,7 @@ CHUNK_PRIORITY, FRAME_PRIORITY = -2, -1
 
 def capture(work: Callable[[], None], pool: Any, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
     """A graph of this work, which runs once before, on the stream `aside`. Other threads may use the device meanwhile."""
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(aside.device)
     aside.wait_stream(current)
     with torch.cuda.stream(aside):
         work()  # builds kernels and sets up libraries, which a capture may not do

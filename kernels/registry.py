@@ -40,3 +40,11 @@ def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def to_device(made: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device; the host does not wait for the work before it."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+def on_device(device: torch.device | None) -> torch.cuda.device:
+    """Makes a CUDA device the thread's current one within a `with` block: kernels, events and graphs are the current device's.
+
+    Does nothing for another kind of device, or None.
+    """
+    return torch.cuda.device(device if device is not None and device.type == "cuda" else -1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.registry import to_device
+from kernels.registry import on_device, to_device
 from kernels.toolchain import triton_fault
 from pipelines.codec.batches import FIXED_ROWS, alike, cheapest, round_up
 from pipelines.codec.blocks import Past
@@ -74,8 +74,9 @@ class CausalDecoder:
         """
         if self.device.type == "cpu" or rows < 1:
             return
-        graphs = StreamGraphs(self._run, self.shape, rows, self._fixed)
-        graphs.prepare()
+        with on_device(self.device):
+            graphs = StreamGraphs(self._run, self.shape, rows, self._fixed)
+            graphs.prepare()
         self._graphs = graphs
 
     def stream_bytes(self, rows: int) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda_graphs import CHUNK_PRIORITY
+from kernels.registry import on_device
 from pipelines.codec.lane import Decoder, Done, S, failure, outcome_of, tell, too_late
 from pipelines.codec.transfer import SamplesOnTheWay, sent
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
@@ -78,6 +79,7 @@ class StreamLane(Generic[S]):
     def __init__(self, decoder: Decoder[S], max_rows: int = 64, device: torch.device | None = None) -> None:
         self._starter = cast("ChunkStarter[S]", decoder) if isinstance(decoder, ChunkStarter) else _Launched(decoder)
         self._max_rows = max_rows
+        self._device = device
         self._stream = torch.cuda.Stream(device, priority=CHUNK_PRIORITY) if device is not None and device.type == "cuda" else None
         #: Chunks of each stream in their order.
         self._waiting: dict[int, deque[_Chunk[S]]] = {}
@@ -126,7 +128,7 @@ class StreamLane(Generic[S]):
                 thread.join()
 
     def _start_groups(self) -> None:
-        with torch.cuda.stream(self._stream):
+        with on_device(self._device), torch.cuda.stream(self._stream):
             while self._start_next():
                 pass
         self._under_way.put(None)
@@ -195,8 +197,9 @@ class StreamLane(Generic[S]):
         self._under_way.put((group, outcome))
 
     def _hand_on_groups(self) -> None:
-        while self._hand_on_next():
-            pass
+        with on_device(self._device):
+            while self._hand_on_next():
+                pass
 
     def _hand_on_next(self) -> bool:
         """Hands on the group that was started first; a thread that waits keeps nothing of it. False behind the last."""

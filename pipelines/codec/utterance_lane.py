@@ -13,6 +13,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from kernels.registry import on_device
 from pipelines.codec.lane import Decoder, Done, S, failure, outcome_of, tell, too_late
 from pipelines.codec.transfer import SamplesOnTheWay, sent
 from pipelines.errors import NightjarError
@@ -67,6 +68,7 @@ class UtteranceLane(Generic[S]):
     ) -> None:
         self._decoder = decoder
         self._max_batch = max_batch
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device is not None and device.type == "cuda" else None
         self._gather_seconds = gather_seconds
         self._gather_frames = gather_frames
@@ -113,8 +115,9 @@ class UtteranceLane(Generic[S]):
 
     def _run(self) -> None:
         started: deque[_Started[S]] = deque()
-        while self._turn(started):
-            pass
+        with on_device(self._device):
+            while self._turn(started):
+                pass
 
     def _turn(self, started: deque[_Started[S]]) -> bool:
         """Starts what is due and hands on what is over; False once the lane is closed and nothing is left."""

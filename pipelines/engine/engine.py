@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.registry import on_device
 from pipelines.engine.core import EngineCore, EngineOptions, Finish, engine_failure
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.scheduler import GenerationRequest
@@ -168,7 +169,8 @@ class Engine:
             self._wake.notify_all()
 
     def _run(self) -> None:
-        with torch.cuda.stream(self.core.executor.stream):
+        executor = self.core.executor
+        with on_device(executor.kv.k.device), torch.cuda.stream(executor.stream):
             self._loop()
 
     def _loop(self) -> None:

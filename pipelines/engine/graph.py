@@ -63,7 +63,7 @@ class PrefillGraphs:
         sizes = dict.fromkeys((new, before) for _, new, before in self._shapes)
         #: The numbers of prompts that chunks of one size and place can share a replay of.
         self._prompts = {size: Buckets([count for count, *pages in self._shapes if tuple(pages) == size]) for size in sizes}
-        self._aside = aside or (torch.cuda.Stream() if kv.k.is_cuda else None)
+        self._aside = aside or (torch.cuda.Stream(kv.k.device) if kv.k.is_cuda else None)
 
     def warm(self) -> None:
         """Captures the graph that most prompts need: of chunks that fit a page, as many as share a replay."""
@@ -225,8 +225,8 @@ class GraphExecutor:
         self._frames: dict[int, FusedFrame] = {}
         priority = FRAME_PRIORITY if first_on_device else 0
         # A graph keeps the priority of the stream on which it was captured.
-        self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(priority=priority)
-        self.stream = torch.cuda.Stream(priority=priority) if first_on_device else None
+        self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(model.device, priority=priority)
+        self.stream = torch.cuda.Stream(model.device, priority=priority) if first_on_device else None
         stack, cache = tensors.talker, self.kv
 
         def prefill(embeddings: Tensor, page_table: Tensor, counts: Tensor, start: int) -> None:

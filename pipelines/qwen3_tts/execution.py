@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.layers import rope_table
+from kernels.registry import on_device
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
@@ -170,7 +171,8 @@ def open_executor(
     """
     check_executor(model.device, kind, reproducible, sizes.page_size)
     if kind != "eager" and model.device.type == "cuda":
-        executor, fault = _open_graphs(model, sizes, reproducible, streams > 0)
+        with on_device(model.device):
+            executor, fault = _open_graphs(model, sizes, reproducible, streams > 0)
         if executor is not None:
             return executor
         if kind == "graph" or reproducible:
@@ -255,7 +257,7 @@ def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
 def _warm(decoder: CodecDecoder) -> None:
     """What fails here fails again, and is told, where speech is decoded."""
     try:
-        with torch.cuda.device(decoder.device), torch.cuda.stream(torch.cuda.Stream(decoder.device)):
+        with on_device(decoder.device), torch.cuda.stream(torch.cuda.Stream(decoder.device)):
             decoder.warm()
             torch.cuda.current_stream().synchronize()
     except Exception:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import conv1d, pad, relu, softmax
 
+from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, device_name, type_name
@@ -217,7 +218,8 @@ class VoiceCache:
     @torch.inference_mode()
     def _make(self, recording: bytes, in_context: bool) -> PreparedVoice:
         def encode() -> dict[str, NDArray[Any]]:
-            return self._encode(recording, in_context)
+            with on_device(self._codec.decoder.device):
+                return self._encode(recording, in_context)
 
         variant = "in context" if in_context else "vector"
         found = encode() if self._files is None else self._files.get(recording, variant, encode, lambda kept: self._fits(kept, in_context))
@@ -226,7 +228,8 @@ class VoiceCache:
             return PreparedVoice(vector)
         codes = found["codes"].astype(np.int64)
         state = self._codec.decoder.new_state()
-        self._codec.decoder.decode_chunk([state], [torch.from_numpy(codes).to(self._codec.encoder.device)])
+        with on_device(self._codec.decoder.device):
+            self._codec.decoder.decode_chunk([state], [torch.from_numpy(codes).to(self._codec.encoder.device)])
         return PreparedVoice(vector, codes, state)
 
     @torch.inference_mode()
