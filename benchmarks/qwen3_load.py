@@ -279,6 +279,7 @@ class Watched:
         self.name, self.lag = executor.name, executor.lag
         self.kernels, self.reproducible = executor.kernels, executor.reproducible
         self.state, self.kv = executor.state, executor.kv
+        self.batch_sizes, self.stream = executor.batch_sizes, executor.stream
         self.device = executor.kv.k.device
         self._on = False
         self._began = 0.0
@@ -309,6 +310,9 @@ class Watched:
         self._spent("embed", begin)
         self._admitted += 1
         return found
+
+    def take_text(self, ids: NDArray[np.int64]) -> None:
+        self._executor.take_text(ids)
 
     def prefill(self, runs: Sequence[PrefillRun]) -> None:
         begin, first = time.perf_counter(), self._mark()

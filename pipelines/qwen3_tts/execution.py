@@ -79,7 +79,7 @@ def engine_options(
     if device.type == "cpu":
         slots = slots or _CPU_SLOTS
         pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
-        return EngineOptions(slots, pages, page_size, context, stream_slots=min(streams, slots - 1))
+        return EngineOptions(slots, pages, page_size, context, stream_slots=min(streams, slots // 2))
     plan = plan_memory(memory_budget(device, memory_share), needs, page_size, context, slots, pages)
     return EngineOptions(
         plan.slots,
@@ -89,7 +89,7 @@ def engine_options(
         frames_per_turn=_FRAMES_PER_TURN,
         admit_turns=_ADMIT_TURNS,
         decode_frames=plan.decode_frames,
-        stream_slots=min(streams, plan.slots - 1),
+        stream_slots=min(streams, plan.slots // 2),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
@@ -11,6 +12,8 @@ from concurrent.futures import Executor, Future
 from pipelines.errors import NightjarError
 from pipelines.request import AudioChunk, Pipeline, Speech, SynthesisRequest
 from pipelines.streams import End, Heard, Playback, TextStream, start_stream, start_text_stream
+
+log = logging.getLogger(__name__)
 
 
 class SpeechCall:
@@ -199,7 +202,11 @@ class StreamCall:
             self._given_up = True
             end = self._end
         if end is not None:
-            end()
+            try:
+                end()
+            except Exception:
+                # Whatever a pipeline does, its request gives its slot back.
+                log.exception("a stream could not be ended")
         elif starting is not None and not starting.cancel() and not starting.done():
             return
         self._settle()

@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 #: Needs no key: a load balancer has none.
 HEALTH = "/health"
 #: Routes that cost engine time.
-WORK = frozenset({"/v1/audio/speech", "/v1/chat/completions", "/tts/bytes"})
+BYTES = "/tts/bytes"
+WORK = frozenset({"/v1/audio/speech", "/v1/chat/completions", BYTES})
 WEBSOCKET = "/tts/websocket"
 #: What the body of a request says that is answered while it is made.
 _STREAMS = re.compile(rb'"stream"\s*:\s*true|"stream_format"\s*:\s*"|"response_format"\s*:\s*"pcm"')
@@ -118,7 +119,7 @@ class RequestMiddleware:
         try:
             self._check(scope["path"], scope["headers"])
             if scope["path"] in WORK and scope["method"] == "POST":
-                permit = await self._admit(body, scope.get(FIRST_BYTE))
+                permit = await self._admit(scope["path"], body, scope.get(FIRST_BYTE))
                 if permit is None:
                     return
                 scope[PERMIT] = permit
@@ -150,10 +151,10 @@ class RequestMiddleware:
         fitting = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
         return any(fitting)
 
-    async def _admit(self, body: LimitedBody, since: float | None) -> Permit | None:
+    async def _admit(self, path: str, body: LimitedBody, since: float | None) -> Permit | None:
         """A slot; None when the client left while it waited. Raises `ApiError` where the gate does."""
         # Only where it matters, so that a server with free slots reads nothing twice.
-        streams = self._gate.full and _STREAMS.search(await body.peek()) is not None
+        streams = self._gate.full and (path == BYTES or _STREAMS.search(await body.peek()) is not None)
         waiter = self._gate.ask(since, self._options.stream_queue_seconds if streams else None)
         if waiter.done():
             return waiter.result()

@@ -83,10 +83,14 @@ class Server:
             raise self._model.failure
 
     def _opened(self, pipeline: Pipeline) -> None:
-        """Lets in as many requests as the engine holds, where nobody said how many."""
+        """Lets in as many requests as the engine holds, where nobody said how many.
+
+        Streams would wait in an engine of ours without a bound, so there they wait here, and the engine's own room stays empty.
+        """
         info = engine_info(pipeline)
         if self._slots is None and info != EngineInfo():
-            self._gate.resize(info.slots + info.waiting_room)
+            waits_here = bool(info.executor) and pipeline.capabilities.streaming
+            self._gate.resize(info.slots + (0 if waits_here else info.waiting_room))
 
     def stop(self) -> None:
         """Takes nothing more in and ends once what is under way is done. May be called from any thread, and again."""

@@ -47,6 +47,8 @@ _PARAMS = {
 References = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given), Field(max_length=16)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
+#: Of the name of a field that nobody knows, in a header and in the log.
+_NAME_CHARACTERS = 64
 #: Fields of clients of vLLM-Omni and Nari that choose nothing here: the checkpoint and the request say it already.
 _OTHERS = frozenset({"initial_codec_chunk_frames", "max_new_tokens", "non_streaming_mode", "task_type", "user", "x_vector_only_mode"})
 
@@ -134,7 +136,7 @@ class SpeechRoute:
             return {}
         if self._options.strict:
             raise unknown_field(unknown[0])
-        names = ", ".join(name for name in unknown[:10] if name.isascii() and name.isidentifier())
+        names = ", ".join(name[:_NAME_CHARACTERS] for name in unknown[:10] if name.isascii() and name.isidentifier())
         log.info("a request has unknown fields: %s", names)
         return {"x-ignored-fields": names}
 

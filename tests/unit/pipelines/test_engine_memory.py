@@ -116,7 +116,7 @@ def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Pat
     )
     assert (plain.stream_slots, streams.stream_slots) == (0, 16)
     assert streams.pages < plain.pages
-    assert engine_options(config, device, torch.bfloat16, slots=8, streams=16).stream_slots == 7
+    assert engine_options(config, device, torch.bfloat16, slots=8, streams=16).stream_slots == 4
 
 
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:

@@ -112,7 +112,7 @@ def test_a_stream_is_the_whole_in_pieces(base: Qwen3TTSPipeline) -> None:
         whole = base.submit(wanted).result(SECONDS)
         chunks = list(base.stream(wanted))
         assert [chunk.final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        assert len(chunks[0].samples) == 1920
+        assert len(chunks[0].samples) in (1920, 2 * 1920, 4 * 1920), "1 frame, and more on a machine that is slow"
         np.testing.assert_allclose(np.concatenate([chunk.samples for chunk in chunks]), whole.samples, atol=1e-4)
 
 
