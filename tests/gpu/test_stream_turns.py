@@ -123,7 +123,7 @@ def test_an_executor_for_streams_has_every_graph_and_its_work_goes_first(narrow:
 
 @pytest.fixture
 def pipeline() -> Iterator[Any]:
-    opened = open_pipeline(GOLDEN / "checkpoint-base", device="cuda", slots=8, streams=4, keep_unfinished=True)
+    opened = open_pipeline(GOLDEN / "checkpoint-base", device="cuda", slots=8, pages=512, streams=4, keep_unfinished=True)
     yield opened
     opened.close()
 
