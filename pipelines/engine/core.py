@@ -98,7 +98,7 @@ class EngineCore:
         self._turns: deque[_Turn] = deque()
         self._since_admission = 0
         self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None
-        self.planner = TurnPlanner(executor.batch_sizes, options.frame_seconds)
+        self.planner = TurnPlanner(executor.batch_sizes, options.frame_seconds, executor.reproducible)
         self.scheduler = Scheduler(
             executor.kv, executor.state.slots, options.prefill_chunk, options.prefill_tokens, options.reserve_frames, options.stream_slots
         )

@@ -70,8 +70,12 @@ class Plan:
 class TurnPlanner:
     """Plans turns, and remembers how long they took and how often batch work was passed over."""
 
-    def __init__(self, batch_sizes: Sequence[int], frame_seconds: float) -> None:
-        """`batch_sizes`: what batches are filled up to, in order; `frame_seconds`: the speech in a frame."""
+    def __init__(self, batch_sizes: Sequence[int], frame_seconds: float, reproducible: bool = False) -> None:
+        """`batch_sizes`: what batches are filled up to, in order; `frame_seconds`: the speech in a frame.
+
+        `reproducible`: chunks have the same sizes at any load, since the codec's rounding depends on them.
+        """
+        self._reproducible = reproducible
         self._batch_sizes = batch_sizes
         self._frame_seconds = frame_seconds
         self._passed_over = 0
@@ -114,6 +118,8 @@ class TurnPlanner:
 
     def next_size(self, stream: Listening, now: float) -> int:
         """Frames of the next chunk of a stream: larger ones step by step, as far as they come before the last one is heard."""
+        if self._reproducible:
+            return CHUNK_FRAMES[0] if stream.awaiting else next((size for size in CHUNK_FRAMES if size > stream.size), CHUNK_FRAMES[-1])
         if stream.awaiting:
             return self._first_size()
         sizes = [size for size in CHUNK_FRAMES if size <= 2 * stream.size]

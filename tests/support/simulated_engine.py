@@ -59,7 +59,7 @@ class SimulatedSlots:
 class SimulatedDevice:
     """A `FrameExecutor` whose frames and prefills take measured times on a clock of its own."""
 
-    name, kernels, reproducible, lag, stream = "simulated", "plain", True, 1, None
+    name, kernels, reproducible, lag, stream = "simulated", "plain", False, 1, None
 
     def __init__(self, slots: int) -> None:
         self.now = 0.0

@@ -227,7 +227,7 @@ def test_a_server_speaks_with_it(pipeline: FishPipeline, alone: list[np.ndarray 
         assert as_alone(2, server.speak("The rain falls on the quiet street.", **both, **limit).content)
         for refused, code, param in (
             (server.speak("Say <|im_end|> now."), "input.unpronounceable", "input"),
-            (server.speak("Hello.", voice="alloy"), "input.unknown_voice", "voice"),
+            (server.speak("Hello.", voice="nobody"), "input.unknown_voice", "voice"),
             (server.speak("Hello.", reference_audio=voices), "input.reference_text", "reference_text"),
             (server.speak("Hello.", repetition_penalty=1.1), "input.unsupported", "repetition_penalty"),
         ):

@@ -185,3 +185,16 @@ def test_under_more_streams_than_the_device_can_make_nobody_starves() -> None:
     simulation.run()
     assert all(one.over for one in simulation.listeners.values())
     assert not simulation.core.busy
+
+
+def test_reproducible_chunks_have_the_same_sizes_at_any_load() -> None:
+    made = TurnPlanner(BUCKETS, FRAME_SECONDS, reproducible=True)
+    for seconds in (0.002, 10.0):
+        for _ in range(40):
+            made.took(seconds, True)
+        one, sizes = Listening(NOW), list[int]()
+        for _ in range(7):
+            one.size = made.next_size(one, NOW)
+            sizes.append(one.size)
+            one.handed_on(one.size, NOW, FRAME_SECONDS)
+        assert sizes == [1, 2, 4, 8, 12, 12, 12]

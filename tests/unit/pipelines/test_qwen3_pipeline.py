@@ -112,7 +112,7 @@ def test_a_stream_is_the_whole_in_pieces(base: Qwen3TTSPipeline) -> None:
         whole = base.submit(wanted).result(SECONDS)
         chunks = list(base.stream(wanted))
         assert [chunk.final for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        assert len(chunks[0].samples) in (1920, 2 * 1920, 4 * 1920), "1 frame, and more on a machine that is slow"
+        assert len(chunks[0].samples) == 1920
         np.testing.assert_allclose(np.concatenate([chunk.samples for chunk in chunks]), whole.samples, atol=1e-4)
 
 
@@ -320,7 +320,7 @@ def error_of(future: Future[Speech]) -> NightjarError:
 def test_streams_keep_slots_free_and_a_first_word_can_be_said() -> None:
     pipeline = open_pipeline(GOLDEN / "checkpoint-base", **SIZES, streams=99)
     try:
-        assert pipeline.engine.core.options.stream_slots == 5
+        assert pipeline.engine.core.options.stream_slots == 3
         assert pipeline.engine.core.options.frame_seconds == 0.08
         assert pipeline.stats().requests_done == 0, "on a CPU nothing has to be made ready"
         pipeline.warm_up()
