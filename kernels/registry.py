@@ -45,6 +45,7 @@ def to_device(made: Tensor, device: torch.device) -> Tensor:
 def on_device(device: torch.device | None) -> torch.cuda.device:
     """Makes a CUDA device the thread's current one within a `with` block: kernels, events and graphs are the current device's.
 
-    Does nothing for another kind of device, or None.
+    Does nothing for another kind of device, for one without a number, which is the current one, or None.
     """
-    return torch.cuda.device(device if device is not None and device.type == "cuda" else -1)
+    numbered = device is not None and device.type == "cuda" and device.index is not None
+    return torch.cuda.device(device if numbered else -1)
