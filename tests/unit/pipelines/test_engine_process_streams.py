@@ -98,12 +98,18 @@ def test_encoding_a_recording_stops_no_other_stream_and_may_be_ended(process: En
 
 def test_what_waits_for_a_thread_and_is_ended_never_starts(process: EngineProcess, tmp_path: Path) -> None:
     encoded = tmp_path / "encoded"
+    speaking = Heard()
+    process.start_stream(request("[[chunks:9]] [[seconds:600]]", "speaking"), speaking)
+    wait_for(lambda: process.stats().running == 1)
     busy = [Heard() for _ in range(4)]
     for number, one in enumerate(busy):
         process.start_stream(with_recording(f"[[encode:{encoded}]]", f"busy{number}"), one)
     gone = Heard()
     end = process.start_stream(with_recording("[[crash]]", "gone"), gone)
     end()
+    # Messages are read in order: once the abort has been heard, the end has been read.
+    process.abort("speaking")
+    assert speaking.over.wait(60)
     encoded.touch()
     assert all(one.over.wait(60) for one in busy)
     for _ in range(3):
