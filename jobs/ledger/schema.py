@@ -121,6 +121,11 @@ jobs = sa.Table(
     sa.Column("cancel_requested_at", sa.Double),
     # The `finished_at` of the end whose manifest is in the store; another one, or NULL: it has to be written.
     sa.Column("manifest_finished_at", sa.Double),
+    # The `finished_at` of the end that was reported to the operator's hook; how often that was tried for the present end, and when the
+    # next try is due: while one sends, that is the time at which it counts as lost.
+    sa.Column("notified_finished_at", sa.Double),
+    sa.Column("notify_attempts", sa.Integer, nullable=False, server_default=sa.text("0")),
+    sa.Column("notify_due_at", sa.Double),
     sa.UniqueConstraint("id"),
     sa.UniqueConstraint("idempotency_key"),
     sa.CheckConstraint(_one_of(JobState), name="state"),
@@ -249,6 +254,7 @@ attempts = sa.Table(
     sa.Column("error_code", sa.Text),
     sa.Column("error_message", sa.Text),
 )
+_partial_index("ix_attempts_ended_at", attempts.c.ended_at, where="ended_at IS NOT NULL")
 
 item_errors = sa.Table(
     "item_errors",
@@ -283,8 +289,19 @@ workers = sa.Table(
     sa.Column("version", sa.Text, nullable=False),
     sa.Column("slots", sa.Integer, nullable=False),
     sa.Column("state", sa.Text, nullable=False),
+    # Why it is quarantined.
+    sa.Column("state_reason", sa.Text, nullable=False, server_default=""),
     sa.Column("started_at", sa.Double, nullable=False),
     sa.Column("heartbeat_at", sa.Double, nullable=False),
+)
+
+# Jobs that were deleted, or are being deleted: what a worker that lost its lease still writes of them belongs to nothing.
+deleted_jobs = sa.Table(
+    "deleted_jobs",
+    metadata,
+    sa.Column("id", sa.Text, primary_key=True),
+    sa.Column("store_url", sa.Text, nullable=False),
+    sa.Column("deleted_at", sa.Double, nullable=False),
 )
 
 schedules = sa.Table(
