@@ -37,7 +37,7 @@ from pipelines.request import Pipeline, Speech
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.settings import Settings
-    from pipelines.audio import AudioFormat
+    from pipelines.audio_format import AudioFormat
 
 
 #: Items that are in the engine at once.

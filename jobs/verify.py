@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from jobs.ledger import Ledger
-    from pipelines.audio import AudioFormat
+    from pipelines.audio_format import AudioFormat
 
 
 _THREADS = 8

@@ -1,26 +1,26 @@
-"""Audio in and out: encoded files to mono samples, samples to WAV or FLAC bytes, and loudness after ITU-R BS.1770-4."""
+"""Audio in and out: encoded files to mono samples, samples to encoded files, sample rates, and loudness after ITU-R BS.1770-4."""
 
 from __future__ import annotations
 
 import io
 import math
 import struct
+import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import soundfile
 import soxr
 
+from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
 from pipelines.errors import ConfigError, ErrorCode, InputError, SynthesisError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-AudioFormat = Literal["wav", "flac"]
 
 #: Loudness of everything that Nightjar writes, in LUFS (EBU R 128), and the highest peak that reaching it may cause.
 TARGET_LUFS = -23.0
@@ -38,6 +38,12 @@ _BLOCK_SECONDS, _HOPS_PER_BLOCK = 0.4, 4
 _ABSOLUTE_GATE_LUFS, _RELATIVE_GATE_LU, _OFFSET_LUFS = -70.0, -10.0, -0.691
 _WAV_HEADER = struct.Struct("<4sI4s4sIHHIIHH4sI")
 _MAX_WAV_SAMPLES = (2**32 - 1 - _WAV_HEADER.size) // 2
+
+#: Container and coding of the formats that libsndfile writes, in its words.
+CONTAINERS: dict[str, tuple[str, str]] = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
+#: Of an Ogg page: where its stream's number, its checksum and the count of its segments are.
+_OGG_SERIAL, _OGG_CHECKSUM, _OGG_SEGMENTS = slice(14, 18), slice(22, 26), 26
+_REVERSED_BITS = bytes(int(f"{byte:08b}"[::-1], 2) for byte in range(256))
 
 
 def decode(
@@ -120,10 +126,11 @@ def _mono(file: soundfile.SoundFile, limit: int, channel: int | None) -> NDArray
 
 
 def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFormat) -> bytes:
-    """A mono file of 16-bit PCM; equal samples give equal bytes. `samples`: [samples], values outside [-1, 1] are clipped.
+    """A mono file; `wav` and `flac` have 16-bit PCM. `samples`: [samples], values outside [-1, 1] are clipped.
 
-    Raises `SynthesisError` (`synth.nan`) for samples that are not numbers, `ConfigError` for another format or for more
-    audio than a WAV file holds.
+    Equal samples give equal bytes, for one version of libsndfile and of the encoders in it. A reader gets as many samples as were
+    written: MP3 and Opus say in the file what the encoder added. Raises `SynthesisError` (`synth.nan`) for samples that are not numbers,
+    `ConfigError` for another format, for a sample rate that the format does not hold, or for more audio than a WAV file holds.
     """
     # Each call of numpy may hand the interpreter to another thread, so there are few: most speech needs no clipping.
     low, high = (float(samples.min()), float(samples.max())) if len(samples) else (0.0, 0.0)
@@ -136,13 +143,27 @@ def encode(samples: NDArray[np.float32], sample_rate: int, audio_format: AudioFo
     pcm = scaled.astype("<i2")
     if audio_format == "wav":
         return _wav(pcm, sample_rate)
-    if audio_format == "flac":
-        buffer = io.BytesIO()
-        soundfile.write(buffer, pcm, sample_rate, format="FLAC", subtype="PCM_16")
-        return buffer.getvalue()
-    raise ConfigError(
-        ErrorCode.CONFIG_INVALID, f"Unknown audio format {audio_format!r}.", f"Choose one of: {', '.join(get_args(AudioFormat))}."
-    )
+    if audio_format not in CONTAINERS:
+        advice = f"Choose one of: {', '.join(AUDIO_FORMATS)}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown audio format {audio_format!r}.", advice)
+    check_rate(audio_format, sample_rate)
+    container, coding = CONTAINERS[audio_format]
+    buffer = io.BytesIO()
+    soundfile.write(buffer, pcm, sample_rate, format=container, subtype=coding)
+    return _with_steady_serial(buffer.getvalue()) if container == "OGG" else buffer.getvalue()
+
+
+def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDArray[np.float32]:
+    """Mono samples [samples] at another rate in Hz, by soxr in high quality (HQ: 20 bits, more than the 16 that files have).
+
+    The filter may overshoot: where that raises a peak above `PEAK_LIMIT`, all samples are scaled back to the peak of before, or to
+    the limit where that was lower. Equal rates return the samples as they are.
+    """
+    if sample_rate == wanted or not len(samples):
+        return samples
+    made: NDArray[np.float32] = soxr.resample(samples, sample_rate, wanted, quality="HQ")
+    before, after = _peak(samples), _peak(made)
+    return made * np.float32(max(before, PEAK_LIMIT) / after) if after > max(before, PEAK_LIMIT) else made
 
 
 def loudness(samples: NDArray[np.float32], sample_rate: int) -> float:
@@ -184,8 +205,7 @@ def normalize_loudness(
     before = loudness(samples, sample_rate)
     if before == -math.inf:
         return samples, before
-    highest = max(float(samples.max()), -float(samples.min()))
-    gain = min(10 ** ((target_lufs - before) / 20), peak / highest)
+    gain = min(10 ** ((target_lufs - before) / 20), peak / _peak(samples))
     return samples * np.float32(gain), before + 20 * math.log10(gain)
 
 
@@ -218,6 +238,39 @@ def _wav(pcm: NDArray[np.int16], sample_rate: int) -> bytes:
     size = 2 * len(pcm)
     header = _WAV_HEADER.pack(b"RIFF", size + 36, b"WAVE", b"fmt ", 16, 1, 1, sample_rate, 2 * sample_rate, 2, 16, b"data", size)
     return header + pcm.tobytes()
+
+
+def _with_steady_serial(data: bytes) -> bytes:
+    """An Ogg file whose stream has a number made from its content: libsndfile draws one, so that no two files would be equal.
+
+    The number has to differ between files, because files that are joined into one keep theirs (RFC 3533, section 4).
+    """
+    file = bytearray(data)
+    pages: list[tuple[int, int]] = []
+    end = 0
+    while end < len(file):
+        begin, segments = end, file[end + _OGG_SEGMENTS]
+        table = begin + _OGG_SEGMENTS + 1
+        end = table + segments + sum(file[table : table + segments])
+        pages.append((begin, end))
+        for field in (_OGG_SERIAL, _OGG_CHECKSUM):
+            file[begin + field.start : begin + field.stop] = bytes(4)
+    serial = struct.pack("<I", zlib.crc32(file))
+    for begin, end in pages:
+        file[begin + _OGG_SERIAL.start : begin + _OGG_SERIAL.stop] = serial
+        checksum = struct.pack("<I", _ogg_checksum(bytes(file[begin:end])))
+        file[begin + _OGG_CHECKSUM.start : begin + _OGG_CHECKSUM.stop] = checksum
+    return bytes(file)
+
+
+def _ogg_checksum(page: bytes) -> int:
+    """CRC-32 as Ogg has it: the polynomial of zlib's with the bits of each byte the other way round, from 0 and without inversion."""
+    register = zlib.crc32(page.translate(_REVERSED_BITS), 0xFFFFFFFF) ^ 0xFFFFFFFF
+    return int(f"{register:032b}"[::-1], 2)
+
+
+def _peak(samples: NDArray[np.float32]) -> float:
+    return max(float(samples.max()), -float(samples.min()))
 
 
 def _unreadable(message: str) -> InputError:

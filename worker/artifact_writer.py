@@ -20,7 +20,7 @@ from worker.leases import HeldLease, RetryNote
 from worker.pack_writer import EncodedArtifact
 
 if TYPE_CHECKING:
-    from pipelines.audio import AudioFormat
+    from pipelines.audio_format import AudioFormat
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,25 +13,16 @@ import numpy as np
 import soundfile
 import soxr
 
-from pipelines.audio import encode, read_header
+from pipelines.audio import CONTAINERS, encode, read_header, resample
+from pipelines.audio_format import CONTENT_TYPES, RATES_OF, AudioFormat, holds_rate
 from pipelines.errors import ErrorCode, InputError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-SpeechFormat = Literal["wav", "flac", "pcm", "mp3", "opus"]
-MEDIA_TYPES: dict[SpeechFormat, str] = {
-    "wav": "audio/wav",
-    "flac": "audio/flac",
-    "pcm": "audio/pcm",
-    "mp3": "audio/mpeg",
-    "opus": "audio/ogg",
-}
-#: libsndfile's names of the formats that it writes as a stream.
-_SUBTYPES: dict[SpeechFormat, tuple[str, str]] = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
-#: The only rates of Opus.
-_OPUS_RATES = (8_000, 12_000, 16_000, 24_000, 48_000)
+SpeechFormat = Literal[AudioFormat, "pcm"]
+MEDIA_TYPES: dict[SpeechFormat, str] = {**CONTENT_TYPES, "pcm": "audio/pcm"}
 _HEADER_BYTES = 44
 #: What a stream writes as a length: players read on to the end, as they do with OpenAI's own streams.
 _UNKNOWN = 0xFFFFFFFF
@@ -41,10 +32,13 @@ def whole_file(samples: NDArray[np.float32], sample_rate: int, kind: SpeechForma
     """A file, or bare 16-bit PCM in little-endian order. Raises `SynthesisError` (`synth.nan`)."""
     if kind == "pcm":
         return pcm(samples, sample_rate)
-    if kind in ("wav", "flac"):
-        return encode(samples, sample_rate, kind)
-    encoder = _FileStream(sample_rate, kind)
-    return encoder.add(samples) + encoder.end()
+    rate = _file_rate(sample_rate, kind)
+    return encode(resample(samples, sample_rate, rate), rate, kind)
+
+
+def _file_rate(sample_rate: int, kind: AudioFormat) -> int:
+    """The rate of a file of speech in Hz: that of the speech, or the highest of a format that does not hold it."""
+    return sample_rate if holds_rate(kind, sample_rate) else RATES_OF[kind][-1]
 
 
 def pcm(samples: NDArray[np.float32], sample_rate: int) -> bytes:
@@ -62,7 +56,9 @@ class StreamEncoder(Protocol):
 
 def stream_encoder(sample_rate: int, kind: SpeechFormat) -> StreamEncoder:
     """An encoder for chunks [samples] of one stream."""
-    return _FileStream(sample_rate, kind) if kind in _SUBTYPES else _PcmStream(sample_rate, with_header=kind == "wav")
+    if kind in ("wav", "pcm"):
+        return _PcmStream(sample_rate, with_header=kind == "wav")
+    return _FileStream(sample_rate, kind)
 
 
 class _PcmStream:
@@ -141,10 +137,10 @@ class _Whole(_Pipe):
 
 
 class _FileStream:
-    def __init__(self, sample_rate: int, kind: SpeechFormat) -> None:
+    def __init__(self, sample_rate: int, kind: AudioFormat) -> None:
         self._pipe = _Whole() if kind == "mp3" else _Pipe()
-        container, subtype = _SUBTYPES[kind]
-        self._rate = sample_rate if kind != "opus" or sample_rate in _OPUS_RATES else _OPUS_RATES[-1]
+        container, subtype = CONTAINERS[kind]
+        self._rate = _file_rate(sample_rate, kind)
         self._resampler = soxr.ResampleStream(sample_rate, self._rate, 1, dtype="float32") if self._rate != sample_rate else None
         self._file = soundfile.SoundFile(cast(BinaryIO, self._pipe), "w", self._rate, 1, format=container, subtype=subtype)
 
