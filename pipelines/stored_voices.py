@@ -6,15 +6,24 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.recording import check_encoded
+from pipelines.request import Generation, Message
 
 #: Of a name. No path, and the same on every file system.
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
+#: Of the text of a recording.
+MAX_TEXT_CHARACTERS = 5000
+OPENAI_VOICES = ("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse")
+#: What clients send that must name a voice, to a model that has none to choose from.
+DEFAULT_VOICE = "default"
+#: Names that mean something else to a server.
+RESERVED = frozenset((*OPENAI_VOICES, DEFAULT_VOICE))
 _SUFFIX = ".voice"
 
 
@@ -47,28 +56,34 @@ class VoiceFolder:
             return []
         return sorted(name for name in found if NAME.fullmatch(name))
 
+    def has(self, name: str) -> bool:
+        """Whether there is a voice of this name, whatever its file holds."""
+        return NAME.fullmatch(name) is not None and self._path(name).is_file()
+
     def get(self, name: str) -> StoredVoice | None:
-        """The voice of this name, where there is one that can be read."""
+        """The voice of this name; None: there is none. Raises `input.audio_unreadable` for one that cannot be read."""
         if not NAME.fullmatch(name):
             return None
         try:
-            voice = msgspec.msgpack.decode(self._path(name).read_bytes(), type=StoredVoice)
-        except (OSError, msgspec.MsgspecError):
+            return msgspec.msgpack.decode(self._path(name).read_bytes(), type=StoredVoice)
+        except FileNotFoundError:
             return None
-        return voice
+        except (OSError, msgspec.MsgspecError) as error:
+            reason = getattr(error, "strerror", None) or "its file is damaged"
+            message = f"The stored voice {name!r} cannot be read: {reason}."
+            raise InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, message, "Delete it, and add it again.") from error
 
     def add(self, name: str, recording: bytes, text: str) -> StoredVoice:
         """Keeps a voice, in the place of one with this name.
 
-        Raises `InputError` for a name with other signs, a recording that no voice can be cloned from or that is too large, and where the
-        folder is full; `ConfigError` (`config.invalid`) where it cannot be written.
+        Raises `InputError` for a name with other signs or one of `RESERVED`, a recording that no voice can be cloned from or that is too
+        large, a text that is too long, and where the folder is full; `ConfigError` (`config.invalid`) where it cannot be written.
         """
-        if not NAME.fullmatch(name):
-            raise InputError(
-                ErrorCode.INPUT_BAD_GENERATION,
-                "The name of a voice has 1 to 64 small letters, digits, `-` and `_`, and begins with a letter or a digit.",
-                "Choose another name.",
-            )
+        _check_name(name)
+        text = text.strip()
+        if len(text) > MAX_TEXT_CHARACTERS:
+            message = f"The text of the recording has {len(text):,} characters; {MAX_TEXT_CHARACTERS:,} are the maximum."
+            raise InputError(ErrorCode.INPUT_TOO_LONG, message, "Give what is said in it, and no more.")
         if len(recording) > self._max_bytes:
             message = f"The recording has {len(recording):,} bytes; {self._max_bytes:,} are kept."
             raise InputError(ErrorCode.INPUT_REFERENCE_LENGTH, message, "Give a shorter one, or FLAC.")
@@ -80,18 +95,19 @@ class VoiceFolder:
         try:
             self._write(self._path(name), msgspec.msgpack.encode(voice))
         except OSError as error:
-            message = f"The folder of voices cannot be written: {error.strerror}."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Free some space, or set another folder.") from error
+            raise _not_writable(error, "Free some space, or set another folder.") from error
         return voice
 
     def delete(self, name: str) -> bool:
-        """Removes a voice; False: there is none."""
+        """Removes a voice; False: there is none. Raises `ConfigError` (`config.invalid`) where the folder cannot be written."""
         try:
             if NAME.fullmatch(name):
                 self._path(name).unlink()
                 return True
-        except OSError:
+        except FileNotFoundError:
             return False
+        except OSError as error:
+            raise _not_writable(error, "Let this user write there.") from error
         return False
 
     def _path(self, name: str) -> Path:
@@ -109,3 +125,28 @@ class VoiceFolder:
         except BaseException:
             Path(draft).unlink(missing_ok=True)
             raise
+
+
+def in_voice_of(messages: Sequence[Message], generation: Generation, recording: str | bytes, text: str) -> tuple[list[Message], Generation]:
+    """The messages, whose last one is the text to speak, and the settings of a request in the voice of a recording.
+
+    `text` is what is said in it. A `reference_text` of the settings goes before it.
+    """
+    said = generation.reference_text or text or None
+    cloned = [*messages[:-1], Message("user", "audio", recording), messages[-1]]
+    return cloned, msgspec.structs.replace(generation, voice=None, reference_text=said)
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise InputError(
+            ErrorCode.INPUT_BAD_GENERATION,
+            "The name of a voice has 1 to 64 small letters, digits, `-` and `_`, and begins with a letter or a digit.",
+            "Choose another name.",
+        )
+    if name in RESERVED:
+        raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"The name {name!r} is taken: clients of OpenAI send it.", "Choose another name.")
+
+
+def _not_writable(error: OSError, advice: str) -> ConfigError:
+    return ConfigError(ErrorCode.CONFIG_INVALID, f"The folder of voices cannot be written: {error.strerror}.", advice)

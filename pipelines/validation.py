@@ -289,8 +289,13 @@ def _check_reference_text(recordings: int, text: str | None, capabilities: Capab
         raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, message, "Say in `generation.reference_text` what the recording says.")
 
 
+def own_voice(asked: str, voices: tuple[str, ...]) -> str | None:
+    """The voice of a model that is asked for, up to case and white space around it; None: the model has none of this name."""
+    return _named(asked, voices)
+
+
 def _voice(asked: str, voices: tuple[str, ...]) -> str:
-    if (voice := _named(asked, voices)) is not None:
+    if (voice := own_voice(asked, voices)) is not None:
         return voice
     advice = f"Choose one of: {', '.join(voices)}." if voices else "This model has no named voices: remove `voice`."
     raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"Unknown voice {asked[:80]!r}.", advice)

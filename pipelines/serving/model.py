@@ -16,6 +16,7 @@ from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, Synthes
 from pipelines.serving.admission import Permit
 from pipelines.serving.async_bridge import SpeechCall, StreamCall, Unread
 from pipelines.serving.errors import unavailable
+from pipelines.stored_voices import DEFAULT_VOICE
 from pipelines.streams import TextStream
 
 
@@ -56,8 +57,6 @@ class Progress:
 
 log = logging.getLogger(__name__)
 
-#: What clients send that must name a voice, to a model that has none to choose from.
-DEFAULT_VOICE = "default"
 #: Threads that prepare requests: prompts, phonemes, reference audio. More would only share the cores.
 _SUBMIT_THREADS = 16
 #: Audio that slow clients have not taken, in bytes. Below that a stream gives its slot back once it is made; above, once it is taken.

@@ -113,7 +113,7 @@ class SpeechRoute:
         streams = self._streams(body)
         try:
             # A hop between threads costs more than a request without a recording.
-            has_audio = bool(body.reference_audio)
+            has_audio = bool(body.reference_audio) or self._voices.is_stored(body.voice)
             request = await asyncio.to_thread(self._request, body, request_id) if has_audio else self._request(body, request_id)
             units = self._units(body.input)
             chunks = unit_chunks(self._model, request, units, permit) if units else chunks_of(self._model, request, permit)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
 from pydantic import Field
 
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
 from pipelines.serving.cartesia import SpeechFields, language_of
 from pipelines.serving.encoding import read_audio
 from pipelines.serving.errors import ApiError, Body, bad_request
-from pipelines.serving.model import DEFAULT_VOICE, ServedModel
+from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
-from pipelines.stored_voices import StoredVoice, VoiceFolder
-from pipelines.validation import check_generation
-
-OPENAI_VOICES = ("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse")
-#: Of a stored voice's text.
-MAX_TEXT_CHARACTERS = 5000
+from pipelines.stored_voices import MAX_TEXT_CHARACTERS, OPENAI_VOICES, RESERVED, StoredVoice, VoiceFolder, in_voice_of
+from pipelines.validation import check_generation, own_voice
 
 
 class VoiceBody(Body):
@@ -47,6 +44,10 @@ class Voices:
         if name is not None and name not in self._options.names:
             message = f"The model {name[:100]!r} is not served here. Served is: {', '.join(self._options.names)}."
             raise ApiError(404, message, "model_not_found", "model")
+
+    def is_stored(self, asked: str | None) -> bool:
+        """Whether a name is that of a stored voice, whose recording has to be read."""
+        return asked is not None and self._folder is not None and not self._is_own(asked) and self._folder.has(asked)
 
     def named(self, asked: str | None) -> str | StoredVoice | None:
         """What is behind a name: a voice of the model, a stored one, or None for the model's own.
@@ -79,8 +80,13 @@ class Voices:
             raise InputError(
                 ErrorCode.INPUT_UNSUPPORTED, f"The voice {asked!r} has a recording, and the request another one.", "Leave one of them out."
             )
-        said = generation.reference_text or voice.text or None
-        return [Message("user", "audio", voice.recording), *messages], msgspec.structs.replace(generation, reference_text=said)
+        return in_voice_of(messages, generation, voice.recording, voice.text)
+
+    async def request_beside(self, fields: SpeechFields, request_id: str) -> SynthesisRequest:
+        """As `request`; a recording is read beside the event loop."""
+        if self.is_stored(None if fields.voice is None else fields.voice.id):
+            return await asyncio.to_thread(self.request, fields, request_id)
+        return self.request(fields, request_id)
 
     def request(self, fields: SpeechFields, request_id: str) -> SynthesisRequest:
         """A request in Cartesia's words, with its whole transcript. Raises `ApiError` (400), and `InputError` for a bad setting."""
@@ -100,22 +106,38 @@ class Voices:
         return cards + [{"id": name, "object": "voice", "kind": "stored"} for name in stored]
 
     def add(self, body: VoiceBody) -> dict[str, object]:
-        """Keeps a voice. Raises `ApiError` where the model cannot clone or has the name itself, and `InputError` as `VoiceFolder.add`."""
+        """Keeps a voice. Raises `ApiError` where the model cannot clone, has the name itself or the folder cannot be written, and
+        `InputError` as `VoiceFolder.add`."""
         able = self._model.card.capabilities
         if not able.cloning or self._folder is None:
             raise bad_request("This model clones no voices.", ErrorCode.INPUT_UNSUPPORTED.value, "name")
-        if body.name in (*able.voices, *OPENAI_VOICES, DEFAULT_VOICE):
+        if body.name in RESERVED or self._is_own(body.name):
             raise ApiError(409, f"The name {body.name!r} is taken. Choose another name.", "voice_exists", "name")
         if not body.replace and body.name in self._folder.names():
             raise ApiError(409, f"There is a voice {body.name!r}. Delete it, or send `replace`.", "voice_exists", "name")
         if able.needs_reference_text and not body.text.strip():
             raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, "This model needs the text of a recording.", "Send it as `text`.")
         recording = read_audio(body.recording, MAX_REFERENCE_SECONDS)
-        voice = self._folder.add(body.name, recording, body.text.strip())
+        try:
+            voice = self._folder.add(body.name, recording, body.text)
+        except ConfigError as error:
+            raise _not_kept(error) from error
         return {"id": voice.name, "object": "voice", "kind": "stored", "created_at": voice.created_at}
 
     def delete(self, name: str) -> dict[str, object]:
-        """Forgets a stored voice. Raises `ApiError` (404)."""
-        if self._folder is None or not self._folder.delete(name):
+        """Forgets a stored voice. Raises `ApiError`: 404 where there is none, 500 where the folder cannot be written."""
+        try:
+            deleted = self._folder is not None and self._folder.delete(name)
+        except ConfigError as error:
+            raise _not_kept(error) from error
+        if not deleted:
             raise ApiError(404, f"There is no stored voice {name[:100]!r}.", "voice_not_found", "name")
         return {"id": name, "object": "voice", "deleted": True}
+
+    def _is_own(self, name: str) -> bool:
+        """Whether the model has a voice of this name."""
+        return own_voice(name, self._model.card.capabilities.voices) is not None
+
+
+def _not_kept(error: ConfigError) -> ApiError:
+    return ApiError(500, str(error), error.code.value)

@@ -121,9 +121,9 @@ class _Connection:
         elif known is not None:
             known[0].add(message)
         else:
-            self._begin(message)
+            await self._begin(message)
 
-    def _begin(self, message: cartesia.ContextMessage) -> None:
+    async def _begin(self, message: cartesia.ContextMessage) -> None:
         """Opens a context. Raises `ApiError` where there are too many, and for what the model cannot do."""
         for count, limit, whose in (
             (len(self._contexts), self._options.contexts_per_connection, "connection"),
@@ -135,12 +135,17 @@ class _Connection:
         if message.output_format is not None and message.output_format.container != "raw":
             raise bad_request("Over a WebSocket the container is `raw`; /tts/bytes sends WAV.", "invalid_value", "output_format.container")
         self._voices.check_model(message.model_id)
-        request = self._voices.request(message, f"ctx-{secrets.token_hex(8)}")
-        context = Context(self._serving, message.context_id, message, request, self._send)
-        context.add(message)
-        task = asyncio.create_task(self._run(context))
-        self._contexts[message.context_id] = context, task
+        # While a recording is read, others may begin.
         self._route.contexts += 1
+        try:
+            request = await self._voices.request_beside(message, f"ctx-{secrets.token_hex(8)}")
+            context = Context(self._serving, message.context_id, message, request, self._send)
+            context.add(message)
+            task = asyncio.create_task(self._run(context))
+        except BaseException:
+            self._route.contexts -= 1
+            raise
+        self._contexts[message.context_id] = context, task
         self._resting(False)
 
     async def _run(self, context: Context) -> None:

@@ -12,7 +12,7 @@ import openai
 import pytest
 import soundfile
 
-from pipelines.serving.voices import OPENAI_VOICES
+from pipelines.stored_voices import OPENAI_VOICES
 from tests.services.pipelines.test_serve_websocket import TEXT, UNITS, output, samples_of, spoken
 from tests.support.fakes import spoken_text
 from tests.support.serving_kit import Running, b64, error_of, events, wav

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import stat
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipelines.errors import InputError
 from pipelines.request import Message
-from pipelines.stored_voices import VoiceFolder
+from pipelines.stored_voices import StoredVoice, VoiceFolder
 from tests.support.fakes import spoken_text
 from tests.support.serving_kit import Running, b64, error_of, wav
 from tests.support.stream_voice import StreamVoice
@@ -119,7 +121,36 @@ def test_voices_are_bounded_in_count_and_bytes_and_replaced_only_when_asked(tmp_
     assert found is not None
     assert (found.text, found.recording) == ("Another.", RECORDING)
     (tmp_path / "voices" / "b.voice").write_bytes(b"half")
-    assert folder.get("b") is None
+    with pytest.raises(InputError, match="its file is damaged"):
+        folder.get("b")
+
+
+def test_a_folder_that_cannot_be_changed_is_no_missing_voice(tmp_path: Path) -> None:
+    (tmp_path / "voices" / "stuck.voice").mkdir(parents=True)
+    _, running = cloning(tmp_path)
+    with running as server:
+        for answer in (server.http.delete(f"{VOICES}/stuck"), post(server, "stuck", replace=True)):
+            assert (answer.status_code, error_of(answer)["code"]) == (500, "config.invalid")
+            assert "folder of voices cannot be written" in error_of(answer)["message"]
+
+
+def test_a_recording_is_read_beside_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[str] = []
+    read = VoiceFolder.get
+
+    def noted(folder: VoiceFolder, name: str) -> StoredVoice | None:
+        threads.append(threading.current_thread().name)
+        return read(folder, name)
+
+    monkeypatch.setattr(VoiceFolder, "get", noted)
+    _, running = cloning(tmp_path)
+    with running as server:
+        post(server)
+        assert server.speak("Hello.", voice="anna").status_code == 200
+        with talk(server.url) as client:
+            client.say("a", "Hello.", voice={"mode": "id", "id": "anna"})
+            client.hear("a")
+    assert [name.partition("_")[0] for name in threads] == ["asyncio", "asyncio"]
 
 
 def test_a_model_that_cannot_clone_keeps_no_voices(tmp_path: Path) -> None:
