@@ -33,6 +33,16 @@ def remember(job_id: str, home: Path) -> None:
         return
 
 
+def forget(job_id: str) -> None:
+    """Removes the note of a job that is no more."""
+    if not _JOB_ID.fullmatch(job_id):
+        return
+    try:
+        (_folder() / job_id).unlink(missing_ok=True)
+    except (OSError, RuntimeError):
+        return
+
+
 def keep_remembered(job_id: str, settings: Settings) -> None:
     """Notes where a job was found whose home was moved since it was remembered. A copy does not take the place of the original."""
     if settings.database_url is None and _JOB_ID.fullmatch(job_id) and not homes_of(job_id):

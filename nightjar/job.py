@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
+from jobs.delete import Deleted, delete_job, measure_job
 from jobs.export.items import AudioItem, ItemMetadata, item_metadata
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
@@ -26,7 +27,7 @@ from jobs.shard_file import RawLine, read_raw_shard
 from jobs.status import items_per_second, rtfx, status_view
 from jobs.store import open_store
 from nightjar.voice import Sound
-from pipelines.errors import ErrorCode, NightjarError, NotFoundError
+from pipelines.errors import ErrorCode, NightjarError, NotFoundError, ServiceError
 
 if TYPE_CHECKING:
     import datasets
@@ -221,6 +222,18 @@ class Job:
         options = ReportOptions(embed=True, price_per_gpu_hour=self._settings.price_per_gpu_hour)
         written = write_report(self._ledger, self._store, self.id, place, options).path
         return Report(Path(str(written)))
+
+    def delete(self, *, yes: bool = False) -> Deleted:
+        """Deletes the job, which must have ended: its objects in the store and its rows in the ledger, as `nightjar delete`. Without `yes`
+        nothing is deleted; the result says what would be.
+
+        Raises `ServiceError` with `ledger.state` for a job that has not ended.
+        """
+        if not yes:
+            return measure_job(self._ledger, self._store, self.id)
+        if self._thread is not None and self._thread.is_alive():
+            raise ServiceError(ErrorCode.LEDGER_STATE, "The run of this job has not ended.", "Use `job.wait()` or `job.stop()` first.")
+        return delete_job(self._ledger, self._store, self.id)
 
     def close(self) -> None:
         """Stops the run of a job here, and closes the ledger."""

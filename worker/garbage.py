@@ -1,4 +1,4 @@
-"""Finds and deletes orphans: objects of ended jobs that no artifact names."""
+"""Finds and deletes orphans: objects of ended jobs that no artifact names, and what is stored of jobs after they were deleted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from jobs.delete import delete_objects, objects_of
 from jobs.layout import index_of, job_prefix, packs_prefix
 from jobs.ledger.records import QUARANTINE, Job, JobState
 from jobs.shard_file import read_references
@@ -16,11 +17,14 @@ from pipelines.errors import ErrorCode, NightjarError, StoreError
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
+    from jobs.ledger.deletion import DeletedJob
     from jobs.settings import Settings
 
 log = structlog.get_logger(__name__)
 
 GRACE_SECONDS = 24 * 3600.0
+#: How long a deleted job is remembered: no worker writes under a lease that it lost so long ago.
+REMEMBERED_SECONDS = 30 * 24 * 3600.0
 FINAL_STATES = tuple(state for state in JobState if state.final)
 _MAX_JOBS = 1_000_000
 
@@ -61,6 +65,8 @@ def sweep(ledger: Ledger, store_for: Callable[[str], ObjectStore], grace_seconds
     for job in ledger.jobs(_MAX_JOBS, FINAL_STATES):
         if job.finished_at is not None and job.finished_at <= before:
             report += _sweep_job(ledger, store_for, job, before, delete=delete)
+    for gone in ledger.deleted_jobs():
+        report += _sweep_deleted(ledger, store_for, gone, delete=delete)
     return report
 
 
@@ -104,6 +110,27 @@ def _sweep_job(ledger: Ledger, store_for: Callable[[str], ObjectStore], job: Job
     if found.orphans:
         log.info("orphans", job=job.id, orphans=found.orphans, bytes=found.bytes, deleted=delete)
     return found
+
+
+def _sweep_deleted(ledger: Ledger, store_for: Callable[[str], ObjectStore], gone: DeletedJob, *, delete: bool) -> SweepReport:
+    """What a worker that had lost its lease stored of a job behind its deletion: nothing can name it any more."""
+    try:
+        store = store_for(gone.store_url)
+        if delete:
+            objects, size = delete_objects(store, gone.id)
+        else:
+            sizes = [info.bytes for info in objects_of(store, gone.id)]
+            objects, size = len(sizes), sum(sizes)
+        if delete and ledger.now() - gone.deleted_at > REMEMBERED_SECONDS:
+            ledger.forget_deleted(gone.id)
+    except NightjarError as error:
+        if error.code is ErrorCode.LEDGER_UNREACHABLE:
+            raise
+        log.warning("deleted job not swept", job=gone.id, code=error.code.value, error=str(error))
+        return SweepReport(failed_jobs=1)
+    if objects:
+        log.info("objects of a deleted job", job=gone.id, objects=objects, bytes=size, deleted=delete)
+    return SweepReport(objects, size)
 
 
 def _delete(ledger: Ledger, store: ObjectStore, orphan: Orphan, before: float) -> bool:

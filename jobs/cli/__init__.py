@@ -36,6 +36,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "resume": ("control", "resume", "Continue a paused job."),
         "cancel": ("control", "cancel", "Cancel a job; finished items are kept."),
         "priority": ("control", "priority", "Change a job's priority."),
+        "delete": ("delete", "delete", "Delete a job that has ended: its rows and its objects."),
     },
     "Results": {
         "export": ("export", "export", "Export a job's dataset (ESPnet, Kaldi, Lhotse, WebDataset, Parquet, ...)."),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
-from jobs.ledger import control, dispatch, ingest, leases, lifecycle, mapping, migrate, outcomes, queries
+from jobs.ledger import control, deletion, dispatch, ingest, leases, lifecycle, mapping, migrate, outcomes, queries
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
 from jobs.ledger import workers as worker_rows
@@ -200,6 +200,19 @@ class Ledger:
             if last is None:
                 return opened
             after = last
+
+    # Deletion
+    begin_delete = _writes(deletion.begin_delete)
+    deleted_jobs = _reads(deletion.deleted_jobs)
+    forget_deleted = _writes(deletion.forget_deleted)
+
+    def delete_rows(self, job_id: str) -> None:
+        """Removes every row of a job whose deletion began, its own one last; one transaction for some rows."""
+        for table in deletion.tables_of_jobs():
+            last = self.database.read(deletion.last_of, table, job_id)
+            for first in range(0, last + 1, deletion.ROWS_AT_ONCE):
+                self.database.write(deletion.delete_range, table, job_id, first)
+        self.database.write(deletion.end_delete, job_id)
 
     # Jobs and their status
     job = _reads(mapping.read_job)

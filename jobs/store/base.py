@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Protocol
@@ -81,6 +81,10 @@ class ObjectStore(Protocol):
 
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
+        ...
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Removes up to 1,000 objects, and in a folder the folders below `jobs/` that become empty; missing ones are no error."""
         ...
 
     def sync(self) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, ClassVar, cast
@@ -146,6 +146,17 @@ class FolderStore:
         except StoreError as error:
             if error.code is not ErrorCode.STORE_MISSING:
                 raise
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Removes objects, and the folders that become empty but for those at the root, where others make theirs."""
+        for key in keys:
+            self.delete(key)
+        emptied = {tuple(split_key(key)[:-1]) for key in keys}
+        above = {folder[:depth] for folder in emptied for depth in range(2, len(folder) + 1)}
+        for folder in sorted(above, key=len, reverse=True):
+            # A folder that is not empty, or is gone, is no error.
+            with suppress(OSError), self._folder(list(folder[:-1])) as parent:
+                os.rmdir(folder[-1], dir_fd=parent)
 
     def sync(self) -> None:
         """Waits until what was put by now, or found there by a put, is on the disk with its name."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
@@ -40,6 +40,13 @@ def translated(error: Exception, uri: str) -> StoreError:
     else:
         code, reason = ErrorCode.STORE_UNREACHABLE, f"S3 could not be reached ({type(error).__name__})"
     return StoreError(code, f"{reason} for {uri[:300]}.", _ADVICE[code])
+
+
+def refused_delete(first: Mapping[str, str], count: int, url: str) -> StoreError:
+    """The `StoreError` for objects that a request for many did not delete."""
+    reason = first.get("Code", "")
+    code = ErrorCode.STORE_FORBIDDEN if reason in _FORBIDDEN else ErrorCode.STORE_UNREACHABLE
+    return StoreError(code, f"S3 answered {reason or 'with an error'} and did not delete {count} objects of {url}.", _ADVICE[code])
 
 
 def exists(error: ClientError) -> bool:
@@ -181,6 +188,15 @@ class S3Store:
     def delete(self, key: str) -> None:
         """Removes an object; a missing one is no error."""
         self._call(key, lambda: self._client.delete_object(Bucket=self.bucket, Key=self._name(key)))
+
+    def delete_many(self, keys: Sequence[str]) -> None:
+        """Removes up to 1,000 objects by one request; missing ones are no error."""
+        if not keys:
+            return
+        wanted = {"Objects": [{"Key": self._name(key)} for key in keys], "Quiet": True}
+        answer = self._call(keys[0], lambda: self._client.delete_objects(Bucket=self.bucket, Delete=wanted))
+        if refused := answer.get("Errors"):
+            raise refused_delete(refused[0], len(refused), self.url)
 
     def sync(self) -> None:
         """Does nothing: a put that was answered is durable."""

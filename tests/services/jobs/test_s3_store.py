@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.delete import delete_objects
 from jobs.store import S3Store, open_store
 from jobs.store.s3 import open_s3_object
 from pipelines.errors import ErrorCode, StoreError
@@ -49,6 +50,21 @@ def test_the_first_put_stays(store: S3Store) -> None:
     assert first.info.metadata == metadata
     assert first.info.sha256 == hashlib.sha256(b"one").hexdigest()
     assert store.get("a/b.wav") == b"one"
+
+
+def test_a_job_is_deleted_by_requests_for_many_objects(
+    store: S3Store, access: Access, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.delete.OBJECTS_AT_ONCE", 3)
+    keys = [f"jobs/a/audio/00000/{number:09d}-Zoë &%+.wav" for number in range(7)]
+    for key in (*keys, "jobs/ab/audio/00000/0.wav", "jobs/b/0.wav"):
+        store.put(key, b"four")
+    outside = open_store(f"s3://{bucket}/some", access)
+    outside.put("jobs/a/audio/0.wav", b"another store's")
+    assert delete_objects(store, "a") == (7, 28)
+    assert [info.key for info in store.list("jobs/")] == ["jobs/ab/audio/00000/0.wav", "jobs/b/0.wav"]
+    assert outside.get("jobs/a/audio/0.wav") == b"another store's"
+    store.delete_many([])
 
 
 def test_a_range_is_the_bytes_that_are_there(store: S3Store) -> None:

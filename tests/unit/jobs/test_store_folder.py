@@ -245,3 +245,20 @@ def test_a_full_disk(tmp_path: Path) -> None:
     finally:
         # Lazily: the store still holds the folder it wrote to.
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_folders_that_become_empty_go_with_their_objects(store: FolderStore, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept.wav").write_bytes(b"kept")
+    for key in ("jobs/a/audio/00000/1.wav", "jobs/a/audio/00001/2.wav", "jobs/a/input/0.zst", "jobs/b/audio/00000/1.wav"):
+        store.put(key, b"x")
+    (tmp_path / "store/jobs/a/link").symlink_to(outside)
+    store.delete_many(["jobs/a/audio/00000/1.wav", "jobs/a/audio/00001/2.wav", "jobs/a/link/kept.wav", "jobs/a/none.wav"])
+    assert [path.name for path in sorted((tmp_path / "store/jobs/a").iterdir())] == ["input", "link"]
+    (tmp_path / "store/jobs/a/link").unlink()
+    store.delete_many(["jobs/a/input/0.zst", "jobs/b/audio/00000/1.wav"])
+    assert list((tmp_path / "store").rglob("*")) == [tmp_path / "store/jobs"]
+    assert (outside / "kept.wav").read_bytes() == b"kept"
+    with pytest.raises(StoreError):
+        store.delete_many(["jobs/../../outside/kept.wav"])

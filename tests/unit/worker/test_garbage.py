@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from jobs.delete import delete_job
 from jobs.ingest import submit
 from jobs.layout import pack_key
 from jobs.ledger import Ledger
@@ -271,3 +272,20 @@ def test_the_command_counts_and_says_what_it_could_not_look_at(rig: Rig, monkeyp
     failed = CliRunner().invoke(cli, ["sweep", "--grace-hours", "0"])
     assert failed.exit_code == 1
     assert failed.stdout == "0 orphans, 0 bytes; 1 jobs could not be looked at\n"
+
+
+def test_what_is_stored_of_a_job_after_it_was_deleted_is_swept(rig: Rig) -> None:
+    gone, kept = cancelled(rig, ["a"]), rig.submit(["b"])
+    rig.run_next()
+    delete_job(rig.ledger, rig.store, gone.id)
+    before = set(rig.store.objects)
+    # A worker that lost its lease long ago still had it in its hands.
+    rig.store.put(audio_key(gone, 0), b"late")
+    assert swept(rig, delete=False) == SweepReport(1, 4)
+    assert swept(rig) == SweepReport(1, 4)
+    assert set(rig.store.objects) == before
+    assert kept.id in {key.split("/")[1] for key in before}
+    assert len(rig.ledger.deleted_jobs()) == 1
+    execute(rig.ledger, "UPDATE deleted_jobs SET deleted_at = deleted_at - :seconds", seconds=31 * DAY)
+    assert swept(rig).orphans == 0
+    assert rig.ledger.deleted_jobs() == []
