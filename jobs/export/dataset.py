@@ -21,7 +21,7 @@ from jobs.export.audio import AudioReader
 from jobs.export.destination import END, PLAN, RECORD, RECORDS, Destination, open_destination
 from jobs.export.files import PartFiles, WrittenFile, output_error
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, AudioItems, AudioNames
+from jobs.export.items import AudioItem, AudioItems, AudioNames, score_names
 from jobs.export.manifest import manifest_line
 from jobs.export.plan import Part, Plan, Splits, make_plan
 from jobs.ledger.records import Job
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Decoded = TypeVar("Decoded")
 #: Raised when a format's files change for the same items.
-VERSION = 2
+VERSION = 3
 _AGAIN = "Move it away; the next export writes the dataset again."
 
 
@@ -85,13 +85,13 @@ class DatasetExport:
         with open_destination(to, s3) as destination, AudioReader(self.store, self.audio_root) as audio:
             limit = self.part_bytes if self.format.embeds_audio else None
             plan = make_plan(self.ledger.items(self.job.id), self.splits, limit, whole=self.format.whole_dialogues)
-            names = self._names(to)
+            scores, names = score_names(self.ledger, self.job), self._names(to)
             identity = self._identity(plan, names)
             if self._begin(destination, identity):
                 return plan
             found = destination.sizes()
-            files = [file for part in plan.parts for file in self._part(destination, found, audio, names, part, on_part)]
-            files += self._common_files(destination, plan)
+            files = [file for part in plan.parts for file in self._part(destination, found, audio, names, scores, part, on_part)]
+            files += self._common_files(destination, plan, scores)
             if (gone := _incomplete(destination.sizes(), files)) is not None:
                 message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
                 raise _invalid(message, "Export again.")
@@ -160,6 +160,7 @@ class DatasetExport:
         found: Mapping[str, int],
         audio: AudioReader,
         names: AudioNames,
+        scores: tuple[str, ...],
         part: Part,
         on_part: Callable[[Part], None],
     ) -> list[WrittenFile]:
@@ -178,6 +179,7 @@ class DatasetExport:
             last=part.last,
             wanted=lambda example_id: self.splits.of(example_id) == part.split,
             whole=self.format.whole_dialogues,
+            names=scores,
         )
         with PartFiles(destination, names) as files:
             read = audio.loaded if self.format.embeds_audio else audio.located
@@ -186,11 +188,11 @@ class DatasetExport:
         on_part(part)
         return written
 
-    def _common_files(self, destination: Destination, plan: Plan) -> list[WrittenFile]:
+    def _common_files(self, destination: Destination, plan: Plan, scores: tuple[str, ...]) -> list[WrittenFile]:
         """The manifest of all items, the provenance and the format's card."""
         with PartFiles(destination) as files:
             with files.gzip("manifest.jsonl.gz") as manifest:
-                for item in AudioItems(self.ledger, self.store, self.job.id):
+                for item in AudioItems(self.ledger, self.store, self.job.id, names=scores):
                     manifest.write(manifest_line(self.job, item, ""))
             files.open("provenance.json").write(_json(records(self.store, self.job) or [exporters_record(self.job)]))
             if self.format.card is not None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from jobs.checks import CHECKS, METERS, scores_with
 from jobs.dialogue import Dialogue, spoken_text
-from jobs.ledger.records import Artifact, ItemRow, ItemState, Job
+from jobs.ledger.records import Artifact, Draw, ItemRow, ItemState, Job
 from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, read_raw_shard
 from jobs.store.base import ObjectStore
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 
 _decode = msgspec.json.Decoder(Dialogue).decode
+#: Scores whose detail is what an ASR model heard.
+_HEARD_BY = ("wer", "cer")
+_PAGE_ITEMS = 1000
 
 
 class AudioItem(msgspec.Struct, frozen=True):
@@ -40,6 +44,22 @@ class AudioItem(msgspec.Struct, frozen=True):
     references: Mapping[int, str] = {}
     #: The text that the model wrote before its audio, where it writes text.
     text_out: str | None = None
+    #: The attempt whose audio it is; None in a job without checks.
+    draw: Draw | None = None
+    #: Names of the scores of the job, the same for all its items.
+    score_names: tuple[str, ...] = ()
+
+    @property
+    def scores(self) -> dict[str, float | None]:
+        """What was measured of its audio, by the names of the job's scores; None: not measured."""
+        measured = {} if self.draw is None else self.draw.scores
+        return {name: measured[name].value if name in measured else None for name in self.score_names}
+
+    @property
+    def transcript(self) -> str | None:
+        """What the ASR model of a job with the check `wer` or `cer` heard."""
+        measured = {} if self.draw is None else self.draw.scores
+        return next((measured[name].detail for name in _HEARD_BY if name in measured), None)
 
     @property
     def seconds(self) -> float:
@@ -87,6 +107,31 @@ def item_metadata(job: Job, item: AudioItem) -> ItemMetadata:
     return ItemMetadata(text, role, index, speaker, generation.voice, generation.language, generation.instruct)
 
 
+def origin(job: Job, item: AudioItem, known: ItemMetadata) -> dict[str, Any]:
+    """How an item was made and what was measured of it, with the names that every format has for it.
+
+    A job without checks has no `draw`, `scores` and `transcript`.
+    """
+    made = {"seed": item.artifact.seed, "model": job.spec.model, "voice": known.voice}
+    if job.spec.quality is None:
+        return made
+    return {**made, "draw": None if item.draw is None else item.draw.draw, "scores": item.scores, "transcript": item.transcript}
+
+
+def score_names(ledger: Ledger, job: Job) -> tuple[str, ...]:
+    """The names of the scores of a job, known before its first item: those of built-in checks first.
+
+    Which scores a meter of another package has is known from the draws alone, which are all read then.
+    """
+    quality = job.spec.quality
+    if quality is None:
+        return ()
+    names = scores_with(quality.meters) | quality.bounds.keys()
+    if quality.meters.keys() - METERS.keys():
+        names |= {name for row in ledger.draws(job.id) if row.draw.kept for name in row.draw.scores}
+    return (*(name for name in CHECKS if name in names), *sorted(names - CHECKS.keys()))
+
+
 def generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generation:
     """The settings that the line and the job give to the spoken message at `index`, or to the answer to the whole dialogue."""
     defaults, own = job.spec.generation, dialogue.generation or Generation()
@@ -120,7 +165,7 @@ class AudioItems:
     """Iterates once over the items of a job that have audio, in index order, with the lines of one shard in memory at a time.
 
     Indexes are above `after` and up to `last`, and `wanted` chooses by example id; other items are not counted. `whole`: a
-    dialogue is left out unless all its spoken turns have audio.
+    dialogue is left out unless all its spoken turns have audio. `names`: those of the scores, where they are known.
     """
 
     def __init__(
@@ -133,25 +178,47 @@ class AudioItems:
         last: int | None = None,
         wanted: Callable[[str], bool] = lambda _: True,
         whole: bool = False,
+        names: tuple[str, ...] | None = None,
     ) -> None:
+        self._ledger = ledger
+        self._job = ledger.job(job_id)
         self._rows = exported(ledger.items(job_id, after=after), whole=whole)
         self._lines = _ShardLines(ledger, store, job_id)
+        self._score_names = score_names(ledger, self._job) if names is None else names
         self._last = last
         self._wanted = wanted
         #: Items so far that have no audio, or are left out with one that has none.
         self.left_out = 0
 
     def __iter__(self) -> Iterator[AudioItem]:
-        for row, artifact in self._rows:
-            if self._last is not None and row.index > self._last:
-                return
-            if not self._wanted(row.example_id):
-                continue
-            if artifact is None:
-                self.left_out += 1
-                continue
-            line, text_out = self._lines.of(row), self._lines.text_of(row)
-            yield AudioItem(row.example_id, row.id, artifact, line.dialogue, line.message_index, line.references, text_out)
+        while page := list(islice(self._rows, _PAGE_ITEMS)):
+            kept = self._kept_draws([row.index for row, artifact in page if artifact is not None])
+            for row, artifact in page:
+                if self._last is not None and row.index > self._last:
+                    return
+                if not self._wanted(row.example_id):
+                    continue
+                if artifact is None:
+                    self.left_out += 1
+                    continue
+                line = self._lines.of(row)
+                yield AudioItem(
+                    example_id=row.example_id,
+                    id=row.id,
+                    artifact=artifact,
+                    dialogue=line.dialogue,
+                    message_index=line.message_index,
+                    references=line.references,
+                    text_out=self._lines.text_of(row),
+                    draw=kept.get(row.index),
+                    score_names=self._score_names,
+                )
+
+    def _kept_draws(self, indexes: Sequence[int]) -> dict[int, Draw]:
+        """Index -> the draw whose audio is the item's. Read after the items, so that those of a job that runs have theirs."""
+        if self._job.spec.quality is None:
+            return {}
+        return {row.index: row.draw for row in self._ledger.draws_of(self._job.id, indexes) if row.draw.kept}
 
 
 def text_answers(ledger: Ledger, store: ObjectStore, job_id: str) -> Iterator[tuple[msgspec.Raw, str]]:

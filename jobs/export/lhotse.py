@@ -16,7 +16,7 @@ import msgspec
 
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, ItemMetadata, item_metadata
+from jobs.export.items import AudioItem, ItemMetadata, item_metadata, origin
 from jobs.export.plan import Part
 from jobs.export.webdataset import tar_file
 from jobs.ledger.records import Job
@@ -71,7 +71,7 @@ def _recording(id: str, item: AudioItem, source: dict[str, Any]) -> dict[str, An
 
 def _supervision(id: str, job: Job, item: AudioItem, known: ItemMetadata) -> dict[str, Any]:
     turn = {"role": known.role, "message_index": known.message_index}
-    source = {"seed": item.artifact.seed, "sha256": item.artifact.sha256, "spec_sha": job.spec_sha}
+    source = {"sha256": item.artifact.sha256, "spec_sha": job.spec_sha, **origin(job, item, known)}
     custom = {"example_id": item.example_id, **turn, **source}
     language = {} if known.language is None else {"language": known.language}
     return {

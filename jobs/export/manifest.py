@@ -1,13 +1,13 @@
-"""The format `manifest`: the lines of `jobs.manifest`."""
+"""The format `manifest`: the lines of `jobs.manifest`, with what was measured of each item. The store's manifests are without that."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, AudioItems, item_metadata
+from jobs.export.items import AudioItem, AudioItems, ItemMetadata, item_metadata, origin
 from jobs.ledger.records import Job
 from jobs.manifest import ManifestEntry, Spoken, entry, put_job_manifest
 from jobs.store.base import ObjectInfo, ObjectStore
@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
 
 
-def manifest_entry(job: Job, item: AudioItem) -> ManifestEntry:
-    """The manifest's line of an item."""
-    known = item_metadata(job, item)
+def manifest_entry(job: Job, item: AudioItem, known: ItemMetadata) -> ManifestEntry:
+    """The line of an item in the store's manifest."""
     if job.spec.speak is msgspec.UNSET:
         # Its workers' manifests say no more, and one item has one line.
         return entry(item.example_id, item.artifact, job.spec_sha, Spoken(known.text))
@@ -26,8 +25,10 @@ def manifest_entry(job: Job, item: AudioItem) -> ManifestEntry:
 
 
 def manifest_line(job: Job, item: AudioItem, where: str) -> bytes:
-    """One line of JSON, as in the store's manifests; `key` names the audio in the store, so `where` is not used."""
-    return msgspec.json.encode(manifest_entry(job, item)) + b"\n"
+    """One line of JSON; `key` names the audio in the store, so `where` is not used."""
+    known = item_metadata(job, item)
+    line: dict[str, Any] = msgspec.to_builtins(manifest_entry(job, item, known))
+    return msgspec.json.encode(line | origin(job, item, known)) + b"\n"
 
 
 MANIFEST = ExportFormat(name="manifest", summary="our own manifest", item_line=manifest_line, names_audio=False)
@@ -36,7 +37,7 @@ MANIFEST = ExportFormat(name="manifest", summary="our own manifest", item_line=m
 def put_manifest(ledger: Ledger, store: ObjectStore, job_id: str) -> ObjectInfo:
     """Writes the manifest of a job into its store, see `jobs.manifest.put_job_manifest`; the ledger notes it if the job has ended."""
     job = ledger.job(job_id)
-    info = put_job_manifest(store, job, (manifest_entry(job, item) for item in AudioItems(ledger, store, job_id)))
+    info = put_job_manifest(store, job, (manifest_entry(job, item, item_metadata(job, item)) for item in AudioItems(ledger, store, job_id)))
     if job.state.final:
         ledger.note_manifest(job)
     return info

@@ -11,7 +11,7 @@ import hashlib
 import msgspec
 
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem
+from jobs.export.items import AudioItem, item_metadata, origin
 from jobs.ledger.records import ItemRow, Job, RejectedLine
 
 
@@ -27,7 +27,8 @@ def openai_batch_line(job: Job, item: AudioItem, where: str) -> bytes:
         "duration": round(item.seconds, 6),
     }
     request = _request_id(job, item.id)
-    body = {"object": "audio.speech", "model": job.spec.model, "audio": audio}
+    metadata = origin(job, item, item_metadata(job, item))
+    body = {"object": "audio.speech", "model": job.spec.model, "audio": audio, "metadata": metadata}
     response = {"status_code": 200, "request_id": request, "body": body}
     return _line(request, item.id, response, None)
 

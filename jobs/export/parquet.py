@@ -17,7 +17,7 @@ import msgspec
 
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, item_metadata
+from jobs.export.items import AudioItem, item_metadata, origin
 from jobs.export.plan import Part, Plan
 from jobs.ledger.records import Job
 from pipelines.errors import ConfigError, ErrorCode
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 #: A reader loads a row group at a time.
 _GROUP_ROWS = 100
 _GROUP_BYTES = 32 << 20
-_TEXTS = ("text", "example_id", "role", "speaker", "language", "spec_sha", "sha256")
+_TEXTS = ("text", "example_id", "role", "speaker", "language", "spec_sha", "sha256", "model", "voice", "transcript")
+_REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice")
 
 
 def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
@@ -48,10 +49,10 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
                 writer = stack.enter_context(
                     parquet.ParquetWriter(
                         file,
-                        _schema(item.artifact.sample_rate),
+                        _schema(job, item),
                         # Audio is left as it is: it shrinks by little and takes long to do so.
                         compression=dict.fromkeys(_TEXTS, "zstd"),
-                        use_dictionary=["role", "speaker", "language", "spec_sha"],
+                        use_dictionary=list(_REPEATED),
                         write_statistics=["index", "duration"],
                     )
                 )
@@ -61,9 +62,15 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
 
 
 def _row(job: Job, item: AudioItem, audio: bytes) -> dict[str, Any]:
+    return {"audio": {"bytes": audio, "path": f"{item.name}.{item.extension}"}, **metadata_row(job, item)}
+
+
+def metadata_row(job: Job, item: AudioItem) -> dict[str, Any]:
+    """What `metadata_types` names, of one item."""
     known = item_metadata(job, item)
+    made = origin(job, item, known)
+    scores: dict[str, float | None] = made.pop("scores", {})
     return {
-        "audio": {"bytes": audio, "path": f"{item.name}.{item.extension}"},
         "text": known.text,
         "example_id": item.example_id,
         "role": known.role,
@@ -72,32 +79,30 @@ def _row(job: Job, item: AudioItem, audio: bytes) -> dict[str, Any]:
         "speaker": known.speaker,
         "language": known.language,
         "duration": round(item.seconds, 6),
-        "seed": item.artifact.seed,
         "sha256": item.artifact.sha256,
         "spec_sha": job.spec_sha,
+        **made,
+        **{f"score_{name}": value for name, value in scores.items()},
     }
 
 
-def _schema(sample_rate: int) -> pyarrow.Schema:
+def metadata_types(job: Job, item: AudioItem) -> dict[str, str]:
+    """The columns beside the audio, with their types, the same for all items of a job. A score has a column of its own, so that it can be
+    filtered and shown by everything that reads tables."""
+    types = dict.fromkeys(metadata_row(job, item), "string")
+    types |= dict.fromkeys(("message_index", "index", "seed"), "int64") | {"duration": "float64"}
+    if "draw" in types:
+        types["draw"] = "int64"
+    return types | {f"score_{name}": "float64" for name in item.score_names}
+
+
+def _schema(job: Job, item: AudioItem) -> pyarrow.Schema:
     arrow, _ = _pyarrow()
-    text = ("string", arrow.string())
-    columns: dict[str, tuple[str, Any]] = {
-        "text": text,
-        "example_id": text,
-        "role": text,
-        "message_index": ("int64", arrow.int64()),
-        "index": ("int64", arrow.int64()),
-        "speaker": text,
-        "language": text,
-        "duration": ("float64", arrow.float64()),
-        "seed": ("int64", arrow.int64()),
-        "sha256": text,
-        "spec_sha": text,
-    }
-    features: dict[str, object] = {"audio": {"sampling_rate": sample_rate, "_type": "Audio"}}
-    features |= {name: {"dtype": dtype, "_type": "Value"} for name, (dtype, _) in columns.items()}
+    types = metadata_types(job, item)
+    features: dict[str, object] = {"audio": {"sampling_rate": item.artifact.sample_rate, "_type": "Audio"}}
+    features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in types.items()}
     audio = arrow.field("audio", arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())]))
-    fields = [audio, *(arrow.field(name, kind) for name, (_, kind) in columns.items())]
+    fields = [audio, *(arrow.field(name, arrow.type_for_alias(dtype)) for name, dtype in types.items())]
     return arrow.schema(fields, metadata={"huggingface": msgspec.json.encode({"info": {"features": features}})})
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
-from jobs.export.items import AudioItem, item_metadata
+from jobs.export.items import AudioItem, item_metadata, origin
 from jobs.export.plan import Part
 from jobs.ledger.records import Job
 
@@ -54,9 +54,9 @@ def write_webdataset(part: Part, files: PartFiles, job: Job, items: Iterator[tup
                 "sample_rate": artifact.sample_rate,
                 "samples": artifact.samples,
                 "duration": round(item.seconds, 6),
-                "seed": artifact.seed,
                 "sha256": artifact.sha256,
                 "spec_sha": job.spec_sha,
+                **origin(job, item, known),
             }
             add(f"{item.name}.{item.extension}", audio)
             add(f"{item.name}.json", msgspec.json.encode(about))

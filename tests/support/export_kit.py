@@ -17,7 +17,7 @@ import soundfile
 from jobs.ingest import SubmitOptions, submit
 from jobs.layout import audio_key, pack_index_name, pack_key
 from jobs.ledger import Ledger
-from jobs.ledger.records import Artifact, Done, Failed, JobSpec, Lease, WorkerInfo
+from jobs.ledger.records import Artifact, Done, Draw, Failed, JobSpec, Lease, Score, WorkerInfo
 from jobs.packs import PackBuilder
 from jobs.settings import Settings, ShardSettings
 from jobs.store import ObjectStore
@@ -37,6 +37,18 @@ class Finished:
     job_id: str
     #: Key -> file, in index order.
     audio: dict[str, bytes]
+
+
+def draws_of(index: int) -> tuple[Draw, ...]:
+    """Two draws of an item of a job with checks. The kept one, the first of even indexes and the second of odd ones, has the item's seed."""
+    refused = {"clipped": Score(0.5, False), "wer": Score(0.9, False, "noise"), "cer": Score(0.8, False, "noise")}
+    kept = {"clipped": Score(0.0, True), "wer": Score(index / 100, True, f"heard {index}"), "cer": Score(index / 200, True, f"heard {index}")}
+    return tuple(
+        Draw(number, index + 2**62, None, kept=True, duration_ms=1000, scores=kept)
+        if number == index % 2
+        else Draw(number, index, ErrorCode.QA_WER, kept=False, duration_ms=900, scores=refused)
+        for number in range(2)
+    )
 
 
 def wav(number: int, seconds: float = 1.0, format: str = "WAV", sample_rate: int = SAMPLE_RATE) -> bytes:
@@ -71,7 +83,7 @@ def run_all(
                 audio[key] = data
                 samples = round(seconds * sample_rate) + index
                 made = Artifact(index, "audio", key, info.sha256, info.bytes, round(1000 * seconds), sample_rate, samples, index + 2**62)
-                ledger.commit(lease.ticket, [Done(index, (made,))])
+                ledger.commit(lease.ticket, [Done(index, (made,), draws=draws_of(index) if spec.quality is not None else ())])
             ledger.finish_shard(lease.ticket)
     return dict(sorted(audio.items()))
 

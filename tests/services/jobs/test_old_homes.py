@@ -66,7 +66,8 @@ def test_what_it_made_is_whole_and_exported(home: tuple[Ledger, FolderStore], tm
     export(ledger, store, JOB, "manifest", str(to))
     lines = [json.loads(line) for line in to.read_text().splitlines()]
     written = "".join(store.get(f"jobs/{JOB}/manifest/{number:06d}.jsonl").decode() for number in range(2))
-    assert lines[:3] == [json.loads(line) for line in written.splitlines()], "as its worker wrote them"
+    own = [{name: value for name, value in line.items() if name not in ("model", "voice")} for line in lines[:3]]
+    assert own == [json.loads(line) for line in written.splitlines()], "as its worker wrote them"
     assert [(line["example_id"], line["text"], line["message_index"]) for line in lines] == [
         ("talk", "Yes?", 0),
         ("talk", "Why?", 2),

@@ -74,9 +74,9 @@ def test_its_exports_pair_audio_with_the_users_text(home: tuple[Ledger, FolderSt
     assert asked == [["user", "text", "Good."], ["assistant", "audio", second]]
     export(ledger, store, JOB, "nemo", str(to))
     assert [json.loads(line)["text"] for line in to.read_text().splitlines()] == ["Yes?", "Good."]
-    # As its workers wrote it.
+    # As its workers wrote it, and what every export says of an item.
     export(ledger, store, JOB, "manifest", str(to))
-    assert [list(json.loads(line))[-2:] for line in to.read_text().splitlines()] == [["spec_sha", "text"]] * 2
+    assert [list(json.loads(line))[-4:] for line in to.read_text().splitlines()] == [["spec_sha", "text", "model", "voice"]] * 2
 
 
 def test_its_ids_are_as_they_were(home: tuple[Ledger, FolderStore]) -> None:
