@@ -42,7 +42,11 @@ class Finished:
 def draws_of(index: int) -> tuple[Draw, ...]:
     """Two draws of an item of a job with checks. The kept one, the first of even indexes and the second of odd ones, has the item's seed."""
     refused = {"clipped": Score(0.5, False), "wer": Score(0.9, False, "noise"), "cer": Score(0.8, False, "noise")}
-    kept = {"clipped": Score(0.0, True), "wer": Score(index / 100, True, f"heard {index}"), "cer": Score(index / 200, True, f"heard {index}")}
+    kept = {
+        "clipped": Score(0.0, True),
+        "wer": Score(index / 100, True, f"heard {index}"),
+        "cer": Score(index / 200, True, f"heard {index}"),
+    }
     return tuple(
         Draw(number, index + 2**62, None, kept=True, duration_ms=1000, scores=kept)
         if number == index % 2
