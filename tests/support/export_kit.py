@@ -40,7 +40,7 @@ class Finished:
 
 
 def draws_of(index: int) -> tuple[Draw, ...]:
-    """Two draws of an item of a job with checks. The kept one, the first of even indexes and the second of odd ones, has the item's seed."""
+    """Two draws of an item of a job with checks. The kept one, which is the first of even indexes, has the item's seed."""
     refused = {"clipped": Score(0.5, False), "wer": Score(0.9, False, "noise"), "cer": Score(0.8, False, "noise")}
     kept = {
         "clipped": Score(0.0, True),

@@ -111,18 +111,8 @@ def test_kaldi_in_splits(finished: Finished) -> None:
 def test_nemo(finished: Finished) -> None:
     lines = [json.loads(line) for line in exported(finished, "nemo").read_text().splitlines()]
     for line, index in zip(lines, MADE, strict=True):
-        assert line.keys() == {
-            "audio_filepath",
-            "duration",
-            "text",
-            "speaker",
-            "example_id",
-            "role",
-            "message_index",
-            "seed",
-            "model",
-            "voice",
-        }
+        turn = {"speaker", "example_id", "role", "message_index", "seed", "model", "voice"}
+        assert line.keys() == {"audio_filepath", "duration", "text", *turn}
         assert soundfile.info(str(finished.folder / line["audio_filepath"])).duration == pytest.approx(line["duration"], abs=1e-6)
         assert (line["example_id"], line["text"]) == (IDS[index], f"Text  of\n{index}.")
 
