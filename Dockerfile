@@ -11,7 +11,7 @@ RUN command -v python3 >/dev/null || { apt-get update \
     && rm -rf /var/lib/apt/lists/*; }
 
 FROM base AS build
-ARG EXTRAS="s3,postgres"
+ARG EXTRAS="s3,postgres,export"
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python3 -m venv /opt/nightjar
 WORKDIR /src
@@ -25,7 +25,7 @@ COPY migrations migrations
 RUN /opt/nightjar/bin/pip install --constraint requirements.lock ".[${EXTRAS}]"
 
 FROM base
-RUN useradd --uid 10001 --create-home nightjar && install -d -o nightjar /data /cache
+RUN useradd --uid 10001 --create-home nightjar && install -d -o nightjar /data /cache /voices
 COPY --from=build /opt/nightjar /opt/nightjar
 ENV PATH=/opt/nightjar/bin:$PATH PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 # What is compiled or downloaded where the image runs: a volume keeps it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
+import check_jsonschema
+import jsonschema
 import pytest
 import redis
 import yaml
@@ -29,6 +32,7 @@ COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 OURS = [name for name, service in SERVICES.items() if "build" in service]
 SECRETS = {"POSTGRES_PASSWORD": "p", "REDIS_PASSWORD": "r", "S3_SECRET_KEY": "s", "FLOWER_AUTH": "me:secret"}
+MONITORS = {"prometheus", "grafana"}
 ON_GPUS = {"worker-gpu": "gpu", "worker-vllm": "vllm", "serve": "serve"}
 
 
@@ -38,8 +42,43 @@ def filled(text: str) -> str:
 
 
 def test_every_part_is_there() -> None:
-    assert set(SERVICES) == {"redis", "postgres", "s3", "migrate", "worker-cpu", *ON_GPUS, "beat", "flower", "nightjar"}
+    assert set(SERVICES) == {"redis", "postgres", "s3", "migrate", "worker-cpu", *ON_GPUS, "beat", "flower", "nightjar", *MONITORS}
     assert SERVICES["worker-cpu"]["profiles"] == ["cpu"]
+    assert all(SERVICES[name]["profiles"] == ["monitoring"] for name in MONITORS)
+
+
+def test_the_file_follows_the_specification_of_compose() -> None:
+    schema = json.loads((Path(check_jsonschema.__file__).parent / "builtin_schemas/vendor/compose-spec.json").read_text())
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    assert [f"{list(error.path)}: {error.message}" for error in validator.iter_errors(COMPOSE)] == []
+    assert list(validator.iter_errors(COMPOSE | {"services": {"worker": {"stop_grace": "1s"}}})), "an unknown key is seen"
+
+
+def test_every_volume_is_defined_and_every_folder_is_there_or_a_person_names_it() -> None:
+    for name, service in SERVICES.items():
+        for volume in service.get("volumes", []):
+            source = filled(volume.partition(":/")[0])
+            if source.startswith("./"):
+                assert (ROOT / source).exists() or source in {"./models", "./exports"}, f"{name}: {volume}"
+            else:
+                assert source in COMPOSE["volumes"], f"{name}: {volume}"
+
+
+def test_what_a_person_exports_lands_on_the_host_as_their_own() -> None:
+    people = SERVICES["nightjar"]
+    assert "${EXPORTS:-./exports}:/exports" in people["volumes"]
+    assert people["user"] == "${NIGHTJAR_USER:-10001}"
+    # As another user than the image's, with folders of its own only where everyone may write.
+    assert people["environment"]["HOME"] == "/tmp"
+    assert people["environment"]["SPEECH_HOME"].startswith("/tmp/")
+
+
+def test_the_server_keeps_its_voices_where_its_user_may_write() -> None:
+    serve = SERVICES["serve"]
+    folder = serve["environment"]["SPEECH_SERVE__VOICES_FOLDER"]
+    assert f"voices:{folder}" in serve["volumes"]
+    (line,) = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if "install -d -o nightjar" in line]
+    assert {folder, "/cache", "/data"} <= set(line.split())
 
 
 @pytest.mark.parametrize("name", ON_GPUS)
@@ -111,7 +150,7 @@ def test_the_command_of_a_service_exists_and_starts(name: str) -> None:
 def test_every_variable_is_a_setting(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for variable, value in SERVICES[name]["environment"].items():
-        assert variable.startswith("SPEECH_")
+        assert variable.startswith("SPEECH_") or variable == "HOME"
         monkeypatch.setenv(variable, filled(str(value)))
     config = tmp_path / "nightjar.toml"
     config.write_text(filled(COMPOSE["configs"]["schedules"]["content"]))
