@@ -83,13 +83,14 @@ def faults(expression: str, known: Mapping[str, set[str]]) -> list[str]:
 
     def look(node: Any) -> bool:
         if isinstance(node, promql_parser.VectorSelector):
-            if node.name not in known:
-                found.append(f"no metric {node.name}")
+            name = node.name or ""
+            if name not in known:
+                found.append(f"no metric {name}")
                 return True
-            labels.update(known[node.name])
+            labels.update(known[name])
             for matcher in node.matchers.matchers:
-                if matcher.name not in known[node.name]:
-                    found.append(f"{node.name} has no label {matcher.name}")
+                if matcher.name not in known[name]:
+                    found.append(f"{name} has no label {matcher.name}")
                 elif matcher.op == promql_parser.MatchOp.Equal and matcher.value not in VALUES.get(matcher.name, {matcher.value}):
                     found.append(f"{matcher.name} is never {matcher.value}")
         return True
