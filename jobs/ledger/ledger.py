@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
-from jobs.ledger import control, deletion, dispatch, ingest, leases, lifecycle, mapping, migrate, outcomes, queries
+from jobs.ledger import control, deletion, dispatch, ingest, leases, lifecycle, mapping, migrate, outcomes, queries, scores
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
 from jobs.ledger import workers as worker_rows
@@ -18,6 +18,7 @@ from jobs.ledger.location import recorded
 from jobs.ledger.outcomes import commit as commit_outcomes
 from jobs.ledger.records import ArtifactFacts, CommitResult, DrawRow, ItemRow, ItemState, Job, NewShard, Outcome, RejectedLine, Ticket
 from jobs.ledger.status import JobStatus, Reader
+from jobs.where import Where
 from pipelines.errors import ErrorCode, ServiceError
 
 if TYPE_CHECKING:
@@ -247,6 +248,7 @@ class Ledger:
     drawn_before = _reads(outcomes.drawn_before)
     artifacts_of = _reads(queries.artifacts_of)
     packs = _reads(queries.packs)
+    filtered_out = _reads(scores.filtered_out)
     replace_artifact = _writes(outcomes.replace_artifact)
     set_shard_manifest = _writes(outcomes.set_shard_manifest)
     is_orphan = _reads(reconciler.is_orphan)
@@ -259,18 +261,25 @@ class Ledger:
         codes: Collection[ErrorCode] | None = None,
         after: int = -1,
         limit: int | None = None,
+        *,
+        where: Where | None = None,
+        dialogues: bool = False,
     ) -> Iterator[ItemRow]:
-        """Items with an index above `after`, in index order."""
-        return self._items(self.job(job_id), state, codes, after, limit)
+        """Items with an index above `after`, in index order. `dialogues`: with those that match `where` the others of their dialogues.
 
-    def _items(
-        self, job: Job, state: ItemState | None, codes: Collection[ErrorCode] | None, after: int, limit: int | None
-    ) -> Iterator[ItemRow]:
+        Raises `ConfigError` with `config.invalid` for a filter that compares a score which no item of the job has.
+        """
+        job = self.job(job_id)
+        if where is not None:
+            self.database.read(scores.check_names, job, where)
+        return self._items(job, queries.Wanted(state, codes, where, dialogues), after, limit)
+
+    def _items(self, job: Job, wanted: queries.Wanted, after: int, limit: int | None) -> Iterator[ItemRow]:
         while limit is None or limit > 0:
-            wanted = queries.PAGE_ROWS if limit is None else min(limit, queries.PAGE_ROWS)
-            page = self.database.read(queries.items_page, job, state, codes, after, wanted)
+            rows = queries.PAGE_ROWS if limit is None else min(limit, queries.PAGE_ROWS)
+            page = self.database.read(queries.items_page, job, wanted, after, rows)
             yield from page
-            if len(page) < wanted:
+            if len(page) < rows:
                 return
             after = page[-1].index
             limit = None if limit is None else limit - len(page)

@@ -28,6 +28,7 @@ from jobs.ledger.records import (
     clean,
 )
 from jobs.ledger.schema import ITEM_STATE_NUMBERS, db_now, item_is, state_is
+from jobs.ledger.scores import add_scores
 from jobs.ledger.states import WORKING, after_failure
 from pipelines.errors import ErrorCode
 
@@ -149,7 +150,9 @@ def _commit_done(connection: sa.Connection, shard: sa.RowMapping, done: list[Don
     if again := [outcome.index for outcome in done if outcome.draws and outcome.draws[0].draw]:
         _forget_quarantined(connection, shard, again)
     _add_artifacts(connection, shard, [artifact for outcome in done for artifact in outcome.artifacts])
-    add_draws(connection, shard["job_no"], [(outcome.index, draw) for outcome in done for draw in outcome.draws])
+    draws = [(outcome.index, draw) for outcome in done for draw in outcome.draws]
+    add_draws(connection, shard["job_no"], draws)
+    add_scores(connection, shard["job_no"], draws)
     ended = _pending(shard, [outcome.index for outcome in done])
     change = f"state = {_DONE}, attempts = attempts + 1, error_code = NULL, error_message = NULL"
     return connection.exec_driver_sql(f"UPDATE items SET {change} WHERE {ended}").rowcount  # noqa: S608 - numbers of ours

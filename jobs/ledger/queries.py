@@ -24,7 +24,9 @@ from jobs.ledger.records import (
     ShardState,
 )
 from jobs.ledger.schema import db_now, item_is, state_is
+from jobs.ledger.scores import matching_page
 from jobs.ledger.status import no_such_job
+from jobs.where import Where
 from pipelines.errors import ErrorCode
 
 PAGE_ROWS = 1000
@@ -100,16 +102,32 @@ def keys_of_input(connection: sa.Connection, input_sha256: str, spec_sha: str) -
     return [(job_of(connection, row), row["idempotency_key"], row["store_url"]) for row in rows]
 
 
-def items_page(
-    connection: sa.Connection, job: Job, state: ItemState | None, codes: Collection[ErrorCode] | None, after: int, limit: int
-) -> list[ItemRow]:
+class Wanted(NamedTuple):
+    """Which items of a job are read."""
+
+    state: ItemState | None = None
+    codes: Collection[ErrorCode] | None = None
+    where: Where | None = None
+    #: With `where`: also the other items of the dialogues of those that match.
+    dialogues: bool = False
+
+
+def items_page(connection: sa.Connection, job: Job, wanted: Wanted, after: int, limit: int) -> list[ItemRow]:
     """Up to `limit` items with an index above `after`, in index order."""
     items = schema.items.c
-    query = _with_audio().where(items.job_no == number_of(job.id), items.idx > after).order_by(items.idx).limit(limit)
-    if state is not None:
-        query = query.where(item_is(state))
-    if codes is not None:
-        query = query.where(items.error_code.in_([code.value for code in codes]))
+    conditions: list[sa.ColumnElement[bool]] = []
+    if wanted.state is not None:
+        conditions.append(item_is(wanted.state))
+    if wanted.codes is not None:
+        conditions.append(items.error_code.in_([code.value for code in wanted.codes]))
+    query = _with_audio().where(items.job_no == number_of(job.id)).order_by(items.idx)
+    if wanted.where is None:
+        query = query.where(items.idx > after, *conditions).limit(limit)
+    else:
+        rest = sa.and_(*conditions) if conditions else None
+        matching = matching_page(connection, job, wanted.where, after, limit, dialogues=wanted.dialogues, conditions=rest)
+        # As text: it takes less time than binding them.
+        query = query.where(items.idx.in_(sa.bindparam("matching", matching, expanding=True, literal_execute=True)))
     return [item_from(row, speaks_turns=job.speaks_turns) for row in connection.execute(query).mappings()]
 
 

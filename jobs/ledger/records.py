@@ -16,7 +16,7 @@ from pipelines.request import Generation
 #: Label of a job whose input is not written as dialogues.
 INPUT_FORMAT = "input_format"
 #: The newest migration; a database at another revision is refused.
-SCHEMA_REVISION = "0008"
+SCHEMA_REVISION = "0009"
 MAX_MESSAGE_CHARACTERS = 2000
 
 

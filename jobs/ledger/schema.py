@@ -238,6 +238,24 @@ draws = sa.Table(
     sqlite_with_rowid=False,
 )
 
+#: The checks whose scores have a column of their own, in `scores`.
+SCORE_COLUMNS = ("ended", "duration", "clipped", "silence", "pause", "loudness", "wer", "cer", "distillmos", "dnsmos", "similarity")
+
+# What was measured of the audio of an item, as numbers that filters compare: the draw that is kept says it again, with its details.
+scores = sa.Table(
+    "scores",
+    metadata,
+    sa.Column("job_no", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("idx", sa.BigInteger, primary_key=True, autoincrement=False),
+    # Which draw is kept.
+    sa.Column("draw", sa.SmallInteger, nullable=False),
+    # NULL: not measured.
+    *(sa.Column(name, sa.Double) for name in SCORE_COLUMNS),
+    # Name -> value of the scores without a column.
+    sa.Column("others", sa.JSON(none_as_null=True)),
+    sqlite_with_rowid=False,
+)
+
 attempts = sa.Table(
     "attempts",
     metadata,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 import sqlalchemy as sa
 
 from jobs.ledger import Ledger
-from jobs.ledger.records import Artifact, Done, Failed, ItemState, Job, JobSpec, Lease, NewJob, NewShard, WorkerInfo
+from jobs.ledger.records import Artifact, Done, Draw, Failed, ItemState, Job, JobSpec, Lease, NewJob, NewShard, Score, WorkerInfo
 from pipelines.errors import ErrorCode
 
 LEASE_SECONDS = 3600.0
@@ -58,6 +59,14 @@ def lease_next(ledger: Ledger, worker_id: str = "w1") -> Lease:
 
 def done(index: int, seed: int = 7) -> Done:
     return Done(index, (Artifact(index, "audio", f"audio/{index}", f"sha-{index}", 100, 1500, 24000, 36000, seed, {"frames": 3}),), 20)
+
+
+def measured(index: int, scores: Mapping[str, float | None], draw: int = 0, samples: int = 36000) -> Done:
+    """As `done`, with checks that kept this draw and refused those before it, which had the same scores and one more."""
+    audio = msgspec.structs.replace(done(index).artifacts[0], samples=samples)
+    values = {name: Score(value) for name, value in scores.items()}
+    refused = [Draw(no, no, ErrorCode.QA_WER, False, 1500, {**values, "refused": Score(1.0)}) for no in range(draw)]
+    return Done(index, (audio,), 20, (*refused, Draw(draw, 7, None, True, 1500, values)))
 
 
 def failed(index: int, code: ErrorCode = ErrorCode.SYNTH_NO_EOS, message: str = "It went wrong.") -> Failed:
