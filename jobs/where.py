@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -103,7 +104,10 @@ def parse_where(text: str) -> Where:
         raise _wrong(f"The filter has {len(text)} characters.", f"Use {MAX_CHARACTERS} at most.")
     reader = _Reader(text)
     try:
-        tree = ast.parse(text.strip(), mode="eval")
+        with warnings.catch_warnings():
+            # Of `0.1and`, which is what it says.
+            warnings.simplefilter("ignore", SyntaxWarning)
+            tree = ast.parse(text.strip(), mode="eval")
     except SyntaxError as error:
         raise reader.wrong(max((error.offset or 1) - 1, 0), "cannot be read") from None
     except (ValueError, MemoryError, RecursionError):

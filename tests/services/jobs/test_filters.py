@@ -6,17 +6,18 @@ import operator
 import random
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.ledger import Ledger, queries
-from jobs.ledger.records import ItemState, Job, NewShard
+from jobs.ledger import Ledger, migrate, queries
+from jobs.ledger.records import Failed, ItemState, Job, JobSpec, NewShard, Ticket
+from jobs.quality import Quality
 from jobs.where import Comparison, Condition, parse_where
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, ServiceError
 from tests.support.ledger_kit import done, failed, lease_next, measured, new_job, rows, submit
 
-NAMES = ("wer", "pause", "my-score", "never")
 OPERATORS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne}
 VALUES = (0.0, 0.5, 1.0, 2.0)
 Facts = Mapping[str, float | None]
@@ -35,11 +36,10 @@ def verdict(condition: Condition, facts: Facts) -> bool | None:
 def made_by(ledger: Ledger, turns: Mapping[int, int] | None = None) -> tuple[Job, dict[int, Facts]]:
     """A job with items that have some of the scores, items that have none, and items that failed; index -> what is known of it."""
     dice, size = random.Random(3), 60
-    job = ledger.begin_job(new_job(spec=submit(ledger).spec))
+    job = ledger.begin_job(new_job(spec=JobSpec("fake", speak="all")))
     names = [(index, f"e{index - (turns or {}).get(index, 0)}") for index in range(size)]
     ledger.stage(job.id, [NewShard(0, tuple(names), "input/0", "sha", 1000, turns or {})], [], size)
     ledger.seal_job(job.id)
-    ledger.cancel(ledger.jobs()[-1].id)
     lease = lease_next(ledger)
     known: dict[int, Facts] = {}
     for index in range(size):
@@ -78,7 +78,7 @@ def test_the_database_says_what_the_text_says(ledger: Ledger, monkeypatch: pytes
     monkeypatch.setattr(queries, "PAGE_ROWS", 7)
     job, known = made_by(ledger)
 
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=60, deadline=None)
     @given(expressions)
     def holds(text: str) -> None:
         where = parse_where(text)
@@ -94,3 +94,92 @@ def test_the_database_says_what_the_text_says(ledger: Ledger, monkeypatch: pytes
             assert (out.condition, out.items, out.without_score) == (str(condition), len(found) - found.count(True), found.count(None))
 
     holds()
+
+
+@pytest.mark.parametrize("text", ["wer < 1", "seconds > 1.2 or wer == 2", "not wer < 1 and attempts < 2"])
+def test_with_the_other_items_of_their_dialogues(ledger: Ledger, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(queries, "PAGE_ROWS", 7)
+    turns = {index: index % 3 for index in range(60) if index % 3}
+    job, known = made_by(ledger, turns)
+    where = parse_where(text)
+    assert job.speaks_turns
+    matching = {index - turns.get(index, 0) for index, facts in known.items() if verdict(where.condition, facts) is True}
+    wanted = [index for index in known if index - turns.get(index, 0) in matching]
+    assert [item.index for item in ledger.items(job.id, where=where, dialogues=True)] == wanted
+    left = [index for index, facts in known.items() if "seconds" in facts and index not in wanted]
+    assert sum(out.items for out in ledger.filtered_out(job.id, where, dialogues=True)) == len(left)
+
+
+def test_an_item_without_a_score_matches_neither_a_comparison_nor_its_negation(ledger: Ledger) -> None:
+    job = submit(ledger, (3,))
+    lease = lease_next(ledger)
+    ledger.commit(lease.ticket, [measured(0, {"wer": 0.2}), measured(1, {"wer": None}), done(2)])
+    for text, indexes in {
+        "wer < 1": [0],
+        "not wer < 1": [],
+        "wer < 1 or attempts == 1": [0, 1, 2],
+        "not (wer < 1 and attempts > 1)": [0, 1, 2],
+    }.items():
+        assert [item.index for item in ledger.items(job.id, where=parse_where(text))] == indexes
+    (out,) = ledger.filtered_out(job.id, parse_where("wer > 0.5"))
+    assert (out.condition, out.items, out.without_score) == ("wer > 0.5", 3, 2)
+
+
+def test_scores_are_those_of_the_draw_that_is_kept_also_after_a_retry(ledger: Ledger) -> None:
+    job = submit(ledger, (2,))
+    lease = lease_next(ledger)
+    refused = measured(0, {"wer": 0.9}).draws[0]
+    ledger.commit(
+        lease.ticket, [Failed(0, ErrorCode.QA_WER, "bad", (msgspec.structs.replace(refused, kept=False, code=ErrorCode.QA_WER),))]
+    )
+    ledger.commit(lease.ticket, [measured(1, {"wer": 0.3}, draw=1)])
+    ledger.finish_shard(lease.ticket)
+    assert ledger.retry(job.id, None) == 1
+    lease = lease_next(ledger)
+    kept = msgspec.structs.replace(measured(0, {"wer": 0.1}).draws[0], draw=1)
+    again = msgspec.structs.replace(done(0), draws=(kept,))
+    for _ in range(2):
+        ledger.commit(lease.ticket, [again])
+    assert rows(ledger, "SELECT idx, draw, wer FROM scores ORDER BY idx") == [(0, 1, 0.1), (1, 1, 0.3)]
+    stale = Ticket(job.id, lease.shard_no, lease.epoch - 1)
+    assert ledger.commit(stale, [measured(1, {"wer": 0.0})]).lost
+    assert [item.index for item in ledger.items(job.id, where=parse_where("wer < 0.2"))] == [0]
+
+
+def test_a_job_without_checks_has_no_rows(ledger: Ledger) -> None:
+    submit(ledger, (2,))
+    lease = lease_next(ledger)
+    ledger.commit(lease.ticket, [done(0), done(1)])
+    assert rows(ledger, "SELECT count(*) FROM scores") == [(0,)]
+
+
+def test_a_score_that_no_item_has_is_refused_with_those_that_exist(ledger: Ledger) -> None:
+    job = submit(ledger, (2,), spec=JobSpec("fake", quality=Quality(meters={"asr": {}})))
+    # While the job runs its checks may still measure theirs.
+    assert list(ledger.items(job.id, where=parse_where("wer < 1"))) == []
+    with pytest.raises(ConfigError, match="'mos'") as caught:
+        ledger.items(job.id, where=parse_where("mos > 1"))
+    assert "wer" in caught.value.advice
+    lease = lease_next(ledger)
+    ledger.commit(lease.ticket, [measured(0, {"pause": 1.0, "wer": None, "my-score": 3.0}), measured(1, {"pause": 2.0})])
+    ledger.finish_shard(lease.ticket)
+    with pytest.raises(ConfigError, match="'wer'") as caught:
+        ledger.items(job.id, where=parse_where("pause < 3 and wer < 1"))
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert caught.value.advice == "Compare one of: my-score, pause, seconds, draw, attempts."
+    assert [item.index for item in ledger.items(job.id, where=parse_where("'my-score' == 3"))] == [0]
+
+
+def test_a_ledger_from_before_gets_the_scores_of_its_draws(ledger: Ledger) -> None:
+    job, known = made_by(ledger)
+    before = rows(ledger, "SELECT * FROM scores ORDER BY idx")
+    migrate.downgrade(ledger.database, "0008")
+    with pytest.raises(ServiceError, match="older") as caught:
+        ledger.check_schema()
+    assert caught.value.code is ErrorCode.LEDGER_SCHEMA
+    ledger.migrate()
+    assert len(before) == sum("wer" in facts or "never" in facts for facts in known.values())
+    assert sorted(map(repr, rows(ledger, "SELECT * FROM scores"))) == sorted(map(repr, before))
+    where = parse_where("'my-score' > 0.6 and wer < 2")
+    wanted = [index for index, facts in known.items() if verdict(where.condition, facts) is True]
+    assert [item.index for item in ledger.items(job.id, where=where)] == wanted

@@ -1,0 +1,77 @@
+"""The text of a filter: what it may say, its one form, and where it is wrong."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.checks import CHECKS
+from jobs.ledger.schema import SCORE_COLUMNS
+from jobs.where import EXAMPLE, MAX_COMPARISONS, Where, parse_where
+from pipelines.errors import ConfigError, ErrorCode
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        (EXAMPLE, EXAMPLE),
+        ("  wer<.10and(distillmos>3.50)", EXAMPLE),
+        ("0.1 > wer", "wer < 0.1"),
+        ("not wer < 0.1", "wer >= 0.1"),
+        ("not (wer < 0.1 or not -2 <= pause < 3)", "wer >= 0.1 and pause >= -2 and pause < 3"),
+        ("not (wer < 0.1 and pause == 3)", "wer >= 0.1 or pause != 3"),
+        ("wer < 1 or pause < 1 and silence < +2", "wer < 1 or (pause < 1 and silence < 2)"),
+        ("wer < 1 and (pause < 1 and 'f0-mean' > -0.0)", "wer < 1 and pause < 1 and 'f0-mean' > 0"),
+        ("attempts == 1_0", "attempts == 10"),
+    ],
+)
+def test_a_filter_has_one_form(text: str, form: str) -> None:
+    assert str(parse_where(text)) == form
+    assert parse_where(form) == parse_where(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("", "at its end"),
+        ("wer", "'wer', character 1"),
+        ("wer < 0.1 and", "character"),
+        ("wer < 0.1 AND pause < 1", "'AND pause < 1', character 11"),
+        ("wer = 0.1", "'= 0.1', character 5"),
+        ("  é < 0.1 and f(1)", "'f(1)', character 15"),
+        ("wer < pause", "character 1"),
+        ("wer < True", "character 1"),
+        ("wer < 'a'", "character 1"),
+        ("1 < 2", "character 1"),
+        ("a.b < 1", "character 1"),
+        ("wer in (1, 2)", "character 1"),
+        ("wer < 1e999", "'1e999', character 7"),
+        ("'a\"b' < 1", "character 1"),
+        ("__import__('os')", "character 1"),
+        ("wer < 1; pause < 1", "character"),
+        ("wer < 1\x00", "character 1"),
+        ("(" * 300 + "wer < 1" + ")" * 300, "character"),
+        ("wer < 1" + " " * 2000, "characters"),
+        (" and ".join(["wer < 1"] * (MAX_COMPARISONS + 1)), "comparisons"),
+    ],
+)
+def test_a_wrong_filter_is_refused_with_its_place(text: str, place: str) -> None:
+    with pytest.raises(ConfigError, match="filter") as caught:
+        parse_where(text)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+    assert place in caught.value.message
+    assert caught.value.advice
+
+
+@given(st.text(max_size=60) | st.text("wer<>=!()'and ornt0.1-\n", max_size=40))
+def test_any_text_is_a_filter_or_a_refusal(text: str) -> None:
+    with suppress(ConfigError):
+        assert isinstance(parse_where(text), Where)
+
+
+def test_every_check_has_a_column_in_the_ledger() -> None:
+    # Without one its scores are in the column of the others, where filters find them more slowly.
+    assert set(CHECKS) == set(SCORE_COLUMNS)
