@@ -121,7 +121,7 @@ def _check_places(settings: Settings, name: str, schedule: Schedule) -> None:
         try:
             if wanted != REPORT:
                 chosen = find_format(wanted)
-                chosen.check(to, store_url, splits if chosen.splittable else None, packed=schedule.pack)
+                chosen.check(to, store_url, splits if chosen.splittable else None, packed=schedule.pack, stored=schedule.format)
             elif is_remote(to):
                 raise ConfigError(ErrorCode.CONFIG_INVALID, "A report is one local file.")
         except ConfigError as error:

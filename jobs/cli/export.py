@@ -15,6 +15,7 @@ from jobs.cli.context import common_options, found_job, job_argument, price_opti
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.recent_jobs import out_words
+from pipelines.audio_format import AUDIO_FORMATS
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -63,6 +64,12 @@ class FormatOption(click.Option):
     type=NamedPath(path_type=Path),
     help="Copy the audio below this folder and write the paths of the copies.",
 )
+@click.option(
+    "--audio-format",
+    type=click.Choice(AUDIO_FORMATS),
+    help="Convert the audio that the export holds or copies (--audio-root). [default: as it is in the store]",
+)
+@click.option("--sample-rate", metavar="HZ", type=int, help="Resample it: 8000 to 48000 Hz.")
 @click.option("--absolute", is_flag=True, help="Write absolute paths of the audio.")
 @click.option(
     "--part-mb", metavar="N", type=click.IntRange(min=1), help="Maximum MB of audio per file (shar, webdataset, parquet). [default: 500]"
@@ -74,6 +81,8 @@ def export(
     to: str,
     split: str | None,
     audio_root: Path | None,
+    audio_format: str | None,
+    sample_rate: int | None,
     absolute: bool,
     part_mb: int | None,
     home: str | None,
@@ -108,6 +117,8 @@ def export(
             part_bytes=part_mb * 10**6 if part_mb else PART_BYTES,
             s3=settings.s3,
             absolute=absolute,
+            audio_format=audio_format,
+            sample_rate=sample_rate,
             on_part=lambda part: output.note(f"{part.split} {part.number + 1} of {part.of}: {counted(part.items, 'item')}"),
         )
     if output.as_json:

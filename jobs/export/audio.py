@@ -1,20 +1,28 @@
-"""The audio of an export: named where it is, fetched to a local folder, or read to be written into the dataset."""
+"""The audio of an export: named where it is, fetched to a local folder, or read to be written into the dataset.
+
+On its way it can become another format or get another sample rate.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
+
+import msgspec
 
 from jobs.export.files import output, output_error, sha256_of
 from jobs.export.items import AudioItem
 from jobs.ledger.records import Artifact
 from jobs.packs import ArtifactReader
 from jobs.store.base import ObjectStore, split_key
-from pipelines.errors import ErrorCode, StoreError
+from pipelines.audio_format import AUDIO_FORMATS, AudioFormat, check_rate
+from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 _THREADS = 16
 #: Maximum that is read ahead of the item that is written.
@@ -23,16 +31,89 @@ _AHEAD_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
 
 Result = TypeVar("Result")
+Read = tuple[AudioItem, Result]
+
+
+#: Of exports, in Hz.
+MIN_SAMPLE_RATE, MAX_SAMPLE_RATE = 8_000, 48_000
+#: The quantization of `pipelines.audio.encode`: what is read so is written as it was.
+_FULL_SCALE = 32_767
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """The format and the sample rate in Hz that an export gives its audio; None: as it is in the store."""
+
+    format: AudioFormat | None = None
+    sample_rate: int | None = None
+
+    @classmethod
+    def of(cls, audio_format: str | None, sample_rate: int | None, stored: str) -> Conversion:
+        """Raises `config.invalid` for a format or a rate that an export cannot have. `stored`: the format in the store."""
+        if audio_format is not None and audio_format not in AUDIO_FORMATS:
+            message = f"The audio format {audio_format[:40]!r} is unknown."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Use one of: {', '.join(AUDIO_FORMATS)}.")
+        if sample_rate is not None:
+            if not MIN_SAMPLE_RATE <= sample_rate <= MAX_SAMPLE_RATE:
+                message = f"An export cannot have a sample rate of {sample_rate} Hz."
+                raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Use {MIN_SAMPLE_RATE} to {MAX_SAMPLE_RATE} Hz.")
+            check_rate(cast("AudioFormat", audio_format or stored), sample_rate)
+        return cls(cast("AudioFormat | None", audio_format), sample_rate)
+
+    def __bool__(self) -> bool:
+        return self.format is not None or self.sample_rate is not None
+
+    @property
+    def name(self) -> str:
+        """Such as `mp3-16000`: the folder of its copies, which must not meet those of another conversion."""
+        return "-".join(str(part) for part in (self.format, self.sample_rate) if part is not None)
+
+    def applied(self, item: AudioItem, data: bytes) -> tuple[AudioItem, bytes]:
+        """The item with the audio that is written, and that audio. What has the format and the rate already is left as it is.
+
+        Raises `config.invalid` for a rate of the stored audio that the format cannot hold.
+        """
+        artifact = item.artifact
+        audio_format = self.format or cast("AudioFormat", item.extension)
+        rate = self.sample_rate or artifact.sample_rate
+        if (audio_format, rate) == (item.extension, artifact.sample_rate):
+            return item, data
+        # Half a second to import, which an export without conversion need not pay.
+        import numpy as np
+        import soundfile
+
+        from pipelines.audio import encode, resample
+
+        pcm, _ = soundfile.read(io.BytesIO(data), dtype="int16")
+        made = encode(resample(pcm.astype(np.float32) * np.float32(1 / _FULL_SCALE), artifact.sample_rate, rate), rate, audio_format)
+        samples = soundfile.info(io.BytesIO(made)).frames
+        written = msgspec.structs.replace(
+            artifact,
+            key=f"{artifact.key.rpartition('.')[0]}.{audio_format}",
+            sha256=hashlib.sha256(made).hexdigest(),
+            bytes=len(made),
+            duration_ms=round(samples * 1000 / rate),
+            sample_rate=rate,
+            samples=samples,
+            pack=None,
+            pack_offset=None,
+        )
+        return msgspec.structs.replace(item, artifact=written), made
+
+
+#: Audio as it is in the store.
+UNCHANGED = Conversion()
 
 
 class AudioReader:
-    """The audio of items, in order; a context manager. From a bucket some are fetched ahead, on threads. Files of a folder are read
-    one by one, because threads would spend more time on taking turns than on reading.
+    """The audio of items, in order; a context manager. From a bucket some are fetched ahead, and audio is converted ahead, on threads.
+    Files of a folder are read one by one, because threads would spend more time on taking turns than on reading.
     """
 
-    def __init__(self, store: ObjectStore, root: Path | None) -> None:
-        """`root`: local folder that the audio is fetched to, or None."""
+    def __init__(self, store: ObjectStore, root: Path | None, conversion: Conversion = UNCHANGED) -> None:
+        """`root`: local folder that the audio is fetched to, or None; with a conversion its copies have a folder of their own there."""
         self._store = store
+        self._conversion = conversion
         self._artifacts = ArtifactReader(store)
         self._root = root.absolute() if root is not None else None
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="fetch")
@@ -49,34 +130,52 @@ class AudioReader:
         if root is None:
             yield from ((item, self._store.uri(item.artifact.key)) for item in items)
             return
-        yield from self._ahead(items, lambda artifact: self._fetch(root, artifact))
+        if self._conversion:
+            yield from self._ahead(items, lambda item: self._converted_copy(root / self._conversion.name, item))
+        else:
+            yield from self._ahead(items, lambda item: (item, self._fetch(root, item.artifact)))
 
     def loaded(self, items: Iterable[AudioItem]) -> Iterator[tuple[AudioItem, bytes]]:
-        """Each item with the content of its audio file, which has the hash that the ledger knows."""
-        yield from self._ahead(items, self._load)
+        """Each item with the content of its audio file. What is read has the hash that the ledger knows."""
+        yield from self._ahead(items, lambda item: self._conversion.applied(item, self._load(item.artifact)))
 
-    def _ahead(self, items: Iterable[AudioItem], get: Callable[[Artifact], Result]) -> Iterator[tuple[AudioItem, Result]]:
-        if not self._store.remote:
-            yield from ((item, get(item.artifact)) for item in items)
+    def _ahead(
+        self, items: Iterable[AudioItem], get: Callable[[AudioItem], tuple[AudioItem, Result]]
+    ) -> Iterator[tuple[AudioItem, Result]]:
+        if not self._store.remote and not self._conversion:
+            yield from map(get, items)
             return
-        waiting: deque[tuple[AudioItem, Future[Result]]] = deque()
+        waiting: deque[tuple[int, Future[Read[Result]]]] = deque()
         size = 0
         for item in items:
             while waiting and (len(waiting) >= _AHEAD_ITEMS or size + item.artifact.bytes > _AHEAD_BYTES):
                 first, future = waiting.popleft()
-                size -= first.artifact.bytes
-                yield first, future.result()
-            waiting.append((item, self._threads.submit(get, item.artifact)))
+                size -= first
+                yield future.result()
+            waiting.append((item.artifact.bytes, self._threads.submit(get, item)))
             size += item.artifact.bytes
         while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
+            yield waiting.popleft()[1].result()
 
     def _load(self, artifact: Artifact) -> bytes:
         data = self._artifacts.read(artifact)
         if hashlib.sha256(data).hexdigest() != artifact.sha256:
             raise _changed(artifact)
         return data
+
+    def _converted_copy(self, root: Path, item: AudioItem) -> tuple[AudioItem, str]:
+        """Equal audio is converted to equal bytes, so a copy that is there is left as it is."""
+        made, data = self._conversion.applied(item, self._load(item.artifact))
+        path = root.joinpath(*split_key(made.artifact.key))
+        try:
+            if path.is_file() and path.stat().st_size == len(data) and sha256_of(path) == made.artifact.sha256:
+                return made, str(path)
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise output_error(path, error) from error
+        with output(str(path)) as copy:
+            copy.write(data)
+        return made, str(path)
 
     def _fetch(self, root: Path, artifact: Artifact) -> str:
         path = root.joinpath(*split_key(artifact.key))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from jobs.export.audio import AudioReader
+from jobs.export.audio import UNCHANGED, AudioReader, Conversion
 from jobs.export.destination import END, PLAN, RECORD, RECORDS, Destination, open_destination
 from jobs.export.files import PartFiles, WrittenFile, output_error
 from jobs.export.formats import ExportFormat
@@ -49,6 +49,8 @@ class _Identity(msgspec.Struct, frozen=True):
     splits: tuple[tuple[str, int], ...]
     part_bytes: int
     audio: str
+    #: `Conversion.name`
+    converted: str = ""
 
 
 class _Finished(msgspec.Struct, frozen=True):
@@ -76,13 +78,15 @@ class DatasetExport:
     replaces: Collection[str] = ()
     #: Names audio by absolute paths.
     absolute: bool = False
+    #: What becomes of the audio that it holds or copies.
+    conversion: Conversion = UNCHANGED
 
     def run(self, to: str, s3: S3Settings | None, on_part: Callable[[Part], None]) -> Plan:
         """Writes what is not there yet. `on_part` is called with each part that became complete.
 
         Raises `config.invalid` for a destination that holds another export or other files.
         """
-        with open_destination(to, s3) as destination, AudioReader(self.store, self.audio_root) as audio:
+        with open_destination(to, s3) as destination, AudioReader(self.store, self.audio_root, self.conversion) as audio:
             limit = self.part_bytes if self.format.embeds_audio else None
             plan = make_plan(self.ledger.items(self.job.id), self.splits, limit, whole=self.format.whole_dialogues)
             scores, names = score_names(self.ledger, self.job), self._names(to)
@@ -109,7 +113,7 @@ class DatasetExport:
         where = str(self.audio_root.absolute()) if self.audio_root is not None else names.base or self.store.url
         splits = tuple(zip(self.splits.names, self.splits.bounds, strict=True))
         audio = "" if self.format.embeds_audio else where
-        return _Identity(self.job.id, self.format.name, VERSION, plan.digest, splits, self.part_bytes, audio)
+        return _Identity(self.job.id, self.format.name, VERSION, plan.digest, splits, self.part_bytes, audio, self.conversion.name)
 
     def _begin(self, destination: Destination, identity: _Identity) -> bool:
         """Makes the destination this export's. True: the export is complete already."""

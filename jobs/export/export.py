@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.export.audio import AudioReader
+from jobs.export.audio import AudioReader, Conversion
 from jobs.export.dataset import DatasetExport
 from jobs.export.files import output, own_output
 from jobs.export.formats import find_format
@@ -55,14 +55,17 @@ def export(
     on_part: Callable[[Part], None] = lambda _: None,
     replaces: Collection[str] | None = None,
     absolute: bool = False,
+    audio_format: str | None = None,
+    sample_rate: int | None = None,
 ) -> ExportReport:
     """Writes the items of a job that have audio to `to`: a file or `-` for formats of one file, else a folder or `s3://` prefix.
 
     Audio in a folder store is named by its path relative to the file that names it (absolute on standard output, in a bucket,
     or with `absolute`), and by its `s3://` address in a bucket. With `audio_root` it is named by the absolute local path
     `audio_root/<key>`, and fetched from the store where that file is not there yet; audio in packs can be named in no other way.
-    Formats that hold the audio end a file before its audio passes `part_bytes`. With `splits` every format is a folder. The same
-    call goes on with an export that was stopped.
+    Formats that hold the audio end a file before its audio, as it is in the store, passes `part_bytes`. With `audio_format` (`wav`,
+    `flac`, `mp3`, `opus`) or `sample_rate` (Hz) the audio is converted where the export holds or copies it. With `splits` every format
+    is a folder. The same call goes on with an export that was stopped.
 
     An existing file at `to` is overwritten; a folder that holds another export, or anything else, is refused. With `replaces`, ids
     of jobs, an export of one of these jobs in this format is replaced, and everything else is refused, also a file.
@@ -72,20 +75,24 @@ def export(
     """
     chosen = find_format(format)
     job = ledger.job(job_id)
-    chosen.check(to, store.url, splits, audio_root, packed=job.spec.pack is True)
+    conversion = Conversion.of(audio_format, sample_rate, job.spec.format)
+    packed = job.spec.pack is True
+    chosen.check(to, store.url, splits, audio_root, packed=packed, stored=job.spec.format, conversion=conversion)
     if chosen.failure_line is None and audio_root is None:
         _refuse_lost(ledger, store, job)
     if not chosen.one_file(splits):
         if chosen.text_line is not None and next(text_answers(ledger, store, job_id), None) is not None:
             message = "Some answers of this job are text without audio, which an export with splits cannot hold."
             raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the splits out.")
-        dataset = DatasetExport(ledger, store, job, chosen, splits or WHOLE, part_bytes, audio_root, replaces or (), absolute)
+        shares, own = splits or WHOLE, replaces or ()
+        dataset = DatasetExport(ledger, store, job, chosen, shares, part_bytes, audio_root, own, absolute, conversion)
         plan = dataset.run(to, s3, on_part)
         return ExportReport(format, to if is_remote(to) else str(Path(to).absolute()), plan.items, plan.left_out)
     written = texts = 0
     items = AudioItems(ledger, store, job_id, whole=chosen.whole_dialogues)
     names = AudioNames(store, None if absolute or audio_root is not None or to == "-" else Path(to).absolute().parent)
-    with output(to) if replaces is None else own_output(to, job_id, replaces) as file, AudioReader(store, audio_root) as audio:
+    opened = output(to) if replaces is None else own_output(to, job_id, replaces)
+    with opened as file, AudioReader(store, audio_root, conversion) as audio:
         if chosen.failure_line is not None:
             failed = (ledger.items(job_id, state=state) for state in (ItemState.FAILED, ItemState.DEAD))
             for failure in chain(ledger.rejected_lines(job_id), *failed):

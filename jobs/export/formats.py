@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jobs.store import is_remote
+from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import ConfigError, ErrorCode
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from jobs.export.audio import Conversion
     from jobs.export.files import PartFiles
     from jobs.export.items import AudioItem
     from jobs.export.plan import Part, Plan, Splits
@@ -69,6 +71,8 @@ class ExportFormat:
     embeds_audio: bool = False
     #: Its lines say where audio is: a path or an address. Of no meaning where the files hold the audio.
     names_audio: bool = True
+    #: Formats of audio that its readers open.
+    audio_formats: tuple[str, ...] = AUDIO_FORMATS
     #: Readers of the format open audio by local paths only.
     local_audio: bool = False
     #: The files name each other by local paths.
@@ -87,11 +91,30 @@ class ExportFormat:
         """Whether an export is one file rather than a folder, with these splits or None."""
         return not self.splittable or (self.write_part is None and splits is None)
 
-    def check(self, to: str, store_url: str, splits: Splits | None = None, audio_root: Path | None = None, *, packed: bool = False) -> None:
-        """Raises `config.invalid` for a destination or a store that this format never supports. `packed`: the job's audio is in packs."""
+    def check(
+        self,
+        to: str,
+        store_url: str,
+        splits: Splits | None = None,
+        audio_root: Path | None = None,
+        *,
+        packed: bool = False,
+        stored: str = "wav",
+        conversion: Conversion | None = None,
+    ) -> None:
+        """Raises `config.invalid` for a destination, a store or audio that this format never supports.
+
+        `packed`: the job's audio is in packs. `stored`: its format in the store. `conversion`: what the export makes of it.
+        """
         if packed and audio_root is None and self.names_audio and not self.embeds_audio and self.failure_line is None:
             message = f"The format {self.name} names audio by its path, and the audio of this job is in packs, which have no such paths."
             raise _invalid(message, "Name a folder for the audio with --audio-root, or use webdataset, shar, parquet or manifest.")
+        if conversion:
+            self._check_conversion(audio_root)
+        made = (conversion and conversion.format) or stored
+        if made not in self.audio_formats:
+            message = f"Readers of {self.name} open {' and '.join(self.audio_formats)}, and the audio would be {made}."
+            raise _invalid(message, f"Add --audio-format {self.audio_formats[0]}{'' if self.embeds_audio else ' and --audio-root'}.")
         if self.one_file(splits):
             if splits is not None or is_remote(to):
                 raise _invalid(f"The format {self.name} is one file.", "Name a local file, and no splits.")
@@ -104,6 +127,14 @@ class ExportFormat:
             raise _invalid(f"The files of {self.name} hold the audio.", "Leave --audio-root out.")
         if self.local_audio and audio_root is None and is_remote(store_url):
             raise _invalid(f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root.")
+
+    def _check_conversion(self, audio_root: Path | None) -> None:
+        """Raises `config.invalid` where the export writes no audio that could be converted."""
+        if self.failure_line is not None or not (self.names_audio or self.embeds_audio):
+            raise _invalid(f"The format {self.name} has no audio of its own.", "Leave --audio-format and --sample-rate out.")
+        if not self.embeds_audio and audio_root is None:
+            message = f"The format {self.name} names the audio of the store, which stays as it is."
+            raise _invalid(message, "Name a folder for converted copies with --audio-root.")
 
     def lines(self, job: Job, items: Iterable[tuple[AudioItem, str]]) -> Iterator[tuple[int, bytes]]:
         """The lines of a format of lines, each with the number of its items."""

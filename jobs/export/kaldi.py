@@ -92,4 +92,6 @@ def _readable(where: str, extension: str) -> str:
     return f"flac -c -d -s {shlex.quote(where)} |" if extension == "flac" else where
 
 
-KALDI = ExportFormat(name="kaldi", summary="a Kaldi data directory", write_part=write_kaldi, local_audio=True)
+KALDI = ExportFormat(
+    name="kaldi", summary="a Kaldi data directory", write_part=write_kaldi, audio_formats=("wav", "flac"), local_audio=True
+)
