@@ -35,6 +35,8 @@ POLL_SECONDS = 0.5
 STALL_SECONDS = 60.0
 #: After so long without an item that ended, a run makes sure that its ledger can still be written.
 WRITE_SECONDS = 10.0
+#: How often a run tries to report its end, and the pause in between.
+REPORT_TRIES, REPORT_PAUSE_SECONDS = 3, 1.0
 
 
 class RunEvents(Protocol):
@@ -105,6 +107,8 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
             result = submit(settings, ledger, store, run.source, spec, options=run.options, progress=events.reading)
             remember(result.job.id, settings.home)
             where = out_words(result.job.id, ledger.database.path)
+            if result.job.state is JobState.FAILED:
+                _report_ends(ledger, settings, events)
             _explain(result.job, where, created=result.created, events=events)
             events.submitted(result.job, created=result.created)
             try:
@@ -118,6 +122,7 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
                 made = {kind: _folder(store, status.job, kind) for kind in ("audio", "text")}
                 made["manifest"] = _manifest(ledger, store, status)
                 made["report"] = _report(ledger, store, status, settings, events)
+                _report_ends(ledger, settings, events)
                 events.ending()
             except Interrupted:
                 drain_seconds = settings.worker.drain_seconds
@@ -265,3 +270,19 @@ def _report(ledger: Ledger, store: ObjectStore, status: JobStatus, settings: Set
     except NightjarError as error:
         events.say(f"The report was not written: {error}")
         return None
+
+
+def _report_ends(ledger: Ledger, settings: Settings, events: RunEvents) -> None:
+    """Tells the operator's hook of this end, and of those of this home that it does not know; a hook that fails holds up nothing."""
+    from jobs.notification import Reported, report_ends
+
+    failed: list[Reported] = []
+    for attempt in range(REPORT_TRIES):
+        failed = [one for one in report_ends(ledger, settings, lambda _: REPORT_PAUSE_SECONDS) if one.reason]
+        if not failed:
+            return
+        if attempt + 1 < REPORT_TRIES:
+            time.sleep(REPORT_PAUSE_SECONDS)
+    for one in failed:
+        again = "" if one.again_seconds is None else " The next run in this folder tries again."
+        events.say(f"The end of job {one.job_id} was not reported: {one.reason}.{again}")

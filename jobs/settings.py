@@ -23,6 +23,7 @@ from jobs.settings_groups import (
     EngineSettings,
     FlowerSettings,
     LedgerSettings,
+    NotifySettings,
     S3Settings,
     Schedule,
     ServeSettings,
@@ -84,6 +85,7 @@ class Settings(SettingsGroup):
     dispatch: DispatchSettings = Field(default=DispatchSettings(), description="Dispatch and reconciliation.")
     shard: ShardSettings = Field(default=ShardSettings(), description="Cutting of jobs.")
     sweep: SweepSettings = Field(default=SweepSettings(), description="The sweep.")
+    notify: NotifySettings = Field(default=NotifySettings(), description="The hook at a job's end.")
     flower: FlowerSettings = Field(default=FlowerSettings(), description="The dashboard.")
     serve: ServeSettings = Field(default=ServeSettings(), description="The server.")
     schedules: dict[str, Schedule] = Field(default={}, description="Nightly jobs by name.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
@@ -164,6 +166,42 @@ class SweepSettings(SettingsGroup):
     grace_hours: Positive = Field(
         default=24.0, description="Minimum hours since a job ended and since an object was written, before the sweep looks at it."
     )
+
+
+class NotifySettings(SettingsGroup):
+    """The hook of the operator that is told of every job's end; it is never a job's."""
+
+    command: tuple[str, ...] = Field(
+        default=(),
+        description="Command that runs at each end of a job, without a shell: words as a shell splits them, or a list in a file. The "
+        "status is on its standard input as JSON; NIGHTJAR_JOB and NIGHTJAR_STATE are variables.",
+    )
+    url: SecretStr | None = Field(default=None, description="Address that gets the status by POST at each end of a job.")
+    secret: SecretStr | None = Field(
+        default=None, description="Key of the HMAC-SHA256 of the body, in the header `X-Nightjar-Signature` of the POST."
+    )
+    timeout_seconds: Annotated[float, Field(gt=0, le=600)] = Field(
+        default=30.0, description="Maximum seconds for the command, and for the POST."
+    )
+    attempts: PositiveInt = Field(default=20, description="Maximum tries to report one end. The pauses between them double, up to 300 s.")
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a hook."""
+        return bool(self.command) or self.url is not None
+
+    @field_validator("command", mode="before")
+    @classmethod
+    def _split_command(cls, value: object) -> object:
+        return tuple(shlex.split(value)) if isinstance(value, str) else value
+
+    @field_validator("url")
+    @classmethod
+    def _refuse_other_schemes(cls, value: SecretStr | None) -> SecretStr | None:
+        parts = None if value is None else urlsplit(value.get_secret_value())
+        if parts is not None and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError("it is no address of the form https://HOST/PATH")
+        return value
 
 
 class FlowerSettings(SettingsGroup):

@@ -12,6 +12,7 @@ import structlog
 
 from jobs.dispatch import Dispatcher, Publisher
 from jobs.ledger.records import WorkerInfo
+from jobs.notification import report_ends
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
 from worker.demand import Demand
@@ -95,8 +96,10 @@ class Maintenance:
         publisher: Publisher,
         on_job_ended: Callable[[str], None] = lambda _: None,
         demand: Demand | None = None,
+        report_ends: Callable[[], None] | None = None,
     ) -> None:
-        """`on_job_ended` is told of jobs that the reconciler ended, and of those that have no manifest yet.
+        """`on_job_ended` is told of jobs that the reconciler ended, and of those that have no manifest yet. `report_ends` reports ends to
+        the operator's hook, in a thread of its own; None: there is none.
 
         `demand`: how many shards the worker can use; None: as many as `worker` says.
         """
@@ -116,6 +119,7 @@ class Maintenance:
         self._depth_at = float("-inf")
         self._heartbeats = PeriodicTask("heartbeats", settings.worker.heartbeat_seconds, self.beat)
         self._dispatch = PeriodicTask("dispatch", settings.dispatch.interval_seconds, self.dispatch)
+        self._reports = None if report_ends is None else PeriodicTask("reports", settings.dispatch.reconcile_seconds, report_ends)
 
     def start(self) -> None:
         """Registers the worker and starts the threads. Raises `ServiceError` when the ledger refuses this worker."""
@@ -124,6 +128,14 @@ class Maintenance:
         self._heartbeats.start()
         self._dispatch.start()
         self._dispatch.nudge()
+        if self._reports is not None:
+            self._reports.start()
+            self._reports.nudge()
+
+    def report_soon(self) -> None:
+        """A job may have ended: the operator's hook need not wait for the next look at the ledger."""
+        if self._reports is not None:
+            self._reports.nudge()
 
     def nudge(self) -> None:
         """A shard ended: there may be room for another one."""
@@ -143,6 +155,8 @@ class Maintenance:
         """Ends the threads and strikes the worker off. The ledger may be unreachable."""
         self._dispatch.stop()
         self._heartbeats.stop()
+        if self._reports is not None:
+            self._reports.stop()
         if not self._registered:
             return
         try:
@@ -194,6 +208,18 @@ class Maintenance:
                 self._metrics.reconciled.labels(what=name).inc(count)
         for job_id in {*report.ended_jobs, *report.without_manifest}:
             self._on_job_ended(job_id)
+
+
+def report_ended_jobs(ledger: Ledger, settings: Settings) -> None:
+    """Reports the ends of jobs that are due to the operator's hook, and logs what became of it. A hook that fails holds up nothing."""
+    for one in report_ends(ledger, settings):
+        if not one.reason:
+            log.info("end of the job reported", job=one.job_id)
+        elif one.again_seconds is None:
+            log.error("end of the job not reported; it is not tried again", job=one.job_id, attempt=one.attempt, reason=one.reason)
+        else:
+            details = {"attempt": one.attempt, "reason": one.reason, "again_seconds": round(one.again_seconds, 1)}
+            log.warning("end of the job not reported yet", job=one.job_id, **details)
 
 
 def put_manifest_if_over(ledger: Ledger, store_for: Callable[[str], ObjectStore], job_id: str) -> None:

@@ -29,7 +29,7 @@ from pipelines.request import Pipeline, engine_info
 from worker.demand import SHARDS_AT_START, Demand
 from worker.exclusive import ExclusiveLock
 from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
-from worker.maintenance import Maintenance, put_manifest_if_over
+from worker.maintenance import Maintenance, put_manifest_if_over, report_ended_jobs
 from worker.metrics import Metrics
 from worker.model_opening import Preload, open_model
 from worker.pipeline_cache import PipelineCache
@@ -131,7 +131,17 @@ class Runtime:
             demand=self.demand,
         )
         self.maintenance = Maintenance(
-            self.ledger, settings, self.worker, self.leases, self.metrics, self._clock, Publisher(settings), self._end_job, self.demand
+            self.ledger,
+            settings,
+            self.worker,
+            self.leases,
+            self.metrics,
+            self._clock,
+            Publisher(settings),
+            self._end_job,
+            self.demand,
+            # `nightjar run` reports its jobs itself, when their manifest and report are written.
+            None if self.options.private or not settings.notify.enabled else lambda: report_ended_jobs(self.ledger, settings),
         )
 
     @property
@@ -305,6 +315,7 @@ class Runtime:
 
     def _end_job(self, job_id: str) -> None:
         put_manifest_if_over(self.ledger, self.store_for, job_id)
+        self.maintenance.report_soon()
 
     def _end_drain(self) -> None:
         self.maintenance.drain()

@@ -101,7 +101,8 @@ def retry_some(
         # What failed before the last resume and is open again may fail again.
         update_job(connection, job_id, budget_from_failed=max(0, job["budget_from_failed"] - opened))
         if JobState(job["state"]).final:
-            update_job(connection, job_id, state=JobState.RUNNING.value, state_reason="", finished_at=None)
+            again = {"finished_at": None, "notify_attempts": 0, "notify_due_at": None}
+            update_job(connection, job_id, state=JobState.RUNNING.value, state_reason="", **again)
     return opened, chunk[-1]["no"] if len(chunk) == SHARDS_AT_ONCE else None
 
 

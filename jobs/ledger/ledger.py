@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
-from jobs.ledger import control, deletion, dispatch, ingest, leases, lifecycle, mapping, migrate, outcomes, queries, scores
+from jobs.ledger import control, deletion, dispatch, ingest, leases, lifecycle, mapping, migrate, notification, outcomes, queries, scores
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
 from jobs.ledger import workers as worker_rows
@@ -201,6 +201,12 @@ class Ledger:
             if last is None:
                 return opened
             after = last
+
+    # Reports of ends
+    unreported_ends = _reads(notification.unreported_ends)
+    claim_end = _writes(notification.claim_end)
+    note_reported = _writes(notification.note_reported)
+    put_off = _writes(notification.put_off)
 
     # Deletion
     begin_delete = _writes(deletion.begin_delete)
