@@ -18,6 +18,7 @@ from jobs.references import ReferenceReader
 from jobs.source import BATCH_BYTES, BATCH_LINES, open_source
 from jobs.spec import ResolvedSpec, records_of, resolve
 from jobs.store.base import ObjectStore
+from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode
 from pipelines.registry import ModelCard
 
@@ -64,7 +65,7 @@ def dry_run(
     Raises `InputError` for an input that cannot be read, for settings that the model refuses and, with `abort`, for the first bad
     line; `ModelError`, `StoreError`.
     """
-    resolved = resolve(spec, input_format)
+    resolved = resolve(spec, input_format, voice_folder(settings))
     card = resolved.card
     rejected: Counter[ErrorCode] = Counter()
     examples: list[RejectedLine] = []

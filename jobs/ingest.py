@@ -23,6 +23,7 @@ from jobs.sharding import ShardSize, cut
 from jobs.source import BATCH_BYTES, BATCH_LINES, Source, open_source
 from jobs.spec import ResolvedSpec, of_before, records_of, resolve, spec_sha
 from jobs.store.base import ObjectStore
+from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, ServiceError
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def submit(
     Raises `ModelError`, `StoreError` or `ServiceError` when model, store or ledger fail; the same submit then goes on later.
     """
     options = options or SubmitOptions()
-    resolved = resolve(spec, options.input_format)
+    resolved = resolve(spec, options.input_format, voice_folder(settings))
     with open_source(source, settings.s3) as opened:
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
@@ -118,6 +119,7 @@ def submit(
         measured_rtf = ledger.measured_rtf(resolved.spec.model)
         size = ShardSize.of(resolved.card, settings.shard.target_seconds, settings.shard.max_items, measured_rtf)
         try:
+            resolved.voices.put(store, job.id)
             records = records_of(opened, resolved)
             _Ingest(ledger, store, job, records, resolved.checker, uploader, size, options.on_error == "abort", progress).run()
         except InputError:

@@ -118,9 +118,14 @@ def shard_of_input(key: str, job_id: str) -> int | None:
     return shard_no if key == numbered_key(input_key(job_id, shard_no), int(match[2] or 1)) else None
 
 
+def references_prefix(job_id: str) -> str:
+    """The key of every reference of a job starts with this."""
+    return f"{job_prefix(job_id)}references/"
+
+
 def is_reference_key(key: str, job_id: str) -> bool:
     """Whether ingest would write reference audio under this key."""
-    prefix = f"{job_prefix(job_id)}references/"
+    prefix = references_prefix(job_id)
     return key.startswith(prefix) and _REFERENCE.fullmatch(key.removeprefix(prefix)) is not None
 
 
@@ -131,7 +136,7 @@ def input_key(job_id: str, shard_no: int) -> str:
 
 def reference_key(job_id: str, sha256: str, ext: str) -> str:
     """Reference audio, by its content."""
-    return f"jobs/{job_id}/references/{sha256}.{ext}"
+    return f"{references_prefix(job_id)}{sha256}.{ext}"
 
 
 def shard_manifest_key(job_id: str, shard_no: int) -> str:

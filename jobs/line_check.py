@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -13,10 +13,11 @@ from jobs.ledger.records import RejectedLine
 from jobs.openai_batch import LineForm
 from jobs.source import MAX_LINE_BYTES, LineBatch
 from jobs.turns import Speak, reference_places, spoken_turns, turn_messages
+from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
-from pipelines.validation import is_visible, speech_task
+from pipelines.validation import SpeechTask, is_visible, speech_task
 
 #: Faults of a line that the job's own settings cannot be blamed for.
 _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}
@@ -55,13 +56,21 @@ class GoodLine(msgspec.Struct, frozen=True, gc=False):
 class LineChecker:
     """Checks lines against one model and the defaults of one job."""
 
-    def __init__(self, card: ModelCard, defaults: Generation, form: LineForm | None = None, speak: Speak | None = None) -> None:
+    def __init__(
+        self,
+        card: ModelCard,
+        defaults: Generation,
+        form: LineForm | None = None,
+        speak: Speak | None = None,
+        voices: JobVoices | None = None,
+    ) -> None:
         """`form`: how the lines are written, where they are no dialogues. `speak`: whose turns are spoken; None and `answer`: a
-        line is one item, which the model makes of the whole dialogue.
+        line is one item, which the model makes of the whole dialogue. `voices`: with the stored ones that lines may name.
 
         Raises `InputError` when the defaults ask for what the model cannot do.
         """
         self._capabilities = card.capabilities
+        self._voices = JobVoices(card) if voices is None else voices
         self._max_characters = card.capabilities.max_text_characters
         self._check_text = card.check_text or _any_text
         self._defaults = defaults
@@ -78,7 +87,7 @@ class LineChecker:
     def _passes(self, generation: Generation) -> bool:
         """Whether a line of plain text passes with these settings. Raises `InputError` for what no line can mend."""
         try:
-            speech_task([Message("user", "text", "a")], generation, self._capabilities)
+            self._task([Message("user", "text", "a")], generation, None)
         except InputError as error:
             if error.code not in _LINE_FAULTS:
                 raise
@@ -152,13 +161,24 @@ class LineChecker:
         for turn in turns:
             role = cast("SpokenRole", messages[turn][0])
             try:
-                task = speech_task(turn_messages(messages, turn), generation.of(role).over(self._defaults.of(role)), self._capabilities)
+                own = generation.of(role)
+                task = self._task(turn_messages(messages, turn), own.over(self._defaults.of(role)), own.voice)
                 self._check_text(task.text)
             except InputError as error:
                 raise self._of_turn(error, dialogue, turn, turns) from None
             characters += len(task.text)
             heard.update(reference_places(messages, turn))
         return characters, {place: reference_key(messages[place][2]) for place in sorted(heard)}, turns
+
+    def _task(self, messages: Sequence[Message], generation: Generation, own: str | None) -> SpeechTask:
+        """The task of a turn; `own` is the voice that its line asks for. Raises `InputError`."""
+        messages, said = in_stored_voice(messages, generation, own, self._voices.frozen)
+        try:
+            return speech_task(messages, said, self._capabilities)
+        except InputError as error:
+            if error.code is ErrorCode.INPUT_UNKNOWN_VOICE and said.voice is not None:
+                raise self._voices.refusal(said.voice) from None
+            raise
 
     def _of_turn(self, error: InputError, dialogue: Dialogue, turn: int, turns: tuple[int, ...]) -> InputError:
         """The error with what a person needs to find the turn, and with advice for it."""

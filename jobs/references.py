@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.dialogue import clean
-from jobs.layout import job_prefix, reference_key
+from jobs.layout import reference_key, references_prefix
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, StoreError
 
@@ -85,7 +85,7 @@ class ReferenceReader:
             data = _read_object(self._store, address[len(self._store.url) + 1 :], content)
         else:
             data = _read_file(address, content)
-        audio = ReferenceAudio(data, hashlib.sha256(data).hexdigest(), _extension(data, content))
+        audio = encoded_audio(data, _named(content))
         if (error := self._verdict(audio)) is not None:
             raise InputError(error.code, f"The reference {clean(content, 200)!r} cannot be used: {error.message}", error.advice)
         return audio
@@ -116,17 +116,30 @@ class ReferenceUploader:
         if address in self._keys:
             self._keys.move_to_end(address)
             return self._keys[address]
-        audio = self._reader.read(content)
-        key = reference_key(self._job_id, audio.sha256, audio.ext)
-        content_type = f"audio/{audio.ext}"
-        if self._store.put(key, audio.data, content_type=content_type).info.sha256 != audio.sha256:
-            # The key is the content's hash: whatever else stands there was damaged, as by a power cut.
-            self._store.delete(key)
-            self._store.put(key, audio.data, content_type=content_type)
-        self._keys[address] = key
+        key = self._keys[address] = put_reference(self._store, self._job_id, self._reader.read(content))
         if len(self._keys) > _KNOWN_PATHS:
             self._keys.popitem(last=False)
         return key
+
+
+def encoded_audio(data: bytes, name: str) -> ReferenceAudio:
+    """An audio file of a job, known to be one; `name` begins the sentence that says why it is none. Raises `InputError`."""
+    return ReferenceAudio(_bounded(data, name), hashlib.sha256(data).hexdigest(), _extension(data, name))
+
+
+def put_reference(store: ObjectStore, job_id: str, audio: ReferenceAudio) -> str:
+    """Puts an audio file into the store of a job, each content once; its key. Raises `StoreError`."""
+    key, content_type = reference_key(job_id, audio.sha256, audio.ext), f"audio/{audio.ext}"
+    if store.put(key, audio.data, content_type=content_type).info.sha256 != audio.sha256:
+        # The key is the content's hash: whatever else stands there was damaged, as by a power cut.
+        store.delete(key)
+        store.put(key, audio.data, content_type=content_type)
+    return key
+
+
+def read_audio_file(path: Path) -> ReferenceAudio:
+    """The audio file at a path that a person names. Raises `InputError` as `ReferenceReader.read`."""
+    return encoded_audio(_read_file(os.path.realpath(path), str(path)), _named(str(path)))
 
 
 def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
@@ -134,7 +147,7 @@ def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
 
     Raises `input.audio_forbidden` for anything else, `input.audio_missing` when it is gone, `StoreError` when the store fails.
     """
-    if not content.startswith(f"{job_prefix(job_id)}references/"):
+    if not content.startswith(references_prefix(job_id)):
         raise InputError(ErrorCode.INPUT_AUDIO_FORBIDDEN, f"{clean(content, 200)!r} is no reference of job {job_id}.", "Submit it again.")
     return _read_object(store, content, content)
 
@@ -142,7 +155,7 @@ def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
 def _read_object(store: ObjectStore, key: str, content: str) -> bytes:
     try:
         with store.open(key) as stream:
-            return _bounded(stream.read(MAX_REFERENCE_BYTES + 1), content)
+            return _bounded(stream.read(MAX_REFERENCE_BYTES + 1), _named(content))
     except StoreError as error:
         if error.code in (ErrorCode.STORE_MISSING, ErrorCode.STORE_BAD_KEY):
             raise _missing(content) from error
@@ -156,33 +169,33 @@ def _read_file(path: str, content: str) -> bytes:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _missing(content) from error
     except OSError as error:
-        raise _unreadable(content, error.strerror or "it cannot be opened") from error
+        raise _unreadable(_named(content), error.strerror or "it cannot be opened") from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise _unreadable(content, "it is no plain file")
+        raise _unreadable(_named(content), "it is no plain file")
     with os.fdopen(file, "rb") as stream:
         try:
-            return _bounded(stream.read(MAX_REFERENCE_BYTES + 1), content)
+            return _bounded(stream.read(MAX_REFERENCE_BYTES + 1), _named(content))
         except OSError as error:
-            raise _unreadable(content, error.strerror or "it cannot be read") from error
+            raise _unreadable(_named(content), error.strerror or "it cannot be read") from error
 
 
-def _bounded(data: bytes, content: str) -> bytes:
+def _bounded(data: bytes, name: str) -> bytes:
     if len(data) > MAX_REFERENCE_BYTES:
-        raise _unreadable(content, f"it is larger than {MAX_REFERENCE_BYTES >> 20} MiB")
+        raise _unreadable(name, f"it is larger than {MAX_REFERENCE_BYTES >> 20} MiB")
     return data
 
 
-def _extension(data: bytes, content: str) -> str:
+def _extension(data: bytes, name: str) -> str:
     from pipelines.audio import read_header  # only where there is audio to read
 
     try:
         found = read_header(data, MAX_AUDIO_SECONDS)
     except InputError as error:
-        message = f"The audio {clean(content, 200)!r} cannot be used: {error.message.removeprefix('The audio ')}"
+        message = f"{name} cannot be used: {error.message.removeprefix('The audio ')}"
         raise InputError(error.code, message, error.advice) from error
     if found.kind not in _EXTENSIONS or found.frames <= 0:
-        raise _unreadable(content, f"it is {found.kind} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read")
+        raise _unreadable(name, f"it is {found.kind} with {found.frames} samples; WAV, FLAC, OGG and MP3 are read")
     return _EXTENSIONS[found.kind]
 
 
@@ -198,7 +211,9 @@ def _missing(content: str) -> InputError:
     return InputError(ErrorCode.INPUT_AUDIO_MISSING, f"There is no audio file {clean(content, 200)!r}.", "Check the path in the line.")
 
 
-def _unreadable(content: str, reason: str) -> InputError:
-    return InputError(
-        ErrorCode.INPUT_AUDIO_UNREADABLE, f"The audio {clean(content, 200)!r} cannot be used: {reason}.", "Give a WAV, FLAC, OGG or MP3."
-    )
+def _named(content: str) -> str:
+    return f"The audio {clean(content, 200)!r}"
+
+
+def _unreadable(name: str, reason: str) -> InputError:
+    return InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, f"{name} cannot be used: {reason}.", "Give a WAV, FLAC, OGG or MP3.")

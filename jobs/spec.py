@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -16,8 +16,10 @@ from jobs.quality import Quality, checked
 from jobs.source import Source
 from jobs.tables import check_columns
 from jobs.turns import ASKED, Speak
+from jobs.voices import JobVoices, names_of
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.registry import ModelCard, describe
+from pipelines.stored_voices import VoiceFolder
 
 FORMATS = ("wav", "flac")
 
@@ -33,9 +35,11 @@ class ResolvedSpec:
     checker: LineChecker
     #: Whether it was said whose turns are spoken.
     says_speak: bool
+    voices: JobVoices
 
     def of_input(self, source: Source) -> ResolvedSpec:
-        """The spec of a job of this input: with the format that is recognized, and with what is read beside it.
+        """The spec of a job of this input: with the format that is recognized, with what is read beside it, and with the stored voices
+        that its lines name.
 
         Raises `InputError`: `input.wrong_format`, and `input.unreadable` for a list of speakers that cannot be read.
         """
@@ -48,28 +52,33 @@ class ResolvedSpec:
         chosen = reading_of(spec)
         if found == "kaldi" and chosen.voices is not None:
             spec = msgspec.structs.replace(spec, reading=msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source)))
-        return ResolvedSpec(spec, self.card, found, _checker(spec, self.card, found), self.says_speak)
+        voices = self.voices.with_lines(job_records(source, spec, found))
+        spec = voices.in_spec(spec)
+        return ResolvedSpec(spec, self.card, found, _checker(spec, voices, found), self.says_speak, voices)
 
     def before(self) -> ResolvedSpec:
         """The spec as it was frozen before it could say whose turns are spoken."""
         spec = of_before(self.spec)
-        return ResolvedSpec(spec, self.card, self.input_format, _checker(spec, self.card, self.input_format), self.says_speak)
+        return replace(self, spec=spec, checker=_checker(spec, self.voices, self.input_format))
 
 
-def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues") -> ResolvedSpec:
-    """Checks a spec against its model; one that was resolved before is returned as it is.
+def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues", stored: VoiceFolder | None = None) -> ResolvedSpec:
+    """Checks a spec against its model and the stored voices; one that was resolved before is returned as it is.
 
     Raises `ModelError`, `config.invalid`, and `InputError` for settings that the model refuses.
     """
     if isinstance(spec, ResolvedSpec):
         return spec
     card = describe(spec.model)
-    for generation in (spec.generation, *(spec.generation.roles or {}).values()):
-        _check_name(generation.voice, card.capabilities.voices, ErrorCode.INPUT_UNKNOWN_VOICE, "voice", card.name)
+    names = [*names_of(spec.generation), *(reading_of(spec).voices or {}).values()]
+    voices = JobVoices(card, stored).with_names(names)
+    for name in names:
+        voices.check(name)
     _check_name(spec.generation.language, card.capabilities.languages, ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", card.name)
-    frozen = frozen_spec(spec, card)
+    frozen = voices.in_spec(frozen_spec(spec, card))
     _check_format(input_format, frozen)
-    return ResolvedSpec(frozen, card, input_format, _checker(frozen, card, input_format), spec.speak is not msgspec.UNSET)
+    checker = _checker(frozen, voices, input_format)
+    return ResolvedSpec(frozen, card, input_format, checker, spec.speak is not msgspec.UNSET, voices)
 
 
 def records_of(source: Source, resolved: ResolvedSpec) -> Records:
@@ -103,8 +112,8 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
 
 
-def _checked_reading(spec: JobSpec, card: ModelCard) -> Reading | msgspec.UnsetType:
-    """Raises `config.invalid`, and `input.unknown_voice`."""
+def _checked_reading(spec: JobSpec) -> Reading | msgspec.UnsetType:
+    """Raises `config.invalid`."""
     chosen = reading_of(spec)
     if chosen.limit is not None and chosen.sample is not None:
         raise ConfigError(ErrorCode.CONFIG_INVALID, "A limit and a sample are both given.", "Use one of them.")
@@ -112,8 +121,6 @@ def _checked_reading(spec: JobSpec, card: ModelCard) -> Reading | msgspec.UnsetT
         if count is not None and count < 1:
             raise ConfigError(ErrorCode.CONFIG_INVALID, f"The {what} is {count}.", "Use a whole number from 1.")
     check_columns(chosen.columns or {})
-    for voice in (chosen.voices or {}).values():
-        _check_name(voice, card.capabilities.voices, ErrorCode.INPUT_UNKNOWN_VOICE, "voice", card.name)
     return msgspec.UNSET if chosen == ALL else chosen
 
 
@@ -122,8 +129,9 @@ def _check_name(wanted: str | None, known: tuple[str, ...], code: ErrorCode, wha
         raise InputError(code, f"The model {model} has no {what} {wanted!r}.", f"It has: {', '.join(known)}.")
 
 
-def _checker(spec: JobSpec, card: ModelCard, format: AskedFormat) -> LineChecker:
-    return LineChecker(card, spec.generation, None if format == "auto" else line_form(format, card, spec.format), speak_of(spec))
+def _checker(spec: JobSpec, voices: JobVoices, format: AskedFormat) -> LineChecker:
+    form = None if format == "auto" else line_form(format, voices.card, spec.format)
+    return LineChecker(voices.card, spec.generation, form, speak_of(spec), voices)
 
 
 def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
@@ -143,7 +151,7 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
             quality = msgspec.structs.replace(quality, paces=(card.pace,))
         quality = _heard_in(quality, card.capabilities.languages)
     revision, speak = spec.model_revision or card.revision, _speak(spec, card)
-    chosen = _checked_reading(spec, card)
+    chosen = _checked_reading(spec)
     return msgspec.structs.replace(spec, model=card.name, model_revision=revision, quality=quality, speak=speak, reading=chosen)
 
 

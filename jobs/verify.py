@@ -24,6 +24,7 @@ from jobs.packs import ArtifactReader, read_artifact
 from jobs.references import load_reference
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectInfo, ObjectStore
+from jobs.voices import line_in_stored_voice
 from pipelines.audio import decode, encode
 from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Message, Pipeline, Speech, SynthesisRequest
@@ -277,8 +278,8 @@ def request_of(store: ObjectStore, job: Job, line: ShardLine, seed: int, purpose
             return message
         return msgspec.structs.replace(message, content=load_reference(store, job.id, message.content))
 
-    generation = line.generation_over(job.spec.generation)
-    return SynthesisRequest(f"{purpose}/{job.id}/{line.index}", tuple([loaded(message) for message in line.messages]), generation, seed)
+    messages, generation = line_in_stored_voice(line, line.generation_over(job.spec.generation), job.spec, job.id)
+    return SynthesisRequest(f"{purpose}/{job.id}/{line.index}", tuple([loaded(message) for message in messages]), generation, seed)
 
 
 def made_again(future: Future[Speech], job: Job) -> Speech:

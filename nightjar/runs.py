@@ -28,6 +28,7 @@ from jobs.source import check_source
 from jobs.spec import ResolvedSpec, resolve
 from jobs.store import is_remote, open_store
 from jobs.turns import Speak
+from jobs.voices import voice_folder
 from nightjar.inputs import written_input
 from nightjar.job import Job
 from nightjar.local import LocalThread
@@ -95,7 +96,7 @@ def run(
     settings = embedded_settings(chosen)
     spec, submitted = _job_options(options)
     path, spec, settings = _input(source, spec, settings)
-    resolved = _resolved(spec, submitted, fetch=not quiet)
+    resolved = _resolved(spec, submitted, settings, fetch=not quiet)
     devices = None if gpu is None else choose_gpus(gpu, os.environ.get(VISIBLE))
     thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
     return Job(thread.until_submitted(), settings, thread, quiet=quiet)
@@ -111,7 +112,7 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
     settings = load_settings(home=None if out is None else str(out))
     spec, submitted = _job_options(options)
     path, spec, settings = _input(source, spec, settings)
-    resolved = _resolved(spec, submitted, fetch=False, here=False)
+    resolved = _resolved(spec, submitted, settings, fetch=False, here=False)
     with closing(Ledger.of(settings)) as ledger:
         if settings.database_url is None:
             ledger.migrate()
@@ -182,9 +183,9 @@ def _job_options(options: JobOptions) -> tuple[JobSpec, SubmitOptions]:
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"An option is not known: {error}.", f"The options are: {known}.") from None
 
 
-def _resolved(spec: JobSpec, options: SubmitOptions, *, fetch: bool, here: bool = True) -> ResolvedSpec:
+def _resolved(spec: JobSpec, options: SubmitOptions, settings: Settings, *, fetch: bool, here: bool = True) -> ResolvedSpec:
     """The spec, checked against its model and, for a job that runs here, against the meters of its checks."""
-    resolved = resolve(spec, options.input_format)
+    resolved = resolve(spec, options.input_format, voice_folder(settings))
     say = (lambda text: print(text, file=sys.stderr)) if fetch else (lambda text: None)
     if here and (lack := lacking_meters(spec.quality, say)) is not None:
         raise lack

@@ -12,9 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from jobs.settings import load_settings
+from jobs.voices import JobVoices, voice_folder
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
+from pipelines.stored_voices import in_voice_of
+from pipelines.validation import own_voice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,8 +67,9 @@ class Voice:
     def speak(self, text: str, **asked: Any) -> Sound:
         """The speech of a text.
 
-        `voice`, `language`, `instruct`, `seed` and the other keys of `generation` are those of a line of an input; `reference` is a
-        recording of the voice to clone, a path or the bytes of an audio file. Raises `InputError` for what the model cannot do.
+        `voice`, `language`, `instruct`, `seed` and the other keys of `generation` are those of a line of an input; `voice` may be that of
+        a stored voice. `reference` is a recording of the voice to clone, a path or the bytes of an audio file. Raises `InputError` for
+        what the model cannot do.
         """
         speech = self._pipeline.submit(self._request(text, asked)).result()
         return Sound(speech.samples, speech.sample_rate, text)
@@ -98,7 +103,21 @@ class Voice:
         messages = [Message("user", "text", text)]
         if reference is not None:
             messages.insert(0, Message("user", "audio", reference if isinstance(reference, bytes) else _read(Path(reference))))
-        return SynthesisRequest(uuid.uuid4().hex, tuple(messages), Generation(**asked), seed)
+        messages, generation = self._in_voice(messages, Generation(**asked))
+        return SynthesisRequest(uuid.uuid4().hex, tuple(messages), generation, seed)
+
+    def _in_voice(self, messages: list[Message], generation: Generation) -> tuple[list[Message], Generation]:
+        """The messages and the settings in their stored voice, where they name one. Raises `InputError`."""
+        asked = generation.voice
+        if asked is None or own_voice(asked, self.card.capabilities.voices) is not None:
+            return messages, generation
+        # A voice may have been added since the model was opened.
+        stored = JobVoices(self.card, voice_folder(load_settings()))
+        voice = stored.get(asked)
+        if len(messages) > 1:
+            message = f"The voice {asked!r} has a recording, and `reference` is another one."
+            raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Leave one of them out.")
+        return in_voice_of(messages, generation, voice.recording, voice.text)
 
 
 def open_model(model: str = "hibari", **options: Any) -> Voice:

@@ -48,6 +48,10 @@ class VoiceFolder:
         self._max_voices = max_voices
         self._max_bytes = max_bytes
 
+    @property
+    def path(self) -> Path:
+        return self._folder
+
     def names(self) -> list[str]:
         """All names, sorted."""
         try:

@@ -13,6 +13,7 @@ from jobs.layout import index_of, job_prefix, packs_prefix
 from jobs.ledger.records import QUARANTINE, Job, JobState
 from jobs.shard_file import read_references
 from jobs.store.base import ObjectInfo, ObjectStore
+from jobs.voices import recording_keys
 from pipelines.errors import ErrorCode, NightjarError, StoreError
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _unnamed(ledger: Ledger, store: ObjectStore, job: Job) -> Iterator[Orphan]:
     yield from (Orphan(job.id, info) for info in _in_order(store.list(f"{prefix}input/"), store) if info.key not in keys)
     references = list(_in_order(store.list(f"{prefix}references/"), store))
     if references:
-        named = {key for where in inputs for key in read_references(store, *where)}
+        named = {key for where in inputs for key in read_references(store, *where)} | recording_keys(job.spec, job.id)
         yield from (Orphan(job.id, info, inputs) for info in references if info.key not in named)
 
 

@@ -67,18 +67,19 @@ def is_mended(settings: Settings, job: Job, name: str, night: date) -> bool:
     """
     from jobs.ingest import dry_run
     from jobs.source import open_source
-    from jobs.spec import frozen_spec, of_before, spec_sha
-    from pipelines.registry import describe
+    from jobs.spec import of_before, resolve, spec_sha
+    from jobs.voices import voice_folder
 
     schedule = settings.schedules[name]
     spec, store, source = _spec(schedule), _store(settings, schedule), input_of(schedule, night)
     with open_source(source, settings.s3) as opened:
-        input_sha256 = opened.sha256
-    frozen = frozen_spec(spec, describe(spec.model))
+        place = (opened.sha256, store.url, schedule.input_format)
+        if place != (job.input_sha256, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
+            return True
+        frozen = resolve(spec, schedule.input_format, voice_folder(settings)).of_input(opened).spec
     if schedule.speak is None and job.spec.speak is msgspec.UNSET:
         frozen = of_before(frozen)
-    now = (input_sha256, spec_sha(frozen), store.url, schedule.input_format)
-    if now != (job.input_sha256, job.spec_sha, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
+    if spec_sha(frozen) != job.spec_sha:
         return True
     return job.state is JobState.FAILED and dry_run(settings, store, source, spec, schedule.input_format).items > 0
 

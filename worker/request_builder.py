@@ -11,6 +11,7 @@ from jobs.references import load_reference
 from jobs.shard_file import NO_GENERATION, ShardLine
 from jobs.spec import item_seed
 from jobs.store.base import ObjectStore
+from jobs.voices import line_in_stored_voice
 from pipelines.request import Generation, Message, SpokenRole, SynthesisRequest
 from worker.leases import HeldLease, RetryNote
 
@@ -59,10 +60,11 @@ class RequestBuilder:
         """
         lease = self._held.lease
         spec = lease.job.spec
+        messages, generation = line_in_stored_voice(line, self._generation(line, spec.generation), spec, lease.job.id)
         return SynthesisRequest(
             request_id=f"{lease.job.id}/{line.index}/{lease.epoch}" + (f"/{draw}" if draw else ""),
-            messages=tuple([self._loaded(message) if message.modality == "audio" else message for message in line.messages]),
-            generation=self._generation(line, spec.generation),
+            messages=tuple([self._loaded(message) if message.modality == "audio" else message for message in messages]),
+            generation=generation,
             seed=item_seed(spec.seed, line.example_id, line.message_index, draw, line_seed=line.seed),
         )
 

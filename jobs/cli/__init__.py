@@ -46,6 +46,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "Models and servers": {
         "models": ("models", "models", "List the models, or show one."),
+        "voices": ("voices", "voices", "List, add or delete stored voices: recordings that models clone, by name."),
         "serve": ("serve", "serve", "Serve a model over HTTP with OpenAI's API."),
         "evaluate": ("evaluate", "evaluate", "Send every dialogue of a file to a server and save the answers."),
     },

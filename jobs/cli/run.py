@@ -130,8 +130,9 @@ def run(source: str, gpus: str | None, dry_run: bool, home: str | None, output: 
         from jobs.local_run import LocalRun, run_locally
         from jobs.source import check_source
         from jobs.spec import resolve
+        from jobs.voices import voice_folder
 
-    spec = resolve(wanted, given["input_format"])
+    spec = resolve(wanted, given["input_format"], voice_folder(settings))
     if (lack := lacking_meters(wanted.quality, output.note)) is not None:
         raise lack
     check_source(source)

@@ -90,13 +90,14 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
 
 
 def _options(settings: Settings, card: ModelCard, names: tuple[str, ...]) -> ServeOptions:
+    from jobs.voices import voice_folder
     from pipelines.serving.options import ServeOptions
 
     # A folder's path is nobody's business out there.
     names = names or (Path(card.name).name,)
     limits = settings.serve.model_dump(exclude={"address", "port", "api_key", "api_key_file", "streams"})
     limits["text_in"] = settings.serve.text_in is not False
-    limits["voices_folder"] = settings.serve.voices_folder or settings.home / "voices"
+    limits["voices_folder"] = voice_folder(settings).path
     return ServeOptions(names=names, keys=read_keys(settings), **limits)
 
 

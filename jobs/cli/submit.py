@@ -45,8 +45,9 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
     from jobs.checks import lacking_meters
     from jobs.source import check_source
     from jobs.spec import resolve
+    from jobs.voices import voice_folder
 
-    spec = resolve(wanted, given["input_format"])
+    spec = resolve(wanted, given["input_format"], voice_folder(settings))
     if (lack := lacking_meters(wanted.quality)) is not None:
         # The worker may be another machine.
         outcome = (

@@ -17,6 +17,7 @@ from jobs.packs import ArtifactReader
 from jobs.shard_file import RawLine, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import Triple, reference_places
+from jobs.voices import is_stored
 from pipelines.request import Generation, SpokenRole
 
 if TYPE_CHECKING:
@@ -138,7 +139,12 @@ def generation_of(job: Job, dialogue: Dialogue, index: int | None) -> Generation
     if index is None:
         return own.over(defaults)
     role = cast("SpokenRole", dialogue.messages[index][0])
-    return own.of(role).over(defaults.of(role))
+    of_role = own.of(role)
+    generation = of_role.over(defaults.of(role))
+    if of_role.voice is None and is_stored(job.spec, generation.voice) and reference_places(dialogue.messages, index):
+        # The line's recording went before the job's stored voice.
+        return msgspec.structs.replace(generation, voice=None)
+    return generation
 
 
 def spoken_index(job: Job, item: AudioItem | RawLine, messages: Sequence[Triple]) -> int | None:

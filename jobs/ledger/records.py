@@ -77,6 +77,15 @@ class Reading(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     speakers_sha256: str | None = None
 
 
+class FrozenVoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A stored voice as it was at submit."""
+
+    #: The last part of its recording's key among the references of the job: `<sha256>.<extension>`.
+    recording: str
+    #: What is said in it; empty where nobody wrote it down.
+    text: str = ""
+
+
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a job is made with; frozen at submit and hashed to `spec_sha`."""
 
@@ -95,6 +104,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pack: bool | msgspec.UnsetType = msgspec.UNSET
     #: What of the input is read. Unset is all of it: such a spec has the hash it always had.
     reading: Reading | msgspec.UnsetType = msgspec.UNSET
+    #: Name -> the stored voice that lines mean by it. Unset is none: such a spec has the hash it always had.
+    stored_voices: dict[str, FrozenVoice] | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)

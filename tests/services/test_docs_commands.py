@@ -17,6 +17,7 @@ import pytest
 from tests.support.docs_kit import PAGES, ROOT, Command, check_call, commands_of, inline_commands, name_of, nightjar_parts, other_lines
 from tests.support.gpu_host import install_nvidia_smi
 from tests.support.services import MotoS3
+from tests.support.serving_kit import wav
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 #: How a command that goes on says that it is ready; it is ended when its page is done.
@@ -100,6 +101,7 @@ def folder(tmp_path: Path) -> Path:
     """Where a reader stands: inputs under the names of the pages, and what a clone has."""
     (tmp_path / "dialogues.jsonl").write_text(_LINE % (1, "Good morning.") + _LINE % (2, "Good night."))
     (tmp_path / "batch.jsonl").write_text(_ASKED)
+    (tmp_path / "anna.wav").write_bytes(wav(1.0))
     (tmp_path / "common_voice.tsv").write_text("client_id\tpath\tsentence\n1\ta.mp3\tGood morning.\n")
     (tmp_path / "data/train").mkdir(parents=True)
     (tmp_path / "data/train/text").write_text("anna-1 good morning\nben-1 good night\n")

@@ -1,0 +1,226 @@
+"""Voices of a job by their names: those of its model, and stored ones, whose recordings become part of the job at submit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from jobs.dialogue import clean
+from jobs.layout import references_prefix
+from jobs.ledger.records import FrozenVoice, JobSpec
+from jobs.references import ReferenceAudio, encoded_audio, put_reference
+from jobs.store.base import ObjectStore
+from pipelines.errors import ErrorCode, InputError
+from pipelines.registry import ModelCard
+from pipelines.request import Generation, Message
+from pipelines.stored_voices import StoredVoice, VoiceFolder, in_voice_of
+from pipelines.validation import own_voice
+
+if TYPE_CHECKING:
+    from jobs.input_records import Records
+    from jobs.settings import Settings
+    from jobs.shard_file import ShardLine
+
+#: Stored voices that an error names.
+_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class JobVoices:
+    """What the names of voices stand for in a job of one model. A name that the model has is the model's."""
+
+    card: ModelCard
+    folder: VoiceFolder | None = None
+    #: Stored voices that the job names.
+    frozen: Mapping[str, FrozenVoice] = field(default_factory=dict[str, FrozenVoice])
+    #: Why others that it names cannot be used.
+    unusable: Mapping[str, InputError] = field(default_factory=dict[str, InputError])
+
+    @cached_property
+    def names(self) -> Sequence[str]:
+        """The names of all stored voices that the model has none of its own for."""
+        return [] if self.folder is None else [name for name in self.folder.names() if not self._is_own(name)]
+
+    @property
+    def can_clone(self) -> bool:
+        able = self.card.capabilities
+        return able.cloning and not able.multi_turn
+
+    def with_names(self, wanted: Iterable[str | None]) -> JobVoices:
+        """With the stored voices of these names; other names are left alone."""
+        if self.folder is None or not self.can_clone:
+            return self
+        frozen, unusable = dict(self.frozen), dict(self.unusable)
+        for name in sorted({name for name in wanted if name and not self._is_own(name)} - frozen.keys() - unusable.keys()):
+            try:
+                if (found := _recorded(self.folder, name, self.card)) is not None:
+                    frozen[name] = found[0]
+            except InputError as error:
+                unusable[name] = error
+        return replace(self, frozen=frozen, unusable=unusable)
+
+    def with_lines(self, records: Records) -> JobVoices:
+        """With the stored voices that the lines of an input name. Raises `InputError` for an input that cannot be read."""
+        return self.with_names(_named_in(records, frozenset(self.names))) if self.can_clone and self.names else self
+
+    def in_spec(self, spec: JobSpec) -> JobSpec:
+        """The spec with the voices."""
+        return msgspec.structs.replace(spec, stored_voices=dict(self.frozen) or msgspec.UNSET)
+
+    def get(self, name: str) -> StoredVoice:
+        """The stored voice of a name that the model has not. Raises `InputError` where there is none, or the model cannot clone it."""
+        voice = self.folder.get(name) if self.folder is not None and self.can_clone else None
+        if voice is None:
+            raise self.refusal(name)
+        return voice
+
+    def check(self, name: str | None) -> None:
+        """Raises `InputError` for a name that neither the model nor the folder has, where one of them has any, and for a stored voice
+        that cannot be used."""
+        if name is None or self._is_own(name) or name in self.frozen:
+            return
+        names = self.names
+        if name in self.unusable or name in names or self.card.capabilities.voices or names:
+            raise self.refusal(name)
+
+    def refusal(self, name: str) -> InputError:
+        """Why lines cannot ask for a name."""
+        if (known := self.unusable.get(name)) is not None:
+            return known
+        stored = self.names
+        if name in stored:
+            message = f"{clean(name, 80)!r} is a stored voice, which the model {self.card.name} cannot clone."
+            return InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Use a model that clones, or a voice of this one.")
+        advice: list[str] = []
+        if voices := self.card.capabilities.voices:
+            advice.append(f"It has: {', '.join(voices)}.")
+        if stored and self.can_clone:
+            near = stored if len(stored) <= _SHOWN else get_close_matches(name, stored, _SHOWN, 0.0)
+            advice.append(f"Stored voices: {', '.join(near)}{'' if near is stored else ', ...'}.")
+        elif self.can_clone and self.folder is not None:
+            advice.append(f"No voice is stored in {self.folder.path}; `nightjar voices add` does it.")
+        elif not voices:
+            advice.append("It has no named voices: remove `voice`.")
+        message = f"The model {self.card.name} has no voice {clean(name, 80)!r}."
+        return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, message, " ".join(advice))
+
+    def put(self, store: ObjectStore, job_id: str) -> None:
+        """Puts the recordings into the store of a job. Raises `InputError` for one that was changed since it was frozen."""
+        for name, voice in self.frozen.items():
+            info = store.head(references_prefix(job_id) + voice.recording)
+            if info is not None and info.sha256 == voice.recording.partition(".")[0]:
+                continue
+            found = None if self.folder is None else _recorded(self.folder, name, self.card)
+            if found is None or found[0] != voice:
+                message = f"The stored voice {name!r} was changed while the input was read."
+                raise InputError(ErrorCode.INPUT_AUDIO_MISSING, message, "Submit it again.")
+            put_reference(store, job_id, found[1])
+
+    def _is_own(self, name: str) -> bool:
+        return own_voice(name, self.card.capabilities.voices) is not None
+
+
+def voice_folder(settings: Settings) -> VoiceFolder:
+    """The folder of stored voices that the settings name, which the server and the command line use too."""
+    folder = settings.serve.voices_folder or settings.home / "voices"
+    return VoiceFolder(folder, settings.serve.stored_voices, settings.serve.voice_bytes)
+
+
+def names_of(generation: Generation) -> list[str]:
+    """The voices that settings name, those of roles included."""
+    every = (generation, *(generation.roles or {}).values())
+    return [one.voice for one in every if one.voice is not None]
+
+
+def in_stored_voice(
+    messages: Sequence[Message], generation: Generation, own: str | None, voices: Mapping[str, FrozenVoice], prefix: str = ""
+) -> tuple[Sequence[Message], Generation]:
+    """The messages and the settings of a turn, in its stored voice where it has one; its recording's name comes after `prefix`.
+
+    A recording of the line goes before a voice of the job. `own`: the voice that the line itself asks for. Raises `input.unsupported`
+    where it asks for a stored one and has a recording too.
+    """
+    if generation.voice is None or (voice := voices.get(generation.voice)) is None:
+        return messages, generation
+    if not any(message.modality == "audio" for message in messages):
+        return in_voice_of(messages, generation, prefix + voice.recording, voice.text)
+    if own is not None:
+        message = f"The voice {generation.voice!r} has a recording, and the line another one."
+        raise InputError(ErrorCode.INPUT_UNSUPPORTED, message, "Leave one of them out.")
+    return messages, msgspec.structs.replace(generation, voice=None)
+
+
+def line_in_stored_voice(line: ShardLine, generation: Generation, spec: JobSpec, job_id: str) -> tuple[Sequence[Message], Generation]:
+    """The messages and the settings of an item as its model is given them; recordings are keys of the store."""
+    if spec.stored_voices is msgspec.UNSET or line.role is None:
+        return line.messages, generation
+    own = line.generation.of(line.role).voice
+    return in_stored_voice(line.messages, generation, own, spec.stored_voices, references_prefix(job_id))
+
+
+def is_stored(spec: JobSpec, name: str | None) -> bool:
+    """Whether a name stands for a stored voice in a job."""
+    return spec.stored_voices is not msgspec.UNSET and name in spec.stored_voices
+
+
+def recording_keys(spec: JobSpec, job_id: str) -> set[str]:
+    """Keys of the recordings of a job's stored voices."""
+    voices = () if spec.stored_voices is msgspec.UNSET else spec.stored_voices.values()
+    return {references_prefix(job_id) + voice.recording for voice in voices}
+
+
+def _recorded(folder: VoiceFolder, name: str, card: ModelCard) -> tuple[FrozenVoice, ReferenceAudio] | None:
+    """A stored voice as a job has it, and its recording; None: there is none. Raises `InputError` for one that cannot be used."""
+    if (voice := folder.get(name)) is None:
+        return None
+    audio = encoded_audio(voice.recording, f"The stored voice {name!r}")
+    if card.check_reference is not None:
+        try:
+            card.check_reference(voice.recording)
+        except InputError as error:
+            raise InputError(error.code, f"The stored voice {name!r} cannot be used: {error.message}", error.advice) from error
+    return FrozenVoice(f"{audio.sha256}.{audio.ext}", voice.text), audio
+
+
+class _Line(msgspec.Struct, frozen=True, gc=False):
+    """What of a dialogue names voices."""
+
+    generation: Generation | None = None
+
+
+class _Body(msgspec.Struct, frozen=True, gc=False):
+    voice: str | None = None
+
+
+class _BatchLine(msgspec.Struct, frozen=True, gc=False):
+    """What of a line of an OpenAI batch names a voice."""
+
+    body: _Body
+
+
+_decode = msgspec.json.Decoder(_Line).decode
+_decode_batch = msgspec.json.Decoder(_BatchLine).decode
+
+
+def _named_in(records: Records, known: Collection[str]) -> set[str]:
+    """Which of the voices that are known the lines of an input name; lines that cannot be read name none."""
+    found: set[str] = set()
+    for batch in records.batches():
+        for line in batch.lines:
+            # An escape may stand for any letter.
+            if not isinstance(line, bytes) or (b'"voice"' not in line and b"\\u" not in line):
+                continue
+            try:
+                named = _decode_batch(line).body if records.format == "openai-batch" else _decode(line).generation
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                continue
+            if isinstance(named, Generation):
+                found.update(name for name in names_of(named) if name in known)
+            elif named is not None and named.voice in known:
+                found.add(named.voice or "")
+    return found
