@@ -25,6 +25,7 @@ from jobs.references import load_reference
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectInfo, ObjectStore
 from jobs.voices import line_in_stored_voice
+from jobs.where import Where
 from pipelines.audio import decode, encode
 from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
 from pipelines.request import Message, Pipeline, Speech, SynthesisRequest
@@ -82,13 +83,18 @@ class Expected:
 KINDS = ("input", "audio", "text", QUARANTINE)
 
 
-def expected_objects(ledger: Ledger, job_id: str, kinds: Collection[str] = KINDS) -> Iterator[Expected]:
-    """What the ledger says is in the store, in the order of the keys for each kind; a page in memory at a time."""
+def expected_objects(
+    ledger: Ledger, job_id: str, kinds: Collection[str] = KINDS, where: Where | None = None, *, dialogues: bool = False
+) -> Iterator[Expected]:
+    """What the ledger says is in the store, in the order of the keys for each kind; a page in memory at a time.
+
+    `where`: audio only of items that match, with `dialogues` also of the others of their dialogues.
+    """
     if "input" in kinds:
         for key, sha256 in sorted(set(ledger.shard_inputs(job_id).values())):
             yield Expected(key, sha256)
     if "audio" in kinds:
-        for row in ledger.items(job_id, state=ItemState.DONE):
+        for row in ledger.items(job_id, state=ItemState.DONE, where=where, dialogues=dialogues):
             if (audio := row.artifact) is not None:
                 yield Expected(audio.key, audio.sha256, "audio", row.index, row.example_id, audio.bytes, audio.pack, audio.pack_offset)
     for kind in ("text", QUARANTINE):

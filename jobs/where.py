@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from pipelines.errors import ConfigError, ErrorCode
 
 #: What the ledger knows of every item beside its scores.
@@ -22,6 +24,8 @@ FACTS = {
     "draw": "number of the draw that was kept; 0 is the first",
     "attempts": "how often the item was tried",
 }
+#: Facts that items have without scores.
+OF_ALL_ITEMS = frozenset({"seconds", "attempts"})
 EXAMPLE = "wer < 0.1 and distillmos > 3.5"
 MAX_CHARACTERS, MAX_COMPARISONS = 2000, 50
 
@@ -84,9 +88,10 @@ class Where:
         """The scores and facts that it compares, in its order."""
         return tuple(dict.fromkeys(comparison.name for comparison in comparisons(self.condition)))
 
-    def needs(self, names: frozenset[str]) -> bool:
-        """Whether an item that matches has one of these for certain."""
-        return _needs(self.condition, names)
+    @cached_property
+    def needs_scores(self) -> bool:
+        """Whether an item that matches has scores for certain, and is done therefore."""
+        return _needs(self.condition, frozenset(self.names) - OF_ALL_ITEMS)
 
 
 def comparisons(condition: Condition) -> Iterator[Comparison]:
@@ -119,6 +124,16 @@ def parse_where(text: str) -> Where:
     if sum(1 for _ in comparisons(found.condition)) > MAX_COMPARISONS:
         raise _wrong(f"The filter has more than {MAX_COMPARISONS} comparisons.", "Leave some out.")
     return found
+
+
+class FilteredOut(msgspec.Struct, frozen=True):
+    """Items with audio that a filter leaves out by one of its conditions, the first that is not true of them."""
+
+    #: As text, such as `wer < 0.1`.
+    condition: str
+    items: int
+    #: Of these: items of which it is not known, because they have no such score.
+    without_score: int
 
 
 class _Reader:

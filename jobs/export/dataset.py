@@ -23,10 +23,11 @@ from jobs.export.files import PartFiles, WrittenFile, output_error
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, AudioItems, AudioNames, score_names
 from jobs.export.manifest import manifest_line
-from jobs.export.plan import Part, Plan, Splits, make_plan
+from jobs.export.plan import LeftOut, Part, Plan, Splits, left_out, make_plan
 from jobs.ledger.records import Job
 from jobs.provenance import exporters_record, records
 from jobs.store import ObjectStore, S3Settings, is_remote
+from jobs.where import Where
 from pipelines.errors import ConfigError, ErrorCode
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class _Identity(msgspec.Struct, frozen=True):
     audio: str
     #: `Conversion.name`
     converted: str = ""
+    #: The filter in its one form; None: there is none.
+    where: str | None = None
+    #: Whether the job was still running: a later export of the job then replaces this one.
+    running: bool = False
 
 
 class _Finished(msgspec.Struct, frozen=True):
@@ -60,6 +65,7 @@ class _Finished(msgspec.Struct, frozen=True):
     items: dict[str, int]
     left_out: int
     files: list[WrittenFile]
+    reasons: LeftOut = LeftOut()
     schema: str = "nightjar.dataset/1"
 
 
@@ -80,6 +86,7 @@ class DatasetExport:
     absolute: bool = False
     #: What becomes of the audio that it holds or copies.
     conversion: Conversion = UNCHANGED
+    where: Where | None = None
 
     def run(self, to: str, s3: S3Settings | None, on_part: Callable[[Part], None]) -> Plan:
         """Writes what is not there yet. `on_part` is called with each part that became complete.
@@ -88,32 +95,52 @@ class DatasetExport:
         """
         with open_destination(to, s3) as destination, AudioReader(self.store, self.audio_root, self.conversion) as audio:
             limit = self.part_bytes if self.format.embeds_audio else None
-            plan = make_plan(self.ledger.items(self.job.id), self.splits, limit, whole=self.format.whole_dialogues)
+            plan = self._plan(limit)
             scores, names = score_names(self.ledger, self.job), self._names(to)
             identity = self._identity(plan, names)
             if self._begin(destination, identity):
                 return plan
             found = destination.sizes()
-            files = [file for part in plan.parts for file in self._part(destination, found, audio, names, scores, part, on_part)]
+            files = [file for part in plan.parts for file in self._part(destination, found, audio, names, scores, plan, part, on_part)]
             files += self._common_files(destination, plan, scores)
             if (gone := _incomplete(destination.sizes(), files)) is not None:
                 message = f"{gone!r} in {destination.address!r} was removed or changed during the export."
                 raise _invalid(message, "Export again.")
             counts = {name: sum(part.items for part in plan.parts if part.split == name) for name in self.splits.names}
-            done = _Finished(identity, counts, plan.left_out, sorted(files, key=lambda file: file.name))
+            done = _Finished(identity, counts, plan.left_out, sorted(files, key=lambda file: file.name), plan.reasons)
             _write(destination, END, done)
             _remove_records(destination)
             return plan
+
+    def _plan(self, part_bytes: int | None) -> Plan:
+        whole = self.format.whole_dialogues
+
+        def count(without_audio: int, items: int) -> LeftOut:
+            return left_out(self.ledger, self.job, self.where, without_audio, items, dialogues=whole)
+
+        rows = self.ledger.items(self.job.id, where=self.where, dialogues=whole)
+        return make_plan(rows, self.splits, part_bytes, whole=whole, running=not self.job.state.final, count=count)
 
     def _names(self, to: str) -> AudioNames:
         absolute = self.absolute or self.audio_root is not None or is_remote(to)
         return AudioNames(self.store, None if absolute else Path(to).absolute())
 
     def _identity(self, plan: Plan, names: AudioNames) -> _Identity:
-        where = str(self.audio_root.absolute()) if self.audio_root is not None else names.base or self.store.url
+        place = str(self.audio_root.absolute()) if self.audio_root is not None else names.base or self.store.url
         splits = tuple(zip(self.splits.names, self.splits.bounds, strict=True))
-        audio = "" if self.format.embeds_audio else where
-        return _Identity(self.job.id, self.format.name, VERSION, plan.digest, splits, self.part_bytes, audio, self.conversion.name)
+        audio = "" if self.format.embeds_audio else place
+        return _Identity(
+            self.job.id,
+            self.format.name,
+            VERSION,
+            plan.digest,
+            splits,
+            self.part_bytes,
+            audio,
+            self.conversion.name,
+            where=None if self.where is None else str(self.where),
+            running=plan.reasons.running,
+        )
 
     def _begin(self, destination: Destination, identity: _Identity) -> bool:
         """Makes the destination this export's. True: the export is complete already."""
@@ -139,8 +166,10 @@ class DatasetExport:
 
         Raises `config.invalid` for any other export, and removes nothing where a file is not as an export left it.
         """
-        if old is None or not (old == new or (old.job in self.replaces and old.format == new.format)):
-            raise _invalid(f"{destination.address!r} holds another export.", "Export to an empty place, or remove what is there.")
+        known = old is not None and (old == new or _is_earlier(old, new) or (old.job in self.replaces and old.format == new.format))
+        if old is None or not known:
+            advice = "Export to an empty place, or remove what is there."
+            raise _invalid(f"{destination.address!r} holds another export{_difference(old, new)}.", advice)
         recorded = [file for name in _lists(destination) for file in _listed(destination, name) or ()]
         files = {file.name: file for file in (*listed, *recorded)}
         if destination.exclusive:
@@ -165,6 +194,7 @@ class DatasetExport:
         audio: AudioReader,
         names: AudioNames,
         scores: tuple[str, ...],
+        plan: Plan,
         part: Part,
         on_part: Callable[[Part], None],
     ) -> list[WrittenFile]:
@@ -184,6 +214,9 @@ class DatasetExport:
             wanted=lambda example_id: self.splits.of(example_id) == part.split,
             whole=self.format.whole_dialogues,
             names=scores,
+            where=self.where,
+            dialogues=self.format.whole_dialogues,
+            members=plan.members,
         )
         with PartFiles(destination, names) as files:
             read = audio.loaded if self.format.embeds_audio else audio.located
@@ -193,10 +226,12 @@ class DatasetExport:
         return written
 
     def _common_files(self, destination: Destination, plan: Plan, scores: tuple[str, ...]) -> list[WrittenFile]:
-        """The manifest of all items, the provenance and the format's card."""
+        """The manifest of all items (with a filter: of those that match), the provenance and the format's card."""
+        dialogues = self.format.whole_dialogues
+        items = AudioItems(self.ledger, self.store, self.job.id, names=scores, where=self.where, dialogues=dialogues, members=plan.members)
         with PartFiles(destination) as files:
             with files.gzip("manifest.jsonl.gz") as manifest:
-                for item in AudioItems(self.ledger, self.store, self.job.id, names=scores):
+                for item in items:
                     manifest.write(manifest_line(self.job, item, ""))
             files.open("provenance.json").write(_json(records(self.store, self.job) or [exporters_record(self.job)]))
             if self.format.card is not None:
@@ -212,6 +247,20 @@ def _checked(items: Iterable[AudioItem], part: Part) -> Iterator[AudioItem]:
         yield item
     if (count, audio_bytes) != (part.items, part.audio_bytes):
         raise _invalid("The job changed while it was exported.", "Wait until it has ended, then export it to an empty place.")
+
+
+def _is_earlier(old: _Identity, new: _Identity) -> bool:
+    """Whether an export is the same one, made while the job was running: what was done since is in the new one."""
+    return old.running and msgspec.structs.replace(old, digest=new.digest, version=new.version, running=new.running) == new
+
+
+def _difference(old: _Identity | None, new: _Identity) -> str:
+    """What of an export of the same job is not as in the new one, for a person."""
+    if old is None or (old.job, old.format) != (new.job, new.format):
+        return ""
+    if old.where != new.where:
+        return f" of this job, with the filter {old.where!r}" if old.where else " of this job, without a filter"
+    return " of this job, with other items: it has been continued since" if old.digest != new.digest else " of this job, with other options"
 
 
 def _publish(destination: Destination, record: str, files: PartFiles) -> list[WrittenFile]:

@@ -18,6 +18,7 @@ from jobs.shard_file import RawLine, read_raw_shard
 from jobs.store.base import ObjectStore
 from jobs.turns import Triple, reference_places
 from jobs.voices import is_stored
+from jobs.where import Where
 from pipelines.request import Generation, SpokenRole
 
 if TYPE_CHECKING:
@@ -171,7 +172,8 @@ class AudioItems:
     """Iterates once over the items of a job that have audio, in index order, with the lines of one shard in memory at a time.
 
     Indexes are above `after` and up to `last`, and `wanted` chooses by example id; other items are not counted. `whole`: a
-    dialogue is left out unless all its spoken turns have audio. `names`: those of the scores, where they are known.
+    dialogue is left out unless all its spoken turns have audio. `names`: those of the scores, where they are known. `where`: only
+    items that match it, with `dialogues` together with the others of their dialogues. `members`: only these, see `plan.Plan`.
     """
 
     def __init__(
@@ -185,10 +187,14 @@ class AudioItems:
         wanted: Callable[[str], bool] = lambda _: True,
         whole: bool = False,
         names: tuple[str, ...] | None = None,
+        where: Where | None = None,
+        dialogues: bool = False,
+        members: bytes | None = None,
     ) -> None:
         self._ledger = ledger
         self._job = ledger.job(job_id)
-        self._rows = exported(ledger.items(job_id, after=after), whole=whole)
+        self._rows = exported(ledger.items(job_id, after=after, where=where, dialogues=dialogues), whole=whole)
+        self._members = members
         self._lines = _ShardLines(ledger, store, job_id)
         self._score_names = score_names(ledger, self._job) if names is None else names
         self._last = last
@@ -202,7 +208,7 @@ class AudioItems:
             for row, artifact in page:
                 if self._last is not None and row.index > self._last:
                     return
-                if not self._wanted(row.example_id):
+                if not self._wanted(row.example_id) or (self._members is not None and not is_member(self._members, row.index)):
                     continue
                 if artifact is None:
                     self.left_out += 1
@@ -227,10 +233,15 @@ class AudioItems:
         return {row.index: row.draw for row in self._ledger.draws_of(self._job.id, indexes) if row.draw.kept}
 
 
-def text_answers(ledger: Ledger, store: ObjectStore, job_id: str) -> Iterator[tuple[msgspec.Raw, str]]:
+def is_member(members: bytes, index: int) -> bool:
+    """Whether the bit of an index is set."""
+    return index // 8 < len(members) and bool(members[index // 8] & 1 << index % 8)
+
+
+def text_answers(ledger: Ledger, store: ObjectStore, job_id: str, where: Where | None = None) -> Iterator[tuple[msgspec.Raw, str]]:
     """The lines of items whose answer is text alone, each with that text, in index order."""
     lines = _ShardLines(ledger, store, job_id)
-    for row in ledger.items(job_id) if lines.has_texts else ():
+    for row in ledger.items(job_id, where=where) if lines.has_texts else ():
         if row.state is ItemState.DONE and row.artifact is None and (text := lines.text_of(row)) is not None:
             yield lines.of(row).dialogue, text
 

@@ -148,6 +148,7 @@ def dataset_card(job: Job, plan: Plan) -> bytes:
         header += ["configs:", "- config_name: default", "  data_files:", *configs]
     rows = [f"| {name} | {items} | {audio_bytes} |" for name, items, audio_bytes in counts]
     spec = msgspec.json.format(msgspec.json.encode(job.spec, order="sorted"), indent=2).decode()
+    without = plan.reasons.without_audio
     body = [
         f"# {_line(job.name or job.id)}",
         "",
@@ -158,7 +159,9 @@ def dataset_card(job: Job, plan: Plan) -> bytes:
         "|---|---|---|",
         *rows,
         "",
-        f"{plan.left_out} items of the job have no audio and are left out. `audio` is the file as it was made, `text` what it was asked",
+        *([f"Left out of the job: {plan.reasons}.", ""] if plan.reasons.filtered else []),
+        *([f"The job was still running: {plan.reasons.pending} items were pending.", ""] if plan.reasons.running else []),
+        f"{without} items of the job have no audio and are left out. `audio` is the file as it was made, `text` what it was asked",
         "to say, `role` whose turn that is; `seed` and the spec make it again, in the default mode of a GPU",
         "not always with the same bits. The license of the texts and of the model applies.",
         "",

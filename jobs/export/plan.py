@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from jobs.export.items import exported
-from jobs.ledger.records import ItemRow
+from jobs.ledger.records import ItemRow, Job
+from jobs.where import FilteredOut, Where
 from pipelines.errors import ConfigError, ErrorCode
+
+if TYPE_CHECKING:
+    from jobs.ledger import Ledger
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
 _HASHES = 2**64
@@ -92,33 +97,88 @@ class Part(msgspec.Struct, frozen=True):
     of: int = 0
 
 
+class LeftOut(msgspec.Struct, frozen=True):
+    """Items that an export leaves out."""
+
+    #: Failed, skipped or still pending, and in a format of dialogues those that are left out with one of them.
+    without_audio: int = 0
+    #: By the conditions of the filter, in its order.
+    filtered: tuple[FilteredOut, ...] = ()
+    #: Of those without audio: items of a job that runs, which may still get theirs.
+    pending: int = 0
+    #: Whether the job was still running.
+    running: bool = False
+
+    @property
+    def items(self) -> int:
+        return self.without_audio + sum(out.items for out in self.filtered)
+
+    def __str__(self) -> str:
+        """As in `3 without audio, 120 by wer < 0.1, 14 by distillmos > 3.5 (8 without that score)`; empty where none is left out."""
+        parts = [f"{self.without_audio} without audio"] if self.without_audio else []
+        for out in self.filtered:
+            unknown = "" if not out.without_score else f" ({out.without_score} without that score)"
+            parts += [f"{out.items} by {out.condition}{unknown}"] if out.items else []
+        return ", ".join(parts)
+
+
+def left_out(ledger: Ledger, job: Job, where: Where | None, without_audio: int, items: int, *, dialogues: bool) -> LeftOut:
+    """What an export of `items` items leaves out of a job. `without_audio`: as they were counted, where there is no filter."""
+    status, filtered = ledger.status(job.id), ()
+    if where is not None:
+        filtered = tuple(ledger.filtered_out(job.id, where, dialogues=dialogues))
+        # Items of a job that runs may have got their audio since they were passed.
+        without_audio = max(0, status.items.total - items - sum(out.items for out in filtered))
+    running = not job.state.final
+    return LeftOut(without_audio, filtered, min(status.items.pending, without_audio) if running else 0, running)
+
+
 class Plan(msgspec.Struct, frozen=True):
     """The parts of an export, by split and number."""
 
     parts: tuple[Part, ...]
-    #: Items of the job without audio (failed, skipped or still pending), and items left out with one of them.
-    left_out: int
+    #: Why items of the job are not exported.
+    reasons: LeftOut
     #: SHA-256 over indexes, ids and audio hashes of all exported items: the same result of a job has the same one.
     digest: str
+    #: Of a job that runs: a bit for each index, set for those that are exported. Others may get their audio while they are written.
+    members: bytes | None = None
 
     @property
     def items(self) -> int:
         return sum(part.items for part in self.parts)
 
+    @property
+    def left_out(self) -> int:
+        """Items of the job that are not exported."""
+        return self.reasons.items
 
-def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *, whole: bool = False) -> Plan:
+
+def make_plan(
+    rows: Iterable[ItemRow],
+    splits: Splits,
+    part_bytes: int | None,
+    *,
+    whole: bool = False,
+    running: bool = False,
+    count: Callable[[int, int], LeftOut] = lambda without_audio, _: LeftOut(without_audio),
+) -> Plan:
     """The plan for the items of a job, in index order. A part ends before its audio passes `part_bytes`; None: one part a split.
 
-    `whole`: a dialogue is left out unless all its spoken turns have audio.
+    `whole`: a dialogue is left out unless all its spoken turns have audio. `running`: other items may get their audio from now on.
+    `count` says what is left out, given the number of rows without audio and of items that are exported.
     """
     parts: dict[str, list[Part]] = {name: [] for name in splits.names}
-    digest = hashlib.sha256()
-    left_out = 0
+    digest, members = hashlib.sha256(), bytearray()
+    without_audio = 0
     for row, artifact in exported(rows, whole=whole):
         if artifact is None:
-            left_out += 1
+            without_audio += 1
             continue
         digest.update(msgspec.json.encode((row.index, row.example_id, artifact.sha256)))
+        if running:
+            members.extend(bytes(max(0, row.index // 8 + 1 - len(members))))
+            members[row.index // 8] |= 1 << row.index % 8
         split = splits.of(row.example_id)
         own = parts[split]
         if not own or (part_bytes is not None and own[-1].audio_bytes + artifact.bytes > part_bytes):
@@ -127,4 +187,5 @@ def make_plan(rows: Iterable[ItemRow], splits: Splits, part_bytes: int | None, *
             part = own[-1]
             own[-1] = msgspec.structs.replace(part, last=row.index, items=part.items + 1, audio_bytes=part.audio_bytes + artifact.bytes)
     counted = [msgspec.structs.replace(part, of=len(own)) for own in parts.values() for part in own]
-    return Plan(tuple(counted), left_out, digest.hexdigest())
+    found = count(without_audio, sum(part.items for part in counted))
+    return Plan(tuple(counted), found, digest.hexdigest(), bytes(members) if running else None)

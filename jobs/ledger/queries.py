@@ -116,7 +116,8 @@ def items_page(connection: sa.Connection, job: Job, wanted: Wanted, after: int, 
     """Up to `limit` items with an index above `after`, in index order."""
     items = schema.items.c
     conditions: list[sa.ColumnElement[bool]] = []
-    if wanted.state is not None:
+    implied = wanted.where is not None and wanted.where.needs_scores and not wanted.dialogues
+    if wanted.state is not None and not (implied and wanted.state is ItemState.DONE):
         conditions.append(item_is(wanted.state))
     if wanted.codes is not None:
         conditions.append(items.error_code.in_([code.value for code in wanted.codes]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,7 +19,7 @@ from jobs.ledger.ingest import insert_missing
 from jobs.ledger.mapping import number_of, read_job
 from jobs.ledger.records import Draw, ItemState, Job
 from jobs.ledger.schema import SCORE_COLUMNS, item_is
-from jobs.where import FACTS, Comparison, Condition, Where
+from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where
 from pipelines.errors import ConfigError, ErrorCode
 
 _COLUMNS = tuple(column.name for column in schema.scores.columns)
@@ -81,8 +80,8 @@ def _compared(value: sa.ColumnElement[Any], comparison: Comparison) -> sa.Column
 def _source(where: Where, items: sa.FromClause | None = None) -> _Source:
     """What a filter is read from. `items`: this table of items comes first, whatever the filter needs."""
     scores, audio = schema.scores.alias("measured"), schema.artifacts.alias("heard")
-    measured = frozenset(where.names) - {_SECONDS, _ATTEMPTS}
-    if items is None and where.needs(measured):
+    measured = frozenset(where.names) - OF_ALL_ITEMS
+    if items is None and where.needs_scores:
         first: sa.FromClause = scores
         beside: list[tuple[sa.FromClause, bool]] = [(items := schema.items.alias("tried"), _ATTEMPTS in where.names)]
     else:
@@ -127,17 +126,6 @@ def _matches(where: Where, items: sa.FromClause, *, dialogues: bool) -> sa.Colum
     same = other.c.example_id == items.c.example_id if dialogues else other.c.idx == items.c.idx
     found = sa.select(sa.literal(1)).select_from(source.tables)
     return sa.exists(found.where(other.c.job_no == items.c.job_no, same, source.true(where.condition)).correlate(items))
-
-
-@dataclass(frozen=True, slots=True)
-class FilteredOut:
-    """Items with audio that a filter leaves out by one of its conditions, the first that is not true of them."""
-
-    #: As text, such as `wer < 0.1`.
-    condition: str
-    items: int
-    #: Of these: items of which it is not known, because they have no such score.
-    without_score: int
 
 
 def filtered_out(connection: sa.Connection, job_id: str, where: Where, *, dialogues: bool = False) -> list[FilteredOut]:
