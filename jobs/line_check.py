@@ -17,10 +17,13 @@ from jobs.voices import JobVoices, in_stored_voice
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
-from pipelines.validation import SpeechTask, is_visible, speech_task
+from pipelines.validation import SpeechTask, is_visible, own_voice, speech_task
 
 #: Faults of a line that the job's own settings cannot be blamed for.
 _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}
+
+#: What a line lacks whose voice nobody knows.
+_VOICE_FAULTS = {ErrorCode.INPUT_UNKNOWN_VOICE, ErrorCode.INPUT_AUDIO_MISSING}
 
 #: The store's key for the audio content of a line; raises `InputError`.
 ReferenceKey = Callable[[str], str]
@@ -176,7 +179,7 @@ class LineChecker:
         try:
             return speech_task(messages, said, self._capabilities)
         except InputError as error:
-            if error.code is ErrorCode.INPUT_UNKNOWN_VOICE and said.voice is not None:
+            if error.code in _VOICE_FAULTS and said.voice is not None and own_voice(said.voice, self._capabilities.voices) is None:
                 raise self._voices.refusal(said.voice) from None
             raise
 

@@ -101,7 +101,8 @@ class JobVoices:
             advice.append(f"It has: {', '.join(voices)}.")
         if stored and self.can_clone:
             near = stored if len(stored) <= _SHOWN else get_close_matches(name, stored, _SHOWN, 0.0)
-            advice.append(f"Stored voices: {', '.join(near)}{'' if near is stored else ', ...'}.")
+            more = len(stored) - len(near)
+            advice.append(f"Stored voices: {', '.join(near)}{f' and {more} more' if more else ''}.")
         elif self.can_clone and self.folder is not None:
             advice.append(f"No voice is stored in {self.folder.path}; `nightjar voices add` does it.")
         elif not voices:

@@ -1,0 +1,96 @@
+"""A run with a Qwen3-TTS checkpoint that clones a stored voice, which is deleted when the job is there and nothing of it is made."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from jobs.embedded import EmbeddedHome, embedded_settings
+from jobs.ingest import IngestProgress, SubmitOptions
+from jobs.ledger import Ledger
+from jobs.ledger.records import Job, JobSpec, JobState
+from jobs.ledger.status import JobStatus
+from jobs.local_run import LocalRun, run_locally
+from jobs.repair import mend
+from jobs.settings import load_settings
+from jobs.spec import resolve
+from jobs.store import open_store
+from jobs.verify import expected_objects, listed_faults
+from jobs.voices import voice_folder
+from pipelines.errors import InputError
+from pipelines.registry import open_pipeline
+from pipelines.request import Generation
+from pipelines.stored_voices import VoiceFolder
+from tests.support.golden_checkpoint import whole
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3_tts"
+RECORDING = (GOLDEN / "refs" / "ref_a_24k_mono.wav").read_bytes()
+TEXT = "Good morning, and welcome."
+#: The same text, once in the stored voice and once with what is in it.
+LINES = [
+    {"example_id": "stored", "messages": [["user", "text", "Hello there."]], "generation": {"seed": 7}},
+    {
+        "example_id": "own",
+        "messages": [["user", "audio", "a.wav"], ["user", "text", "Hello there."]],
+        "generation": {"seed": 7, "reference_text": TEXT},
+    },
+    {"example_id": "unlike", "messages": [["user", "text", "Hello there."]], "generation": {"seed": 7, "voice": "ben"}},
+]
+
+
+class DeletesVoices:
+    """Deletes the stored voices when the job is in the ledger, before a worker is told of it."""
+
+    def __init__(self, voices: VoiceFolder) -> None:
+        self._voices = voices
+        self.job: Job | None = None
+
+    def began(self, embedded: EmbeddedHome) -> None: ...
+
+    def say(self, text: str, /) -> None: ...
+
+    def reading(self, ingest: IngestProgress, /) -> None: ...
+
+    def submitted(self, job: Job, *, created: bool) -> None:
+        self.job = job
+        assert [self._voices.delete(name) for name in self._voices.names()] == [True, True]
+
+    def update(self, status: JobStatus, /) -> None: ...
+
+    def check(self) -> None: ...
+
+    def ending(self) -> None: ...
+
+
+def test_a_voice_that_is_deleted_before_the_work_begins_speaks_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.wav").write_bytes(RECORDING)
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    chosen = load_settings(home="out")
+    settings, voices = embedded_settings(chosen), voice_folder(chosen)
+    voices.add("anna", RECORDING, TEXT)
+    voices.add("ben", (GOLDEN / "refs" / "ref_b_24k_mono.wav").read_bytes(), "")
+    model = str(whole(GOLDEN / "checkpoint-base"))
+    spec = JobSpec(model, generation=Generation(voice="anna"))
+    events = DeletesVoices(voices)
+    result = run_locally(LocalRun(chosen, settings, "in.jsonl", resolve(spec, stored=voices), SubmitOptions()), events)
+    assert (result.status.job.state, result.status.items.done) == (JobState.COMPLETED, 3)
+    assert events.job is not None
+    store = open_store(settings.effective_store_url)
+    with closing(Ledger.of(settings)) as ledger:
+        rows = list(ledger.items(events.job.id))
+        made = [store.get(row.artifact.key) for row in rows if row.artifact]
+        assert made[0] == made[1] != made[2]
+        # What is lost comes back with the same bytes, without the voice.
+        for row in rows[:2]:
+            assert row.artifact is not None
+            store.delete(row.artifact.key)
+        lost = [expected for expected, _ in listed_faults(store, expected_objects(ledger, events.job.id))]
+        with closing(open_pipeline(model)) as pipeline:
+            assert mend(ledger, store, ledger.job(events.job.id), pipeline, lost) == {"same": 2}
+    with pytest.raises(InputError, match="No voice is stored"):
+        resolve(spec, stored=voices)
