@@ -62,12 +62,12 @@ class SpeechFields(msgspec.Struct, frozen=True, kw_only=True):
     voice: Voice | None = None
     language: Text | None = None
     output_format: OutputFormat | None = None
-    generation_config: GenerationConfig = GenerationConfig()
+    generation_config: GenerationConfig | None = None
 
     @property
     def seed(self) -> int:
         """The seed that was asked for, or a new one."""
-        asked = self.generation_config.seed
+        asked = None if self.generation_config is None else self.generation_config.seed
         return secrets.randbits(63) if asked is None else asked
 
 
@@ -82,8 +82,8 @@ class ContextMessage(SpeechFields, frozen=True, kw_only=True):
 
     def settings(self) -> dict[str, Any]:
         """What must stay the same in a context, as far as it was given."""
-        given = {"model_id": self.model_id, "voice": self.voice, "language": self.language, "output_format": self.output_format}
-        return {name: value for name, value in given.items() if value is not None}
+        names = ("model_id", "voice", "language", "output_format", "generation_config")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def parse(text: str | bytes) -> dict[str, Any]:

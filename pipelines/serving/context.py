@@ -89,12 +89,14 @@ class Context:
         self._serving = serving
         self._output = first.output_format or cartesia.OutputFormat()
         self._settings.setdefault("output_format", self._output)
+        self._settings.setdefault("generation_config", cartesia.GenerationConfig())
         self._request = request
         self._send = send
         self._text = TextUnits()
         # The prompt of a clone in context holds a token of text for each frame of the recording: a sentence alone is heard sooner.
         in_context = request.generation.reference_text is not None
-        grows = serving.options.text_in and serving.model.takes_text and first.max_buffer_delay_ms > 0 and not in_context
+        wanted = not in_context if serving.options.text_in is None else serving.options.text_in
+        grows = wanted and serving.model.takes_text and first.max_buffer_delay_ms > 0
         self._passages = TextPassages() if grows else None
         self._passage: Passage | None = None
         self._todo: deque[str | Passage | Flush] = deque()
@@ -103,6 +105,8 @@ class Context:
         self._characters = 0
         self._flushes = 0
         self._units = 0
+        #: When a listener who began with the first chunk has heard all that was sent.
+        self._heard_until = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._moved_at = time.monotonic()
 
@@ -123,7 +127,9 @@ class Context:
         self._moved_at = time.monotonic()
         ends = not message.more or message.flush or not message.max_buffer_delay_ms
         if self._passages is not None:
-            self._extend(self._passages, message.transcript, ends)
+            if message.transcript:
+                self._wait(None)
+            self._extend(self._passages.add(message.transcript, final=ends))
         else:
             units = self._text.add(message.transcript) + (self._text.flush() if ends else [])
             if units:
@@ -136,9 +142,9 @@ class Context:
         self._wait(message.max_buffer_delay_ms / 1000)
         self._changed.set()
 
-    def _extend(self, passages: TextPassages, text: str, ends: bool) -> None:
-        """Adds text to the passage that grows, and begins others behind it; `ends`: the last one ends here."""
-        for piece, complete in passages.add(text):
+    def _extend(self, pieces: list[tuple[str, bool]]) -> None:
+        """Adds pieces to the passage that grows, and begins others behind it."""
+        for piece, complete in pieces:
             passage = self._passage = self._passage or Passage()
             was_said = has_words(passage.text)
             passage.add(piece, complete)
@@ -146,16 +152,6 @@ class Context:
                 self._todo.append(passage)
             if complete:
                 self._passage = None
-        if text:
-            self._wait(None)
-        if ends:
-            self._end_passage(passages)
-
-    def _end_passage(self, passages: TextPassages) -> None:
-        passages.cut()
-        passage, self._passage = self._passage, None
-        if passage is not None:
-            passage.add("", final=True)
 
     async def run(self) -> None:
         """Speaks until the context has ended; being cancelled gives it up. Raises `ApiError` and `NightjarError`."""
@@ -175,20 +171,27 @@ class Context:
             self._wait(None)
 
     async def _more(self) -> bool:
-        """Whether there is more to say; waits for it. False: the context has ended, or nothing came for too long."""
+        """Whether there is more to say; waits for it, and ends a context to which nothing comes for too long."""
         while not self._todo and not self._ended:
             self._changed.clear()
             try:
                 async with asyncio.timeout(self._moved_at + self._serving.options.context_idle_seconds - time.monotonic()):
                     await self._changed.wait()
             except TimeoutError:
-                return False
+                self._end_text()
         return bool(self._todo)
 
+    def _end_text(self) -> None:
+        """Nothing follows: what waits for its end is whole."""
+        if self._passages is not None:
+            self._extend(self._passages.add("", final=True))
+        self._todo.extend(self._text.flush())
+        self._ended = True
+
     async def _admitted(self) -> Permit:
-        # Later sentences follow one that is being heard.
-        patience_seconds = None if self._units else self._serving.options.stream_queue_seconds
-        waiter = self._serving.gate.ask(patience_seconds=patience_seconds)
+        """A slot. Raises `ApiError` (429) for a wait that leaves the listener without sound for `stream_queue_seconds`."""
+        ahead_seconds = max(self._heard_until - time.monotonic(), 0.0)
+        waiter = self._serving.gate.ask(patience_seconds=self._serving.options.stream_queue_seconds + ahead_seconds)
         try:
             await asyncio.wait((waiter,))
             return waiter.result()
@@ -215,7 +218,9 @@ class Context:
         async with aclosing(chunks_of(self._serving.model, request, permit, opened)) as chunks:
             async for chunk in chunks:
                 if len(chunk.samples):
-                    metrics.spoke(len(chunk.samples) / chunk.sample_rate)
+                    seconds = len(chunk.samples) / chunk.sample_rate
+                    metrics.spoke(seconds)
+                    self._heard_until = max(self._heard_until, time.monotonic()) + seconds
                     heard = True
                 samples = resampler.add(chunk.samples, last=chunk.final)
                 if len(samples):
@@ -233,18 +238,17 @@ class Context:
 
     def _wait(self, seconds: float | None) -> None:
         """Speaks the words that have waited for the end of their sentence, or for more text, for so long; None: no longer."""
-        pending = self._text.pending or self._passage is not None
+        pending = self._text.pending or (self._passages is not None and self._passages.pending)
         if self._timer is not None and (seconds is None or not pending):
             self._timer.cancel()
             self._timer = None
         if self._timer is None and seconds is not None and pending:
             limit_seconds = seconds if self._passages is None else min(seconds, MAX_STARVED_SECONDS)
-            self._timer = asyncio.get_running_loop().call_later(limit_seconds, self._waited, seconds)
+            self._timer = asyncio.get_running_loop().call_later(limit_seconds, self._waited)
 
-    def _waited(self, seconds: float) -> None:
+    def _waited(self) -> None:
         self._timer = None
         if self._passages is not None:
-            self._end_passage(self._passages)
+            self._extend(self._passages.cut())
         self._todo.extend(self._text.words())
         self._changed.set()
-        self._wait(seconds)

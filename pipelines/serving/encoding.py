@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SpeechFormat = Literal[AudioFormat, "pcm"]
 MEDIA_TYPES: dict[SpeechFormat, str] = {**CONTENT_TYPES, "pcm": "audio/pcm"}
+#: Formats that take time to write.
+COMPRESSED: frozenset[SpeechFormat] = frozenset({"flac", "mp3", "opus"})
 _HEADER_BYTES = 44
 #: What a stream writes as a length: players read on to the end, as they do with OpenAI's own streams.
 _UNKNOWN = 0xFFFFFFFF

@@ -43,7 +43,8 @@ class ServeOptions:
     context_idle_seconds: float = 60.0
     connection_idle_seconds: float = 300.0
     #: Whether a model with `capabilities.text_in` speaks the text of a context while it is being written, and not sentence by sentence.
-    text_in: bool = True
+    #: None: unless the voice is cloned with the text of its recording, whose speech would begin later than that of a sentence.
+    text_in: bool | None = None
     #: Whether a field that nobody knows is refused; else it is ignored.
     strict: bool = False
     #: Where stored voices are kept (None: there are none), how many, and the bytes of a recording.

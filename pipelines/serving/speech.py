@@ -17,7 +17,7 @@ from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
 from pipelines.serving.admission import Permit
-from pipelines.serving.encoding import MEDIA_TYPES, SpeechFormat, read_audio, stream_encoder, whole_file
+from pipelines.serving.encoding import COMPRESSED, MEDIA_TYPES, SpeechFormat, read_audio, stream_encoder, whole_file
 from pipelines.serving.errors import Body, as_api_error, bad_request, named_field, unknown_field
 from pipelines.serving.long_text import Chunks, chunks_of, unit_chunks
 from pipelines.serving.metrics import ServerMetrics
@@ -219,6 +219,8 @@ class SpeechRoute:
     async def _encoded(self, chunks: Chunks, kind: SpeechFormat, since: float) -> AsyncGenerator[bytes, None]:
         """The bytes of the chunks, none of them empty. Raises `synth.no_audio` where there are none."""
         encoder = stream_encoder(self._model.card.sample_rate, kind)
+        # Compressing takes the time of many other clients' chunks; PCM takes less than a hop to a thread.
+        compresses = kind in COMPRESSED
         heard = told = False
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -226,7 +228,8 @@ class SpeechRoute:
                     continue
                 heard = True
                 self._metrics.spoke(len(chunk.samples) / chunk.sample_rate)
-                if piece := encoder.add(chunk.samples):
+                piece = await asyncio.to_thread(encoder.add, chunk.samples) if compresses else encoder.add(chunk.samples)
+                if piece:
                     yield piece
                     # It is sent.
                     if not told:
@@ -234,7 +237,7 @@ class SpeechRoute:
                         self._metrics.began(ROUTE, time.monotonic() - since)
         if not heard:
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
-        if piece := encoder.end():
+        if piece := await asyncio.to_thread(encoder.end) if compresses else encoder.end():
             yield piece
 
 

@@ -6,16 +6,23 @@ Where a unit ends depends on the joined text alone, never on where its pieces be
 from __future__ import annotations
 
 import re
+import unicodedata
 
 #: Of a unit. A longer sentence is cut behind a comma or between two words.
 MAX_UNIT_CHARACTERS = 400
 
 _CLOSERS = "\"'”’»›)\\]}」』】》〉）］｝"
-_END = re.compile(rf"(?P<wide>[。！？｡]+)[{_CLOSERS}]*|(?P<stops>[.!?…]+)(?P<closed>[{_CLOSERS}]*)|(?P<blank>\n[ \t\r]*\n)")
+_WIDE_END = re.compile(rf"(?P<wide>[。！？｡]+)[{_CLOSERS}]*")
+_END = re.compile(rf"{_WIDE_END.pattern}|(?P<stops>[.!?…]+)(?P<closed>[{_CLOSERS}]*)|(?P<blank>\n[ \t\r]*\n)")
 _LAST_WORD = re.compile(r"[^\W_](?:[\w.'’-]*\w)?\Z")
-_SOFT_END = re.compile(r"[,;:，；：、—–](?=\s)|[，；：、]")
+_SOFT_END = re.compile(rf"[,;:，；：、—–](?=\s)|[，；：、](?![{_CLOSERS}])")
 _SPACE = re.compile(r"\s")
 _WORD = re.compile(r"[^\W_]")
+_JOINER = "\u200d"
+_MARKS = frozenset({"Mn", "Mc", "Me", "Cf"})
+#: Letters that are written into the one before them: Hangul's vowels and ends, marks of Kana, Thai and Lao; and the skin of an emoji.
+_CONTINUES = re.compile("[\u1160-\u11ff\ud7b0-\ud7ff\uff9e\uff9f\u0e33\u0eb3\U0001f3fb-\U0001f3ff]")
+_FLAG_LETTERS = frozenset(map(chr, range(0x1F1E6, 0x1F200)))
 #: Above it there are scripts that put no space between sentences.
 _FIRST_WIDE = "\u2e80"
 #: Never the end of a sentence: a name follows, or what was meant.
@@ -49,11 +56,9 @@ class TextUnits:
         return self._take("", final=True)
 
     def words(self) -> list[str]:
-        """The rest up to its last whole word; all of it where it ends with a mark, or has no space."""
-        if not self._text[-1:].isalnum():
-            return self.flush()
-        cut = max((space.start() for space in _SPACE.finditer(self._text)), default=0)
-        rest, self._text = (self._text[:cut], self._text[cut:].lstrip()) if cut else (self._text, "")
+        """The rest, if it ends like a sentence, else up to its last whole word: the text to come may go on with what follows that."""
+        cut = len(self._text) if _is_sentence(self._text) else _last_gap(self._text)
+        rest, self._text = self._text[:cut], self._text[cut:].lstrip()
         return _spoken([rest])
 
     def _take(self, text: str, *, final: bool) -> list[str]:
@@ -79,27 +84,41 @@ _MAX_WORD_CHARACTERS = 200
 
 
 class TextPassages:
-    """A text that is spoken while it grows, as passages of some sentences each. Every piece of a passage is given at once."""
+    """A text that is spoken while it grows, as passages of some sentences each. A word is given once its end is there."""
 
     def __init__(self) -> None:
-        #: The passage, as far as it was given, and where its last sentence begins.
+        #: The passage, how much of it was given, and where its last sentence begins.
         self._text = ""
+        self._given = 0
         self._sentence = 0
 
-    def add(self, text: str) -> list[tuple[str, bool]]:
-        """This text as pieces of passages, each with whether its passage ends with it."""
+    @property
+    def pending(self) -> bool:
+        """Whether a passage has begun."""
+        return bool(self._text)
+
+    def add(self, text: str, *, final: bool = False) -> list[tuple[str, bool]]:
+        """Pieces of passages that are certain with this text, each with whether its passage ends with it; `final`: all of the rest."""
         pieces: list[tuple[str, bool]] = []
-        given, joined = len(self._text), (self._text + text).lstrip()
+        given, joined = self._given, (self._text + text).lstrip()
         while (end := self._end(joined)) is not None:
             pieces.append((joined[given:end], True))
             given, joined = 0, joined[end:].lstrip()
             self._sentence = 0
-        self._text = joined
-        return [*pieces, (joined[given:], False)] if joined[given:] else pieces
+        self._text, self._given = joined, given
+        if final:
+            return pieces + self._cut_at(len(joined))
+        self._given = _last_gap(joined, given, with_space=True)
+        return [*pieces, (joined[given : self._given], False)] if self._given > given else pieces
 
-    def cut(self) -> None:
-        """The passage ends where it is."""
-        self._text, self._sentence = "", 0
+    def cut(self) -> list[tuple[str, bool]]:
+        """The end of the passage, if there is one, behind its last whole word; one that waits for its end begins the next passage."""
+        return self._cut_at(len(self._text) if _is_sentence(self._text) else self._given)
+
+    def _cut_at(self, end: int) -> list[tuple[str, bool]]:
+        rest = self._text[self._given : end]
+        self._text, self._given, self._sentence = self._text[end:], 0, 0
+        return [(rest, True)] if end else []
 
     def _end(self, text: str) -> int | None:
         """Where the passage that a text begins with ends; None where the text to come decides."""
@@ -107,9 +126,10 @@ class TextPassages:
             self._sentence += length
             if self._sentence >= PASSAGE_CHARACTERS:
                 return self._sentence
-        if (space := _SPACE.search(text, MAX_PASSAGE_CHARACTERS)) is not None:
-            return min(space.start(), MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS)
-        return MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS if len(text) > MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS else None
+        last = MAX_PASSAGE_CHARACTERS + _MAX_WORD_CHARACTERS
+        if (space := _SPACE.search(text, MAX_PASSAGE_CHARACTERS, last + 1)) is not None:
+            return space.start()
+        return _between_characters(text, last, MAX_PASSAGE_CHARACTERS) if len(text) > last else None
 
 
 def has_words(text: str) -> bool:
@@ -151,7 +171,7 @@ def _unit_length(window: str, *, final: bool) -> int | None:
         if ends is None and not full:
             break
     if full:
-        return _cut(window[:MAX_UNIT_CHARACTERS])
+        return _cut(window)
     return len(window) if final else None
 
 
@@ -162,6 +182,8 @@ def _ends(window: str, found: re.Match[str]) -> bool | None:
     behind = window[found.end() :]
     if not behind:
         return None
+    if _belong_together(window[found.end() - 1], behind[0]):
+        return False
     if found["wide"]:
         return True
     if not behind[0].isspace():
@@ -183,11 +205,49 @@ def _ends(window: str, found: re.Match[str]) -> bool | None:
     return True
 
 
-def _cut(sentence: str) -> int:
-    """Where a sentence that is too long is cut: behind a comma in its second half, else between words, else anywhere."""
-    half = len(sentence) // 2
-    for pattern in (_SOFT_END, _SPACE):
-        ends = [found.end() for found in pattern.finditer(sentence) if found.end() > half]
+def _cut(window: str) -> int:
+    """Where a sentence that is too long is cut: behind a comma in its second half, else between words, else between characters."""
+    half = MAX_UNIT_CHARACTERS // 2
+    for pattern, least in ((_SOFT_END, half), (_SPACE, 0)):
+        ends = [found.end() for found in pattern.finditer(window, 0, MAX_UNIT_CHARACTERS) if found.end() > least]
+        ends = [end for end in ends if not _belong_together(window[end - 1], window[end])]
         if ends:
             return ends[-1]
-    return len(sentence)
+    return _between_characters(window, MAX_UNIT_CHARACTERS, half)
+
+
+def _is_sentence(text: str) -> bool:
+    """Whether a text ends like a sentence. A full stop does not end what may go on behind it: a number, a title, an abbreviation."""
+    *_, found = (None, *_END.finditer(text))
+    if found is None or found["blank"] or found.end() < len(text):
+        return False
+    if found["stops"] != "." or found["closed"]:
+        return True
+    match = _LAST_WORD.search(text, 0, found.start())
+    is_word = match is not None and "." not in match[0] and len(match[0]) > 1 and match[0][-1].isalpha()
+    return is_word and _ends(f"{text} ", found) is not False
+
+
+def _last_gap(text: str, begin: int = 0, *, with_space: bool = False) -> int:
+    """Where the last word of a text begins that may go on, without or `with_space` before it; `begin` where no word behind it is whole.
+
+    A word is whole with a space behind it; in scripts without spaces, with a mark of theirs and the character behind that.
+    """
+    spaces = [found.end() if with_space else found.start() for found in _SPACE.finditer(text, begin)]
+    marks = [found.end() for pattern in (_SOFT_END, _WIDE_END) for found in pattern.finditer(text, begin) if found.end() < len(text)]
+    gaps = (place for place in (*spaces, *marks) if not _belong_together(text[place - 1 : place], text[place : place + 1]))
+    return max(gaps, default=begin)
+
+
+def _between_characters(text: str, place: int, least: int) -> int:
+    """The last place up to `place` that is not inside of what is written as one character; `place` where there is none above `least`."""
+    places = range(place, least, -1)
+    return next((end for end in places if not _belong_together(text[end - 1], text[end])), place)
+
+
+def _belong_together(before: str, after: str) -> bool:
+    """Whether two characters that follow each other are written as one: a letter and its marks, syllables of Hangul, an emoji."""
+    if not before or not after:
+        return False
+    goes_on = unicodedata.category(after) in _MARKS or _CONTINUES.match(after) is not None
+    return goes_on or before == _JOINER or (before in _FLAG_LETTERS and after in _FLAG_LETTERS)

@@ -26,6 +26,10 @@ _GOING_AWAY = 1001
 CLIENT_LEFT = 499
 
 
+class _ClientLeftError(Exception):
+    """The connection is gone: nobody hears what is sent."""
+
+
 class WebSocketSpeech:
     """An ASGI app, which stands behind the check of the key."""
 
@@ -42,6 +46,9 @@ class WebSocketSpeech:
         connection = _Connection(self, self._serving, self._voices, send, scope.get(RESTING, lambda _resting: None))
         try:
             await connection.run(receive)
+        except _ClientLeftError:
+            # What was under way is given up below, as after a farewell.
+            pass
         finally:
             await connection.end()
 
@@ -106,6 +113,8 @@ class _Connection:
             named = given.get("context_id")
             context_id = named if isinstance(named, str) and len(named) <= cartesia.MAX_NAME_CHARACTERS else None
             await self._act(cartesia.typed(given, cartesia.ContextMessage, strict=self._options.strict))
+        except _ClientLeftError:
+            raise
         except Exception as error:  # noqa: BLE001  # whatever it is, the client waits for an answer
             if context_id is not None and context_id in self._contexts:
                 await self._end(context_id)
@@ -154,14 +163,13 @@ class _Connection:
             last = cartesia.done(context.id)
             try:
                 await context.run()
-            except OSError:
+            except _ClientLeftError:
                 raise
             except Exception as error:  # noqa: BLE001  # as above
                 last = _failure(error, context.id)
                 status = last["status_code"]
             await self._send(last)
-        except (asyncio.CancelledError, OSError):
-            # Given up by the client, which may have left.
+        except (asyncio.CancelledError, _ClientLeftError):
             status = CLIENT_LEFT
         finally:
             del self._contexts[context.id]
@@ -176,7 +184,11 @@ class _Connection:
         await asyncio.gather(task, return_exceptions=True)
 
     async def _send(self, view: dict[str, Any]) -> None:
-        await self._asgi_send({"type": "websocket.send", "text": msgspec.json.encode(view).decode()})
+        text = msgspec.json.encode(view).decode()
+        try:
+            await self._asgi_send({"type": "websocket.send", "text": text})
+        except OSError as error:
+            raise _ClientLeftError from error
 
 
 def _failure(error: Exception, context_id: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 import openai
 import pytest
 import soundfile
+from numpy.typing import NDArray
 
+from pipelines.serving import encoding, speech
 from pipelines.stored_voices import OPENAI_VOICES
 from tests.services.pipelines.test_serve_websocket import TEXT, UNITS, output, samples_of, spoken
 from tests.support.fakes import spoken_text
@@ -77,6 +80,30 @@ def test_bytes_that_cannot_be_are_an_error(server: Running, fields: dict[str, An
 def test_what_is_not_json_is_an_error(server: Running) -> None:
     answer = server.http.post("/tts/bytes", content=b"{")
     assert (answer.status_code, error_of(answer)["code"]) == (400, "input.bad_json")
+
+
+@pytest.mark.parametrize("kind", ["mp3", "flac"])
+def test_streams_are_compressed_beside_the_event_loop_and_in_order(server: Running, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    threads: set[str] = set()
+
+    class Watched:
+        def __init__(self, sample_rate: int, kind: encoding.SpeechFormat) -> None:
+            self._encoder = encoding.stream_encoder(sample_rate, kind)
+
+        def add(self, samples: NDArray[np.float32]) -> bytes:
+            threads.add(threading.current_thread().name)
+            return self._encoder.add(samples)
+
+        def end(self) -> bytes:
+            threads.add(threading.current_thread().name)
+            return self._encoder.end()
+
+    whole = server.speak(TEXT, response_format=kind, stream=True, seed=7).content
+    monkeypatch.setattr(speech, "stream_encoder", Watched)
+    streamed = server.speak(TEXT, response_format=kind, stream=True, seed=7).content
+    assert streamed == whole
+    assert threads
+    assert "server" not in threads
 
 
 @pytest.mark.parametrize(("kind", "media"), [("mp3", "audio/mpeg"), ("opus", "audio/ogg")])

@@ -65,7 +65,7 @@ def test_text_in_pieces_is_one_utterance_and_the_speech_of_the_joined_text(serve
 
 
 def test_speech_begins_before_its_sentence_ends_and_waits_for_the_rest(server: Running, client: Talk) -> None:
-    client.say("a", "Good morning, my ", more=True, **settings(server))
+    client.say("a", "Good morning, my ", more=True, max_buffer_delay_ms=60_000, **settings(server))
     assert client.next("a")["type"] == "chunk"
     until(server, 1)
     frames = server.pipeline.engine.core.scheduler  # type: ignore[attr-defined]
@@ -95,6 +95,19 @@ def test_a_passage_ends_at_a_flush_and_when_no_text_comes(server: Running, clien
     until(server, 0)
     client.say("a", " are you?")
     assert client.hear("a")
+
+
+def test_a_pause_ends_a_passage_behind_a_whole_word(server: Running, client: Talk) -> None:
+    before = server.pipeline.stats().requests_done
+    fields = settings(server)
+    client.say("a", "Good morning, my fri", more=True, max_buffer_delay_ms=50, **fields)
+    server.until(lambda: server.pipeline.stats().requests_done == before + 1)
+    client.say("a", "end.", **fields)
+    paused = client.hear("a")
+    for text in ("Good morning, my", "friend."):
+        client.say("b", text, more=True, flush=True, **fields)
+    client.say("b")
+    assert alike(paused, client.hear("b"))
 
 
 def test_a_delay_of_0_speaks_sentence_by_sentence(server: Running, client: Talk) -> None:

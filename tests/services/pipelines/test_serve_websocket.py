@@ -17,8 +17,10 @@ import soxr
 from numpy.typing import NDArray
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from pipelines.request import SynthesisRequest
 from pipelines.serving import context
 from pipelines.serving.long_text import unit_seed
+from pipelines.streams import Heard
 from tests.services.pipelines.test_serve_speech import alike, qwen
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, error_of
 from tests.support.stream_voice import SAMPLE_RATE, StreamVoice, tone
@@ -159,6 +161,36 @@ def test_what_fails_ends_its_context_and_no_other(client: Talk, server: Running,
     assert [counted[f"speech_http_requests_total{{route={PATH},status={status}}}"] for status in (200, 400, 503)] == [2, 1, 1]
 
 
+def test_an_error_of_the_system_in_the_engine_is_no_client_that_left() -> None:
+    class CutOff(StreamVoice):
+        def start_stream(self, _request: SynthesisRequest, _heard: Heard) -> None:
+            raise BrokenPipeError("the engine's socket is gone")
+
+    with Running(CutOff()) as server, talk(server.url) as client:
+        client.say("a", "Hello.")
+        broken = client.error("a")
+        assert (broken["status_code"], broken["error_code"]) == (500, "internal_error")
+        counted = server.metrics()
+        assert counted[f"speech_http_requests_total{{route={PATH},status=500}}"] == 1
+        assert f"speech_http_requests_total{{route={PATH},status=499}}" not in counted
+
+
+def test_a_later_sentence_waits_no_longer_for_a_slot_than_the_first(voice: StreamVoice) -> None:
+    with Running(voice, slots=1, stream_queue_seconds=0.1) as server, talk(server.url) as client:
+        client.say("a", "One. ", more=True, **SEEDED)
+        for _ in range(4):
+            assert client.next("a")["type"] == "chunk"
+        server.until_idle()
+        client.say("b", "Please hold.")
+        assert client.next("b")["type"] == "chunk"
+        client.say("a", "Two.", **SEEDED)
+        late = client.error("a")
+        assert (late["status_code"], late["error_code"]) == (429, "rate_limit_exceeded")
+        assert late["retry_after"] >= 1
+        voice.let_go()
+        assert client.hear("b")
+
+
 def test_a_full_server_says_429_and_keeps_the_connection(server: Running, voice: StreamVoice) -> None:
     with talk(server.url) as many, talk(server.url) as other:
         for number in range(6):
@@ -229,8 +261,9 @@ def test_a_connection_without_a_context_makes_room_and_no_other(voice: StreamVoi
 def test_a_context_without_text_and_a_connection_without_a_context_end_by_themselves(voice: StreamVoice) -> None:
     with Running(voice, context_idle_seconds=0.2, connection_idle_seconds=0.2) as server, talk(server.url) as client:
         client.say("a", "Hello. ", more=True, **SEEDED)
-        client.say("a", "abando", more=True)
-        assert client.hear("a") == spoken(["Hello."])
+        client.say("a", "It is lat", more=True, max_buffer_delay_ms=1)
+        # The last word waits for its end, and is whole when the context ends.
+        assert client.hear("a") == spoken(["Hello.", "It is", "lat"])
         assert list(client.socket) == []
         assert client.socket.close_code == 1000
 

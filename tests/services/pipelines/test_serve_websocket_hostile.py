@@ -149,10 +149,13 @@ def test_an_error_ends_the_context_it_names(server: Running, voice: StreamVoice)
         for wrong in (
             {"transcript": "More.", "voice": {"mode": "id", "id": "bob"}},
             {"transcript": "More.", "output_format": {"sample_rate": 8000}},
+            {"transcript": "More.", "language": "english"},
+            {"transcript": "More.", "model_id": "tone"},
+            {"transcript": "More.", "generation_config": {"seed": 8}},
             {"transcript": 5},
             {"transcript": "x" * 5001},
         ):
-            client.say("c", "Please hold.", more=True, voice={"mode": "id", "id": "ada"})
+            client.say("c", "Please hold.", more=True, max_buffer_delay_ms=1, voice={"mode": "id", "id": "ada"})
             assert client.next("c")["type"] == "chunk"
             client.send({"context_id": "c", **wrong})
             assert client.error("c")["status_code"] == 400

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import unicodedata
+from itertools import pairwise
 
 import pytest
+import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +17,7 @@ from pipelines.serving.text_units import (
     PASSAGE_CHARACTERS,
     TextPassages,
     TextUnits,
+    has_words,
     units_of,
 )
 
@@ -95,20 +99,109 @@ def test_a_unit_is_complete_as_soon_as_the_next_character_says_so() -> None:
     assert not units.pending
     assert units.add("Then wor") == []
     assert units.words() == ["Then"]
+    assert units.words() == []
     assert units.pending
     assert units.add("ds.") == []
-    assert units.flush() == ["words."]
+    assert units.words() == ["words."]
     assert units.flush() == []
 
 
-def passages_of(pieces: list[str]) -> list[str]:
-    passages, found = TextPassages(), [""]
-    for piece in pieces:
-        for text, ends in passages.add(piece):
-            found[-1] += text
-            if ends:
-                found.append("")
+#: A grapheme each, or several: words with marks, syllables, pictures of several characters, and what has a mark inside.
+WORDS = [
+    "word",
+    "na\u0131\u0308ve",
+    "e\u0323\u0302",
+    "don't",
+    "well-known",
+    "3.14",
+    "p.m.",
+    "\u1112\u1161\u11ab\u1100\u1173\u11af",
+    "\u0e19\u0e49\u0e33",
+]
+WORDS += [
+    "\U0001f469\u200d\U0001f680",
+    "\U0001f44d\U0001f3fd",
+    "\u2764\ufe0f",
+    "\U0001f1e9\U0001f1ea",
+    "\u4f60\u597d",
+    "\u304b\u3099",
+    "\u1112\u1161\u11ab" * 160,
+]
+BETWEEN = [" ", " ", "  ", "\n\n", ", ", ". ", "! ", "? ", "... ", "\u3002", "\uff0c", ".", "!", "\u201d ", "\u2026 "]
+WRITTEN = st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from(BETWEEN)), max_size=12).map(lambda pairs: "".join(map("".join, pairs)))
+
+
+def check_cuts(text: str, parts: list[str]) -> None:
+    """The parts are the text as it stands there, without what nobody says, and none ends inside a word or a grapheme."""
+    graphemes = {found.end() for found in regex.finditer(r"\X", text)} | {0}
+    place = 0
+    for part in parts:
+        begin = text.index(part, place)
+        assert not has_words(text[place:begin])
+        place = begin + len(part)
+        assert place in graphemes
+        one_word = len(part) >= MAX_UNIT_CHARACTERS // 2 and not any(map(str.isspace, part))
+        in_word = unicodedata.category(text[place - 1])[0] in "LNMC" and not text[place : place + 1].isspace()
+        assert place == len(text) or one_word or not in_word
+    assert not has_words(text[place:])
+
+
+@given(WRITTEN, st.data())
+def test_no_unit_ends_inside_a_word_whatever_the_pieces_and_the_delays(text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=30)))
+    units, found = TextUnits(), list[str]()
+    for begin, end in pairwise([0, *cuts, len(text)]):
+        found += units.add(text[begin:end])
+        for _ in range(data.draw(st.integers(0, 2))):
+            found += units.words()
+    check_cuts(text, found + units.flush())
+
+
+@given(WRITTEN, st.data())
+def test_no_passage_ends_inside_a_word_whatever_the_pieces_and_the_delays(text: str, data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=30)))
+    passages, pieces = TextPassages(), list[tuple[str, bool]]()
+    for begin, end in pairwise([0, *cuts, len(text)]):
+        pieces += passages.add(text[begin:end])
+        for _ in range(data.draw(st.integers(0, 2))):
+            pieces += passages.cut()
+    joined = joined_passages(pieces + passages.add("", final=True))
+    check_cuts(text, [one for one in joined if has_words(one)])
+
+
+def test_a_delay_speaks_what_is_whole() -> None:
+    for text, said, kept in [
+        ("Please hold.", ["Please hold."], ""),
+        ("One two thr", ["One two"], "thr"),
+        ("It costs 3.", ["It costs"], "3."),
+        ("Ask Dr.", ["Ask"], "Dr."),
+        ("At 5 p.", ["At 5"], "p."),
+        ("Yes, it'", ["Yes,"], "it'"),
+        ("cafe\u0301", [], "cafe\u0301"),
+        ("Is it\u2026", ["Is it\u2026"], ""),
+        ("\u4f60\u597d\uff0c\u4e16", ["\u4f60\u597d\uff0c"], "\u4e16"),
+        ("\u4f60\u597d\u3002", ["\u4f60\u597d\u3002"], ""),
+    ]:
+        units = TextUnits()
+        assert units.add(text) == []
+        assert units.words() == said
+        assert units.words() == []
+        assert units.flush() == ([kept] if kept else [])
+
+
+def joined_passages(pieces: list[tuple[str, bool]]) -> list[str]:
+    found = [""]
+    for text, ends in pieces:
+        found[-1] += text
+        if ends:
+            found.append("")
     return [one.rstrip() for one in found]
+
+
+def passages_of(pieces: list[str]) -> list[str]:
+    passages = TextPassages()
+    found = [one for piece in pieces for one in passages.add(piece)]
+    return joined_passages(found + passages.add("", final=True))
 
 
 def test_passages_depend_on_the_joined_text_alone() -> None:
@@ -127,7 +220,7 @@ def test_passages_depend_on_the_joined_text_alone() -> None:
         "“Yes.” ",
         " ",
     ]
-    for _ in range(300):
+    for _ in range(60):
         text = "".join(rng.choice(parts) for _ in range(rng.randint(1, 200)))
         cuts = sorted(rng.sample(range(len(text)), min(rng.randint(0, 60), len(text))))
         split = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)])]
