@@ -28,6 +28,7 @@ from types import TracebackType
 
 from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
+from jobs.quarantine import QuarantineReports
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError, StoreError
@@ -95,6 +96,7 @@ class EmbeddedHome:
         self._socket_folder: Path | None = None
         self._broker: subprocess.Popen[bytes] | None = None
         self._workers: WorkerGroup | None = None
+        self._reports = QuarantineReports(settings)
         self._start_signal = StartSignal()
         self._on_worker_lost: Callable[[str, int], None] = lambda host, pid: None
         self._on_quarantine: Callable[[str], None] = lambda sentence: None
@@ -192,6 +194,7 @@ class EmbeddedHome:
         self._on_worker_lost, self._on_quarantine = on_worker_lost, on_quarantine if len(self.plans) > 1 else (lambda sentence: None)
         before = [process.pid for process in workers.processes]
         workers.tend()
+        self._reports.tend(workers.quarantined)
         if workers.over:
             raise self._no_worker(workers)
         if before != [process.pid for process in workers.processes]:
@@ -205,6 +208,7 @@ class EmbeddedHome:
     def stop(self, drain_seconds: float) -> None:
         """Ends workers and broker: asks, waits `drain_seconds` for items in flight, then kills. May be called again."""
         workers, self._workers = self._workers, None
+        self._reports.close(over=True)
         if workers is not None:
             end(workers.processes, drain_seconds)
         self._start_signal.send()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from jobs.ledger.fleet import RECENT_SECONDS, WorkerStatus
 from jobs.ledger.records import ItemRow, JobState, RejectedLine, ShardState
 from jobs.ledger.status import JobStatus
 from pipelines.errors import ErrorCode
@@ -117,6 +118,7 @@ def status_view(
         "elapsed_seconds": round(elapsed_seconds(status), 3),
         "busy_seconds": round(busy_seconds(status), 3),
         "workers": status.workers,
+        "quarantined_workers": status.quarantined_workers,
         "labels": dict(job.labels),
         "items_per_second": round(items_per_second(status), 3),
         "rtfx": _rounded(rtfx(status)),
@@ -138,6 +140,45 @@ def status_view(
     if errors is not None:
         view["errors"] = {code.value: count for code, count in errors.items()}
     return view
+
+
+def worker_view(worker: WorkerStatus) -> dict[str, Any]:
+    """`nightjar.worker/1`: a worker with the shards that it holds and what it made in the last `recent.seconds` (`jobs.ledger.fleet`)."""
+    recent = worker.recent
+    return {
+        "schema": "nightjar.worker/1",
+        "worker": worker.id,
+        "host": worker.host,
+        "pid": worker.pid,
+        "gpu": worker.gpu or None,
+        "model": worker.model or None,
+        "version": worker.version,
+        "slots": worker.slots,
+        "state": worker.state,
+        "reason": worker.state_reason or None,
+        "started_at": utc(worker.started_at),
+        "heartbeat_at": utc(worker.heartbeat_at),
+        "silent_seconds": round(worker.silent_seconds, 3),
+        "shards": [
+            {
+                "job": held.job_id,
+                "job_name": held.job_name,
+                "shard": held.shard_no,
+                "items": held.items,
+                "ended_items": held.ended_items,
+                "claimed_at": utc(held.claimed_at),
+            }
+            for held in worker.held
+        ],
+        "recent": {
+            "seconds": RECENT_SECONDS,
+            "items_done": recent.items_done,
+            "items_failed": recent.items_failed,
+            "audio_seconds": round(recent.audio_seconds, 3),
+            "busy_seconds": round(recent.busy_seconds, 3),
+        },
+        "rtfx": _rounded(recent.rtfx),
+    }
 
 
 def item_view(job_id: str, item: ItemRow, line: int | None = None) -> dict[str, Any]:

@@ -97,6 +97,8 @@ class Member:
     #: The exit status of the process that ended last; negative: minus the signal.
     status: int = 0
     quarantined: bool = False
+    #: Why it is quarantined, and what to do.
+    reason: str = ""
     last_words: str = ""
 
     def forgive(self, pause_seconds: float) -> None:
@@ -244,7 +246,7 @@ class WorkerGroup:
             advice += (
                 f" If `nvidia-smi` reports an error of GPU {gpu}, reset the GPU or restart the host; until then, leave it out of --gpu."
             )
-        sentence = f"{self.sentence(member)} {again} {advice}"
+        sentence = member.reason = f"{self.sentence(member)} {again} {advice}"
         details = {"status": member.status, "retry_seconds": self._quarantine_seconds, "reason": sentence}
         self._on_event("error", "worker quarantined", {"gpu": gpu, **details})
         self._on_quarantine(sentence)

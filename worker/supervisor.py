@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import structlog
 
 from jobs.child_process import UpPipe, pinned_to
+from jobs.quarantine import QuarantineReports
+from jobs.settings import Settings
 from jobs.worker_group import WorkerGroup, WorkerPlan
 
 log = structlog.get_logger(__name__)
@@ -28,7 +30,10 @@ class Supervisor:
         plans: Sequence[WorkerPlan],
         longest_pause_seconds: float = 10.0,
         quarantine_seconds: float = 600.0,
+        settings: Settings | None = None,
     ) -> None:
+        """`settings`: of the ledger that is told which workers are quarantined; None: none is."""
+        self._reports = None if settings is None else QuarantineReports(settings)
         self._command = [*command, "--parent-pid", str(os.getpid())]
         self._group = WorkerGroup(
             plans,
@@ -45,7 +50,12 @@ class Supervisor:
         self._group.start()
         while not self._group.over:
             self._group.tend()
+            if self._reports is not None:
+                self._reports.tend(self._group.quarantined)
             time.sleep(POLL_SECONDS)
+        if self._reports is not None:
+            # Where all are quarantined the report stays, and is shown as lost.
+            self._reports.close(over=self._group.ending is not None)
         quarantined = self._group.quarantined
         if not quarantined:
             return 0
@@ -63,12 +73,11 @@ class Supervisor:
         return subprocess.Popen(self._command, env=environment, start_new_session=True, pass_fds=up.pass_fds, preexec_fn=pin)
 
 
-def supervise(
-    arguments: Sequence[str], plans: Sequence[WorkerPlan], longest_pause_seconds: float = 10.0, quarantine_seconds: float = 600.0
-) -> int:
+def supervise(arguments: Sequence[str], plans: Sequence[WorkerPlan], settings: Settings) -> int:
     """Runs this program's `run ARGUMENTS` once for each plan."""
     flags = ["-P"] if sys.flags.safe_path else []
     spec = sys.modules["__main__"].__spec__
     program = "worker" if spec is None else spec.name.removesuffix(".__main__")
     command = [sys.executable, *flags, "-m", program, "run", *arguments]
-    return Supervisor(command, plans, longest_pause_seconds, quarantine_seconds).run()
+    worker = settings.worker
+    return Supervisor(command, plans, worker.restart_seconds, worker.quarantine_seconds, settings).run()

@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from jobs.console import FiniteRange, NamedPath, Output
+from jobs.ledger.status import Reader, read_with_driver
 from jobs.recent_jobs import keep_remembered, settings_for_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jobs.ledger.records import Job
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 #: Headings of the options of a help page, in their order.
 INPUT, MODEL, CHECKS, SAMPLING, TEXT_AND_AUDIO, JOB, MESSAGES = (
@@ -142,6 +144,14 @@ def reading_ledger(settings: Settings) -> Iterator[Ledger]:
     with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
         yield ledger
+
+
+def read_ledger(settings: Settings, work: Callable[[Reader], T]) -> T:
+    """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is wrong."""
+    if (found := read_with_driver(settings.ledger_url, work)) is not None:
+        return found
+    with reading_ledger(settings) as ledger:
+        return ledger.read(work)
 
 
 @contextmanager

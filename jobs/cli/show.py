@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from jobs.cli.context import F, common_options, found_job, job_argument, label_option, labels_of, price_option, reading_ledger
+from jobs.cli.context import F, common_options, found_job, job_argument, label_option, labels_of, price_option, read_ledger
 from jobs.console import Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.ledger.records import ItemState, Job, JobState
-from jobs.ledger.status import GAP_SECONDS, JobStatus, Reader, newest_statuses, read_with_driver, status_and_errors
+from jobs.ledger.status import GAP_SECONDS, JobStatus, newest_statuses, status_and_errors
 from jobs.recent_jobs import keep_remembered, out_words, settings_for_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from jobs.status import (
@@ -64,7 +64,7 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
     """
     settings = settings_for_job(job, home)
     price = settings.price_per_gpu_hour if price is None else price
-    state, errors = _read(settings, lambda reader: status_and_errors(reader, job))
+    state, errors = read_ledger(settings, lambda reader: status_and_errors(reader, job))
     keep_remembered(state.job.id, settings)
     if output.as_json:
         output.data(status_view(state, price, errors))
@@ -77,14 +77,6 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
         output.note(f"See them with: nightjar errors {state.job.id}{out_words(state.job.id, sqlite_path(settings.ledger_url))}")
 
 
-def _read(settings: Settings, work: Callable[[Reader], T]) -> T:
-    """What `work` reads: without SQLAlchemy where that is plain, else from the ledger, which says what is wrong."""
-    if (found := read_with_driver(settings.ledger_url, work)) is not None:
-        return found
-    with reading_ledger(settings) as ledger:
-        return ledger.read(work)
-
-
 def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None) -> list[str]:
     """A job's status in a few lines for a person."""
     job, items = state.job, state.items
@@ -95,6 +87,8 @@ def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None) -> l
         lines.append(f"labels  {printable(_labels_text(job.labels))}")
     counts = f"items   {items.done} done, {items.failed} failed, {items.pending} pending, {items.total} in all"
     lines.append(counts + (f", {items.skipped} skipped" if items.skipped else ""))
+    if state.quarantined_workers:
+        lines.append(f"workers {state.workers} live, {state.quarantined_workers} quarantined (`nightjar workers` says why)")
     if state.outage is not None:
         lines.append(f"waits   {state.outage.code.value}: {printable(state.outage.message)}")
     if lacks_workers(state):
@@ -139,7 +133,7 @@ def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: st
     """
     settings, wanted = load_settings(home=home), labels_of(labels)
     try:
-        found = _read(settings, lambda reader: newest_statuses(reader, limit, [JobState(state) for state in states] or None, wanted))
+        found = read_ledger(settings, lambda reader: newest_statuses(reader, limit, [JobState(state) for state in states] or None, wanted))
     except NotFoundError as error:
         output.note(f"No jobs: {error}")
         return

@@ -8,7 +8,21 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
-from jobs.ledger import control, deletion, dispatch, ingest, leases, lifecycle, mapping, migrate, notification, outcomes, queries, scores
+from jobs.ledger import (
+    control,
+    deletion,
+    dispatch,
+    fleet,
+    ingest,
+    leases,
+    lifecycle,
+    mapping,
+    migrate,
+    notification,
+    outcomes,
+    queries,
+    scores,
+)
 from jobs.ledger import reconcile as reconciler
 from jobs.ledger import status as job_status
 from jobs.ledger import workers as worker_rows
@@ -143,7 +157,9 @@ class Ledger:
     worker_heartbeat = _writes(worker_rows.worker_heartbeat)
     retire_worker = _writes(worker_rows.retire_worker)
     lose_worker = _writes(worker_rows.lose_worker)
+    report_quarantines = _writes(worker_rows.report_quarantines)
     workers = _reads(worker_rows.workers)
+    worker_statuses = _reads_plainly(fleet.worker_statuses)
 
     # Leases
     on_trial = _reads(leases.on_trial)

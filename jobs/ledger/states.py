@@ -44,6 +44,8 @@ OUTAGES = frozenset(
 
 #: States of a worker process: it works; it gave back what it held and ended; its heartbeats stopped.
 UP, RETIRED, LOST = "up", "retired", "lost"
+#: State of the place of a worker that keeps failing, reported by the process that starts it.
+QUARANTINED = "quarantined"
 #: A worker whose last heartbeat is older is not counted as live.
 LIVE_SECONDS = 60.0
 

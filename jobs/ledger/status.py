@@ -20,7 +20,7 @@ import msgspec
 
 from jobs.ledger.location import located, place_of
 from jobs.ledger.records import SCHEMA_REVISION, Job, JobSpec, JobState, ShardState, clean
-from jobs.ledger.states import LIVE_SECONDS, LOST, OUTAGES, RETIRED
+from jobs.ledger.states import LIVE_SECONDS, LOST, OUTAGES, QUARANTINED, RETIRED
 from pipelines.errors import ErrorCode, NotFoundError
 
 CONNECT_SECONDS = 5
@@ -52,9 +52,9 @@ _OUTAGE = """
 SELECT error_code, error_message, ended_at FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
 WHERE shards.job_id = :job AND shards.outages > 0 AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT 1
 """
-#: Workers that live and take shards of :model, of any state but those that have ended.
+#: Workers that live and take shards of :model, of any state but those that have ended, and those among them that are quarantined.
 _LIVE_WORKERS = f"""
-SELECT count(*) FROM workers
+SELECT count(*), count(CASE WHEN state = '{QUARANTINED}' THEN 1 END) FROM workers
 WHERE state NOT IN ('{RETIRED}', '{LOST}') AND heartbeat_at >= <now> - {LIVE_SECONDS} AND (model = '' OR model = :model)
 """  # noqa: S608 - words of ours
 #: A lease that runs counts up to now, or to where it ran out.
@@ -131,6 +131,8 @@ class JobStatus:
     busy_seconds: float | None = None
     #: Live workers that take shards of the job's model; None: nobody looked.
     workers: int | None = None
+    #: Of those that would live, how many are quarantined; None: nobody looked.
+    quarantined_workers: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,8 +265,8 @@ def status_of(reader: Reader, job: Job) -> JobStatus:
     (status,) = statuses_of(reader, [job])
     if job.state.final:
         return status
-    (workers,) = reader.execute(_LIVE_WORKERS.replace("<now>", NOW[reader.engine]), {"model": job.spec.model}).fetchone()
-    return replace(status, outage=_last_outage(reader, job.id), workers=workers)
+    heard, quarantined = reader.execute(_LIVE_WORKERS.replace("<now>", NOW[reader.engine]), {"model": job.spec.model}).fetchone()
+    return replace(status, outage=_last_outage(reader, job.id), workers=heard - quarantined, quarantined_workers=quarantined)
 
 
 def newest_statuses(

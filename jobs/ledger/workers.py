@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import sqlalchemy as sa
 
 from jobs.ledger import schema
 from jobs.ledger.mapping import insert
 from jobs.ledger.records import ShardState, WorkerInfo, WorkerRow, clean
 from jobs.ledger.schema import db_now, state_is
-from jobs.ledger.states import LIVE_SECONDS, LOST, RETIRED, UP
+from jobs.ledger.states import LIVE_SECONDS, LOST, QUARANTINED, RETIRED, UP
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
 #: The model of a worker that serves whatever the jobs ask for.
@@ -80,6 +83,29 @@ def stale_workers(connection: sa.Connection, timeout_seconds: float) -> int:
     columns = schema.workers.c
     statement = sa.update(schema.workers).where(HEARD, columns.heartbeat_at < db_now() - timeout_seconds).values(state=LOST)
     return connection.execute(statement).rowcount
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """The place of a worker that keeps failing: a GPU, or the host where there is none."""
+
+    gpu: str
+    version: str
+    reason: str
+
+
+def report_quarantines(connection: sa.Connection, host: str, pid: int, quarantines: Sequence[Quarantine]) -> None:
+    """A sign of life of a process that starts workers, with those that it has quarantined; others that it had are none any more."""
+    columns = schema.workers.c
+    ids: list[str] = []
+    for one in quarantines:
+        ids.append(clean(f"{host}-{pid}-quarantine-{one.gpu or 'none'}"))
+        facts = {"host": clean(host), "pid": pid, "gpu": clean(one.gpu), "model": ANY_MODEL, "version": clean(one.version), "slots": 0}
+        now = {"state": QUARANTINED, "state_reason": clean(one.reason), "heartbeat_at": db_now()}
+        statement = insert(connection, schema.workers).values(id=ids[-1], started_at=db_now(), **facts, **now)
+        connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=now))
+    over = (columns.host == clean(host), columns.pid == pid, columns.state == QUARANTINED, columns.id.not_in(ids))
+    connection.execute(sa.update(schema.workers).where(*over).values(state=RETIRED, heartbeat_at=db_now()))
 
 
 def lose_worker(connection: sa.Connection, host: str, pid: int) -> int:

@@ -190,13 +190,13 @@ def test_completion_knows_job_ids(submitted: tuple[Path, str, str]) -> None:
     assert job in done.stdout
 
 
-def test_status_pays_for_nothing_else(submitted: tuple[Path, str, str]) -> None:
+@pytest.mark.parametrize("command", ["status", "workers"])
+def test_status_and_workers_pay_for_nothing_else(submitted: tuple[Path, str, str], command: str) -> None:
     folder, _, job = submitted
+    words = [command, job] if command == "status" else [command]
     code = "import sys; from jobs.cli import main; main(); sys.stderr.write(' '.join(sys.modules))"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
-    done = subprocess.run(
-        [sys.executable, "-c", code, "status", job], cwd=folder, env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, *words], cwd=folder, env=environment, capture_output=True, text=True, check=True)
     for heavy in ("torch", "celery", "kombu", "boto3", "pandas", "numpy", "sqlalchemy", "alembic", "rich"):
         assert heavy not in done.stderr.split(), heavy
 

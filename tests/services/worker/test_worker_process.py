@@ -272,7 +272,11 @@ def test_one_bad_gpu_of_four_is_quarantined_and_the_job_completes(tmp_path: Path
         assert (starts["0"], starts["1"], starts["3"]) == (1, 1, 1)
         assert starts["2"] == CRASHES_BESIDE_OTHERS
         assert_all_done(site, job.id, 200)
+        quarantines = lambda: [row for row in site.ledger.worker_statuses() if row.state == "quarantined"]  # noqa: E731
+        site.wait_for(quarantines)
+        assert [(row.gpu, row.pid, row.state_reason) for row in quarantines()] == [("2", supervisor.pid, quarantined["reason"])]
         assert stop(supervisor) == 1
+        assert quarantines() == []
 
 
 @pytest.mark.parametrize(

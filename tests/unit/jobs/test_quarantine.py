@@ -1,0 +1,48 @@
+"""What the process that starts workers tells the ledger of those that it has quarantined."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jobs.gpus import Device
+from jobs.ledger import Ledger
+from jobs.quarantine import QuarantineReports
+from jobs.settings import Settings
+from jobs.worker_group import Member, WorkerPlan
+from tests.support.worker_rig import wait_for
+
+
+def bad(gpu: str | None) -> Member:
+    return Member(WorkerPlan(None if gpu is None else Device(gpu, "")), 1.0, quarantined=True, reason=f"GPU {gpu} is bad.")
+
+
+def test_quarantines_are_reported_and_end(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    ledger = Ledger.of(settings)
+    ledger.migrate()
+    reports = QuarantineReports(settings)
+    states = lambda: {row.gpu: (row.state, row.state_reason, row.pid) for row in ledger.worker_statuses(everyone=True)}  # noqa: E731
+    reports.tend([])
+    reports.close(over=True)
+    assert states() == {}
+    reports.tend([bad("0"), bad("3")])
+    wait_for(lambda: len(states()) == 2)
+    assert states()["3"] == ("quarantined", "GPU 3 is bad.", os.getpid())
+    reports.tend([bad("3")])
+    wait_for(lambda: states()["0"][0] == "retired")
+    assert states()["3"][0] == "quarantined"
+    # Nobody is left who would start it again: it is not retired, and goes silent.
+    reports.close(over=False)
+    assert states()["3"][0] == "quarantined"
+    reports.tend([bad(None)])
+    wait_for(lambda: "" in states())
+    reports.close(over=True)
+    assert {state for state, _, _ in states().values()} == {"retired"}
+    ledger.close()
+
+
+def test_a_ledger_that_is_away_holds_nothing_up(tmp_path: Path) -> None:
+    reports = QuarantineReports(Settings(home=tmp_path / "none"))
+    reports.tend([bad("0")])
+    reports.close(over=True)
