@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
 import promql_parser
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,7 +19,9 @@ from pipelines.registry import describe
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import Progress, ServedModel
+from tests.support.docs_kit import check_call
 from tests.support.fakes import FakePipeline
+from worker.__main__ import cli as worker_cli
 from worker.metrics import Metrics
 
 ROOT = Path(__file__).parents[2]
@@ -115,9 +119,12 @@ def grouped_by(tree: Any) -> set[str]:
     return found
 
 
-def workloads(documents: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(kind/name, pod) of every manifest that has pods."""
-    for document in documents:
-        pod = document.get("spec", {}).get("template", {}).get("spec")
-        if pod is not None:
-            yield f"{document['kind']}/{document['metadata']['name']}", pod
+def check_command(words: list[str]) -> None:
+    """Holds the words after `nightjar` against the commands as they are. Raises `click.UsageError`."""
+    name, *rest = words
+    consumer = {"worker": "run"}.get(name, name)
+    if consumer in worker_cli.commands:
+        command: click.Command = worker_cli.commands[consumer]
+        command.make_parser(click.Context(command)).parse_args(rest)
+    else:
+        check_call(shlex.join(["nightjar", *words]))
