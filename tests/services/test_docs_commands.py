@@ -34,6 +34,11 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"make (test|check)", "it is what runs this test"),
     (r"pip install 'nightjar-speech\[serve\]'", f"{_CI}; tests/services/test_lock.py resolves every extra"),
     (r"make voice-agent", "it installs Pipecat in another environment; the suite of integrations/pipecat-nightjar runs its command"),
+    (r"make wheel", "tests/services/test_wheel.py builds it"),
+    (r"sudo .*", "it changes the machine; tests/unit/deploy/test_systemd.py reads the units"),
+    (r"([A-Z_]+=\w+ )?sbatch .*", "there is no Slurm; tests/services/test_slurm.py runs the scripts"),
+    (r"kubectl .*", "there is no cluster; tests/unit/deploy/test_kubernetes.py reads the manifests"),
+    (r"docker build .*", "there is no Docker; tests/services/test_compose.py reads the Dockerfile"),
     (r"docker compose .*", "there is no Docker; tests/services/test_compose.py starts the command of every service"),
     (r"python -m tests\.conformance \w+ tests/golden/\w+", _PARITY),
     (

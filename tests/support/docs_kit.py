@@ -18,6 +18,7 @@ _OF_THE_ROOT = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "
 PAGES = [*[ROOT / name for name in _OF_THE_ROOT], *sorted((ROOT / "docs").rglob("*.md"))]
 #: Words of a shell that are no programs, and programs that a machine of tests may lack.
 _SHELL = {"export", "eval", "cd", "source", "docker", "curl", "make", "pip", "python", "nightjar", ".venv/bin/nightjar"}
+_SHELL |= {"sudo", "kubectl", "sbatch"}
 _CRON = re.compile(r"^(?:[\d*/,-]+ +){5}")
 _ASSIGNED = re.compile(r"^[A-Z][A-Z_0-9]*=(?:\$\()?")
 
