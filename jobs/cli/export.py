@@ -72,7 +72,10 @@ class FormatOption(click.Option):
 @click.option("--sample-rate", metavar="HZ", type=int, help="Resample it: 8000 to 48000 Hz.")
 @click.option("--absolute", is_flag=True, help="Write absolute paths of the audio.")
 @click.option(
-    "--part-mb", metavar="N", type=click.IntRange(min=1), help="Maximum MB of audio per file (shar, webdataset, parquet). [default: 500]"
+    "--part-mb",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Maximum MB of audio per file (shar, webdataset, parquet) or subfolder (audiofolder). [default: 500]",
 )
 @common_options
 def export(

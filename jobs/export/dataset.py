@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,13 +227,26 @@ class DatasetExport:
         return written
 
     def _common_files(self, destination: Destination, plan: Plan, scores: tuple[str, ...]) -> list[WrittenFile]:
-        """The manifest of all items (with a filter: of those that match), the provenance and the format's card."""
+        """The manifest of all items (with a filter: of those that match), the files of each split that list its items, the provenance
+        and the format's card."""
         dialogues = self.format.whole_dialogues
         items = AudioItems(self.ledger, self.store, self.job.id, names=scores, where=self.where, dialogues=dialogues, members=plan.members)
+        planned = Counter[str]()
+        for part in plan.parts:
+            planned[part.split] += part.items
+        listed = Counter[str]()
         with PartFiles(destination) as files:
+            name, line = self.format.index or ("", None)
+            indexes = {split: files.open(f"{split}/{name}") for split in planned} if line is not None else {}
             with files.gzip("manifest.jsonl.gz") as manifest:
                 for item in items:
                     manifest.write(manifest_line(self.job, item, ""))
+                    split = self.splits.of(item.example_id)
+                    if line is not None and split in indexes:
+                        listed[split] += 1
+                        indexes[split].write(line(self.job, item))
+            if line is not None and listed != planned:
+                raise _changed_job()
             files.open("provenance.json").write(_json(records(self.store, self.job) or [exporters_record(self.job)]))
             if self.format.card is not None:
                 files.open("README.md").write(self.format.card(self.job, plan))
@@ -246,7 +260,11 @@ def _checked(items: Iterable[AudioItem], part: Part) -> Iterator[AudioItem]:
         count, audio_bytes = count + 1, audio_bytes + item.artifact.bytes
         yield item
     if (count, audio_bytes) != (part.items, part.audio_bytes):
-        raise _invalid("The job changed while it was exported.", "Wait until it has ended, then export it to an empty place.")
+        raise _changed_job()
+
+
+def _changed_job() -> ConfigError:
+    return _invalid("The job changed while it was exported.", "Wait until it has ended, then export it to an empty place.")
 
 
 def _is_earlier(old: _Identity, new: _Identity) -> bool:

@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, cast
 import msgspec
 
 from jobs.export.items import AudioNames
+from jobs.store.handles import sync_file_system
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, StoreError
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ class PartFiles:
         self.destination = destination
         self._names = names
         self._open: dict[str, tuple[Path, BufferedWriter[FileIO]]] = {}
+        self._whole: dict[str, tuple[Path, WrittenFile]] = {}
 
     def __enter__(self) -> PartFiles:
         return self
@@ -172,10 +174,19 @@ class PartFiles:
 
     def open(self, name: str) -> IO[bytes]:
         """A new file with a name relative to the destination. Raises `OSError`, as the file does."""
-        path = self.destination.scratch / f"{len(self._open):06d}"
+        path = self._scratch_path()
         file = BufferedWriter(FileIO(path, "w"), _BUFFER_BYTES)
         self._open[name] = path, file
         return file
+
+    def add(self, name: str, data: bytes) -> None:
+        """A whole small file, which is closed at once: a part can have more of them than a process can open. Raises `OSError`."""
+        path = self._scratch_path()
+        path.write_bytes(data)
+        self._whole[name] = path, WrittenFile(name, len(data), hashlib.sha256(data).hexdigest())
+
+    def _scratch_path(self) -> Path:
+        return self.destination.scratch / f"{len(self._open) + len(self._whole):06d}"
 
     @contextmanager
     def gzip(self, name: str) -> Generator[IO[bytes], None, None]:
@@ -191,7 +202,9 @@ class PartFiles:
 
     def finish(self) -> list[WrittenFile]:
         """Writes every file to the disk, with its hash, and closes it. None has its name yet. Raises `OSError`."""
-        written: list[WrittenFile] = []
+        written = [file for _, file in self._whole.values()]
+        if written:
+            self._sync_whole()
         for name, (path, file) in self._open.items():
             file.flush()
             os.fsync(file.fileno())
@@ -202,7 +215,16 @@ class PartFiles:
     def publish(self, written: list[WrittenFile]) -> None:
         """Moves the finished files to their names. Raises as `Destination.publish`."""
         for file in written:
-            self.destination.publish(file.name, self._open[file.name][0], file.sha256)
+            path = (self._whole if file.name in self._whole else self._open)[file.name][0]
+            self.destination.publish(file.name, path, file.sha256)
+
+    def _sync_whole(self) -> None:
+        """Writes the files of `add` to the disk, with one call for all of them."""
+        folder = os.open(self.destination.scratch, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            sync_file_system(folder)
+        finally:
+            os.close(folder)
 
 
 class SortedLines:

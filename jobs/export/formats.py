@@ -44,6 +44,8 @@ BUILT_IN: dict[str, str] = {
     "shar": "jobs.export.lhotse:SHAR",
     "webdataset": "jobs.export.webdataset:WEBDATASET",
     "parquet": "jobs.export.parquet:PARQUET",
+    "audiofolder": "jobs.export.audiofolder:AUDIOFOLDER",
+    "ljspeech": "jobs.export.ljspeech:LJSPEECH",
 }
 
 
@@ -67,6 +69,8 @@ class ExportFormat:
     failure_line: Callable[[Job, ItemRow | RejectedLine], bytes] | None = None
     #: Writes the files of one part. Each item comes with the bytes of its audio if `embeds_audio`, else with where its audio is.
     write_part: Callable[[Part, PartFiles, Job, Iterator[tuple[AudioItem, Any]]], None] | None = None
+    #: Beside `write_part`: the name of a file in the folder of each split, with a line for each of its items, and that line.
+    index: tuple[str, Callable[[Job, AudioItem], bytes]] | None = None
     #: The files hold the audio. A part then ends before its audio passes the size of a part.
     embeds_audio: bool = False
     #: Its lines say where audio is: a path or an address. Of no meaning where the files hold the audio.
@@ -108,7 +112,10 @@ class ExportFormat:
         """
         if packed and audio_root is None and self.names_audio and not self.embeds_audio and self.failure_line is None:
             message = f"The format {self.name} names audio by its path, and the audio of this job is in packs, which have no such paths."
-            raise _invalid(message, "Name a folder for the audio with --audio-root, or use webdataset, shar, parquet or manifest.")
+            raise _invalid(
+                message,
+                "Name a folder for the audio with --audio-root, or use a format that contains the audio, such as webdataset or parquet.",
+            )
         if conversion:
             self._check_conversion(audio_root)
         made = (conversion and conversion.format) or stored

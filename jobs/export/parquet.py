@@ -8,7 +8,7 @@ path, and the features under the key `huggingface` of the schema's metadata.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ _REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice")
 
 def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
     """One Parquet file; a part has at least one item. Raises `model.missing_extra` without pyarrow."""
-    _, parquet = _pyarrow()
+    _, parquet = pyarrow_libraries("parquet")
     rows: list[dict[str, Any]] = []
     size = 0
     file: Any = files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet")
@@ -96,29 +96,35 @@ def metadata_types(job: Job, item: AudioItem) -> dict[str, str]:
     return types | {f"score_{name}": "float64" for name in item.score_names}
 
 
+def metadata_schema(job: Job, item: AudioItem, first: Sequence[tuple[str, pyarrow.DataType]]) -> pyarrow.Schema:
+    """The schema of a table of metadata behind its first columns."""
+    arrow, _ = pyarrow_libraries("parquet")
+    return arrow.schema([*first, *((name, arrow.type_for_alias(dtype)) for name, dtype in metadata_types(job, item).items())])
+
+
 def _schema(job: Job, item: AudioItem) -> pyarrow.Schema:
-    arrow, _ = _pyarrow()
-    types = metadata_types(job, item)
+    arrow, _ = pyarrow_libraries("parquet")
     features: dict[str, object] = {"audio": {"sampling_rate": item.artifact.sample_rate, "_type": "Audio"}}
-    features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in types.items()}
-    audio = arrow.field("audio", arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())]))
-    fields = [audio, *(arrow.field(name, arrow.type_for_alias(dtype)) for name, dtype in types.items())]
-    return arrow.schema(fields, metadata={"huggingface": msgspec.json.encode({"info": {"features": features}})})
+    features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in metadata_types(job, item).items()}
+    audio = ("audio", arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())]))
+    metadata = {"huggingface": msgspec.json.encode({"info": {"features": features}})}
+    return metadata_schema(job, item, [audio]).with_metadata(metadata)
 
 
 def _table(rows: list[dict[str, Any]], schema: pyarrow.Schema) -> pyarrow.Table:
-    arrow, _ = _pyarrow()
+    arrow, _ = pyarrow_libraries("parquet")
     return arrow.Table.from_pylist(rows, schema=schema)
 
 
-def _pyarrow() -> tuple[Any, Any]:
+def pyarrow_libraries(format: str) -> tuple[Any, Any]:
+    """`pyarrow` and `pyarrow.parquet`. Raises `model.missing_extra` for the format that needs them."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
         raise ConfigError(
             ErrorCode.MODEL_MISSING_EXTRA,
-            "The format parquet needs the library pyarrow.",
+            f"The format {format} needs the library pyarrow.",
             "Install it with: pip install 'nightjar-speech[export]'.",
         ) from None
     return pyarrow, pyarrow.parquet
@@ -128,12 +134,12 @@ def _pyarrow() -> tuple[Any, Any]:
 _SIZES = ((10**3, "n<1K"), (10**4, "1K<n<10K"), (10**5, "10K<n<100K"), (10**6, "100K<n<1M"), (10**7, "1M<n<10M"), (10**8, "10M<n<100M"))
 
 
-def dataset_card(job: Job, plan: Plan) -> bytes:
-    """The card of a job's dataset; splits without an item are not in it, since their files do not exist."""
+def dataset_card(job: Job, plan: Plan, files: str = "data/{}-*.parquet") -> bytes:
+    """The card of a job's dataset; splits without an item are not in it, since their files do not exist. `files`: those of a split."""
     splits = [(name, list(parts)) for name, parts in groupby(plan.parts, lambda part: part.split)]
     counts = [(name, sum(part.items for part in parts), sum(part.audio_bytes for part in parts)) for name, parts in splits]
     size = next((word for bound, word in _SIZES if plan.items < bound), "100M<n<1B")
-    configs = [f"  - split: {name}\n    path: data/{name}-*.parquet" for name, _, _ in counts]
+    configs = [f"  - split: {name}\n    path: {files.format(name)}" for name, _, _ in counts]
     header = [
         f"pretty_name: {_text(job.name or job.id)}",
         "task_categories:",
@@ -155,15 +161,16 @@ def dataset_card(job: Job, plan: Plan) -> bytes:
         f"Synthetic speech, made by Nightjar job `{job.id}` with the model `{_line(job.spec.model)}`"
         + (f" at revision `{_line(job.spec.model_revision)}`." if job.spec.model_revision else "."),
         "",
-        "| split | examples | bytes of audio |",
+        "| split | examples | bytes of audio, as it was made |",
         "|---|---|---|",
         *rows,
         "",
         *([f"Left out of the job: {plan.reasons}.", ""] if plan.reasons.filtered else []),
         *([f"The job was still running: {plan.reasons.pending} items were pending.", ""] if plan.reasons.running else []),
-        f"{without} items of the job have no audio and are left out. `audio` is the file as it was made, `text` what it was asked",
-        "to say, `role` whose turn that is; `seed` and the spec make it again, in the default mode of a GPU",
-        "not always with the same bits. The license of the texts and of the model applies.",
+        f"{without} items of the job have no audio and are left out. `audio` is the speech, `text` what was asked for, `transcript`",
+        "what a recognizer heard, `role` whose turn it is; `score_…` are the measurements of the attempt `draw`, which was kept. `seed`",
+        "and the spec make it again, in the default mode of a GPU not always with the same bits. The license of the texts and of the",
+        "model applies.",
         "",
         "```json",
         spec,
