@@ -192,6 +192,8 @@ def _audio(_settings: Settings) -> Finding:
     import soundfile
 
     missing = {"WAV", "FLAC", "OGG", "MP3"} - set(soundfile.available_formats())
+    if not missing and "OPUS" not in soundfile.available_subtypes("OGG"):
+        missing = {"OPUS"}
     if missing:
         message = f"libsndfile {soundfile.__libsndfile_version__} cannot do {', '.join(sorted(missing))}."
         return Finding("audio", Health.WARN, message, "Install the soundfile wheel of PyPI, which brings a newer libsndfile.")

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from jobs.input_format import AskedFormat, InputFormat
 from jobs.ledger.records import JobSpec, RejectedLine
 from jobs.line_check import GoodLine, aborted_by, duplicate
@@ -19,6 +21,7 @@ from jobs.source import BATCH_BYTES, BATCH_LINES, open_source
 from jobs.spec import ResolvedSpec, records_of, resolve
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
+from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode
 from pipelines.registry import ModelCard
 
@@ -27,10 +30,17 @@ if TYPE_CHECKING:
 
 #: Rejected lines that are kept to be shown.
 MAX_EXAMPLES = 100
-_HEADER_BYTES = 44
 _BYTES_PER_SAMPLE = 2
 #: Size of FLAC against 16-bit PCM, for speech.
 _FLAC_SHARE = 0.55
+#: What a file has beside its sound.
+_HEADER_BYTES = {"opus": 900, "mp3": 400}
+_WAV_HEADER_BYTES = 44
+#: Bits of a second of speech by sample rate, as libsndfile's settings for MP3 and Opus make of the voice `hibari`.
+_BITS_PER_SECOND = {
+    "mp3": {8_000: 25e3, 11_025: 34e3, 12_000: 35e3, 16_000: 43e3, 22_050: 52e3, 24_000: 57e3, 32_000: 62e3, 44_100: 69e3, 48_000: 70e3},
+    "opus": {8_000: 19e3, 12_000: 23e3, 16_000: 25e3, 24_000: 34e3, 48_000: 54e3},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +97,15 @@ def dry_run(
             examples += bad[: MAX_EXAMPLES - len(examples)]
     seconds = milliseconds / 1000
     engine_seconds = None if card.rtf is None else seconds * card.rtf
-    size = _audio_bytes(items, seconds, card, resolved.spec.format)
+    size = _audio_bytes(items, seconds, card, resolved.spec)
     return Estimate(items, records.format, dict(rejected), tuple(examples), seconds, size, engine_seconds)
 
 
-def _audio_bytes(items: int, seconds: float, card: ModelCard, encoding: str) -> int:
-    pcm = seconds * card.sample_rate * _BYTES_PER_SAMPLE
-    return round(pcm * (_FLAC_SHARE if encoding == "flac" else 1.0)) + items * _HEADER_BYTES
+def _audio_bytes(items: int, seconds: float, card: ModelCard, spec: JobSpec) -> int:
+    rate = card.sample_rate if spec.sample_rate is msgspec.UNSET else spec.sample_rate
+    pcm = rate * _BYTES_PER_SAMPLE * (_FLAC_SHARE if spec.format == "flac" else 1.0)
+    bytes_per_second = _BITS_PER_SECOND[spec.format][rate] / 8 if spec.format in LOSSY else pcm
+    return round(seconds * bytes_per_second) + items * _HEADER_BYTES.get(spec.format, _WAV_HEADER_BYTES)
 
 
 class _SeenIds:

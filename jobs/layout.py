@@ -6,6 +6,7 @@ import re
 import unicodedata
 
 from jobs.store.base import ObjectStore, PutResult
+from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
 
 MAX_SLUG_CHARACTERS = 60
 _NOT_SAFE = re.compile(r"[^A-Za-z0-9_-]+")
@@ -28,7 +29,7 @@ def slug(example_id: str) -> str:
 
 #: Of `spec_sha` in an object's metadata: with more, no ext4 inode has room for the metadata and each file takes a block for it.
 SPEC_SHA_CHARACTERS = 16
-CONTENT_TYPES = {"wav": "audio/wav", "flac": "audio/flac", "txt": "text/plain; charset=utf-8"}
+CONTENT_TYPES: dict[str, str] = {**{str(name): kind for name, kind in AUDIO_TYPES.items()}, "txt": "text/plain; charset=utf-8"}
 #: Of the SHA-256 in a pack's key.
 PACK_SHA_CHARACTERS = 16
 

@@ -15,6 +15,7 @@ import msgspec
 
 from jobs.dialogue import check_example_id, clean
 from jobs.input_format import InputFormat
+from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Generation
@@ -128,7 +129,9 @@ class OpenAiBatchForm:
             advice = "Leave `instructions` out, or submit with a --model that follows them."
             raise InputError(ErrorCode.INPUT_UNSUPPORTED, "This model does not follow instructions.", advice)
         if body.response_format is not None and body.response_format != self._encoding:
-            advice = f"This job's audio is {self._encoding}; `--format flac` makes FLAC, and a job has one of the two."
+            known = body.response_format in AUDIO_FORMATS
+            other = f"`--format {body.response_format}` makes the other" if known else f"other formats are {', '.join(AUDIO_FORMATS)}"
+            advice = f"This job's audio is {self._encoding}, and a job has one format; {other}."
             raise _unsupported("response_format", body.response_format, advice)
         if body.speed is not None and body.speed != 1:
             raise _unsupported("speed", f"{body.speed:g}", "Only the natural speed, 1, is supported; leave `speed` out.")

@@ -22,6 +22,7 @@ from jobs.checks import METERS
 from jobs.layout import job_prefix, numbered_key, put_numbered
 from jobs.ledger.records import Job, JobSpec
 from jobs.store.base import ObjectInfo, ObjectStore
+from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, ModelError, StoreError
 from pipelines.registry import describe
 from pipelines.request import EngineInfo
@@ -99,6 +100,8 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     libraries: dict[str, str]
     #: None for an exporter's record, and one of an earlier version.
     engine: EngineProvenance | None = None
+    #: What encoded the audio of a job in a lossy format, whose bytes depend on its version.
+    encoder: str | msgspec.UnsetType = msgspec.UNSET
     seeds: str = SEEDS
 
 
@@ -124,6 +127,7 @@ def provenance(job: Job, recorded_by: str, model: ModelProvenance, info: EngineI
         device="" if info is None else _accelerator(info),
         libraries={name: found for name in LIBRARIES if (found := _version(name)) is not None},
         engine=None if info is None else EngineProvenance.of(info),
+        encoder=_encoder(job.spec),
     )
 
 
@@ -203,6 +207,23 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def other_encoders(store: ObjectStore, job: Job) -> list[str]:
+    """Encoders that made audio of a job and are not the one here; only formats that are lossy have one. Raises `StoreError`."""
+    here = _encoder(job.spec)
+    if here is msgspec.UNSET:
+        return []
+    recorded = {record.encoder for record in records(store, job) if record.recorded_by == "worker"}
+    return sorted(name for name in recorded if name is not msgspec.UNSET and name != here)
+
+
+def _encoder(spec: JobSpec) -> str | msgspec.UnsetType:
+    if spec.format not in LOSSY:
+        return msgspec.UNSET
+    from jobs.encoded_audio import encoder  # only where there is audio to encode
+
+    return encoder(spec.format) or msgspec.UNSET
 
 
 def _version(name: str) -> str | None:

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from jobs.dialogue import Dialogue, parse_dialogue
+from jobs.encoded_audio import EncodedAudio, encoded_audio
 from jobs.input_format import InputFormat
 from jobs.input_records import Records
 from jobs.layout import CONTENT_TYPES, object_metadata
@@ -29,7 +30,6 @@ from jobs.spec import job_records, speak_of
 from jobs.store.base import ObjectStore
 from jobs.turns import Speak, reference_places, spoken_turns
 from jobs.verify import Expected, ObjectCheck, made_again, request_of
-from pipelines.audio import encode
 from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
 from pipelines.registry import describe
 from pipelines.request import Pipeline, Speech
@@ -37,7 +37,6 @@ from pipelines.request import Pipeline, Speech
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.settings import Settings
-    from pipelines.audio_format import AudioFormat
 
 
 #: Items that are in the engine at once.
@@ -125,7 +124,8 @@ class Repair:
             if isinstance(making, NightjarError):
                 raise making
             speech = made_again(making, self.job)
-            data = self._encoded(artifact, speech)
+            audio = None if artifact.kind == "text" else self._audio(speech)
+            data = self._text(speech) if audio is None else audio.data
         except NightjarError as error:
             return Repaired(artifact.key, row.example_id, Mended.FAILED, str(error))
         sha256 = hashlib.sha256(data).hexdigest()
@@ -144,23 +144,22 @@ class Repair:
         if outcome is Mended.SAME and artifact.pack is None:
             return Repaired(artifact.key, row.example_id, outcome)
         made = msgspec.structs.replace(artifact, sha256=sha256, bytes=len(data), pack=None, pack_offset=None)
-        if outcome is Mended.OTHER and artifact.kind != "text":
-            samples, rate = len(speech.samples), speech.sample_rate
-            duration_ms = round(samples * 1000 / rate)
-            made = msgspec.structs.replace(made, duration_ms=duration_ms, sample_rate=rate, samples=samples, meta=dict(speech.meta))
+        if outcome is Mended.OTHER and audio is not None:
+            facts = {"duration_ms": audio.duration_ms, "sample_rate": audio.sample_rate, "samples": audio.samples}
+            made = msgspec.structs.replace(made, **facts, meta=dict(speech.meta))
         if not self.ledger.replace_artifact(self.job.id, made, artifact.sha256):
             raise StoreError(ErrorCode.STORE_CONFLICT, f"Another process made {artifact.key} meanwhile.", "Verify the job again.")
         return Repaired(artifact.key, row.example_id, outcome, relisted=True)
 
-    def _encoded(self, artifact: Artifact, speech: Speech) -> bytes:
-        """The object of an artifact. Raises `SynthesisError` where the speech has none."""
-        if artifact.kind == "text":
-            if speech.text_out is None:
-                raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model wrote no text this time.")
-            return speech.text_out.encode()
+    def _text(self, speech: Speech) -> bytes:
+        if speech.text_out is None:
+            raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The model wrote no text this time.")
+        return speech.text_out.encode()
+
+    def _audio(self, speech: Speech) -> EncodedAudio:
         if not len(speech.samples) or not np.isfinite(speech.samples).all():
             raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio this time.")
-        return encode(speech.samples, speech.sample_rate, cast("AudioFormat", self.job.spec.format))
+        return encoded_audio(speech, self.job.spec)
 
     def _renew_manifests(self, renewed: set[int], inputs: Mapping[int, tuple[str, str]], but: int | None = None) -> None:
         for shard_no in sorted(renewed - {but}):

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from jobs.input_format import InputFormat
+from pipelines.audio_format import AudioFormat
 
 #: A shard may run longer, by heartbeats; a lease that ends later than this was written by a clock that went wrong.
 LONGEST_LEASE_SECONDS = 6 * 3600.0
@@ -282,7 +283,10 @@ class Schedule(SettingsGroup):
     language: str | None = Field(default=None, description="Language for lines without a language.")
     instruct: str | None = Field(default=None, description="Style instruction for lines without one.")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="Seed of the job.")
-    format: Literal["wav", "flac"] = Field(default="wav", description="Audio format.")
+    format: AudioFormat = Field(default="wav", description="Audio format: wav, flac, mp3 or opus.")
+    sample_rate: Annotated[int, Field(ge=8_000, le=48_000)] | None = Field(
+        default=None, description="Sample rate of the audio in Hz, 8000 to 48000. Unset: the model's own."
+    )
     pack: bool = Field(default=False, description="Store the audio of many items in one object, a pack; as `--pack`.")
     qa: Literal["off", "basic", "strict"] = Field(default="basic", description="Quality checks.")
     qa_config: Path | None = Field(default=None, description="TOML file with changes to the checks.")

@@ -17,11 +17,13 @@ from jobs.source import Source
 from jobs.tables import check_columns
 from jobs.turns import ASKED, Speak
 from jobs.voices import JobVoices, names_of
+from pipelines.audio_format import AUDIO_FORMATS, check_rate
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.registry import ModelCard, describe
 from pipelines.stored_voices import VoiceFolder
 
-FORMATS = ("wav", "flac")
+#: Hz that a job's audio may have where it is not the model's own rate.
+SAMPLE_RATES = range(8_000, 48_001)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,7 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
 
     Raises `config.invalid`.
     """
-    if spec.format not in FORMATS:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"The format {spec.format[:40]!r} is unknown.", f"Use one of: {', '.join(FORMATS)}.")
+    _check_audio(spec, card)
     if not 0 <= spec.seed < 2**63:
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"The job's seed is {spec.seed}.", "Use a whole number from 0 to 2**63 - 1.")
     quality = spec.quality
@@ -153,6 +154,21 @@ def frozen_spec(spec: JobSpec, card: ModelCard) -> JobSpec:
     revision, speak = spec.model_revision or card.revision, _speak(spec, card)
     chosen = _checked_reading(spec)
     return msgspec.structs.replace(spec, model=card.name, model_revision=revision, quality=quality, speak=speak, reading=chosen)
+
+
+def _check_audio(spec: JobSpec, card: ModelCard) -> None:
+    """Raises `config.invalid` for an unknown audio format, and for a sample rate that is out of bounds or that the format does not hold."""
+    if spec.format not in AUDIO_FORMATS:
+        message = f"The format {spec.format[:40]!r} is unknown."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Use one of: {', '.join(AUDIO_FORMATS)}.")
+    if spec.sample_rate is msgspec.UNSET:
+        check_rate(spec.format, card.sample_rate)
+        return
+    if spec.sample_rate not in SAMPLE_RATES:
+        message = f"The sample rate is {spec.sample_rate!r}."
+        advice = f"Use a whole number of Hz from {SAMPLE_RATES[0]} to {SAMPLE_RATES[-1]}, or leave it out for the model's own rate."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
+    check_rate(spec.format, spec.sample_rate)
 
 
 def of_before(spec: JobSpec) -> JobSpec:

@@ -52,8 +52,10 @@ class JobOptions(TypedDict, total=False):
     generation: Mapping[str, Any]
     speak: Speak
     seed: int
-    #: `wav` or `flac`.
+    #: `wav`, `flac`, `mp3` or `opus`.
     format: str
+    #: Hz of the audio, 8000 to 48000; without it the model's own rate.
+    sample_rate: int
     #: `off`, `basic` or `strict`; `qa_config` is a TOML file with changes, `qa_set` changes such as `bounds.pause.high=2`.
     qa: Literal["off", "basic", "strict"]
     qa_config: str | Path
@@ -174,6 +176,7 @@ def _job_options(options: JobOptions) -> tuple[JobSpec, SubmitOptions]:
             columns=None if columns is None else dict(columns),
             voices=None if voices is None else dict(voices),
         ),
+        sample_rate=given.pop("sample_rate", msgspec.UNSET),
     )
     given.setdefault("input_format", "auto")
     try:

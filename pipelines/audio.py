@@ -116,7 +116,9 @@ def _mono(file: soundfile.SoundFile, limit: int, channel: int | None) -> NDArray
     """The frames of a file as one channel, float32 [frames]; None where there are more than `limit`."""
     blocks: list[NDArray[np.float32]] = []
     frames = 0
-    while len(block := np.asarray(file.read(BLOCK_SAMPLES // file.channels, dtype="float32", always_2d=True), np.float32)):
+    # soundfile seeks after each block, and MP3 has to be decoded from before the place: libmpg123 then complains on standard error.
+    size = limit + 1 if file.format == "MP3" and file.frames <= limit else BLOCK_SAMPLES // file.channels
+    while len(block := np.asarray(file.read(size, dtype="float32", always_2d=True), np.float32)):
         frames += len(block)
         if frames > limit:
             return None
@@ -162,6 +164,8 @@ def resample(samples: NDArray[np.float32], sample_rate: int, wanted: int) -> NDA
     if sample_rate == wanted or not len(samples):
         return samples
     made: NDArray[np.float32] = soxr.resample(samples, sample_rate, wanted, quality="HQ")
+    if not len(made):
+        return made
     before, after = _peak(samples), _peak(made)
     return made * np.float32(max(before, PEAK_LIMIT) / after) if after > max(before, PEAK_LIMIT) else made
 
@@ -240,19 +244,26 @@ def _wav(pcm: NDArray[np.int16], sample_rate: int) -> bytes:
     return header + pcm.tobytes()
 
 
+def ogg_pages(data: bytes) -> list[tuple[int, int]]:
+    """Where the pages of an Ogg file begin and end, as their headers say: the last one of a file that was cut ends behind it."""
+    pages: list[tuple[int, int]] = []
+    end = 0
+    while end < len(data):
+        begin, table = end, end + _OGG_SEGMENTS + 1
+        segments = data[table - 1] if table <= len(data) else 0
+        end = table + segments + sum(data[table : table + segments])
+        pages.append((begin, end))
+    return pages
+
+
 def _with_steady_serial(data: bytes) -> bytes:
     """An Ogg file whose stream has a number made from its content: libsndfile draws one, so that no two files would be equal.
 
     The number has to differ between files, because files that are joined into one keep theirs (RFC 3533, section 4).
     """
     file = bytearray(data)
-    pages: list[tuple[int, int]] = []
-    end = 0
-    while end < len(file):
-        begin, segments = end, file[end + _OGG_SEGMENTS]
-        table = begin + _OGG_SEGMENTS + 1
-        end = table + segments + sum(file[table : table + segments])
-        pages.append((begin, end))
+    pages = ogg_pages(data)
+    for begin, _ in pages:
         for field in (_OGG_SERIAL, _OGG_CHECKSUM):
             file[begin + field.start : begin + field.stop] = bytes(4)
     serial = struct.pack("<I", zlib.crc32(file))

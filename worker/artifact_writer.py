@@ -5,9 +5,7 @@ In a job with packs they are only encoded here; `worker.pack_writer` stores them
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -18,9 +16,6 @@ from pipelines.errors import ErrorCode, NightjarError, StoreError
 from pipelines.request import Speech
 from worker.leases import HeldLease, RetryNote
 from worker.pack_writer import EncodedArtifact
-
-if TYPE_CHECKING:
-    from pipelines.audio_format import AudioFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +55,22 @@ class ArtifactWriter:
 
     def _encoded_audio(self, kind: str, key: str, speech: Speech, seed: int) -> EncodedArtifact:
         # Costs half a second at the first item; a worker that waits for work need not pay it.
-        from pipelines.audio import encode
+        from jobs.encoded_audio import encoded_audio
 
-        data = encode(speech.samples, speech.sample_rate, cast("AudioFormat", self.held.lease.job.spec.format))
-        samples, sample_rate = len(speech.samples), speech.sample_rate
+        encoded = encoded_audio(speech, self.held.lease.job.spec)
         made = Artifact(
             index=self.index,
             kind=kind,
             key=key,
             sha256="",
-            bytes=len(data),
-            duration_ms=round(samples * 1000 / sample_rate),
-            sample_rate=sample_rate,
-            samples=samples,
+            bytes=len(encoded.data),
+            duration_ms=encoded.duration_ms,
+            sample_rate=encoded.sample_rate,
+            samples=encoded.samples,
             seed=seed,
             meta=dict(speech.meta),
         )
-        return EncodedArtifact(made, data)
+        return EncodedArtifact(made, encoded.data)
 
     def _encoded_text(self, text: str, seed: int, draw: int) -> EncodedArtifact:
         """The text that a model wrote beside its speech."""
@@ -130,15 +124,6 @@ def text_only(made: Speech | NightjarError) -> bool:
 
 def _measure(store: ObjectStore, key: str) -> tuple[int, int] | None:
     """(samples, sample rate) of an audio object; None for a damaged file."""
-    import soundfile
+    from jobs.encoded_audio import measured
 
-    data = store.get(key)
-    # A WAV file says its own length; one that was cut would be read as a shorter one.
-    if data[:4] == b"RIFF" and int.from_bytes(data[4:8], "little") + 8 != len(data):
-        return None
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            frames = len(file.read())
-            return (frames, file.samplerate) if frames == file.frames else None
-    except soundfile.SoundFileError:
-        return None
+    return measured(store.get(key))

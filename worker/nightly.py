@@ -116,6 +116,7 @@ def _spec(schedule: Schedule) -> JobSpec:
         quality=quality_of(schedule.qa, schedule.qa_config),
         speak=msgspec.UNSET if schedule.speak is None else schedule.speak,
         pack=schedule.pack or msgspec.UNSET,
+        sample_rate=msgspec.UNSET if schedule.sample_rate is None else schedule.sample_rate,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from jobs.ledger.records import Done, Failed, Outcome
 from jobs.ledger.states import LASTING_OUTAGES
 from jobs.quality import Quality
 from jobs.store.base import ObjectStore
+from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, ModelError, NightjarError
 from pipelines.request import Speech, SynthesisRequest
 from worker.artifact_writer import ArtifactWriter, text_only
@@ -30,6 +32,8 @@ log = structlog.get_logger(__name__)
 
 #: Files need processor time. S3 mostly waits for the network: for 500 objects a second that each take 0.1 s, 50 threads.
 FOLDER_THREADS, S3_THREADS = 2, 64
+#: MP3 and Opus take a second of a core for one to two minutes of speech, so that two threads would hold a GPU back.
+LOSSY_THREADS = max(FOLDER_THREADS, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +101,9 @@ class ResultWriter:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
 
-    def serve(self, store: ObjectStore) -> None:
-        """Makes sure that there are enough threads for this store."""
-        wanted = S3_THREADS if store.remote else FOLDER_THREADS
+    def serve(self, store: ObjectStore, audio_format: str) -> None:
+        """Makes sure that there are enough threads for this store and for audio of this format."""
+        wanted = max(S3_THREADS if store.remote else FOLDER_THREADS, LOSSY_THREADS if audio_format in LOSSY else 0)
         with self._lock:
             while len(self._threads) < wanted:
                 thread = threading.Thread(target=self._run, name=f"writer-{len(self._threads)}", daemon=True)

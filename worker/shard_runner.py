@@ -116,7 +116,7 @@ class ShardRunner:
     def _work(self, held: HeldLease) -> None:
         lease = held.lease
         store = self._store_for(lease.job.store_url)
-        self._writer.serve(store)
+        self._writer.serve(store, lease.job.spec.format)
         lines = held.retrying(lambda: read_shard(store, lease.input_key, lease.input_sha256), self._metrics.waited_for)
         todo = [line for line in lines if line.index in lease.open_items]
         if missing := lease.open_items.keys() - {line.index for line in todo}:

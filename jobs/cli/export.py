@@ -228,7 +228,7 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, ou
                 output.line(f"{fault.value}\t{expected.key}\t{printable(expected.example_id or '')}")
         mended, matches = Counter[str](), Counter[str]()
         if sample or (repair and lost):
-            with _opened(found, output) as pipeline:
+            with _opened(found, store, output) as pipeline:
                 mended = _mend(ledger, store, found, pipeline, lost, output) if repair else mended
                 matches = _reproduce(ledger, store, found, pipeline, sample, output)
         _summarize(found, check.objects, len(lost), mended, matches, output, out_words(found.id, ledger.database.path))
@@ -237,8 +237,9 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, ou
 
 
 @contextmanager
-def _opened(job: Job, output: Output) -> Iterator[Pipeline]:
-    """The model of a job, with a note where it is another revision by now."""
+def _opened(job: Job, store: ObjectStore, output: Output) -> Iterator[Pipeline]:
+    """The model of a job, with a note where it, or what encodes its audio, is another version by now."""
+    from jobs.provenance import other_encoders
     from pipelines.registry import describe, open_pipeline
 
     now = describe(job.spec.model).revision
@@ -246,6 +247,11 @@ def _opened(job: Job, output: Output) -> Iterator[Pipeline]:
         output.note(
             f"The job was made with revision {job.spec.model_revision or 'unknown'} of the model; the installed one is {now or 'unknown'}."
         )
+    if others := other_encoders(store, job):
+        from jobs.encoded_audio import encoder
+
+        here = encoder(job.spec.format)
+        output.note(f"Audio of the job was encoded by {' and by '.join(others)}. The encoder here is {here}, which may make other bytes.")
     with closing(open_pipeline(job.spec.model)) as pipeline:
         yield pipeline
 

@@ -16,12 +16,12 @@ from jobs.input_format import INPUT_FORMATS
 from jobs.ledger.records import JobSpec, Reading
 from jobs.quality import DEFAULT, PRESETS, quality_of
 from jobs.turns import ASKED
+from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.request import Generation, Mode, SpokenRole
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 PRIORITY = click.IntRange(-100, 100)
-_ENCODINGS = ("wav", "flac")
 _BATCH = "openai-batch"
 _TEMPERATURE, _TOP_K = FiniteRange(min=0), click.IntRange(min=0)
 
@@ -85,9 +85,17 @@ _SPEC = (
         "--format",
         "formats",
         multiple=True,
-        type=click.Choice([*_ENCODINGS, _BATCH]),
+        type=click.Choice([*AUDIO_FORMATS, _BATCH]),
         heading=INPUT,
-        help="Audio format: wav or flac. `openai-batch`: INPUT is an OpenAI batch file; one of the others may be given too. [default: wav]",
+        help="Audio format: wav, flac, mp3 or opus. `openai-batch`: INPUT is an OpenAI batch file; one of the others may be given too. "
+        "[default: wav]",
+    ),
+    option(
+        "--sample-rate",
+        metavar="HZ",
+        type=click.IntRange(8_000, 48_000),
+        heading=JOB,
+        help="Sample rate of the audio, 8000 to 48000. mp3 and opus hold only some rates. [default: the model's]",
     ),
     option(
         "--input-format",
@@ -242,14 +250,14 @@ def job_options(function: F) -> F:
 def take_spec(given: dict[str, Any]) -> JobSpec:
     """Takes the options of a spec out of a command's keyword arguments; what is not a spec's stays there, with `input_format`."""
     formats: Sequence[str] = given.pop("formats")
-    encodings = [name for name in formats if name in _ENCODINGS]
+    encodings = [name for name in formats if name in AUDIO_FORMATS]
     if len(set(encodings)) > 1:
         raise click.UsageError("--format names two encodings; a job has one.")
     given["input_format"] = _input_format(given["input_format"], formats)
     fields = {name: given.pop(name) for name in Generation.__struct_fields__ if name in given and name != "seed"}
     generation = Generation(**fields, roles=_roles(given.pop("voices")))
     quality = quality_of(given.pop("qa"), given.pop("qa_config"), given.pop("qa_set"))
-    speak = given.pop("speak")
+    speak, sample_rate = given.pop("speak"), given.pop("sample_rate")
     reading = Reading(
         limit=given.pop("limit"),
         sample=given.pop("sample"),
@@ -260,11 +268,12 @@ def take_spec(given: dict[str, Any]) -> JobSpec:
         given.pop("model"),
         generation=generation,
         seed=given.pop("seed"),
-        format=encodings[0] if encodings else _ENCODINGS[0],
+        format=encodings[0] if encodings else AUDIO_FORMATS[0],
         quality=quality,
         speak=msgspec.UNSET if speak is None else speak,
         pack=given.pop("pack") or msgspec.UNSET,
         reading=reading,
+        sample_rate=msgspec.UNSET if sample_rate is None else sample_rate,
     )
 
 

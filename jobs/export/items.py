@@ -74,7 +74,7 @@ class AudioItem(msgspec.Struct, frozen=True):
 
     @property
     def extension(self) -> str:
-        """`wav` or `flac`."""
+        """`wav`, `flac`, `mp3` or `opus`."""
         return self.artifact.key.rpartition(".")[2]
 
 

@@ -94,7 +94,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_revision: str = ""
     generation: Generation = Generation()
     seed: int = 0
-    #: `wav` or `flac`.
+    #: `wav`, `flac`, `mp3` or `opus`.
     format: str = "wav"
     #: Checks of the speech; None: only that it is audio.
     quality: Quality | None = None
@@ -106,6 +106,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reading: Reading | msgspec.UnsetType = msgspec.UNSET
     #: Name -> the stored voice that lines mean by it. Unset is none: such a spec has the hash it always had.
     stored_voices: dict[str, FrozenVoice] | msgspec.UnsetType = msgspec.UNSET
+    #: Hz of the audio in the store. Unset is the model's own: such a spec has the hash it always had.
+    sample_rate: int | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)

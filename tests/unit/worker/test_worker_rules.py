@@ -99,7 +99,7 @@ def test_a_result_whose_lease_is_lost_is_not_stored(rig: Rig) -> None:
     rig.submit(["text"])
     held = rig.leases.hold(rig.claim_next())
     held.give_up(GoneReason.LOST)
-    rig.writer.serve(rig.store)
+    rig.writer.serve(rig.store, "wav")
     request = SynthesisRequest("one", (Message("user", "text", "text"),), Generation(), 1)
     written = rig.writer.submit(EngineResult(held, rig.store, 0, "item-0", request, Speech(sine("text", 1), SAMPLE_RATE), 5))
     with pytest.raises(LeaseGoneError):

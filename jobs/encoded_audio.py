@@ -1,0 +1,82 @@
+"""The audio file of an item: made of its speech as the job's spec says, at the worker and wherever it is made again."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import cast
+
+import msgspec
+import numpy as np
+import soundfile
+
+from jobs.ledger.records import JobSpec
+from pipelines.audio import encode, ogg_pages, resample
+from pipelines.audio_format import LOSSY, AudioFormat
+from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.request import Speech
+
+#: What libopus and LAME write of themselves into a file.
+_ENCODERS = re.compile(rb"libopus [0-9A-Za-z.-]+|LAME[0-9.]+")
+_LAST_PAGE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedAudio:
+    """An audio file with the facts of what its readers get."""
+
+    data: bytes
+    #: In Hz.
+    sample_rate: int
+    samples: int
+
+    @property
+    def duration_ms(self) -> int:
+        return round(self.samples * 1000 / self.sample_rate)
+
+
+def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
+    """The file of a job's speech, in the job's format and at its sample rate; without one, at that of the speech.
+
+    Raises `SynthesisError` for speech that is no audio, or has less than a sample at the job's rate.
+    """
+    audio_format = cast("AudioFormat", spec.format)
+    rate = speech.sample_rate if spec.sample_rate is msgspec.UNSET else spec.sample_rate
+    samples = resample(speech.samples, speech.sample_rate, rate)
+    if not len(samples):
+        raise SynthesisError(ErrorCode.SYNTH_NO_AUDIO, f"The speech has no sample at {rate} Hz.", "Check the text, or try again.")
+    data = encode(samples, rate, audio_format)
+    # What a reader gets of MP3 and Opus is the codec's to say.
+    return EncodedAudio(data, rate, soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples))
+
+
+def measured(data: bytes) -> tuple[int, int] | None:
+    """(samples, sample rate) of an audio file as it is read; None for a damaged file, or one that was cut."""
+    # A WAV file says its own length, and so do the pages of Opus; one that was cut would be read as a shorter one.
+    if data[:4] == b"RIFF" and int.from_bytes(data[4:8], "little") + 8 != len(data):
+        return None
+    if data[:4] == b"OggS" and not _ends(data):
+        return None
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            frames = len(file.read())
+            return (frames, file.samplerate) if frames == file.frames else None
+    except soundfile.SoundFileError:
+        return None
+
+
+def _ends(data: bytes) -> bool:
+    """Whether an Ogg file has its last page, whole."""
+    begin, end = ogg_pages(data)[-1]
+    return end == len(data) and bool(data[begin + 5] & _LAST_PAGE)
+
+
+@cache
+def encoder(audio_format: str) -> str | None:
+    """What encodes a lossy format here, with versions; None for the formats that keep every sample."""
+    if audio_format not in LOSSY:
+        return None
+    found = _ENCODERS.search(encode(np.zeros(4_800, np.float32), 48_000, cast("AudioFormat", audio_format)))
+    return f"libsndfile {soundfile.__libsndfile_version__}" + (f", {found[0].decode()}" if found else "")
