@@ -116,8 +116,8 @@ def _mono(file: soundfile.SoundFile, limit: int, channel: int | None) -> NDArray
     """The frames of a file as one channel, float32 [frames]; None where there are more than `limit`."""
     blocks: list[NDArray[np.float32]] = []
     frames = 0
-    # soundfile seeks after each block, and MP3 has to be decoded from before the place: libmpg123 then complains on standard error.
-    size = limit + 1 if file.format == "MP3" and file.frames <= limit else BLOCK_SAMPLES // file.channels
+    # soundfile seeks after each block, and libmpg123, which starts anew within an MP3 then, complains on standard error.
+    size = file.frames if file.format == "MP3" else BLOCK_SAMPLES // file.channels
     while len(block := np.asarray(file.read(size, dtype="float32", always_2d=True), np.float32)):
         frames += len(block)
         if frames > limit:

@@ -37,7 +37,11 @@ def test_a_job_in_a_lossy_format(shell: Shell, audio_format: str, options: tuple
     assert (summary["redrawn"]["same"], summary["repaired"]["same"], summary["repaired"]["other"]) == (3, int(not options), 0)
     page = read_page(Path(view["report"]).read_text())
     assert len(rows_of(page)) == 3
-    assert [player.attributes["src"].rpartition(".")[2] for player in page.all("audio")] == ([] if options else [audio_format] * 3)
+    # What is in a pack is no file that a page could link to.
+    players = [player.attributes["src"] for player in page.all("audio")]
+    assert (
+        len([src for src in players if src.startswith("data:audio/flac;" if options else "..") and (options or src.endswith(".mp3"))]) == 3
+    ), players
     exported = shell.run("export", job, "--format", "webdataset", "--to", "set")
     assert exported.returncode == 0, exported.stderr
     with tarfile.open(shell.folder / "set/train/shard-000000.tar") as archive:

@@ -98,7 +98,7 @@ def test_a_spec_that_cannot_be_writes_nothing(folder: Path, options: list[str], 
     "words",
     [
         ["run"],
-        ["run", "in.jsonl", "--format", "mp3"],
+        ["run", "in.jsonl", "--format", "mp4"],
         ["run", "in.jsonl", "--seed", "-1"],
         ["submit", "in.jsonl", "--label", "x"],
         ["submit", "in.jsonl", "--idempotency-key", " "],

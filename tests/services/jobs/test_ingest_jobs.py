@@ -272,7 +272,7 @@ def test_what_stops_a_submit_before_it_begins(place: Place) -> None:
     with pytest.raises(InputError):
         place.submit(source, JobSpec("cloner", generation=Generation(voice="w")))
     with pytest.raises(ConfigError):
-        place.submit(source, JobSpec("cloner", format="mp3"))
+        place.submit(source, JobSpec("cloner", format="mp4"))
     with pytest.raises(InputError):
         place.submit(str(place.folder / "missing.jsonl"))
     (place.folder / "file").touch()

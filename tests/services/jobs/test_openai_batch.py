@@ -83,7 +83,8 @@ def test_what_a_line_says_reaches_the_engine(rig: Rig) -> None:
 
 
 REFUSED: list[tuple[dict[str, Any] | bytes, ErrorCode, str | None, str]] = [
-    (line("id", response_format="mp3"), ErrorCode.INPUT_UNSUPPORTED, "id", "mp3"),
+    (line("id", response_format="mp3"), ErrorCode.INPUT_UNSUPPORTED, "id", "--format mp3"),
+    (line("id", response_format="aac"), ErrorCode.INPUT_UNSUPPORTED, "id", "wav, flac, mp3, opus"),
     (line("id", response_format="flac"), ErrorCode.INPUT_UNSUPPORTED, "id", "flac"),
     (line("id", speed=1.25), ErrorCode.INPUT_UNSUPPORTED, "id", "1.25"),
     (line("id", stream_format="sse"), ErrorCode.INPUT_UNSUPPORTED, "id", "sse"),

@@ -11,7 +11,7 @@ import pytest
 import soundfile
 from numpy.typing import NDArray
 
-from pipelines.audio import PEAK_LIMIT, decode, encode, loudness, resample
+from pipelines.audio import BLOCK_SAMPLES, PEAK_LIMIT, decode, encode, loudness, resample
 from pipelines.audio_format import AUDIO_FORMATS, CONTENT_TYPES, RATES_OF, AudioFormat, check_rate, holds_rate
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.serving.encoding import whole_file
@@ -103,3 +103,11 @@ def test_another_rate_raises_no_peak_above_the_limit() -> None:
 
 def test_formats_have_media_types() -> None:
     assert set(CONTENT_TYPES) == set(AUDIO_FORMATS)
+
+
+def test_a_long_mp3_is_read_without_a_word_on_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    """The decoder complains of places that it is sent to within a file."""
+    rate = 24_000
+    samples, found = decode(encode(speech_like(BLOCK_SAMPLES + 70_000, rate), rate, "mp3"))
+    assert (len(samples), found) == (BLOCK_SAMPLES + 70_000, rate)
+    assert capfd.readouterr().err == ""

@@ -6,6 +6,7 @@ import io
 from concurrent.futures import Future
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import soundfile
@@ -48,14 +49,15 @@ def test_a_job_has_the_format_and_the_rate_that_it_asks_for(build: Build, audio_
 def test_bytes_do_not_depend_on_the_job_the_shard_or_the_order(build: Build, audio_format: str) -> None:
     rig = build()
     rig.settings = rig.settings.model_copy(update={"shard": ShardSettings(max_items=2)})
-    made: list[dict[str, bytes]] = []
+    made: list[dict[str, str]] = []
     for order, pack in ((1, False), (-1, False), (1, True)):
         folder = rig.folder / f"{order}{pack}"
         folder.mkdir()
         path = folder / "in.jsonl"
         lines = [f'{{"example_id": "item-{n}", "messages": [["user", "text", "{text}"]]}}\n' for n, text in enumerate(TEXTS)]
         path.write_text("".join(lines[::order]))
-        job = rig.submit_file(path, format=audio_format, sample_rate=12_000, **({"pack": True} if pack else {}))
+        job = rig.submit_file(path, format=audio_format, sample_rate=12_000, pack=pack or msgspec.UNSET)
+        assert job.total_shards == 3
         while not rig.status(job).job.state.final:
             rig.run_next()
         made.append({item.example_id: item.artifact.sha256 for item in rig.items(job) if item.artifact})
