@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from jobs.ledger.fleet import RECENT_SECONDS, WorkerStatus
-from jobs.ledger.records import ItemRow, JobState, RejectedLine, ShardState
+from jobs.ledger.records import INPUT_FORMAT, ItemRow, Job, JobState, RejectedLine, ShardState
 from jobs.ledger.status import JobStatus
 from pipelines.errors import ErrorCode
+
+if TYPE_CHECKING:
+    from jobs.provenance import Provenance
 
 #: Fewer ended shards say nothing of how shards differ.
 FEWEST_SHARDS = 3
@@ -140,6 +145,48 @@ def status_view(
     if errors is not None:
         view["errors"] = {code.value: count for code, count in errors.items()}
     return view
+
+
+def job_view(job: Job, made_with: Sequence[Provenance] | None, command: Sequence[str], notes: Sequence[str]) -> dict[str, Any]:
+    """`nightjar.job/1`: what a job is made with. `made_with`: the records of the kinds of workers that took part; None: the store did not
+    give them. `command` makes the job again, as far as `notes` do not say otherwise."""
+    # The other views pay for no store.
+    from jobs.layout import job_prefix
+
+    return {
+        "schema": "nightjar.job/1",
+        "job": job.id,
+        "name": job.name,
+        "state": job.state.value,
+        "state_reason": job.state_reason,
+        "owner": job.owner,
+        "priority": job.priority,
+        "weight": job.weight,
+        "max_attempts": job.max_attempts,
+        "max_in_flight": job.max_in_flight,
+        "error_budget": job.error_budget,
+        "labels": dict(job.labels),
+        "spec": msgspec.to_builtins(job.spec),
+        "spec_sha": job.spec_sha,
+        "input": {
+            "uri": job.input_uri,
+            "sha256": job.input_sha256,
+            "format": job.labels.get(INPUT_FORMAT, "dialogues"),
+            "lines": job.lines_read,
+            "rejected_lines": job.rejected_lines,
+        },
+        "items": job.total_items,
+        "shards": job.total_shards,
+        "store": job.store_url,
+        "prefix": job_prefix(job.id),
+        "packed": job.spec.pack is True,
+        "created_at": utc(job.created_at),
+        "started_at": utc(job.started_at),
+        "finished_at": utc(job.finished_at),
+        "made_with": None if made_with is None else [msgspec.to_builtins(record) for record in made_with],
+        "command": list(command),
+        "command_notes": list(notes),
+    }
 
 
 def worker_view(worker: WorkerStatus) -> dict[str, Any]:

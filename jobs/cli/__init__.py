@@ -29,6 +29,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "watch": ("follow", "watch", "Show a job's progress until it ends."),
         "wait": ("follow", "wait", "Wait until a job ends; the exit code says how it ended."),
         "list": ("show", "list_jobs", "List jobs, newest first."),
+        "show": ("describe", "show", "Show what a job is made with, and the command that makes it again."),
         "items": ("show", "items", "List a job's items and their audio files."),
         "errors": ("show", "errors", "List a job's refused lines and failed items."),
         "retry": ("control", "retry", "Run a job's failed items again."),

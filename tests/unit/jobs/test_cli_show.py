@@ -1,0 +1,114 @@
+"""`nightjar show`: what a job is made with, and a command that makes exactly this job again."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from jobs.cli import cli
+from jobs.cli.run import run
+from jobs.cli.spec import submit_options, take_spec
+from jobs.cli.submit import submit as submit_command
+from jobs.ingest import submit
+from jobs.job_command import job_command
+from jobs.ledger.records import Job
+from jobs.provenance import put_provenance
+from jobs.spec import resolve
+from jobs.store import open_store
+from pipelines.request import EngineInfo
+from tests.support.worker_rig import Rig
+
+LINES = "".join(json.dumps({"example_id": f"e{n}", "messages": [["user", "text", f"Text {n}."]]}) + "\n" for n in range(3))
+
+
+def given(command: click.Command, words: Sequence[str]) -> dict[str, object]:
+    """What a command's options make of words."""
+    return dict(command.make_context(command.name, list(words)).params)
+
+
+def submitted(rig: Rig, *words: str) -> Job:
+    """A job of the options of `nightjar submit`, made here."""
+    rig.store = open_store(str(rig.folder))  # type: ignore[assignment]
+    (rig.folder / "in.jsonl").write_text(LINES)
+    options = given(submit_command, [str(rig.folder / "in.jsonl"), *words])
+    source = str(options.pop("source"))
+    for name in ("dry_run", "home", "as_json", "quiet"):
+        options.pop(name)
+    spec = resolve(take_spec(options), options["input_format"])  # type: ignore[arg-type]
+    return submit(rig.settings, rig.ledger, rig.store, source, spec, options=submit_options(options)).job
+
+
+def shown(rig: Rig, job: Job, *words: str) -> Result:
+    done = CliRunner().invoke(cli, ["show", job.id[:12], "--out", str(rig.folder), *words], standalone_mode=False)
+    assert done.exception is None, done.exception
+    return done
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--qa off --format flac --seed 7 --pack",
+        "--qa-set bounds.pause.high=2 --qa-set bounds.clipped=false --qa-set draws=5 --qa-set vad=energy --qa-set trim=true",
+        "--qa-set bounds.wer.high=0.2 --qa-set meters.asr.model=tiny --limit 2 --max-in-flight 3 --error-budget 0.05",
+        "--voice-of assistant=sine --voice-of user=sine --speak all --temperature 0.7 --top-k 20 --max-seconds 12.5",
+        "--name 'a b' --label corpus=evening --label by=anna --priority -5 --weight 3 --max-attempts 9 --instruct 'low; $(voice)'",
+    ],
+)
+def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
+    job = submitted(rig, "--model", "fake", *shlex.split(words))
+    view = json.loads(shown(rig, job, "--json").stdout)
+    command = view["command"]
+    assert (command[:2], command[2], view["command_notes"]) == (["nightjar", "run"], str(rig.folder / "in.jsonl"), [])
+    assert given(run, command[2:])["home"] == str(rig.folder)
+    again = submitted(rig, *job_command(job, None)[3:])
+    assert (again.id, again.spec_sha) == (job.id, job.spec_sha)
+    assert view["spec_sha"] == job.spec_sha
+    # All of the job beside its spec.
+    options = given(submit_command, job_command(job, None)[2:])
+    told = {name: options[name] for name in ("name", "priority", "weight", "max_attempts", "max_in_flight", "error_budget")}
+    assert told == {name: getattr(job, name) for name in told}
+    assert [f"{key}={value}" for key, value in sorted(job.labels.items())] == list(options["labels"])  # type: ignore[call-overload]
+
+
+def test_a_person_sees_what_a_job_is_made_with(rig: Rig) -> None:
+    job = submitted(
+        rig, "--model", "fake", "--name", "first", "--label", "corpus=evening", "--qa-set", "bounds.pause.low=0.1", "--seed", "3"
+    )
+    put_provenance(rig.store, job, EngineInfo(device="NVIDIA H200", executor="graph", kernels="fused CUDA", dtype="bfloat16", slots=8))
+    text = shown(rig, job).stdout
+    lines = {line[:9].strip(): line[9:] for line in text.splitlines() if line[:9].strip()}
+    assert lines["job"] == f"{job.id}  ready  first"
+    assert lines["input"] == f"{rig.folder}/in.jsonl, dialogues, 3 lines"
+    assert job.input_sha256 in text
+    assert "pause >= 0.1" in lines["checks"]
+    assert lines["labels"] == "corpus=evening"
+    assert lines["seed"].startswith("3")
+    assert lines["store"].endswith(f", below jobs/{job.id}/")
+    assert "NVIDIA H200" in lines["made by"]
+    assert "executor=graph" in text
+    assert lines["command"].startswith(f"nightjar run {rig.folder}/in.jsonl --out {rig.folder} --model fake")
+    view = json.loads(shown(rig, job, "--json").stdout)
+    assert (view["schema"], view["made_with"][0]["engine"]["executor"], view["prefix"]) == ("nightjar.job/1", "graph", f"jobs/{job.id}/")
+    assert view["input"] == {
+        "uri": f"{rig.folder}/in.jsonl",
+        "sha256": job.input_sha256,
+        "format": "dialogues",
+        "lines": 3,
+        "rejected_lines": 0,
+    }
+    assert view["spec"]["quality"]["bounds"]["pause"]["low"] == 0.1
+
+
+def test_a_job_whose_store_is_damaged_is_shown(rig: Rig) -> None:
+    job = submitted(rig, "--model", "fake")
+    Path(rig.folder, "jobs", job.id, "provenance.json").write_text("no record")
+    done = shown(rig, job, "--json")
+    assert json.loads(done.stdout)["made_with"] is None
+    assert "cannot be read" in done.stderr
