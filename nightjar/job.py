@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import threading
 import time
@@ -26,6 +27,7 @@ from jobs.settings import Settings
 from jobs.shard_file import RawLine, read_raw_shard
 from jobs.status import items_per_second, rtfx, status_view
 from jobs.store import open_store
+from jobs.where import Where, parse_where
 from nightjar.voice import Sound
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError, ServiceError
 
@@ -180,38 +182,48 @@ class Job:
     def __len__(self) -> int:
         return self.status.items.total
 
-    def items(self, *, state: str | None = None, limit: int | None = None) -> Iterator[Item]:
-        """The items that have ended by now, in the order of the input; `state`: only those of one, such as `done` or `failed`."""
+    def items(self, *, state: str | None = None, where: str | None = None, limit: int | None = None) -> Iterator[Item]:
+        """The items that have ended by now, in the order of the input; `state`: only those of one, such as `done` or `failed`.
+
+        `where`: only those that match a filter, such as `wer < 0.1 and distillmos > 3.5`; the text is that of `nightjar items --where`.
+        Raises `config.invalid` for a wrong one.
+        """
         wanted = None if state is None else ItemState(state)
-        rows = (row for row in self._ledger.items(self.id, state=wanted) if row.state in _ENDED)
+        found = self._ledger.items(self.id, state=wanted, where=_filter(where))
+        rows = (row for row in found if row.state in _ENDED)
         return islice(self._items(rows), limit)
 
     def refused(self) -> Iterator[RejectedLine]:
         """The lines of the input that became no item: `line`, `code`, `message` and `example_id` of each."""
         return self._ledger.rejected_lines(self.id)
 
-    def export(self, format: str, to: str | Path, **options: Any) -> Path:
-        """Writes the items that have audio by now, as `nightjar export`; the path. `options` are those of `jobs.export.export`."""
+    def export(self, format: str, to: str | Path, *, where: str | None = None, **options: Any) -> Path:
+        """Writes the items that have audio by now, as `nightjar export`; the path. `where` is a filter, as in `items`; `options` are those
+        of `jobs.export.export`."""
         from jobs.export import export
 
-        return Path(export(self._ledger, self._store, self.id, format, str(to), s3=self._settings.s3, **options).to)
+        settings = self._settings
+        return Path(export(self._ledger, self._store, self.id, format, str(to), s3=settings.s3, where=_filter(where), **options).to)
 
-    def to_datasets(self, to: str | Path | None = None) -> datasets.Dataset:
+    def to_datasets(self, to: str | Path | None = None, *, where: str | None = None) -> datasets.Dataset:
         """The items as a dataset of Hugging Face with audio, text and metadata, read from a Parquet export in `to`.
 
-        Waits for the end of the job.
+        `where` is a filter, as in `items`. Waits for the end of the job.
         """
         from datasets import Dataset
 
-        folder = self._exported("parquet", to)
+        folder = self._exported("parquet", to, where)
         files: Any = sorted(str(path) for path in folder.glob("data/*.parquet"))
         return cast("datasets.Dataset", Dataset.from_parquet(files))
 
-    def to_lhotse(self, to: str | Path | None = None) -> lhotse.CutSet:
-        """The items as cuts of Lhotse with recordings and supervisions, read from a Lhotse export in `to`. Waits for the end of the job."""
+    def to_lhotse(self, to: str | Path | None = None, *, where: str | None = None) -> lhotse.CutSet:
+        """The items as cuts of Lhotse with recordings and supervisions, read from a Lhotse export in `to`.
+
+        `where` is a filter, as in `items`. Waits for the end of the job.
+        """
         from lhotse import CutSet
 
-        folder = self._exported("lhotse", to, absolute=True)
+        folder = self._exported("lhotse", to, where, absolute=True)
         return cast("lhotse.CutSet", CutSet.from_file(next(folder.rglob("*cuts.jsonl.gz"))))
 
     def report(self, to: str | Path | None = None) -> Report:
@@ -326,10 +338,12 @@ class Job:
                     _job=self,
                 )
 
-    def _exported(self, format: str, to: str | Path | None, **options: Any) -> Path:
+    def _exported(self, format: str, to: str | Path | None, where: str | None, **options: Any) -> Path:
         self.wait()
-        folder = self._settings.home.absolute() / "exports" / self.id / format if to is None else Path(to)
-        return self.export(format, folder, **options)
+        # An export with another filter is another export.
+        name = format if where is None else f"{format}-{hashlib.sha256(str(_filter(where)).encode()).hexdigest()[:16]}"
+        folder = self._settings.home.absolute() / "exports" / self.id / name if to is None else Path(to)
+        return self.export(format, folder, where=where, **options)
 
     def _check(self) -> None:
         """Raises what ended the run of a job here."""
@@ -342,6 +356,10 @@ class Job:
 
     def _stopped_by_interrupts(self) -> AbstractContextManager[object]:
         return nullcontext() if self._thread is None else _Stopping(self)
+
+
+def _filter(text: str | None) -> Where | None:
+    return None if text is None else parse_where(text)
 
 
 class _Stopping:

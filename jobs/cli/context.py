@@ -105,6 +105,11 @@ def labels_of(given: Sequence[str]) -> dict[str, str]:
     return labels
 
 
+def where_option(text: str) -> Callable[[F], F]:
+    """`--where` as `where`, the text of a filter."""
+    return option("--where", metavar="EXPRESSION", help=text)
+
+
 class JobId(click.ParamType):
     """A job's id or a prefix that no other job has."""
 

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 
 import click
 
-from jobs.cli.context import common_options, found_job, job_argument, price_option
+from jobs.cli.context import common_options, found_job, job_argument, price_option, where_option
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
 from jobs.recent_jobs import out_words
 from pipelines.audio_format import AUDIO_FORMATS
 
 if TYPE_CHECKING:
+    from jobs.export import LeftOut
     from jobs.ledger import Ledger
     from jobs.ledger.records import Job
     from jobs.store.base import ObjectStore
     from jobs.verify import Expected
+    from jobs.where import Where
     from pipelines.request import Pipeline
 
 
@@ -70,6 +72,7 @@ class FormatOption(click.Option):
     help="Convert the audio that the export holds or copies (--audio-root). [default: as it is in the store]",
 )
 @click.option("--sample-rate", metavar="HZ", type=int, help="Resample it: 8000 to 48000 Hz.")
+@where_option("Only items whose scores, seconds, draw and attempts are so, for example 'wer < 0.1 and distillmos > 3.5'.")
 @click.option("--absolute", is_flag=True, help="Write absolute paths of the audio.")
 @click.option(
     "--part-mb",
@@ -86,6 +89,7 @@ def export(
     audio_root: Path | None,
     audio_format: str | None,
     sample_rate: int | None,
+    where: str | None,
     absolute: bool,
     part_mb: int | None,
     home: str | None,
@@ -94,20 +98,23 @@ def export(
     """Export the items of JOB that have audio, in input order.
 
     A file appears when it is complete, never in part. If an export to a folder is interrupted, give the same command again: it
-    continues.
+    continues. While JOB runs, the items that are done by now are exported; export again later to replace that.
 
     \b
     Examples:
       nightjar export JOB --to dataset.jsonl
+      nightjar export JOB --where 'wer < 0.1 and distillmos > 3.5' --to clean.jsonl
       nightjar export JOB --format webdataset --to datasets/night --split train=0.98,dev=0.01,test=0.01
     """
     from jobs.export import PART_BYTES, parse_splits
     from jobs.export import export as write
     from jobs.store import open_store
+    from jobs.where import parse_where
 
     # The data goes to stdout, so what is said about it may not.
     output = Output(as_json=output.as_json and to != "-", quiet=output.quiet)
     splits = parse_splits(split) if split else None
+    wanted = None if where is None else parse_where(where)
     with found_job(job, home) as (settings, ledger, found):
         report = write(
             ledger,
@@ -122,14 +129,24 @@ def export(
             absolute=absolute,
             audio_format=audio_format,
             sample_rate=sample_rate,
+            where=wanted,
             on_part=lambda part: output.note(f"{part.split} {part.number + 1} of {part.of}: {counted(part.items, 'item')}"),
         )
     if output.as_json:
-        counts = {"items": report.items, "left_out": report.left_out}
-        output.data({"schema": "nightjar.export/1", "job": found.id, "format": report.format, "to": report.to, **counts})
+        view = {"schema": "nightjar.export/1", "job": found.id, "format": report.format, "to": report.to}
+        output.data({**view, "items": report.items, "left_out": report.left_out, **_reasons_view(report.reasons, wanted)})
         return
-    left_out = f", {counted(report.left_out, 'item')} without audio left out" if report.left_out else ""
-    output.note(f"{counted(report.items, 'item')} written{'' if to == '-' else f' to {report.to}'}{left_out}.")
+    place = "" if to == "-" else f" to {report.to}"
+    output.note(f"{counted(report.items, 'item')} written{place}.{f' Left out: {report.reasons}.' if report.left_out else ''}")
+    if report.reasons.running:
+        output.note(f"The job still runs: {counted(report.reasons.pending, 'item')} pending. Export again later to replace this.")
+
+
+def _reasons_view(reasons: LeftOut, where: Where | None) -> dict[str, object]:
+    """Why items were left out, as JSON."""
+    import msgspec
+
+    return {"where": None if where is None else str(where), **msgspec.to_builtins(reasons)}
 
 
 @click.command()

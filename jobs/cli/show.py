@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from jobs.cli.context import F, common_options, found_job, job_argument, label_option, labels_of, price_option, read_ledger
+from jobs.cli.context import F, common_options, found_job, job_argument, label_option, labels_of, price_option, read_ledger, where_option
 from jobs.console import Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.ledger.records import ItemState, Job, JobState
@@ -163,21 +163,36 @@ def _labels_text(labels: Mapping[str, str]) -> str:
 @job_argument
 @click.option("--state", type=click.Choice([state.value for state in ItemState]), help="Only items in this state.")
 @code_option("Only items with this error code.")
+@where_option("Only items whose scores, seconds, draw and attempts are so, for example 'wer < 0.1 and distillmos > 3.5'.")
 @click.option("--after", default=-1, type=int, metavar="INDEX", help="Start after this item index.")
 @click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Maximum number of items.")
 @common_options
-def items(job: str, state: str | None, codes: Sequence[str], after: int, limit: int | None, home: str | None, output: Output) -> None:
+def items(
+    job: str,
+    state: str | None,
+    codes: Sequence[str],
+    where: str | None,
+    after: int,
+    limit: int | None,
+    home: str | None,
+    output: Output,
+) -> None:
     """List the items of JOB in input order, with their audio files.
 
     \b
     Examples:
       nightjar items JOB --state failed
+      nightjar items JOB --where 'wer > 0.3 or seconds < 0.5'
       nightjar items JOB --json --limit 10
     """
+    from jobs.where import parse_where
+
+    condition = None if where is None else parse_where(where)
     with found_job(job, home) as (settings, ledger, found):
         lines = _lines(settings, ledger, found)
         wanted = [ErrorCode(code) for code in codes] or None
-        rows = ledger.items(found.id, state=ItemState(state) if state else None, codes=wanted, after=after, limit=limit)
+        in_state = ItemState(state) if state else None
+        rows = ledger.items(found.id, state=in_state, codes=wanted, after=after, limit=limit, where=condition)
         if not output.as_json:
             output.line(click.style("INDEX\tLINE\tSTATE\tSECONDS\tEXAMPLE\tKEY OR ERROR", bold=True))
         for item in rows:

@@ -74,14 +74,14 @@ def is_command(text: str) -> bool:
 def inline_commands(page: Path) -> Iterator[str]:
     """What stands in a page as `nightjar ...`, in tables and sentences."""
     for text in re.findall(r"`([^`\n]*)`", page.read_text()):
-        yield from re.findall(r"(?:^|&& |\$\(|\| |env |/)(nightjar [^|&;)>]*)", text)
+        yield from re.findall(r"(?:^|&& |\$\(|\| |env |/)(nightjar (?:'[^']*'|[^|&;)>'])*)", text)
 
 
 def nightjar_parts(line: str) -> list[str]:
     """The calls of nightjar in a command line, without what the shell does with them."""
     line = re.sub(r"\s#.*", "", line)
     line = re.sub(r"docker compose (?:--\S+ )*run (?:--\S+ )*nightjar", "nightjar", line)
-    return re.findall(r"(?:^|&& |\$\(|\| |/)(nightjar [^|&;)>]*)", line)
+    return re.findall(r"(?:^|&& |\$\(|\| |/)(nightjar (?:'[^']*'|[^|&;)>'])*)", line)
 
 
 def check_call(text: str) -> None:

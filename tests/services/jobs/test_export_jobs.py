@@ -233,7 +233,7 @@ def test_what_is_said_counts_in_english(tmp_path: Path) -> None:
     finished = finished_job(home / ".nightjar", FolderStore(home), [LINES[0], LINES[2]])
     finished.ledger.close()
     done = CliRunner().invoke(cli, ["export", finished.job_id, "--home", str(home), "--to", str(tmp_path / "x")])
-    assert done.stderr == f"1 item written to {tmp_path / 'x'}, 1 item without audio left out.\n"
+    assert done.stderr == f"1 item written to {tmp_path / 'x'}. Left out: 1 without audio.\n"
 
 
 @pytest.mark.parametrize("format", ["espnet", "nemo", "openai-batch", "kaldi", "lhotse", "espnet-dataset"])

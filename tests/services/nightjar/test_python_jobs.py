@@ -66,6 +66,14 @@ def test_a_job_gives_each_item_as_it_ends(here: Path, shell: Shell) -> None:
     assert json.loads(status.stdout)["items"]["done"] == job.status.items.done
     assert [one.id for one in job.items(state="done")] == [one.id for one in nightjar.find_job(job.id, out="out").items(state="done")]
     assert len(list(job.items(limit=1))) == 1
+    shorter, longer = sorted(items.values(), key=lambda one: one.seconds)
+    where = f"loudness > -200 and not seconds <= {shorter.seconds!r}"
+    assert [one.id for one in job.items(where=where)] == [longer.id]
+    exported = job.export("manifest", "loud.jsonl", where=where)
+    assert [json.loads(line)["index"] for line in exported.read_text().splitlines()] == [longer.index]
+    assert len(job.to_lhotse(where="seconds > 0").to_eager()) == 2
+    with pytest.raises(nightjar.NightjarError, match="has the score 'wer'"):
+        job.items(where="wer < 0.1")
 
 
 def test_a_job_is_that_of_the_command_line(here: Path, shell: Shell) -> None:
