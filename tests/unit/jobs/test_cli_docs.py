@@ -140,7 +140,9 @@ def commands() -> Iterator[tuple[str, click.Command]]:
 @pytest.mark.parametrize(("name", "command"), list(commands()), ids=lambda value: value if isinstance(value, str) else "")
 def test_the_help_of_every_command_has_examples_that_can_be_given(name: str, command: click.Command) -> None:
     text = command.get_help(click.Context(command, info_name=name))
-    examples = re.findall(r"(?m)^ *(?:eval \"\$\()?(nightjar (?:'[^']*'|[^|&;)>#\n'])*)", text.partition("Examples:")[2].partition("\n\n")[0])
+    examples = re.findall(
+        r"(?m)^ *(?:eval \"\$\()?(nightjar (?:'[^']*'|[^|&;)>#\n'])*)", text.partition("Examples:")[2].partition("\n\n")[0]
+    )
     assert examples, text
     for example in examples:
         check_call(example)
