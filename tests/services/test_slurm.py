@@ -68,7 +68,7 @@ def test_workers_drain_before_the_time_limit_and_are_requeued(tmp_path: Path, va
         workers = started(site)
         site.wait_for(lambda: site.status(job).items.done == 1)
         workers.send_signal(signal.SIGUSR1)
-        site.wait_for(lambda: '"draining"' in site.log_text())
+        site.wait_for(lambda: '"draining"' in site.log_text() or workers.poll() is not None)
         assert workers.poll() is None, "it waits for the item in the engine"
         site.let_go()
         assert workers.wait(240) == 0, site.log_text()[-3000:]
