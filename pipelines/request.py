@@ -93,6 +93,8 @@ class PreparedRequest(msgspec.Struct, frozen=True, tag=True):
     seed: int
     #: What only the family reads.
     data: bytes
+    #: The encoded file of the voice to clone.
+    recording: bytes | None = None
 
 
 class Frontend(Protocol):

@@ -24,6 +24,7 @@ from pipelines.engine_process.messages import (
     Close,
     Failed,
     Finished,
+    Forget,
     Open,
     Opened,
     RequestRecord,
@@ -33,6 +34,7 @@ from pipelines.engine_process.messages import (
     Taken,
     ToClient,
 )
+from pipelines.engine_process.recordings import SentRecordings, recordings_of, with_recordings
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.ipc import close_all, read_shared
 from pipelines.registry import open_frontend
@@ -65,6 +67,7 @@ class EngineProcess:
         self._changed = threading.Condition()
         #: Requests without an end.
         self._requests: dict[int, Entry] = {}
+        self._recordings = SentRecordings()
         #: Those that the child's pipeline has not accepted.
         self._on_the_way: set[int] = set()
         self._stats = EngineStats()
@@ -106,18 +109,16 @@ class EngineProcess:
         future.set_running_or_notify_cancel()
         number, wanted = next(self._numbers), self._prepared(request)
         try:
-            data = self._packed(Submit(number, wanted))
+            with self._changed:
+                # The host's thread is the one that makes room.
+                if threading.current_thread() is not self._host:
+                    self._changed.wait_for(lambda: self._over or (len(self._on_the_way) < ON_THE_WAY and self._gone is None))
+                if self._over is not None:
+                    raise self._over
+                self._enter(number, Entry(request.request_id, future), Submit(number, wanted))
+                self._on_the_way.add(number)
         except InputError as error:
             future.set_exception(error)
-            return future
-        with self._changed:
-            # The host's thread is the one that makes room.
-            if threading.current_thread() is not self._host:
-                self._changed.wait_for(lambda: self._over or (len(self._on_the_way) < ON_THE_WAY and self._gone is None))
-            if self._over is not None:
-                raise self._over
-            self._on_the_way.add(number)
-            self._enter(number, Entry(request.request_id, future), data)
         return future
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
@@ -134,8 +135,8 @@ class EngineProcess:
         number = next(self._numbers)
         wanted = self._prepared(request)
         has_audio = any(message.modality == "audio" for message in request.messages)
-        data = self._packed(Stream(number, wanted, quick=isinstance(wanted, PreparedRequest) and not has_audio))
-        return self._begin(number, request.request_id, heard, data).close
+        message = Stream(number, wanted, quick=isinstance(wanted, PreparedRequest) and not has_audio)
+        return self._begin(request.request_id, heard, message).close
 
     def start_text_stream(self, request: SynthesisRequest, heard: Heard) -> TextStream:
         """As `start_stream`, with the beginning of a text; see `pipelines.streams.start_text_stream`. Its token ids are made here."""
@@ -146,7 +147,7 @@ class EngineProcess:
         number = next(self._numbers)
         wanted, pieces = frontend.open_text(request)
         has_audio = any(message.modality == "audio" for message in request.messages)
-        listener = self._begin(number, request.request_id, heard, self._packed(Stream(number, wanted, not has_audio, text_open=True)))
+        listener = self._begin(request.request_id, heard, Stream(number, wanted, not has_audio, text_open=True))
         return TextStream(pieces, OpenEntry(number, listener, self._post))
 
     def abort(self, request_id: str) -> None:
@@ -193,15 +194,25 @@ class EngineProcess:
 
     def _prepared(self, request: SynthesisRequest) -> RequestRecord | PreparedRequest:
         try:
-            return RequestRecord.of(request) if self._frontend is None else self._frontend.prepare(request)
+            wanted = RequestRecord.of(request) if self._frontend is None else self._frontend.prepare(request)
         except OverflowError as error:
             raise _too_large() from error
+        for recording in recordings_of(wanted):
+            # Python computes it once and keeps it; inside the lock it is looked up.
+            hash(recording)
+        return wanted
 
-    def _packed(self, message: Submit | Stream) -> bytes:
-        """Raises `InputError` for what cannot be sent."""
+    def _packed(self, message: Submit | Stream) -> list[bytes]:
+        """A request behind the recordings that the child does not have. Raises `InputError` for what cannot be sent."""
         assert self._child is not None
+        pack = self._child.channel.pack
+        found = recordings_of(message.request)
+        numbers, new = self._recordings.numbered(found)
+        request = with_recordings(message.request, [b""] * len(found))
         try:
-            return self._child.channel.pack(message)
+            packed = [*map(pack, new), pack(msgspec.structs.replace(message, request=request, recordings=numbers))]
+            forgotten = self._recordings.sent(new)
+            return [*packed, pack(Forget(forgotten))] if forgotten else packed
         except OverflowError as error:
             raise _too_large() from error
         except UnicodeEncodeError as error:
@@ -210,20 +221,23 @@ class EngineProcess:
             advice = "Give shorter recordings."
             raise InputError(ErrorCode.INPUT_TOO_LONG, "The request is too long to be sent.", advice) from error
 
-    def _begin(self, number: int, request_id: str, heard: Heard, data: bytes) -> Listener:
+    def _begin(self, request_id: str, heard: Heard, message: Stream) -> Listener:
+        number = message.number
         listener = Listener(heard, lambda _finished: self._leave(number))
         with self._changed:
             if (error := self._over or self._gone) is not None:
                 raise error
-            self._enter(number, Entry(request_id, listener), data)
+            self._enter(number, Entry(request_id, listener), message)
         return listener
 
-    def _enter(self, number: int, entry: Entry, data: bytes) -> None:
-        """Sends a request. Called inside the lock, so that no abort overtakes it."""
+    def _enter(self, number: int, entry: Entry, message: Submit | Stream) -> None:
+        """Sends a request. Called inside the lock, so that no abort overtakes it, and it no recording. Raises as `_packed`."""
         assert self._child is not None
+        packed = self._packed(message)
         self._requests[number] = entry
         with suppress(OSError):  # the host's thread sees that too, and tells everyone
-            self._child.outbox.post(data)
+            for data in packed:
+                self._child.outbox.post(data)
 
     def _post(self, message: Append | Abort | Cancel | Close) -> None:
         if self._child is not None:

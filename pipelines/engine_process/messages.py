@@ -102,9 +102,24 @@ class Open(msgspec.Struct, frozen=True, tag=True):
     options: dict[str, Any]
 
 
+class Keep(msgspec.Struct, frozen=True, tag=True):
+    """A recording that requests name by its number from here on."""
+
+    number: int
+    recording: bytes
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """No request names these recordings any more."""
+
+    numbers: list[int]
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     number: int
     request: RequestRecord | PreparedRequest
+    #: Numbers of the request's recordings, in their order; in their places there is nothing.
+    recordings: list[int] = []
 
 
 class Stream(msgspec.Struct, frozen=True, tag=True):
@@ -114,6 +129,8 @@ class Stream(msgspec.Struct, frozen=True, tag=True):
     quick: bool = False
     #: Whether more of its text follows, as `Append`.
     text_open: bool = False
+    #: As in `Submit`.
+    recordings: list[int] = []
 
 
 class Append(msgspec.Struct, frozen=True, tag=True):
@@ -141,7 +158,7 @@ class Close(msgspec.Struct, frozen=True, tag=True):
 
 
 #: What the child receives.
-ToChild = Open | Submit | Stream | Append | Abort | Cancel | Close
+ToChild = Open | Keep | Forget | Submit | Stream | Append | Abort | Cancel | Close
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):

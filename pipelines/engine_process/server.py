@@ -29,6 +29,8 @@ from pipelines.engine_process.messages import (
     ErrorRecord,
     Failed,
     Finished,
+    Forget,
+    Keep,
     NotOpened,
     Open,
     Opened,
@@ -40,6 +42,7 @@ from pipelines.engine_process.messages import (
     ToClient,
     plain,
 )
+from pipelines.engine_process.recordings import with_recordings
 from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
 from pipelines.interpreter import serve_threads
 from pipelines.ipc import Channel, close_all, share
@@ -116,6 +119,8 @@ class EngineServer:
         #: Of those whose text is open: what takes it once they have begun, and what came before.
         self._texts: dict[int, IdStream] = {}
         self._early: dict[int, list[Append]] = {}
+        #: Those that requests name by their numbers.
+        self._recordings: dict[int, bytes] = {}
         self._starters = DaemonThreads(_STARTING_THREADS, "starter")
         self._pipeline: Pipeline | None = None
         self._sent = EngineStats()
@@ -150,6 +155,9 @@ class EngineServer:
         os._exit(ORPHANED)
 
     def _handle(self, message: ToChild) -> None:
+        if isinstance(message, Submit | Stream):
+            recordings = [self._recordings[number] for number in message.recordings]
+            message = msgspec.structs.replace(message, request=with_recordings(message.request, recordings))
         if isinstance(message, Submit):
             with self._lock:
                 self._queued[message.number] = False
@@ -168,6 +176,11 @@ class EngineServer:
             self._append(message)
         elif isinstance(message, Cancel):
             self._end_stream(message.number)
+        elif isinstance(message, Keep):
+            self._recordings[message.number] = message.recording
+        elif isinstance(message, Forget):
+            for number in message.numbers:
+                del self._recordings[number]
         elif isinstance(message, Open):
             self._open.put(message)
         else:

@@ -51,7 +51,7 @@ class Frontend:
 
     def prepare(self, request: SynthesisRequest) -> PreparedRequest:
         """The request as `read` takes it. Raises `InputError` for what this checkpoint cannot do."""
-        return PreparedRequest(request.request_id, request.seed, _encode(self.tokenize(request)))
+        return _prepared(request, self.tokenize(request))
 
     def open_text(self, request: SynthesisRequest) -> tuple[PreparedRequest, TextPieces]:
         """A request whose text is the beginning of one that comes in pieces, and what takes the pieces. Raises as `prepare`."""
@@ -59,7 +59,7 @@ class Frontend:
         pieces = TextPieces(self.tokenizer, self._capabilities.max_text_characters)
         text = next(message.content for message in request.messages if (message.role, message.modality) == ("user", "text"))
         task = msgspec.structs.replace(task, body_ids=pieces.add(str(text)), text_open=True)
-        return PreparedRequest(request.request_id, request.seed, _encode(task)), pieces
+        return _prepared(request, task), pieces
 
     def tokenize(self, request: SynthesisRequest) -> TokenizedTask:
         """Raises `InputError` for what this checkpoint cannot do."""
@@ -79,9 +79,14 @@ class Frontend:
         )
 
 
+def _prepared(request: SynthesisRequest, task: TokenizedTask) -> PreparedRequest:
+    data = _encode(msgspec.structs.replace(task, recording=None))
+    return PreparedRequest(request.request_id, request.seed, data, task.recording)
+
+
 def read(prepared: PreparedRequest) -> TokenizedTask:
     """What `Frontend.prepare` made."""
-    return _decode(prepared.data)
+    return msgspec.structs.replace(_decode(prepared.data), recording=prepared.recording)
 
 
 def open_frontend(folder: Path) -> Frontend:

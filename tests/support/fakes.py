@@ -43,6 +43,10 @@ def spoken_text(request: SynthesisRequest) -> str:
     return " ".join(m.content for m in request.messages if m.role == "user" and m.modality == "text" and isinstance(m.content, str))
 
 
+def _heard(request: SynthesisRequest) -> str:
+    return " ".join(hashlib.sha256(m.content).hexdigest() for m in request.messages if isinstance(m.content, bytes))
+
+
 def sine(text: str, seed: int) -> NDArray[np.float32]:
     """The one right answer of the fake engine, float32 [samples]: pitch from the seed, length from the text."""
     samples = SAMPLE_RATE // 20 + SAMPLE_RATE // 100 * min(len(text), 500)
@@ -70,7 +74,8 @@ class FakePipeline:
     Markers in a text: `[[slow:S]]` S seconds more; `[[until:PATH]]` ends when there is a file PATH, not before;
     `[[hang]]` never ends, not even by abort; `[[crash]]` kills the process; `[[crash_once:PATH]]` kills it unless PATH
     exists, and makes it; `[[fail:CODE]]` fails; `[[fail_once:CODE]]` fails the first time in this process;
-    `[[refuse:CODE]]` is refused by `submit`; `[[nan]]`, `[[empty]]`, `[[silent]]` give such audio; `[[says:TEXT]]`
+    `[[refuse:CODE]]` is refused by `submit`; `[[nan]]`, `[[empty]]`, `[[silent]]` give such audio; `[[hears]]` writes the
+    SHA-256 of its recordings beside its audio; `[[says:TEXT]]`
     writes a text beside its audio.
     """
 
@@ -205,7 +210,8 @@ class FakePipeline:
                 future.set_exception(SynthesisError(ErrorCode(code), "The fake engine was asked to fail."))
                 return
         self._done += 1
-        future.set_result(Speech(_spoil(sine(text, request.seed), words), SAMPLE_RATE, text, words.get("says")))
+        said = _heard(request) if "hears" in words else words.get("says")
+        future.set_result(Speech(_spoil(sine(text, request.seed), words), SAMPLE_RATE, text, said))
 
     def _crash_if_asked(self, words: Mapping[str, str]) -> None:
         if "crash" in words:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from pipelines.engine_process import client
 from pipelines.engine_process.client import ON_THE_WAY, EngineProcess
 from pipelines.engine_process.messages import ErrorRecord, plain
+from pipelines.engine_process.recordings import SentRecordings
 from pipelines.errors import (
     ConfigError,
     EngineCrashError,
@@ -90,10 +92,33 @@ def test_speech_is_that_of_the_pipeline(open_process: Open) -> None:
     wait_for(lambda: process.stats().requests_done == 6)
 
 
-def test_recordings_travel_as_bytes(open_process: Open) -> None:
-    process = open_process(seconds=0.01)
-    messages = (Message("user", "audio", os.urandom(1_000_000)), Message("user", "text", "hello"))
-    assert process.submit(SynthesisRequest("r", messages)).result(60).text == "hello"
+def test_a_recording_travels_once_and_every_request_has_its_own(open_process: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.engine_process.client.SentRecordings", lambda: SentRecordings(2_500_000))
+    process = open_process(slots=4)
+    child = process._child
+    assert child is not None
+    posted: list[int] = []
+    post = child.outbox.post
+    monkeypatch.setattr(child.outbox, "post", lambda data: (posted.append(len(data)), post(data)))
+    recordings = [os.urandom(1_000_000) for _ in range(4)]
+    asked = [(0,), (0,), (1, 0), (0, 0), (2,), (0,), (3,), (1,), (0, 1, 2, 3), (), (2, 0)]
+    made: list[Future[Speech]] = []
+    for places in asked:
+        audio = [Message("user", "audio", bytes(bytearray(recordings[place]))) for place in places]
+        made.append(process.submit(SynthesisRequest("r", (*audio, Message("user", "text", "[[hears]]")))))
+    digests = [hashlib.sha256(recording).hexdigest() for recording in recordings]
+    assert [one.result(60).text_out for one in made] == [" ".join(digests[place] for place in places) for places in asked]
+    # Of the 16 recordings in the requests, those of a voice that was used lately do not travel again.
+    assert sum(size > 1_000_000 for size in posted) == 7
+
+
+def test_a_request_that_cannot_be_sent_leaves_its_recordings_unsent(open_process: Open) -> None:
+    process = open_process()
+    audio = Message("user", "audio", b"recording")
+    wrong = SynthesisRequest("r", (audio, Message("user", "text", "\ud800")))
+    assert isinstance(error_of(process.submit(wrong)), InputError)
+    heard = process.submit(SynthesisRequest("r", (audio, Message("user", "text", "[[hears]]")))).result(60)
+    assert heard.text_out == hashlib.sha256(b"recording").hexdigest()
 
 
 def test_errors_keep_class_code_message_and_advice(open_process: Open) -> None:
