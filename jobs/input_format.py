@@ -32,6 +32,8 @@ WORDS: dict[InputFormat, str] = {
 _JSON: tuple[InputFormat, ...] = ("dialogues", "messages", "openai-batch")
 _BY_EXTENSION: dict[str, InputFormat] = {".txt": "text", ".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
 _LINES_LOOKED_AT = 64
+#: What a person does with a file whose lines end with CR alone, as old programs of the Macintosh write them.
+CONVERT_RETURNS = r"`tr '\r' '\n' < OLD > NEW`"
 _UTF_16_AND_32 = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")
 
 
@@ -53,7 +55,10 @@ def recognized(source: Source) -> InputFormat:
     """
     head = source.head()
     looks = _looks_like(head)
-    if looks == "parquet" or looks in _JSON:
+    if looks == "parquet":
+        return looks
+    _check_lines(source, head)
+    if looks in _JSON:
         return looks
     if head.startswith(_UTF_16_AND_32):
         raise _wrong(source, "is not UTF-8 but UTF-16 or UTF-32", "Convert it, for example with `iconv -f UTF-16 -t UTF-8`.")
@@ -74,12 +79,26 @@ def recognized(source: Source) -> InputFormat:
 
 def check_format(source: Source, format: InputFormat) -> None:
     """Raises `input.wrong_format` for an input that is plainly not of the format it was said to be."""
-    looks = _looks_like(source.head())
+    head = source.head()
+    looks = _looks_like(head)
+    if "parquet" not in (looks, format):
+        _check_lines(source, head)
     wrong = looks is not None and looks != format and "parquet" in (looks, format)
     if looks in _JSON and format not in _JSON:
         wrong = True
     if wrong and looks is not None:
         raise _wrong(source, f"is not {WORDS[format]}; it looks like {WORDS[looks]}", f"Use --input-format {looks}, or leave it out.")
+
+
+def _check_lines(source: Source, head: bytes) -> None:
+    """Raises `input.wrong_format` for an input whose records are plainly not in lines of their own."""
+    text = head.lstrip()
+    if text.startswith(b"[") and text[1:].lstrip().startswith(b"{"):
+        raise _wrong(source, "is one JSON array; one object a line is read", "Convert it: `jq -c '.[]' OLD > NEW.jsonl`.")
+    if text.partition(b"\n")[0].strip() == b"{":
+        raise _wrong(source, "is JSON with objects of several lines; one object a line is read", "Convert it: `jq -c . OLD > NEW.jsonl`.")
+    if b"\n" not in head and b"\r" in head.rstrip():
+        raise _wrong(source, "has lines that end with CR alone; lines end with LF, or with CR LF", f"Convert it: {CONVERT_RETURNS}.")
 
 
 def _looks_like(head: bytes) -> InputFormat | None:
@@ -97,7 +116,7 @@ def _looks_like(head: bytes) -> InputFormat | None:
     whole = lines[:-1] or lines
     if _is_table([line.count(b"\t") + 1 for line in whole]):
         return "tsv"
-    return "csv" if _is_table([_fields(line) for line in whole]) else "text"
+    return "csv" if any(_is_table([_fields(line, mark) for line in whole]) for mark in ",;") else "text"
 
 
 def _is_table(fields: list[int]) -> bool:
@@ -105,10 +124,10 @@ def _is_table(fields: list[int]) -> bool:
     return fields[0] > 1 and 2 * fields.count(fields[0]) > len(fields)
 
 
-def _fields(line: bytes) -> int:
+def _fields(line: bytes, delimiter: str) -> int:
     """How many fields a line has as CSV; 0: it is none."""
     try:
-        return len(next(csv.reader([line.decode(errors="replace")]), []))
+        return len(next(csv.reader([line.decode(errors="replace")], delimiter=delimiter), []))
     except csv.Error:
         return 0
 

@@ -12,7 +12,7 @@ from jobs.chat_messages import chat_dialogue
 from jobs.input_format import InputFormat
 from jobs.ledger.records import Reading
 from jobs.source import BATCH_BYTES, BATCH_LINES, LineBatch, Source, reading
-from jobs.tables import Record, csv_records, decoded, parquet_records, row_dialogue, tsv_records
+from jobs.tables import Record, csv_records, decoded, one_line, parquet_records, row_dialogue, tsv_records
 from pipelines.errors import ErrorCode, InputError
 
 #: Kaldi's file of speakers, in the folder of its `text`.
@@ -113,7 +113,7 @@ class Records:
                 yield error
 
     def _sentence(self, line: bytes, number: int) -> bytes:
-        return row_dialogue({"text": decoded(line).strip()}, number, self.chosen.voices)
+        return row_dialogue({"text": one_line(line).strip()}, number, self.chosen.voices)
 
 
 class _KaldiLines:
@@ -129,7 +129,7 @@ class _KaldiLines:
 
     def dialogue(self, line: bytes, number: int) -> bytes:
         utterance, *words = line.split(None, 1)
-        values = {"id": decoded(utterance), "text": decoded(words[0]).strip() if words else ""}
+        values = {"id": decoded(utterance), "text": one_line(words[0]).strip() if words else ""}
         if self._voices is not None:
             values["speaker"] = self._speaker(utterance)
         return row_dialogue(values, number, self._voices)

@@ -7,13 +7,14 @@ a1,Good evening.,heart               "generation": {"voice": "heart"}}
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import msgspec
 
 from jobs.chat_messages import chat_dialogue
 from jobs.dialogue import clean
+from jobs.input_format import CONVERT_RETURNS
 from jobs.ledger.records import Reading
 from jobs.source import MAX_LINE_BYTES, reading
 from pipelines.errors import ConfigError, ErrorCode, InputError
@@ -37,6 +38,8 @@ FIELDS: dict[str, tuple[str, ...]] = {
 MAX_RECORD_LINES = 1000
 _GENERATION = ("voice", "language", "instruct", "seed", "reference_text")
 _ROWS = 256
+# The csv module refuses fields of more than 128 KiB; a field may be as long as a line, and reach into the line after the last full one.
+csv.field_size_limit(max(csv.field_size_limit(), 2 * MAX_LINE_BYTES))
 _encode = msgspec.json.Encoder().encode
 
 
@@ -58,7 +61,7 @@ class Columns:
                     raise _wrong(uri, f"has two columns {clean(found[0], 40)!r}", "Rename one of them.")
         self.chat = "text" not in self.of and "messages" in names
         if "text" not in self.of and not self.chat:
-            raise _wrong(uri, f"has no column `text`; its columns are: {shown}", "Name the one with the text: --column text=NAME.")
+            raise _wrong(uri, f"has no column `text`; its columns are: {shown}", _advice_for(names))
         self._voices = chosen.voices
 
     @property
@@ -96,8 +99,9 @@ def row_dialogue(values: Mapping[str, str], number: int, voices: Mapping[str, st
 
 def csv_records(lines: Iterator[bytes | None], chosen: Reading, uri: str) -> Iterator[Record]:
     """The records of a CSV file with a header (RFC 4180), one for each of its lines: the lines of a record after its first, the
-    header and blank lines are blank. Raises `input.wrong_format`."""
-    pulled = _PulledLines(lines)
+    header and blank lines are blank. Fields are between commas, or between semicolons, where the header has these and no comma.
+    Raises `input.wrong_format`."""
+    pulled = _PulledLines(lines, chosen)
     columns: Columns | None = None
     names: list[str] = []
     while (fields := pulled.record()) is not None:
@@ -124,7 +128,7 @@ def tsv_records(lines: Iterator[bytes | None], chosen: Reading, uri: str) -> Ite
     names: list[str] = []
     for number, line in enumerate(lines, 1):
         try:
-            text = decoded(line).rstrip("\r\n")
+            text = one_line(line)
         except InputError as error:
             if columns is None:
                 raise _wrong(uri, "has no header that can be read", str(error)) from None
@@ -185,7 +189,7 @@ class _Row(Mapping[str, Any]):
 class _PulledLines:
     """Lines as the `csv` module pulls them, a record at a time; those of a record that turns out to be none are read again."""
 
-    def __init__(self, lines: Iterator[bytes | None]) -> None:
+    def __init__(self, lines: Iterator[bytes | None], chosen: Reading) -> None:
         self._lines = lines
         self._again: list[bytes | None] = []
         self._taken: list[bytes | None] = []
@@ -195,7 +199,19 @@ class _PulledLines:
         self.number = 1
         #: How many lines of the record follow it.
         self.rest = 0
-        self._reader = csv.reader(self, strict=True)
+        self._delimiter = self._found_delimiter(chosen)
+        self._reader = csv.reader(self, delimiter=self._delimiter, strict=True)
+
+    def _found_delimiter(self, chosen: Reading) -> str:
+        """What the fields are between, by the header; the lines that are read for it are read again."""
+        header = b""
+        for line in self._lines:
+            self._again.append(line)
+            header = line or b""
+            if line is None or line.strip():
+                break
+        self._again.reverse()
+        return _delimiter(header, (chosen.columns or {}).values())
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -222,13 +238,11 @@ class _PulledLines:
         except InputError as error:
             found = error
         except csv.Error as error:
-            found = InputError(
-                ErrorCode.INPUT_BAD_LINE, f"The line is not CSV: {clean(str(error), 200)}.", 'Double the quotes in a field in quotes: "".'
-            )
+            found = _bare_return() if any(b"\r" in (line or b"").rstrip(b"\r") for line in self._taken) else _not_csv(error)
         if isinstance(found, InputError):
             self._again += reversed(self._taken[1:])
             self._taken = self._taken[:1]
-            self._reader = csv.reader(self, strict=True)
+            self._reader = csv.reader(self, delimiter=self._delimiter, strict=True)
         self.rest = len(self._taken) - 1
         self._next += len(self._taken)
         return found
@@ -249,6 +263,46 @@ def decoded(line: bytes | None) -> str:
     except UnicodeDecodeError as error:
         message = f"The line is not UTF-8: byte {error.start + 1} is 0x{line[error.start]:02x}."
         raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Convert the file, for example with `iconv -f LATIN1 -t UTF-8`.") from None
+
+
+def one_line(line: bytes | None) -> str:
+    """As `decoded`, without the end of the line. Raises `InputError` also for one that holds ends of lines of another kind."""
+    text = decoded(line).rstrip("\r\n")
+    if "\r" in text:
+        raise _bare_return()
+    return text
+
+
+def _bare_return() -> InputError:
+    message = "The line holds a carriage return (CR) that ends no line: lines end with LF, or with CR LF."
+    return InputError(ErrorCode.INPUT_BAD_LINE, message, f"If it stands for the end of a line, convert the file: {CONVERT_RETURNS}.")
+
+
+def _not_csv(error: csv.Error) -> InputError:
+    message = f"The line is not CSV: {clean(str(error), 200)}."
+    return InputError(ErrorCode.INPUT_BAD_LINE, message, 'Double the quotes in a field in quotes: "".')
+
+
+def _delimiter(header: bytes, asked: Iterable[str]) -> str:
+    """`;` for a header that has several fields between semicolons, and none between commas; `asked`: names of columns that are given."""
+    text = header.decode(errors="replace").strip()
+    return ";" if len(_split(text, ";")) > 1 and len(_split(text, ",")) <= 1 and text not in asked else ","
+
+
+def _split(header: str, delimiter: str) -> list[str]:
+    try:
+        return next(csv.reader([header], delimiter=delimiter, strict=True), [])
+    except csv.Error:
+        return []
+
+
+def _advice_for(names: Sequence[str]) -> str:
+    """What to do about a header without a column for texts."""
+    if any("\t" in name for name in names):
+        return "Fields between tabs are TSV: use --input-format tsv."
+    if any(";" in name for name in names):
+        return "The fields of CSV are between commas, or between `;` where the header has no comma: save it with one of them."
+    return "Name the one with the text: --column text=NAME."
 
 
 def _text(value: Any, name: str) -> str:

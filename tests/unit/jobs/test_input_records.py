@@ -69,6 +69,8 @@ def write(tmp_path: Path, content: str | bytes, name: str = "in") -> Path:
         ("a.jsonl", b"", "dialogues"),
         ("a.jsonl", b'{"broken\n', "dialogues"),
         ("a.jsonl", b'[["user", "text", "hi"]]\n', "dialogues"),
+        ("a.jsonl", DIALOGUE.strip() + b"\r", "dialogues"),
+        ("a.jsonl", DIALOGUE.replace(b"\n", b"\r\n"), "dialogues"),
     ],
 )
 def test_a_format_is_recognized(tmp_path: Path, name: str, content: bytes, format: str) -> None:
@@ -86,6 +88,14 @@ def test_a_format_is_recognized(tmp_path: Path, name: str, content: bytes, forma
         ("a.txt", "Hello.\n".encode("utf-16"), "UTF-16"),
         ("a.jsonl", bytes(range(256)), "is binary"),
         ("a.parquet", b"id,text\n", "no Parquet"),
+        ("a", b"id;text\na;Hello, you\nb;No\n", "--input-format csv"),
+        ("a.jsonl", b"[" + DIALOGUE.strip() + b", " + DIALOGUE + b"]\n", "jq -c '.[]' OLD > NEW.jsonl"),
+        ("a.json", b"\n[\n  {\n" + DIALOGUE + b"]\n", "one object a line"),
+        ("a.json", b'{\n  "example_id": "a"\n}\n', "jq -c . OLD > NEW.jsonl"),
+        ("a.jsonl", DIALOGUE.replace(b"\n", b"\r") * 2, r"tr '\r' '\n' < OLD > NEW"),
+        ("a.csv", b"id,text\ra,Hello\r", r"tr '\r' '\n' < OLD > NEW"),
+        ("a.tsv", b"id\ttext\ra\tHello", "CR alone"),
+        ("a.txt", b"Hello.\rHow are you?\r", "CR alone"),
     ],
 )
 def test_a_file_of_another_format_is_refused_as_what_it_looks_like(tmp_path: Path, name: str, content: bytes, words: str) -> None:
@@ -102,6 +112,24 @@ def test_a_file_of_another_format_is_refused_as_what_it_looks_like(tmp_path: Pat
 def test_a_file_that_is_not_what_was_said_is_refused(tmp_path: Path, content: bytes, said: InputFormat, words: str) -> None:
     with open_source(str(write(tmp_path, content))) as source, pytest.raises(InputError, match=f"looks like {words}"):
         check_format(source, said)
+
+
+@pytest.mark.parametrize("said", ["text", "csv", "tsv", "kaldi", "messages"])
+@pytest.mark.parametrize(("content", "words"), [(b"id,text\ra,Hello\r", "CR alone"), (b"[" + CHAT + b"]", "one JSON array")])
+def test_records_that_are_not_in_lines_are_refused_whatever_was_said(tmp_path: Path, said: InputFormat, content: bytes, words: str) -> None:
+    with open_source(str(write(tmp_path, content))) as source, pytest.raises(InputError, match=words) as caught:
+        check_format(source, said)
+    assert caught.value.code is ErrorCode.INPUT_WRONG_FORMAT
+
+
+@pytest.mark.parametrize("format", ["text", "csv", "tsv", "kaldi"])
+def test_a_return_within_a_line_is_refused_by_its_line(tmp_path: Path, format: InputFormat) -> None:
+    """One program's lines in another's file: they must not be spoken as one."""
+    header = b"text\n" if format in ("csv", "tsv") else b""
+    path = write(tmp_path, header + b"u1 one\ru2 two\nu3 three\r\n")
+    found = read(path, format)
+    assert next(iter(found.values())) == ErrorCode.INPUT_BAD_LINE
+    assert list(found.values())[1][1] in ("u3 three", "three")
 
 
 def test_text_is_a_sentence_a_line(tmp_path: Path) -> None:
@@ -149,6 +177,47 @@ def test_csv_has_the_lines_that_an_editor_shows(tmp_path: Path) -> None:
 def test_reading_goes_on_after_any_line(tmp_path: Path, after: int, max_lines: int) -> None:
     path = write(tmp_path, TABLE)
     assert read(path, "csv", max_lines=max_lines, after=after) == {line: row for line, row in ROWS.items() if line > after}
+
+
+@pytest.mark.parametrize("header", [b"id;text", b'"id";"text"', b"id;satz"])
+def test_csv_between_semicolons_is_read_where_the_header_has_no_comma(tmp_path: Path, header: bytes) -> None:
+    path = write(tmp_path, b"\n\n" + header + b'\na;"Good; evening, all."\n\n"b";two, three\nc;d;e\n')
+    chosen = Reading(columns={"text": "satz"}) if b"satz" in header else ALL
+    assert read(path, "csv", chosen) == {
+        4: ("a", "Good; evening, all.", None),
+        6: ("b", "two, three", None),
+        7: ErrorCode.INPUT_BAD_LINE,
+    }
+
+
+@pytest.mark.parametrize(
+    ("content", "chosen", "words"),
+    [
+        (b"id;text, spoken\na;b\n", ALL, "between `;` where the header has no comma"),
+        (b"id;satz\na;b\n", ALL, "its columns are: 'id', 'satz' Name the one"),
+        (b"id\ttext\na\tb\n", ALL, "--input-format tsv"),
+    ],
+)
+def test_a_header_with_other_separators_is_refused_with_what_to_do(tmp_path: Path, content: bytes, chosen: Reading, words: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read(write(tmp_path, content), "csv", chosen)
+    assert words in str(caught.value).replace(". ", " ")
+
+
+def test_a_column_whose_name_has_a_semicolon_is_read_by_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path, b"a;b\nOne; two.\n")
+    assert read(path, "csv", Reading(columns={"text": "a;b"})) == {2: ("line-2", "One; two.", None)}
+
+
+@pytest.mark.parametrize("format", ["csv", "tsv"])
+def test_a_cell_may_be_as_long_as_a_line(tmp_path: Path, format: InputFormat) -> None:
+    long = "x" * (MAX_LINE_BYTES - 2)
+    path = write(tmp_path, f"text\n{long}\n" + (f'"{long}"\n"{long[2:]}\n."\n' if format == "csv" else "") + f"{long}xxx\nend\n")
+    found = read(path, format)
+    if format == "csv":
+        assert [found[line][1] for line in (3, 4)] == [long, f"{long[2:]}\n."]
+    assert found[2][1] == long
+    assert list(found.values())[-2:] == [ErrorCode.INPUT_TOO_LONG, (f"line-{max(found)}", "end", None)]
 
 
 CELLS = st.text(st.characters(exclude_characters="\r\0", exclude_categories=["Cs"]), max_size=12)
