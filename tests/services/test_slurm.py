@@ -13,6 +13,7 @@ from tests.support.worker_process import REPOSITORY, Site
 SLURM = REPOSITORY / "deploy/slurm"
 #: One task on this node. At SIGTERM srun kills its tasks.
 SRUN = """#!/bin/bash
+echo "$1" >"$FAKE_SLURM/cores"
 while [[ $1 == -* ]]; do shift; done
 SLURM_PROCID=0 SLURM_LOCALID=0 "$@" &
 task=$!
@@ -44,7 +45,13 @@ def programs(folder: Path) -> dict[str, str]:
     for name, text in {"srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL, "nightjar": NIGHTJAR}.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}", "FAKE_SLURM": str(folder), "SLURM_JOB_ID": "7", "NIGHTJAR_REQUEUE": "1"}
+    return {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "FAKE_SLURM": str(folder),
+        "SLURM_JOB_ID": "7",
+        "SLURM_CPUS_PER_TASK": "8",
+        "NIGHTJAR_REQUEUE": "1",
+    }
 
 
 def started(site: Site, **variables: str) -> subprocess.Popen[bytes]:
@@ -83,6 +90,7 @@ def test_workers_end_with_the_job_that_they_were_started_for(tmp_path: Path, val
         assert workers.wait(240) == 0, site.log_text()[-3000:]
         assert site.status(job).job.state.final
         assert requeued(site) == [], "its time is not over"
+        assert (tmp_path / "slurm/cores").read_text() == "--cpus-per-task=8\n"
 
 
 def test_a_run_on_one_node_is_asked_to_stop_and_requeued(tmp_path: Path) -> None:
