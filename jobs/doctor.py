@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from jobs.formatting import redact
+from jobs.ledger.states import QUARANTINED, UP
 from jobs.settings import Settings, load_settings
 from kernels import binaries, toolchain
 from pipelines.errors import ConfigError, NightjarError, ServiceError
@@ -125,8 +126,11 @@ def _workers(settings: Settings) -> Finding:
         path = ledger.database.path
         if path is not None and not path.exists():
             return Finding("workers", Health.OK, "none needed before the first job")
-        now = ledger.now()
-        live = [row for row in ledger.workers() if row.state == "up" and now - row.heartbeat_at < WORKER_SECONDS]
+        found = [row for row in ledger.worker_statuses() if row.silent_seconds < WORKER_SECONDS]
+    live, quarantined = ([row for row in found if row.state == state] for state in (UP, QUARANTINED))
+    if quarantined:
+        message = f"{len(live)} at work, {len(quarantined)} quarantined."
+        return Finding("workers", Health.WARN, message, "`nightjar workers` says why, and what to do.")
     if live or settings.database_url is None:
         return Finding("workers", Health.OK, f"{len(live)} at work")
     return Finding("workers", Health.WARN, "No worker is at work.", "Start one with `nightjar worker`; nightjar wait until then.")

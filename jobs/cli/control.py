@@ -98,6 +98,7 @@ def cancel(job: str, home: str | None, output: Output) -> None:
         _print_state(output, ended)
         if ended.state.final:
             _put_manifest(settings, ledger, ended, output)
+            _report_end(settings, ledger, output)
 
 
 def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
@@ -110,6 +111,17 @@ def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) 
             put_manifest(ledger, open_store(job.store_url, settings.s3), job.id)
     except NightjarError as error:
         output.note(f"Its manifest was not written: {printable(str(error))} An export writes the same lines.")
+
+
+def _report_end(settings: Settings, ledger: Ledger, output: Output) -> None:
+    """Tells the operator's hook in a folder of `nightjar run`, which has no worker left to do it. Workers of a fleet do it themselves."""
+    if settings.database_url is not None:
+        return
+    from jobs.notification import report_ends
+
+    for one in report_ends(ledger, settings):
+        if one.reason:
+            output.note(f"The end of job {one.job_id} was not reported: {printable(one.reason)}. The next run in the folder tries again.")
 
 
 # A level below zero is no option.

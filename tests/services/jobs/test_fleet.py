@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
 from jobs.cli import main
+from jobs.doctor import Health, _workers
 from jobs.ledger import Ledger
 from jobs.ledger.fleet import RECENT_SECONDS, WorkerStatus, worker_statuses
 from jobs.ledger.status import read_with_driver
 from jobs.ledger.workers import Quarantine
+from jobs.settings import Settings
 from tests.support.ledger_kit import done, execute, expire, failed, lease_next, rows, submit, worker
 
 BAD = Quarantine("2", "1", "The worker of GPU 2 ended by signal 6 (SIGABRT), 5 times in a row without a finished item.")
@@ -107,6 +111,17 @@ def test_a_quarantined_worker_is_no_live_one_and_status_names_it(ledger: Ledger)
     assert ledger.status(job.id).quarantined_workers == 0
     assert ledger.reconcile().stale_workers == 1
     assert [one.state for one in by_id(ledger).values()] == ["up", "lost"]
+
+
+def test_doctor_warns_of_a_quarantined_worker(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path)
+    with closing(Ledger.of(settings)) as ledger:
+        ledger.migrate()
+        ledger.register_worker(worker("w1"))
+        assert _workers(settings).health is Health.OK
+        ledger.report_quarantines("here", 7, [BAD])
+        found = _workers(settings)
+    assert (found.health, found.message, "nightjar workers" in found.advice) == (Health.WARN, "1 at work, 1 quarantined.", True)
 
 
 def said(ledger: Ledger, words: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]) -> str:

@@ -226,3 +226,16 @@ def test_the_page_names_what_there_is() -> None:
     page = (ROOT / "docs/python.md").read_text()
     for name in nightjar.__all__:
         assert f"`{name}" in page or f"nightjar.{name}" in page, name
+
+
+def test_a_job_is_deleted_only_with_a_yes_and_after_its_end(here: Path) -> None:
+    job = nightjar.run(["Good evening."], out="out", quiet=True).wait()
+    counted = job.delete()
+    assert (counted.items, counted.objects > 1, job.state) == (1, True, "completed")
+    assert job.delete(yes=True) == counted
+    assert list((here / "out/jobs").iterdir()) == []
+    with pytest.raises(nightjar.NightjarError) as caught:
+        nightjar.find_job(job.id, out="out")
+    assert caught.value.code is nightjar.ErrorCode.LEDGER_NOT_FOUND
+    again = nightjar.run(["Good evening."], out="out", quiet=True).wait()
+    assert (again.id != job.id, again.state) == (True, "completed")

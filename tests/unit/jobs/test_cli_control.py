@@ -199,3 +199,14 @@ def test_a_models_card_as_json_has_no_functions(rig: Rig) -> None:
     (line,) = CliRunner().invoke(cli, ["models", "hibari", "--json"]).stdout.splitlines()
     assert not [name for name in json.loads(line) if name.startswith("check")]
     assert describe("hibari").check_text is not None
+
+
+def test_the_end_of_a_cancelled_job_is_reported_where_no_worker_would(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECH_NOTIFY__COMMAND", f"sh -c 'cat >> {rig.folder}/ends'")
+    job = rig.submit(["a"])
+    call(rig, "cancel", job.id)
+    view = json.loads((rig.folder / "ends").read_text())
+    assert (view["job"], view["state"]) == (job.id, "cancelled")
+    monkeypatch.setenv("SPEECH_NOTIFY__COMMAND", "false")
+    other = rig.submit(["b"])
+    assert "was not reported: the command ended with status 1" in call(rig, "cancel", other.id).stderr
