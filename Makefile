@@ -7,7 +7,7 @@ TEST_PROCESSES ?= 2
 # One more than cores: tests of services wait much of their time. Each may hold an engine and its own services: 4 GB a process.
 INTEGRATION_PROCESSES ?= 3
 
-.PHONY: install install-dev install-vllm demo check test lint unit integration integrations voice-agent mutants soak chaos bench wheel lock clean
+.PHONY: install install-dev install-vllm demo check test lint unit integration integrations voice-agent voice-agent-gpu mutants soak chaos bench wheel lock clean
 
 install: .venv/.installed
 
@@ -65,10 +65,13 @@ integration: install-dev
 integrations: install-dev
 	$(MAKE) --no-print-directory -C integrations/pipecat-nightjar test
 
-# A question in a WAV file is heard, answered and spoken into answer.wav, without a key.
+# A question in a WAV file is heard, answered and spoken into answer.wav, without a key; `make voice-agent AGENT=--browser` talks through a
+# page. The second one speaks with a model on a GPU, which it downloads.
 voice-agent:
-	$(MAKE) --no-print-directory -C integrations/pipecat-nightjar install server
-	integrations/pipecat-nightjar/.venv/bin/python examples/voice_agent/run.py examples/voice_agent/question.wav --to answer.wav
+	$(MAKE) --no-print-directory -C integrations/pipecat-nightjar voice-agent
+
+voice-agent-gpu:
+	$(MAKE) --no-print-directory -C integrations/pipecat-nightjar voice-agent SERVER_EXTRAS=gpu,serve VOICE="--model qwen3-tts-0.6b-customvoice --voice ryan"
 
 # Planted faults, each of which a test has to see; `make mutants OPTIONS="--of-the-day 10"` tries some.
 mutants: install-dev

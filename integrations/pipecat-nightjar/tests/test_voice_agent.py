@@ -8,20 +8,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import soundfile
 from conftest import ROOT, SERVER_PYTHON, Ears, NightjarServer, words
+from run import parse_arguments
 from stub_llm import answer
 
 DEMO = ROOT / "examples/voice_agent"
 QUESTION = "What can you tell me about the weather in the mountains?"
 
 
-def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command of the README, away from the checkout."""
+def environment(folder: Path) -> dict[str, str]:
+    """That of a new user, who has a home of his own."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SPEECH_", "OPENAI_"))}
     own = {"NIGHTJAR_PYTHON": SERVER_PYTHON, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+    return clean | own
+
+
+def run(folder: Path, *arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command of the README, away from the checkout."""
     command = [sys.executable, DEMO / "run.py", *arguments]
-    return subprocess.run(command, cwd=folder, env=clean | own, capture_output=True, text=True, timeout=400, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment(folder) | variables, capture_output=True, text=True, timeout=400, check=False
+    )
 
 
 def test_a_question_gets_an_answer_that_is_heard(tmp_path: Path, ears: Ears) -> None:
@@ -41,6 +50,21 @@ def test_a_server_that_runs_already_is_used(server: NightjarServer, tmp_path: Pa
     samples, rate = soundfile.read(tmp_path / "answer.wav", dtype="int16")
     assert ears.word_error_rate(samples.tobytes(), rate, answer(QUESTION)) <= 0.1
     assert server.metrics()["speech_engine_requests_total"] > before
+
+
+def test_a_machine_without_sound_devices_says_so(tmp_path: Path) -> None:
+    # A process without the system's configuration of sound has no device, whatever there is.
+    done = run(tmp_path, "--microphone", ALSA_CONFIG_PATH=str(tmp_path), PULSE_SERVER="none")
+    assert done.returncode == 1
+    assert re.search(r"(?m)^(This machine has no sound device for input\.|The microphone needs PortAudio\.) ", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["--browser", "--microphone"], ["question.wav", "--browser"]])
+def test_there_is_one_way_to_talk(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments)
+    assert "one of the three" in capsys.readouterr().err
 
 
 def test_what_is_wrong_is_said_in_a_sentence(server: NightjarServer, tmp_path: Path) -> None:
