@@ -164,6 +164,14 @@ def line_in_stored_voice(line: ShardLine, generation: Generation, spec: JobSpec,
     return in_stored_voice(line.messages, generation, own, spec.stored_voices, references_prefix(job_id))
 
 
+def stored_voice_of(line: ShardLine, spec: JobSpec) -> str | None:
+    """The name of the stored voice that speaks an item; None: it is in another voice."""
+    if spec.stored_voices is msgspec.UNSET or any(message.modality == "audio" for message in line.messages):
+        return None
+    name = line.generation_over(spec.generation).voice
+    return name if is_stored(spec, name) else None
+
+
 def is_stored(spec: JobSpec, name: str | None) -> bool:
     """Whether a name stands for a stored voice in a job."""
     return spec.stored_voices is not msgspec.UNSET and name in spec.stored_voices

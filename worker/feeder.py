@@ -15,6 +15,7 @@ from jobs.ledger.records import Failed, Outcome
 from jobs.ledger.states import LASTING_OUTAGES
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
+from jobs.voices import stored_voice_of
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import Pipeline, Speech, SynthesisRequest
 from worker.demand import MAX_WRITING_ITEMS
@@ -165,6 +166,7 @@ class Feeder:
             made,
             round(engine_ms),
             text=spoken_text(line.messages) if self._checked else "",
+            stored_voice=stored_voice_of(line, self._held.lease.job.spec) if self._checked else None,
             draw=planned.draw,
             last_draw=self._progress.last_draw(line.index),
             sampled=self._pipeline.capabilities.sampling and request.generation.temperature != 0,

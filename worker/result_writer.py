@@ -19,7 +19,7 @@ from jobs.quality import Quality
 from jobs.store.base import ObjectStore
 from pipelines.audio_format import LOSSY
 from pipelines.errors import ErrorCode, ModelError, NightjarError
-from pipelines.request import Speech, SynthesisRequest
+from pipelines.request import Generation, Speech, SynthesisRequest
 from worker.artifact_writer import ArtifactWriter, text_only
 from worker.leases import GoneReason, HeldLease, LeaseGoneError, RetryNote
 from worker.pack_writer import PackWriter
@@ -50,6 +50,8 @@ class EngineResult:
     engine_ms: int
     #: What the line asks for, for pipelines that do not say what they spoke.
     text: str = ""
+    #: The name of the stored voice, which the request has as a recording.
+    stored_voice: str | None = None
     draw: int = 0
     #: The number of the last draw that the item may have.
     last_draw: int = 0
@@ -64,6 +66,12 @@ class EngineResult:
     @property
     def quality(self) -> Quality | None:
         return self.held.lease.job.spec.quality
+
+    @property
+    def asked(self) -> Generation:
+        """The settings as the job says them: with the name of a stored voice."""
+        generation = self.request.generation
+        return generation if self.stored_voice is None else msgspec.structs.replace(generation, voice=self.stored_voice)
 
     @property
     def seed(self) -> int:
@@ -195,7 +203,7 @@ class ResultWriter:
             return self._decide(result, failed_draw(result.draw, result.seed, made))
         speech = trimmed(made, quality)
         text = speech.text_out or speech.text or result.text
-        checked = check_draw(result.draw, result.seed, speech, quality, text, result.request.generation)
+        checked = check_draw(result.draw, result.seed, speech, quality, text, result.asked)
         if not checked.passed or not (meters := meters_of(quality)):
             return self._decide(result, checked)
         # While the draw waits, the pool alone holds its samples, in memory or in a file.

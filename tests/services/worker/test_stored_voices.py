@@ -15,9 +15,11 @@ from jobs.export.items import AudioItems, item_metadata
 from jobs.ingest import SubmitOptions, dry_run, submit
 from jobs.layout import references_prefix
 from jobs.ledger.records import FrozenVoice, Job, JobSpec, JobState, Reading
+from jobs.quality import Quality
 from jobs.repair import mend, restore_inputs
 from jobs.verify import Expected, Match, reproduce
 from jobs.voices import voice_folder
+from pipelines.duration import Pace
 from pipelines.errors import ErrorCode, InputError, ServiceError
 from pipelines.recording import check_encoded
 from pipelines.registry import register_pipeline
@@ -233,6 +235,19 @@ def test_a_voice_that_changes_while_a_job_is_submitted_leaves_no_job(rig: Rig, m
         rig.submit_file(write(rig, line("Hello.", voice="anna")))
     assert rig.ledger.jobs() == []
     assert rig.store.objects == {}
+
+
+def test_lengths_are_judged_by_the_pace_of_the_stored_voice(rig: Rig) -> None:
+    def pace(voice: str, base_seconds: float) -> Pace:
+        return Pace(base_seconds, 0.01, 0.1, 10.0, voice=voice)
+
+    quality = Quality(paces=(pace("anna", 1.0), pace("ben", 2.0), pace("", 3.0)))
+    (rig.folder / "own.wav").write_bytes(OTHER)
+    source = write(rig, line("One."), line("Two.", voice="ben"), line("Three.", ["user", "audio", "own.wav"]), line("Four.", voice="heart"))
+    job = rig.submit_file(source, generation=Generation(voice="anna"), quality=quality)
+    run(rig, job)
+    expected = {row.index: row.draw.scores["duration"].detail for row in rig.ledger.draws_of(job.id, range(4))}
+    assert [expected[index][0] for index in range(4)] == ["1", "2", "3", "3"]
 
 
 def test_the_recording_stands_before_its_text(rig: Rig) -> None:

@@ -174,6 +174,21 @@ def test_the_folder_is_that_of_the_server(tmp_path: Path, monkeypatch: pytest.Mo
     assert voice_folder(load_settings(home=str(tmp_path))).path == Path("/elsewhere")
 
 
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_the_command_line_and_python_find_the_folder(
+    folder: VoiceFolder, cloner: Cloner, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    (tmp_path / "in.csv").write_text("text,voice,speaker\nHello.,anna,x\nHello.,,x\n")
+    words = [command, "in.csv", "--model", "clones", "--dry-run"]
+    assert main([*words, "--voice-for", "*=anna", "--voice", "anna", "--voice-of", "assistant=anna"]) == 0
+    assert "items   2" in capsys.readouterr().out
+    for options in (["--voice", "ana"], ["--voice-of", "user=ana"], ["--voice-for", "*=ana"]):
+        assert main([*words, *options]) == 4
+        assert "Stored voices: anna." in capsys.readouterr().err
+    with pytest.raises(InputError, match="Stored voices: anna"):
+        getattr(nightjar, command)(["Hello."], out=tmp_path / "out", model="clones", voice="ana", quiet=True)
+
+
 def test_an_open_model_speaks_in_a_stored_voice(folder: VoiceFolder, cloner: Cloner) -> None:
     with nightjar.open_model("clones") as voice:
         assert len(voice.speak("Hello.", voice="anna").samples)
