@@ -75,6 +75,8 @@ def _of_spec(spec: JobSpec) -> Iterator[str]:
         yield from ("--seed", str(spec.seed))
     if spec.format != "wav":
         yield from ("--format", spec.format)
+    if spec.sample_rate is not msgspec.UNSET:
+        yield from ("--sample-rate", str(spec.sample_rate))
     if spec.speak is not msgspec.UNSET and spec.speak in ASKED and spec.speak != "auto":
         yield from ("--speak", spec.speak)
     if spec.pack is True:

@@ -90,7 +90,8 @@ def _lines(job: Job, made_with: Sequence[Provenance]) -> Iterator[tuple[str, str
     spoken = "" if spec.speak is msgspec.UNSET else f", speaks {spec.speak}"
     yield "seed", f"{spec.seed}{spoken}"
     yield from _checks(spec.quality)
-    yield "audio", f"{spec.format}{', in packs' if spec.pack is True else ''}"
+    rate = "" if spec.sample_rate is msgspec.UNSET else f" at {spec.sample_rate} Hz"
+    yield "audio", f"{spec.format}{rate}{', in packs' if spec.pack is True else ''}"
     yield "store", f"{printable(job.store_url)}, below jobs/{job.id}/"
     times = (("created", job.created_at), ("started", job.started_at), ("finished", job.finished_at))
     yield "times", ", ".join(f"{word} {utc(at)}" for word, at in times if at is not None)
