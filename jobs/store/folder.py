@@ -149,14 +149,28 @@ class FolderStore:
 
     def delete_many(self, keys: Sequence[str]) -> None:
         """Removes objects, and the folders that become empty but for those at the root, where others make theirs."""
+        names: dict[tuple[str, ...], list[str]] = {}
         for key in keys:
-            self.delete(key)
-        emptied = {tuple(split_key(key)[:-1]) for key in keys}
-        above = {folder[:depth] for folder in emptied for depth in range(2, len(folder) + 1)}
-        for folder in sorted(above, key=len, reverse=True):
+            *folders, name = split_key(key)
+            names.setdefault(tuple(folders), []).append(name)
+        for folders, in_folder in names.items():
+            self._delete_in(list(folders), in_folder)
+        above = {folders[:depth] for folders in names for depth in range(2, len(folders) + 1)}
+        for folders in sorted(above, key=len, reverse=True):
             # A folder that is not empty, or is gone, is no error.
-            with suppress(OSError), self._folder(list(folder[:-1])) as parent:
-                os.rmdir(folder[-1], dir_fd=parent)
+            with suppress(OSError), self._folder(list(folders[:-1])) as parent:
+                os.rmdir(folders[-1], dir_fd=parent)
+
+    def _delete_in(self, folders: list[str], names: list[str]) -> None:
+        """Removes objects of one folder; missing ones, and a missing folder, are no error."""
+        try:
+            with self._errors("/".join(folders)), self._folder(folders) as folder:
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        os.unlink(name, dir_fd=folder)
+        except StoreError as error:
+            if error.code is not ErrorCode.STORE_MISSING:
+                raise
 
     def sync(self) -> None:
         """Waits until what was put by now, or found there by a put, is on the disk with its name."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, date, datetime, tzinfo
 from pathlib import Path
 
 import pytest
 from celery.schedules import crontab
 
+from jobs.delete import delete_job
 from jobs.ledger import Ledger
 from jobs.settings import Schedule, Settings, SweepSettings
+from jobs.store import open_store
 from pipelines.errors import ConfigError
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
@@ -51,6 +54,17 @@ def test_a_night_is_submitted_once(tmp_path: Path, settings: Settings) -> None:
     ledger.close()
     assert (job.name, job.spec.model, job.spec.seed) == ("evening 2026-11-20", "fake", 4)
     assert job.labels == {"schedule": "evening", "night": "2026-11-20"}
+
+
+def test_a_night_that_ran_does_not_run_again_when_its_job_is_deleted(tmp_path: Path, settings: Settings) -> None:
+    write_night(tmp_path, "2026-11-20")
+    assert ends(settings, "2026-11-20") == [NightEnd.SUBMITTED]
+    with closing(Ledger.open(settings.ledger_url)) as ledger:
+        (job,) = ledger.jobs()
+        ledger.cancel(job.id)
+        delete_job(ledger, open_store(job.store_url), job.id)
+        assert ends(settings, "2026-11-20") == [NightEnd.RAN]
+        assert ledger.jobs() == []
 
 
 def test_equal_files_of_two_nights_are_two_jobs(tmp_path: Path, settings: Settings) -> None:
