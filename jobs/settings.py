@@ -7,6 +7,7 @@ names the key and where it was set.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tomllib
@@ -140,6 +141,11 @@ class Settings(SettingsGroup):
     @property
     def effective_store_url(self) -> str:
         return self.store_url if self.store_url is not None else str(self.home.absolute())
+
+    def export_folder(self, job_id: str, format: str, where: str | None) -> Path:
+        """Where an export is written that was not given a place; one with another filter is another export."""
+        name = format if where is None else f"{format}-{hashlib.sha256(where.encode()).hexdigest()[:16]}"
+        return self.home.absolute() / "exports" / job_id / name
 
     def engine_options(self, engine: Literal["cpu", "native", "vllm"]) -> dict[str, Any]:
         """Options of `open_pipeline` for a model of this engine: what was set, and nothing else."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import threading
 import time
@@ -226,6 +225,19 @@ class Job:
         folder = self._exported("lhotse", to, where, absolute=True)
         return cast("lhotse.CutSet", CutSet.from_file(next(folder.rglob("*cuts.jsonl.gz"))))
 
+    def push_to_hub(
+        self, repository: str, *, private: bool | None = None, to: str | Path | None = None, where: str | None = None, **options: Any
+    ) -> str:
+        """Pushes the items to a dataset of the Hugging Face hub, from a Parquet export in `to`; its address. Waits for the end of the job.
+
+        The token is that of `huggingface_hub`. `private`: of a dataset that is not there yet. `where` is a filter, as in `items`;
+        `options` are those of `jobs.export.export`. Raises `NightjarError`, for a missing token and an unreachable hub before the export.
+        """
+        from jobs.export.hub import check_push, push
+
+        check_push("parquet", str(to or ""), repository)
+        return push(self._exported("parquet", to, where, **options), repository, private=private)
+
     def report(self, to: str | Path | None = None) -> Report:
         """Writes the report of what is done by now; a notebook shows it."""
         from jobs.report import ReportOptions, default_place, write_report
@@ -340,10 +352,8 @@ class Job:
 
     def _exported(self, format: str, to: str | Path | None, where: str | None, **options: Any) -> Path:
         self.wait()
-        # An export with another filter is another export.
-        name = format if where is None else f"{format}-{hashlib.sha256(str(_filter(where)).encode()).hexdigest()[:16]}"
-        folder = self._settings.home.absolute() / "exports" / self.id / name if to is None else Path(to)
-        return self.export(format, folder, where=where, **options)
+        default = self._settings.export_folder(self.id, format, None if where is None else str(_filter(where)))
+        return self.export(format, default if to is None else Path(to), where=where, **options)
 
     def _check(self) -> None:
         """Raises what ended the run of a job here."""

@@ -80,6 +80,10 @@ class FormatOption(click.Option):
     type=click.IntRange(min=1),
     help="Maximum MB of audio per file (shar, webdataset, parquet) or subfolder (audiofolder). [default: 500]",
 )
+@click.option(
+    "--push", metavar="ORG/NAME", help="Push the parquet export to this dataset of the Hugging Face hub. The token is HF_TOKEN or stored."
+)
+@click.option("--private", is_flag=True, help="Of a dataset that --push makes.")
 @common_options
 def export(
     job: str,
@@ -92,6 +96,8 @@ def export(
     where: str | None,
     absolute: bool,
     part_mb: int | None,
+    push: str | None,
+    private: bool,
     home: str | None,
     output: Output,
 ) -> None:
@@ -106,16 +112,20 @@ def export(
       nightjar export JOB --where 'wer < 0.1 and distillmos > 3.5' --to clean.jsonl
       nightjar export JOB --format webdataset --to datasets/night --split train=0.98,dev=0.01,test=0.01
     """
-    from jobs.export import PART_BYTES, parse_splits
+    from jobs.export import PART_BYTES, hub, parse_splits
     from jobs.export import export as write
     from jobs.store import open_store
     from jobs.where import parse_where
 
     # The data goes to stdout, so what is said about it may not.
-    output = Output(as_json=output.as_json and to != "-", quiet=output.quiet)
+    output = Output(as_json=output.as_json and (to != "-" or push is not None), quiet=output.quiet)
     splits = parse_splits(split) if split else None
     wanted = None if where is None else parse_where(where)
     with found_job(job, home) as (settings, ledger, found):
+        if push is not None:
+            filter_text = None if wanted is None else str(wanted)
+            to = str(settings.export_folder(found.id, format_, filter_text)) if to == "-" else to
+            hub.check_push(format_, to, push)
         report = write(
             ledger,
             open_store(found.store_url, settings.s3),
@@ -132,14 +142,17 @@ def export(
             where=wanted,
             on_part=lambda part: output.note(f"{part.split} {part.number + 1} of {part.of}: {counted(part.items, 'item')}"),
         )
+    pushed = {} if push is None else {"pushed": hub.push(Path(report.to), push, private=private or None)}
     if output.as_json:
-        view = {"schema": "nightjar.export/1", "job": found.id, "format": report.format, "to": report.to}
+        view = {"schema": "nightjar.export/1", "job": found.id, "format": report.format, "to": report.to, **pushed}
         output.data({**view, "items": report.items, "left_out": report.left_out, **_reasons_view(report.reasons, wanted)})
         return
     place = "" if to == "-" else f" to {report.to}"
     output.note(f"{counted(report.items, 'item')} written{place}.{f' Left out: {report.reasons}.' if report.left_out else ''}")
     if report.reasons.running:
         output.note(f"The job still runs: {counted(report.reasons.pending, 'item')} pending. Export again later to replace this.")
+    if pushed:
+        output.line(pushed["pushed"])
 
 
 def _reasons_view(reasons: LeftOut, where: Where | None) -> dict[str, object]:

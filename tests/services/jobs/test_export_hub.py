@@ -1,0 +1,102 @@
+"""Exports that are pushed to a hub: to a stand-in for it, and what keeps a push from happening."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.cli import main
+from jobs.export.hub import check_push
+from jobs.store import FolderStore
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
+from tests.support.export_kit import Finished, finished_job
+from tests.support.hub_server import TOKEN, HubServer, hub_server
+
+pytest.importorskip("datasets", reason="NOT PUSHED: the library datasets is missing; it comes with the extra `dev`.")
+
+LINES: list[dict[str, Any]] = [{"example_id": f"u{number}", "messages": [["user", "text", f"Text {number}"]]} for number in range(6)]
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """The stand-in, where the libraries look for the hub. It takes files over HTTP, not over Xet."""
+    with hub_server() as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+        monkeypatch.setattr("datasets.config.HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        yield server
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Finished]:
+    made = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES, seconds=0.1)
+    monkeypatch.setenv("SPEECH_DATABASE_URL", made.ledger.url)
+    monkeypatch.setenv("SPEECH_HOME", str(tmp_path / "home"))
+    yield made
+    made.ledger.close()
+
+
+def test_splits_become_a_private_dataset(finished: Finished, hub: HubServer, capfd: pytest.CaptureFixture[str]) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    options = ["--format", "parquet", "--split", "train=0.5,dev=0.5", "--push", "birds/night", "--private", "--json"]
+    assert main(["export", finished.job_id, *options]) == 0
+    said = capfd.readouterr()
+    assert json.loads(said.out)["pushed"] == f"{hub.url}/datasets/birds/night"
+    assert hub.made["birds/night"]["visibility"] == "private"
+    files = hub.repositories["birds/night"]
+    assert {name.split("-")[0] for name in files} == {"README.md", "data/train", "data/dev"}
+    rows = [row for name, data in files.items() if name != "README.md" for row in parquet.read_table(io.BytesIO(data)).to_pylist()]
+    rows.sort(key=lambda row: row["index"])
+    assert [row["audio"]["bytes"] for row in rows] == list(finished.audio.values())
+    assert [(row["example_id"], row["seed"]) for row in rows] == [(f"u{index}", index + 2**62) for index in range(6)]
+    assert TOKEN not in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "code", "message"),
+    [
+        ("no token", ConfigError, ErrorCode.CONFIG_INVALID, "There is no token"),
+        ("another token", ConfigError, ErrorCode.CONFIG_INVALID, r"refuses to write 'birds/night' \(status 401\)"),
+        ("a bad name", ConfigError, ErrorCode.CONFIG_INVALID, "takes no dataset with the name 'a/b/c'"),
+        ("another format", ConfigError, ErrorCode.CONFIG_INVALID, "Only an export in the format parquet"),
+        ("offline", ServiceError, ErrorCode.SERVER_UNREACHABLE, "switched off by HF_HUB_OFFLINE"),
+        ("nobody there", ServiceError, ErrorCode.SERVER_UNREACHABLE, "does not answer"),
+        ("broken", ServiceError, ErrorCode.SERVER_UNREACHABLE, "answers with status 500"),
+    ],
+)
+def test_what_keeps_a_push_from_happening(
+    hub: HubServer, monkeypatch: pytest.MonkeyPatch, fault: str, kind: type[NightjarError], code: ErrorCode, message: str
+) -> None:
+    if fault == "no token":
+        monkeypatch.delenv("HF_TOKEN")
+    if fault == "another token":
+        monkeypatch.setenv("HF_TOKEN", "hf_other")
+    if fault == "offline":
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    if fault == "nobody there":
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    hub.status = 500 if fault == "broken" else None
+    with pytest.raises(kind, match=message) as caught:
+        check_push("nemo" if fault == "another format" else "parquet", "to", "a/b/c" if fault == "a bad name" else "birds/night")
+    assert caught.value.code is code
+    assert caught.value.advice
+    assert "hf_" not in caught.value.message
+
+
+def test_nothing_is_exported_that_cannot_be_pushed(
+    finished: Finished, hub: HubServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    to = finished.folder / "to"
+    assert main(["export", finished.job_id, "--format", "parquet", "--to", str(to), "--push", "birds/night"]) != 0
+    assert "There is no token of the Hugging Face hub." in capfd.readouterr().err
+    assert not to.exists()
+    assert not hub.repositories
