@@ -41,6 +41,7 @@ from conversation import Conversation, converse  # noqa: E402
 _RESULT = _ROOT / "benchmarks/results/pipecat.json"
 _SENTENCE = "The library opens in the morning."
 _RATE = 24_000
+_BARE = "bare WebSocket"
 _WARM_UP = 5
 
 
@@ -122,7 +123,7 @@ async def measure(server: NightjarServer, rounds: int) -> dict[str, list[tuple[f
     found: dict[str, list[tuple[float, float]]] = {}
     async with connect(server.websocket_url, compression=None) as connection:
         for number in range(_WARM_UP + rounds):
-            took = {"bare WebSocket": (await bare(connection, number), 0.0)}
+            took = {_BARE: (await bare(connection, number), 0.0)}
             for name, wire in wires.items():
                 took[name] = await through_pipecat(opened[name], wire)
             if number >= _WARM_UP:
@@ -143,6 +144,16 @@ def figures(found: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
             row[f"{column}_p95"] = round(statistics.quantiles(values, n=20)[-1], 2)
         table[name] = row
     return table
+
+
+def rows(table: dict[str, Any]) -> str:
+    """The table of docs/voice-agents.md."""
+    lines = ["| way | first audio, median | 95 % | added, median |", "|---|---|---|---|"]
+    for name, row in table.items():
+        way = f"the {name}" if name == _BARE else f"`{name}` of Pipecat"
+        added = "" if name == _BARE else f"{row['added_ms_p50']:.1f} ms"
+        lines.append(f"| {way} | {row['first_audio_ms_p50']:.1f} ms | {row['first_audio_ms_p95']:.1f} ms | {added} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -170,8 +181,8 @@ def main() -> None:
         "ways": table,
     }
     options.to.write_text(json.dumps(result, indent=1) + "\n")
-    for name, row in table.items():
-        print(name, *(f"{column}={value}" for column, value in row.items()))
+    print(f"`hibari` on {result['cores']} CPU cores (load {result['load_of_the_machine']}), one client, {options.rounds} rounds\n")
+    print(rows(table))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from pipelines.serving import context
 from tests.services.pipelines.test_serve_speech import SIZES, alike
 from tests.support.golden_checkpoint import whole
 from tests.support.qwen3_golden import GOLDEN
-from tests.support.serving_kit import Running
+from tests.support.serving_kit import Running, b64
 from tests.support.websocket_kit import Talk, talk
+from tests.unit.pipelines.test_qwen3_pipeline import reference
 
 TEXT = "Good morning. Is it 3 o'clock? Not yet."
 
@@ -108,6 +110,25 @@ def test_a_pause_ends_a_passage_behind_a_whole_word(server: Running, client: Tal
         client.say("b", text, more=True, flush=True, **fields)
     client.say("b")
     assert alike(paused, client.hear("b"))
+
+
+def test_a_clone_with_its_text_is_one_utterance_in_any_pieces_where_that_is_asked_for(tmp_path: Path) -> None:
+    pipeline: Any = open_pipeline(GOLDEN / "checkpoint-base", **{**SIZES, "keep_unfinished": True})
+    rng, fields = random.Random(5), {"voice": {"mode": "id", "id": "anna"}, "generation_config": {"seed": 3, "max_seconds": 2.0}}
+    with Running(pipeline, slots=4, waiting_room=8, text_in=True, voices_folder=tmp_path) as server, talk(server.url) as client:
+        voice = {"name": "anna", "recording": b64(reference()), "text": "It was."}
+        assert server.http.post("/v1/audio/voices", json=voice).status_code == 200
+        client.say("once", TEXT, **fields)
+        once = client.hear("once")
+        before = pipeline.stats().requests_done
+        begin = 0
+        while begin < len(TEXT):
+            size = rng.randint(1, 9)
+            client.say("pieces", TEXT[begin : begin + size], more=True, **fields)
+            begin += size
+        client.say("pieces", " ")
+        assert alike(client.hear("pieces"), once)
+        assert pipeline.stats().requests_done == before + 1
 
 
 def test_a_delay_of_0_speaks_sentence_by_sentence(server: Running, client: Talk) -> None:
