@@ -114,22 +114,23 @@ class Wanted(NamedTuple):
 
 def items_page(connection: sa.Connection, job: Job, wanted: Wanted, after: int, limit: int) -> list[ItemRow]:
     """Up to `limit` items with an index above `after`, in index order."""
-    items = schema.items.c
+    items, number = schema.items.c, number_of(job.id)
     conditions: list[sa.ColumnElement[bool]] = []
     implied = wanted.where is not None and wanted.where.needs_scores and not wanted.dialogues
     if wanted.state is not None and not (implied and wanted.state is ItemState.DONE):
         conditions.append(item_is(wanted.state))
     if wanted.codes is not None:
         conditions.append(items.error_code.in_([code.value for code in wanted.codes]))
-    query = _with_audio().where(items.job_no == number_of(job.id)).order_by(items.idx)
     if wanted.where is None:
-        query = query.where(items.idx > after, *conditions).limit(limit)
+        query = sa.select(items.idx).where(items.job_no == number, items.idx > after, *conditions)
+        page = list(connection.scalars(query.order_by(items.idx).limit(limit)))
     else:
         rest = sa.and_(*conditions) if conditions else None
-        matching = matching_page(connection, job, wanted.where, after, limit, dialogues=wanted.dialogues, conditions=rest)
-        # As text: it takes less time than binding them.
-        query = query.where(items.idx.in_(sa.bindparam("matching", matching, expanding=True, literal_execute=True)))
-    return [item_from(row, speaks_turns=job.speaks_turns) for row in connection.execute(query).mappings()]
+        page = matching_page(connection, job, wanted.where, after, limit, dialogues=wanted.dialogues, conditions=rest)
+    if not page:
+        return []
+    query = _with_audio(page, number, listed=wanted.where is not None).where(items.job_no == number, *conditions)
+    return [item_from(row, speaks_turns=job.speaks_turns) for row in connection.execute(query.order_by(items.idx)).mappings()]
 
 
 def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[ShardAudio]:
@@ -178,15 +179,24 @@ def shard_ends(connection: sa.Connection, job_id: str) -> list[ShardEnds]:
     return [ShardEnds(*row) for row in cast("Sequence[tuple[Any, ...]]", connection.execute(query.order_by(columns.no)).all())]
 
 
-def _with_audio() -> sa.Select[tuple[object, ...]]:
-    items, artifacts = schema.items.c, schema.artifacts.c
-    audio = sa.and_(artifacts.job_no == items.job_no, artifacts.idx == items.idx, artifacts.kind == "audio")
+def _with_audio(page: list[int], number: sa.ScalarSelect[int], *, listed: bool) -> sa.Select[tuple[object, ...]]:
+    """The items of a page with their audio: those that are `listed` in it, else all from its first to its last."""
+
+    def on_page(column: sa.ColumnElement[int], shift: int = 0) -> sa.ColumnElement[bool]:
+        # Said of each table: PostgreSQL would read the whole job's rows of the others for each page.
+        if not listed:
+            return column.between(page[0] + shift, page[-1] + shift)
+        # As text: it takes less time than binding them.
+        return column.in_(sa.bindparam(None, [index + shift for index in page], expanding=True, literal_execute=True))
+
+    items, artifacts, following = schema.items.c, schema.artifacts.c, schema.items.alias("following")
+    audio = sa.and_(artifacts.job_no == items.job_no, artifacts.idx == items.idx, artifacts.kind == "audio", on_page(artifacts.idx))
     wanted = [column for column in artifacts if column.name not in {"job_no", "idx", "epoch", "worker_id"}]
-    following = schema.items.alias("following")
     # The items of a dialogue have indexes that follow one another.
-    more = sa.exists().where(following.c.job_no == items.job_no, following.c.idx == items.idx + 1, following.c.turn > 0)
-    several = sa.or_(items.turn > 0, more).label("several")
-    return sa.select(schema.items, *wanted, several).select_from(schema.items.outerjoin(schema.artifacts, audio))
+    next_one = sa.and_(following.c.job_no == number, following.c.idx == items.idx + 1, on_page(following.c.idx, 1))
+    several = sa.or_(items.turn > 0, sa.func.coalesce(following.c.turn, 0) > 0).label("several")
+    tables = schema.items.outerjoin(schema.artifacts, audio).outerjoin(following, next_one)
+    return sa.select(schema.items, *wanted, several).select_from(tables).where(on_page(items.idx))
 
 
 def rejected_page(connection: sa.Connection, job_id: str, after: int, limit: int) -> list[RejectedLine]:
