@@ -291,7 +291,12 @@ def measure(folder: Path, sizes: Sequence[int], memory_items: int, postgres: str
 @click.option("--name", default="filters", show_default=True, help="Name of the file of results.")
 @click.option("--child", "of_child", nargs=5, hidden=True)
 def main(
-    sizes: tuple[int, ...], memory_items: int, postgres: str | None, name: str, of_child: tuple[str, str, str, str, str] | None
+    sizes: tuple[int, ...],
+    memory_items: int,
+    postgres: str | None,
+    with_commits: bool,
+    name: str,
+    of_child: tuple[str, str, str, str, str] | None,
 ) -> None:
     """Measures filters of items on this machine."""
     if of_child:
