@@ -17,7 +17,7 @@ from jobs.checks import METERS, scores_with
 from jobs.ledger import schema
 from jobs.ledger.ingest import insert_missing
 from jobs.ledger.mapping import number_of, read_job
-from jobs.ledger.records import Draw, ItemState, Job
+from jobs.ledger.records import Draw, ItemState, Job, Score
 from jobs.ledger.schema import SCORE_COLUMNS, item_is
 from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where
 from pipelines.errors import ConfigError, ErrorCode
@@ -38,10 +38,17 @@ def add_scores(connection: sa.Connection, job_no: int, draws: Iterable[tuple[int
 
 
 def _row(job_no: int, index: int, draw: Draw) -> tuple[Any, ...]:
-    values = {name: score.value for name, score in draw.scores.items() if score.value is not None and math.isfinite(score.value)}
-    others = {name: value for name, value in values.items() if name not in _COLUMN_NAMES}
-    known = [values.get(name) for name in SCORE_COLUMNS]
+    scores = draw.scores
+    known = [_measured(scores[name]) if name in scores else None for name in SCORE_COLUMNS]
+    if scores.keys() <= _COLUMN_NAMES:
+        return job_no, index, draw.draw, *known, None
+    values = {name: _measured(score) for name, score in scores.items() if name not in _COLUMN_NAMES}
+    others = {name: value for name, value in values.items() if value is not None}
     return job_no, index, draw.draw, *known, _encode(others).decode() if others else None
+
+
+def _measured(score: Score) -> float | None:
+    return score.value if score.value is not None and math.isfinite(score.value) else None
 
 
 class _Source(NamedTuple):
