@@ -97,7 +97,7 @@ def test_a_run_on_one_node_is_asked_to_stop_and_requeued(tmp_path: Path) -> None
     """What `nightjar run` does at SIGTERM is tested with it; here it only says that it got one."""
     variables = os.environ | programs(tmp_path / "slurm")
     program = tmp_path / "slurm/nightjar"
-    program.write_text("#!/bin/bash\ntrap 'exit 143' TERM\necho \"$*\"\nwhile true; do read -r -t 1 <> <(:) || true; done\n")
+    program.write_text("#!/bin/bash\ntrap 'kill $!; exit 143' TERM\nsleep 600 >&- &\necho \"$*\"\nwait\n")
     command = [SLURM / "nightjar-run.sbatch", "in.jsonl", "out", "--model", "hibari"]
     with subprocess.Popen(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
