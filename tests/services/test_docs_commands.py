@@ -47,6 +47,8 @@ NOT_RUN: list[tuple[str, str]] = [
     ),
     (r"python -m benchmarks\.stream_load .*", "a measurement of minutes; benchmarks/test_stream_load.py runs it"),
     (r"nightjar run dialogues\.jsonl --qa strict", "its meters download models; tests/services/worker/test_quality_jobs.py"),
+    (r"nightjar (export|items) JOB --where .*", "the job of the pages has no such scores; tests/services/jobs/test_export_filters.py"),
+    (r"nightjar export JOB .* --push .*", "there is no hub; tests/services/jobs/test_export_hub.py pushes to a stand-in"),
     (r"nightjar evaluate .*", "hibari does not chat; tests/services/pipelines/test_serve_evaluate.py asks a server that does"),
     (r"nightjar run \w+\.jsonl --model path/to/speechlm-qwen3-8b .*", "it needs vLLM; tests/vllm/test_job.py"),
     (r"nightjar models convert base\.pt .*", "it needs a training checkpoint; tests/unit/pipelines/test_speechlm_parts.py"),
