@@ -244,7 +244,7 @@ def child(kind: str, url: str, folder: str, job_id: str, text: str) -> None:
 
         with closing(Ledger.open(url)) as ledger:
             row = replace(ledger.job(job_id), store_url=open_store(folder).url)
-        job = Job(row, Settings(database_url=url))
+        job = Job(row, Settings.model_validate({"database_url": url}))
         items = sum(1 for _ in job)
         job.close()
     else:
