@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from jobs.export import ExportReport, export
+from jobs.export import ExportReport, Part, export
 from jobs.ingest import SubmitOptions, submit
 from jobs.ledger import Ledger
-from jobs.ledger.records import JobSpec
+from jobs.ledger.records import Artifact, Done, JobSpec
 from jobs.quality import Quality
 from jobs.settings import Settings, ShardSettings
 from jobs.store import FolderStore
@@ -21,7 +21,7 @@ from jobs.where import FilteredOut, parse_where
 from pipelines.errors import ConfigError, ErrorCode
 from tests.services.jobs.test_export_resume import StoppedError, contents, stop_at
 from tests.support.cli_kit import call
-from tests.support.export_kit import Finished, run_all
+from tests.support.export_kit import SAMPLE_RATE, Finished, run_all, wav
 
 #: By example id: u0 to u9 have a WER of 0.0 to 0.9, and every second one has no DistillMOS.
 SCORES = {f"u{no}": {"wer": no / 10, **({"distillmos": 3.0 + no / 10} if no % 2 else {})} for no in range(10)}
@@ -154,6 +154,34 @@ def test_a_job_that_runs_is_exported_as_far_as_it_is_done_and_again_later(starte
     # The finished one is not replaced by an export with another filter.
     with pytest.raises(ConfigError, match="holds another export of this job"):
         run(started, "webdataset", folder, "wer < 0.3", part_bytes=100_000)
+
+
+def test_an_item_that_is_done_between_two_others_meanwhile_is_not_in_their_export(started: Finished) -> None:
+    ledger, job = started.ledger, started.job_id
+    go_on(started, shards=1)
+    (ticket,) = ledger.take_ready(1)
+    lease = ledger.claim(ticket, "w", 3600)
+    assert lease is not None
+
+    def commit(index: int) -> None:
+        key, data = f"jobs/{job}/audio/00000/{index:09d}-u{index}.wav", wav(index)
+        info = started.store.put(key, data).info
+        audio = Artifact(index, "audio", key, info.sha256, info.bytes, 1000, SAMPLE_RATE, SAMPLE_RATE + index, index)
+        assert ledger.commit(lease.ticket, [Done(index, (audio,))]).accepted == 1
+
+    commit(2)
+    go_on(started, shards=1)
+    # Parts of two items: u0 and u1, u2 and u4, u5.
+    parts: list[int] = []
+
+    def more(part: Part) -> None:
+        parts.append(part.items)
+        if len(parts) == 1:
+            commit(3)
+
+    assert run(started, "webdataset", started.folder / "to", None, part_bytes=100_000, on_part=more).items == 5
+    assert parts == [2, 2, 1]
+    assert ids(started.folder / "to") == ["u0", "u1", "u2", "u4", "u5"]
 
 
 def test_the_commands_take_filters(finished: Finished) -> None:
