@@ -395,14 +395,6 @@ class WorkerInfo:
     slots: int
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRow:
-    info: WorkerInfo
-    state: str
-    started_at: float
-    heartbeat_at: float
-
-
 # msgspec inspects a class at its first use and crashes where two threads do so at once. Here the lock of the import keeps them apart.
 msgspec.json.Decoder(JobSpec)
 msgspec.json.Decoder(Score)

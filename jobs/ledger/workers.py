@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from jobs.ledger import schema
 from jobs.ledger.mapping import insert
-from jobs.ledger.records import ShardState, WorkerInfo, WorkerRow, clean
+from jobs.ledger.records import ShardState, WorkerInfo, clean
 from jobs.ledger.schema import db_now, state_is
 from jobs.ledger.states import LIVE_SECONDS, LOST, QUARANTINED, RETIRED, UP
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
@@ -17,9 +17,16 @@ from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 #: The model of a worker that serves whatever the jobs ask for.
 ANY_MODEL = ""
 
-
 #: Workers whose heartbeats are waited for.
 HEARD = schema.workers.c.state.not_in([RETIRED, LOST])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    info: WorkerInfo
+    state: str
+    started_at: float
+    heartbeat_at: float
 
 
 def _live(seconds: float) -> sa.ColumnElement[bool]:

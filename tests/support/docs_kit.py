@@ -97,7 +97,7 @@ def check_call(text: str) -> None:
         if name.isupper() or "/" in name:
             return  # `nightjar models PATH`
         child = command.get_command(context, name)
-        if child is None and (child := command.get_command(context, "show")) is not None:
+        if child is None and command is not cli and (child := command.get_command(context, "show")) is not None:
             words = [name, *words]  # `nightjar models hibari`
         if child is None:
             raise click.UsageError(f"No such command {name!r}.", context)

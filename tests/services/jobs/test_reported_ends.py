@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 from jobs.ledger import Ledger
 from jobs.ledger.notification import OLDEST_END_SECONDS, JobEnd
 from tests.support.ledger_kit import execute, failed, lease_next, submit
+from tests.support.run_kit import Shell, write_input
 
 SECONDS = 60.0
 
@@ -83,3 +85,16 @@ def test_a_time_of_a_wrong_clock_holds_nothing_up(ledger: Ledger) -> None:
     ledger.put_off(end, 1e6)
     assert ledger.unreported_ends() == [end]
     assert ledger.claim_end(end, SECONDS) == 1
+
+
+def test_the_end_of_a_run_is_reported_before_it_returns_and_a_hook_that_fails_is_asked_again(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 1)
+    refused = shell.run("run", "in.jsonl", SPEECH_NOTIFY__COMMAND="false")
+    assert (refused.returncode, "was not reported: the command ended with status 1" in refused.stderr) == (0, True), refused.stderr
+    # The report of the job is there when its end is told.
+    hook = "sh -c 'test -e out/reports/$NIGHTJAR_JOB.html && cat >> ends && echo >> ends'"
+    for _ in range(2):
+        assert shell.run("run", "in.jsonl", "-q", SPEECH_NOTIFY__COMMAND=hook).returncode == 0
+    (end,) = (shell.folder / "ends").read_text().splitlines()
+    view = json.loads(end)
+    assert (view["state"], view["items"]["done"], view["job"]) == ("completed", 1, refused.stdout.split()[0])

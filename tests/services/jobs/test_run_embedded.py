@@ -58,19 +58,6 @@ def test_a_second_run_of_the_same_input_makes_nothing_again(shell: Shell) -> Non
     assert written == {path: path.stat().st_mtime_ns for path in (shell.folder / "out").glob("jobs/**/*") if path.is_file()}
 
 
-def test_the_end_of_a_run_is_reported_before_it_returns_and_a_hook_that_fails_is_asked_again(shell: Shell) -> None:
-    write_input(shell.folder / "in.jsonl", 1)
-    refused = shell.run("run", "in.jsonl", SPEECH_NOTIFY__COMMAND="false")
-    assert (refused.returncode, "was not reported: the command ended with status 1" in refused.stderr) == (0, True), refused.stderr
-    # The report of the job is there when its end is told.
-    hook = "sh -c 'test -e out/reports/$NIGHTJAR_JOB.html && cat >> ends && echo >> ends'"
-    for _ in range(2):
-        assert shell.run("run", "in.jsonl", "-q", SPEECH_NOTIFY__COMMAND=hook).returncode == 0
-    (end,) = (shell.folder / "ends").read_text().splitlines()
-    view = json.loads(end)
-    assert (view["state"], view["items"]["done"], view["job"]) == ("completed", 1, refused.stdout.split()[0])
-
-
 def test_workers_that_open_their_model_ahead_wait_for_the_job(tmp_path: Path) -> None:
     chosen = load_settings(home=str(tmp_path / "out"))
     settings = load_settings(home=str(chosen.home), **embedded_overrides(chosen))
