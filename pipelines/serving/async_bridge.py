@@ -119,6 +119,8 @@ class StreamCall:
         self._waiter: asyncio.Future[None] | None = None
         self._lock = threading.Lock()
         self._end: End | None = None
+        #: Whether the pipeline was asked, and has taken the request or refused it.
+        self._begun = False
         self._text: TextStream | None = None
         self._given_up = False
         self._settled = False
@@ -150,16 +152,18 @@ class StreamCall:
             self._give_up(starting)
 
     def _start(self) -> None:
-        with self._lock:
-            if self._given_up:
-                return
-        end = self._begin(lambda outcome: _on_loop(self._loop, lambda: self._arrived(outcome)))
-        with self._lock:
-            self._end = end
-            unwanted = self._given_up
-        if unwanted:
-            end()
-            _on_loop(self._loop, self._settle)
+        end: End | None = None
+        try:
+            if not self._given_up:
+                end = self._begin(lambda outcome: _on_loop(self._loop, lambda: self._arrived(outcome)))
+        finally:
+            with self._lock:
+                self._end, self._begun = end, True
+                unwanted = self._given_up
+            if unwanted:
+                if end is not None:
+                    end()
+                _on_loop(self._loop, self._settle)
 
     def _begin(self, heard: Heard) -> End:
         if self._opened is None:
@@ -200,14 +204,14 @@ class StreamCall:
         """Ends the stream, unless it is over. One that a thread is starting is ended by that thread."""
         with self._lock:
             self._given_up = True
-            end = self._end
+            end, begun = self._end, self._begun
         if end is not None:
             try:
                 end()
             except Exception:
                 # Whatever a pipeline does, its request gives its slot back.
                 log.exception("a stream could not be ended")
-        elif starting is not None and not starting.cancel() and not starting.done():
+        elif starting is not None and not begun and not starting.cancel():
             return
         self._settle()
 
