@@ -210,7 +210,6 @@ def test_streams_that_are_cancelled_at_any_moment_leave_nothing_behind(engines: 
     drawn = random.Random(19)
     with serving(engines, slots=40, waiting_room=40) as server:
         text = "[[chunks:5]] [[seconds:0.002]]"
-        # The threads that start streams come as they are needed.
         for connection in [asked(server, text) for _ in range(50)]:
             with connection:
                 connection.recv(100)
@@ -232,5 +231,7 @@ def test_streams_that_are_cancelled_at_any_moment_leave_nothing_behind(engines: 
                         data += piece
                     assert not data or data.startswith(b"HTTP/1.1 200"), data
         server.until_idle()
-        server.until(lambda: all(now <= then + 1 for now, then in zip(counts(engines), before)))
+        # How many of its pools' threads a process has started depends on how busy the machine was; a leak is one for each stream.
+        more = (40, 1, 4, 1)
+        server.until(lambda: all(now <= then + some for now, then, some in zip(counts(engines), before, more, strict=True)))
         assert engines.opened[0].stats().state == "ready"
