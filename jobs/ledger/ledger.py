@@ -300,11 +300,11 @@ class Ledger:
         while limit is None or limit > 0:
             rows = queries.PAGE_ROWS if limit is None else min(limit, queries.PAGE_ROWS)
             page = self.database.read(queries.items_page, job, wanted, after, rows)
-            yield from page
-            if len(page) < rows:
+            yield from page.items[:limit]
+            if page.after is None:
                 return
-            after = page[-1].index
-            limit = None if limit is None else limit - len(page)
+            after = page.after
+            limit = None if limit is None else limit - len(page.items)
 
     def rejected_lines(self, job_id: str) -> Iterator[RejectedLine]:
         """Lines that became no item, in the order of the input."""

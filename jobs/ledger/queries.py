@@ -112,8 +112,16 @@ class Wanted(NamedTuple):
     dialogues: bool = False
 
 
-def items_page(connection: sa.Connection, job: Job, wanted: Wanted, after: int, limit: int) -> list[ItemRow]:
-    """Up to `limit` items with an index above `after`, in index order."""
+class ItemsPage(NamedTuple):
+    """Items in index order."""
+
+    items: list[ItemRow]
+    #: Where the next page begins; None: there is none. Items whose state changes while the page is read may be missing, or more.
+    after: int | None
+
+
+def items_page(connection: sa.Connection, job: Job, wanted: Wanted, after: int, limit: int) -> ItemsPage:
+    """Up to `limit` items with an index above `after`."""
     items, number = schema.items.c, number_of(job.id)
     conditions: list[sa.ColumnElement[bool]] = []
     implied = wanted.where is not None and wanted.where.needs_scores and not wanted.dialogues
@@ -128,9 +136,10 @@ def items_page(connection: sa.Connection, job: Job, wanted: Wanted, after: int, 
         rest = sa.and_(*conditions) if conditions else None
         page = matching_page(connection, job, wanted.where, after, limit, dialogues=wanted.dialogues, conditions=rest)
     if not page:
-        return []
+        return ItemsPage([], None)
     query = _with_audio(page, number, listed=wanted.where is not None).where(items.job_no == number, *conditions)
-    return [item_from(row, speaks_turns=job.speaks_turns) for row in connection.execute(query.order_by(items.idx)).mappings()]
+    rows = [item_from(row, speaks_turns=job.speaks_turns) for row in connection.execute(query.order_by(items.idx)).mappings()]
+    return ItemsPage(rows, page[-1] if len(page) == limit else None)
 
 
 def shard_audio(connection: sa.Connection, job_id: str, shard_no: int) -> list[ShardAudio]:

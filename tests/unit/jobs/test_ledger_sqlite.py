@@ -7,11 +7,13 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from alembic.config import Config
 from alembic.script import ScriptDirectory
+from sqlalchemy import event
 
 from jobs.ledger import Ledger
-from jobs.ledger.records import SCHEMA_REVISION
+from jobs.ledger.records import SCHEMA_REVISION, ItemState
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError
 from tests.support.ledger_kit import execute, submit, worker
 
@@ -59,6 +61,19 @@ def test_an_empty_database_and_another_version_are_refused(ledger: Ledger, tmp_p
         with pytest.raises(ServiceError, match="newer") as caught:
             call()
         assert caught.value.code is ErrorCode.LEDGER_SCHEMA
+
+
+def test_items_that_change_while_a_page_is_read_do_not_end_the_list(ledger: Ledger) -> None:
+    # As on PostgreSQL, where the second statement of a page sees what was committed after the first.
+    job, changed = submit(ledger, [6]), list[bool]()
+
+    def change(connection: sa.Connection, cursor: sqlite3.Cursor, statement: str, *_: object) -> None:
+        if "LEFT OUTER JOIN artifacts" in statement and not changed:
+            cursor.connection.execute("UPDATE items SET state = 1 WHERE idx = 1")
+            changed.append(True)
+
+    event.listen(ledger.database.engine, "before_cursor_execute", change)
+    assert [row.index for row in ledger.items(job.id, ItemState.PENDING, limit=4)] == [0, 2, 3, 4]
 
 
 def test_several_processes_migrate_at_once(tmp_path: Path) -> None:
