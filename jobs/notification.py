@@ -14,9 +14,11 @@ import random
 import signal
 import subprocess
 import tempfile
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -162,9 +164,29 @@ def _post(notify: NotifySettings, view: Mapping[str, Any], body: bytes, attempt:
         headers[SIGNATURE] = signature(notify.secret.get_secret_value(), body)
     # Only http and https pass the settings.
     request = urllib.request.Request(url, body, headers, method="POST")  # noqa: S310
-    where = urlsplit(url).hostname
+    tried: Future[None] = Future()
+    # In a thread that nothing waits for: the timeout of a socket begins again with each byte that a slow server sends.
+    threading.Thread(target=_try_request, args=(request, notify.timeout_seconds, tried), name="notify", daemon=True).start()
     try:
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=notify.timeout_seconds) as answer:
+        tried.result(notify.timeout_seconds)
+    except TimeoutError:
+        raise HookError(f"{urlsplit(url).hostname} did not answer within {notify.timeout_seconds:g} s") from None
+
+
+def _try_request(request: urllib.request.Request, timeout_seconds: float, tried: Future[None]) -> None:
+    """Sends a request; `tried` gets its end, a `HookError` where it was not taken."""
+    try:
+        _request(request, timeout_seconds)
+    except BaseException as error:  # noqa: BLE001 - raised by who waits
+        tried.set_exception(error)
+    else:
+        tried.set_result(None)
+
+
+def _request(request: urllib.request.Request, timeout_seconds: float) -> None:
+    where = urlsplit(request.full_url).hostname
+    try:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout_seconds) as answer:
             answer.read(1)
     except urllib.error.HTTPError as error:
         error.close()

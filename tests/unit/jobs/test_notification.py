@@ -7,10 +7,12 @@ import hmac
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -137,6 +139,29 @@ def test_an_address_that_is_away_says_no_secret(rig: Rig) -> None:
     (failed,) = report_ends(rig.ledger, hooked(rig, url=f"http://user:{SECRET}@127.0.0.1:9/{SECRET}?key={SECRET}", secret=SECRET))
     assert failed.again_seconds is not None
     assert ("127.0.0.1" in failed.reason, SECRET in failed.reason) == (True, False)
+
+
+def test_an_answer_that_never_ends_takes_no_longer_than_the_timeout(rig: Rig) -> None:
+    ended(rig)
+    over = threading.Event()
+
+    def drip(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, suppress(OSError):
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+            while not over.wait(0.01):
+                connection.sendall(b"a")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        dripping = threading.Thread(target=drip, args=(server,))
+        dripping.start()
+        port = server.getsockname()[1]
+        # Without a maximum for the whole answer this call waits for `over`.
+        threading.Timer(30, over.set).start()
+        (failed,) = report_ends(rig.ledger, hooked(rig, url=f"http://127.0.0.1:{port}/{SECRET}", timeout_seconds=0.2))
+        over.set()
+        dripping.join()
+    assert failed.reason == "127.0.0.1 did not answer within 0.2 s"
 
 
 SENDER = """
