@@ -139,7 +139,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any], path: tuple[st
             continue
         if key not in after:
             yield ".".join(here), None if len(here) == _KEY_PARTS else False
-        elif isinstance(new, Mapping) and len(here) < _KEY_PARTS and new:
+        elif isinstance(new, Mapping) and len(here) < _KEY_PARTS and (new or old):
             yield from _changes(cast("Mapping[str, Any]", old or {}), cast("Mapping[str, Any]", new), here)
         else:
             yield ".".join(here), new

@@ -115,7 +115,7 @@ def _checks(quality: Quality | None) -> Iterator[tuple[str, str]]:
     if quality is None:
         yield "checks", "none"
         return
-    texts = [f"{name} {_limits_of(bound)}" for name, bound in sorted(quality.bounds.items())]
+    texts = [f"{name} {_limits_of(bound)}".rstrip() for name, bound in sorted(quality.bounds.items())]
     yield "checks", ", ".join(texts) or "recorded only"
     trimmed = f", ends trimmed to {quality.trim_keep_ms} ms" if quality.trim else ""
     yield "", f"{counted(quality.draws, 'draw')}, then {quality.on_fail}; speech by {quality.vad}{trimmed}"

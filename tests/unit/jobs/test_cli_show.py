@@ -57,6 +57,7 @@ def shown(rig: Rig, job: Job, *words: str) -> Result:
         "--qa off --format opus --sample-rate 24000 --seed 7 --pack",
         "--qa-set bounds.pause.high=2 --qa-set bounds.clipped=false --qa-set draws=5 --qa-set vad=energy --qa-set trim=true",
         "--qa-set bounds.wer.high=0.2 --qa-set meters.asr.model=tiny --limit 2 --max-in-flight 3 --error-budget 0.05",
+        "--qa strict --qa-set meters.asr=false --qa-set meters.distillmos=false",
         "--voice-of assistant=sine --voice-of user=sine --speak all --temperature 0.7 --top-k 20 --max-seconds 12.5",
         "--name 'a b' --label corpus=evening --label by=anna --priority -5 --weight 3 --max-attempts 9 --instruct 'low; $(voice)'",
     ],
