@@ -254,7 +254,8 @@ def _check_abilities(audio: Sequence[str | bytes], generation: Generation, capab
     if audio and not capabilities.cloning:
         raise _unsupported("This model cannot clone a voice", "Remove the audio message beside the text, or use a model that clones.")
     if not audio and capabilities.needs_reference:
-        raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "This model needs a voice to clone.", "Add a user audio message to the line.")
+        advice = "Name a stored voice, or add a user audio message."
+        raise InputError(ErrorCode.INPUT_AUDIO_MISSING, "This model needs a voice to clone.", advice)
     if generation.reference_text is not None:
         if not capabilities.cloning:
             raise _unsupported("This model cannot clone a voice", "Remove `reference_text`, or use a model that clones.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Annotated
 
 import msgspec
@@ -18,6 +19,9 @@ from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
 from pipelines.stored_voices import MAX_TEXT_CHARACTERS, OPENAI_VOICES, RESERVED, StoredVoice, VoiceFolder, in_voice_of
 from pipelines.validation import check_generation, own_voice
+
+#: Voices that an error names.
+_SHOWN = 8
 
 
 class VoiceBody(Body):
@@ -52,11 +56,10 @@ class Voices:
     def named(self, asked: str | None) -> str | StoredVoice | None:
         """What is behind a name: a voice of the model, a stored one, or None for the model's own.
 
-        OpenAI's names stand for voices of the model, each for the same one at all times. A name that nobody knows stays as it is; the
-        model refuses it.
+        OpenAI's names stand for voices of the model, each for the same one at all times. A name that nobody knows stays as it is.
         """
         voices = self._model.card.capabilities.voices
-        if asked is None or asked in voices:
+        if asked is None or self._is_own(asked):
             return asked
         stored = self._folder.get(asked) if self._folder is not None else None
         if stored is not None:
@@ -70,11 +73,14 @@ class Voices:
     ) -> tuple[list[Message], Generation]:
         """The messages and the settings of a text in the voice of this name. `before`: recordings that the request brought along.
 
-        Raises `InputError` where there are such recordings and the name is that of another one.
+        Raises `InputError` where there are such recordings and the name is that of another one, and for a name that neither a model that
+        clones nor the folder has.
         """
         voice = self.named(asked)
         messages = [*before, Message("user", "text", text)]
         if not isinstance(voice, StoredVoice):
+            if voice is not None and not before and self._model.card.capabilities.cloning and not self._is_own(voice):
+                raise self._unknown(voice)
             return messages, msgspec.structs.replace(generation, voice=voice)
         if before:
             raise InputError(
@@ -134,6 +140,12 @@ class Voices:
         if not deleted:
             raise ApiError(404, f"There is no stored voice {name[:100]!r}.", "voice_not_found", "name")
         return {"id": name, "object": "voice", "deleted": True}
+
+    def _unknown(self, asked: str) -> InputError:
+        names = [*self._model.card.capabilities.voices, *(self._folder.names() if self._folder is not None else [])]
+        near = names if len(names) <= _SHOWN else get_close_matches(asked, names, _SHOWN, 0.0)
+        advice = f"Choose one of: {', '.join(near)}." if near else "No voice is stored here: add one, or send a recording."
+        return InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"There is no voice {asked[:80]!r}.", advice)
 
     def _is_own(self, name: str) -> bool:
         """Whether the model has a voice of this name."""

@@ -153,6 +153,33 @@ def test_a_recording_is_read_beside_the_event_loop(tmp_path: Path, monkeypatch: 
     assert [name.partition("_")[0] for name in threads] == ["asyncio", "asyncio"]
 
 
+@pytest.mark.parametrize("voices", [(), ("Anna", "bob")])
+def test_an_unknown_name_is_answered_with_those_that_there_are(tmp_path: Path, voices: tuple[str, ...]) -> None:
+    voice = StreamVoice(cloning=True, voices=voices, needs_reference=not voices)
+    with Running(voice, voices_folder=tmp_path) as server:
+        unknown = error_of(server.speak("Hello.", voice="carl"))
+        assert (unknown["code"], unknown["param"], "No voice is stored" in unknown["message"]) == (
+            "input.unknown_voice",
+            "voice",
+            not voices,
+        )
+        assert post(server, "carla").status_code == 200
+        for answer in (
+            server.speak("Hello.", voice="carl"),
+            server.http.post("/tts/bytes", json={"transcript": "Hi.", "voice": {"id": "carl"}}),
+        ):
+            assert error_of(answer)["code"] == "input.unknown_voice"
+            assert f"Choose one of: {', '.join([*voices, 'carla'])}." in error_of(answer)["message"]
+
+
+def test_a_voice_of_the_model_goes_before_a_stored_one_however_it_is_written(tmp_path: Path) -> None:
+    VoiceFolder(tmp_path, 8, 1 << 20).add("anna", RECORDING, "")
+    voice = StreamVoice(cloning=True, voices=("Anna",))
+    with Running(voice, voices_folder=tmp_path) as server:
+        assert server.speak("Hello.", voice="anna").status_code == 200
+    assert [message.modality for message in voice.requests[0].messages] == ["text"]
+
+
 def test_a_model_that_cannot_clone_keeps_no_voices(tmp_path: Path) -> None:
     with Running(StreamVoice(), voices_folder=tmp_path) as server:
         assert error_of(post(server))["code"] == "input.unsupported"
