@@ -68,6 +68,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         closing = self.conn.close_sent
         self.queue.put_nowait({"type": "websocket.disconnect", "code": 1006 if closing is None else closing.code})
         self.transport.write(b"".join(self.conn.data_to_send()))
+        if self.transport.can_write_eof():
+            # Clients wait for the end of the connection before they say that it was closed.
+            self.transport.write_eof()
         self.close_sent = True
         self.stop_keepalive()
         self._read_on()

@@ -240,6 +240,18 @@ def test_frames_that_break_the_protocol_close_the_connection_with_a_code(
         assert struct.unpack("!H", answer[2:4])[0] == code
 
 
+def test_a_client_that_broke_the_protocol_hears_the_end_at_once_and_may_still_send_the_rest(server: Running) -> None:
+    with connect(server.url) as wire:
+        wire.sendall(UPGRADE)
+        assert wire.recv(4096).startswith(b"HTTP/1.1 101 ")
+        wire.sendall(frame(0x83, b"reserved"))
+        while wire.recv(4096):
+            continue
+        # Closed, the second one would fail.
+        wire.sendall(b"rest")
+        wire.sendall(b"rest")
+
+
 def test_a_frame_without_a_mask_closes_the_connection(server: Running) -> None:
     with connect(server.url) as wire:
         wire.sendall(UPGRADE)
