@@ -121,7 +121,7 @@ def send(notify: NotifySettings, view: Mapping[str, Any], attempt: int = 1) -> N
 
 def _run_command(notify: NotifySettings, view: Mapping[str, Any], body: bytes) -> None:
     variables = {"NIGHTJAR_JOB": view["job"], "NIGHTJAR_STATE": view["state"], "NIGHTJAR_END": view["end"]}
-    environment = {name: value for name, value in os.environ.items() if name != _SECRET_VARIABLE} | variables
+    environment = {name: value for name, value in os.environ.items() if name.upper() != _SECRET_VARIABLE} | variables
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as given:
         given.write(body)
         given.seek(0)

@@ -198,9 +198,14 @@ def script(folder: Path, text: str) -> str:
 
 
 def test_a_command_gets_the_view_and_no_shell_reads_it(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    hook = script(rig.folder, f'cat > "$1"; echo "$NIGHTJAR_JOB $NIGHTJAR_STATE [$2] $SPEECH_NOTIFY__SECRET" > "{rig.folder}/said"')
+    hook = script(
+        rig.folder,
+        f'cat > "$1"; echo "$NIGHTJAR_JOB $NIGHTJAR_STATE [$2] $SPEECH_NOTIFY__SECRET$speech_notify__secret" > "{rig.folder}/said"',
+    )
     monkeypatch.setenv("SPEECH_NOTIFY__COMMAND", f"'{hook}' '{rig.folder}/got' '$(id); x'")
     monkeypatch.setenv("SPEECH_NOTIFY__SECRET", SECRET)
+    # Settings are read from it too.
+    monkeypatch.setenv("speech_notify__secret", SECRET)
     notify = load_settings().notify
     job = ended(rig, name="`touch here`")
     assert report_ends(rig.ledger, rig.settings.model_copy(update={"notify": notify})) == [Reported(job.id, 1)]
