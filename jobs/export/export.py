@@ -19,6 +19,7 @@ from jobs.recent_jobs import out_words
 from jobs.store import ObjectStore, S3Settings, is_remote
 from jobs.verify import Fault, expected_objects, listed_faults
 from jobs.where import Where
+from pipelines.audio_format import check_rate
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def export(
     conversion = Conversion.of(audio_format, sample_rate, job.spec.format)
     packed = job.spec.pack is True
     chosen.check(to, store.url, splits, audio_root, packed=packed, stored=job.spec.format, conversion=conversion)
+    _check_stored_rate(ledger, job, conversion)
     if where is not None and chosen.failure_line is not None:
         message = f"The format {format} lists what failed, and a filter compares what was made."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the filter out.")
@@ -118,6 +120,15 @@ def export(
                 texts += 1
     reasons = left_out(ledger, job, where, items.left_out - texts, written + texts, dialogues=chosen.whole_dialogues)
     return ExportReport(format, to if to == "-" else str(Path(to).absolute()), written + texts, reasons.items, reasons)
+
+
+def _check_stored_rate(ledger: Ledger, job: Job, conversion: Conversion) -> None:
+    """Raises `config.invalid` where the audio keeps a sample rate that its new format cannot hold, before anything is written."""
+    if conversion.format is not None and conversion.sample_rate is None:
+        # All audio of a job has one rate: that of its model, or of its spec.
+        for row in ledger.items(job.id, ItemState.DONE, limit=1):
+            if row.artifact is not None:
+                check_rate(conversion.format, row.artifact.sample_rate)
 
 
 def _refuse_lost(ledger: Ledger, store: ObjectStore, job: Job, where: Where | None, *, dialogues: bool) -> None:

@@ -162,4 +162,6 @@ def test_a_rate_of_the_store_that_the_format_cannot_hold_is_refused(tmp_path: Pa
     made = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES[:1], JobSpec("hibari", format="flac"), sample_rate=44_100)
     with pytest.raises(ConfigError, match="opus has no sample rate of 44100 Hz"):
         written(made, "webdataset", tmp_path / "to", audio_format="opus")
+    # The same folder takes the command that the error asks for.
+    assert not (tmp_path / "to").exists()
     made.ledger.close()
