@@ -23,7 +23,7 @@ from browser import browser_transport
 from loguru import logger
 from microphone import microphone_transport
 from pipecat.transports.base_transport import BaseTransport
-from speech_server import speech_server
+from speech_server import running_server, speech_server
 from stub_llm import stub_llm
 
 
@@ -94,7 +94,7 @@ async def _converse(options: argparse.Namespace, stack: ExitStack, transport: Ba
 def _agent(options: argparse.Namespace, stack: ExitStack, transport: BaseTransport | None = None) -> Agent:
     """With servers of its own where none is named; the stack ends them."""
     llm = options.llm or stack.enter_context(stub_llm())
-    server = options.server or stack.enter_context(speech_server(options.model))
+    server = running_server(options.server) if options.server else stack.enter_context(speech_server(options.model))
     return Agent(llm, options.llm_model, server, options.model, options.voice, transport)
 
 

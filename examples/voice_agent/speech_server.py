@@ -46,12 +46,29 @@ def speech_server(model: str) -> Iterator[str]:
         process.wait(120)
 
 
+def running_server(url: str) -> str:
+    """The address of a server that somebody else has started. Raises `ConnectionError` where none answers."""
+    try:
+        _ask(url)
+    except urllib.error.HTTPError:
+        # It is there, and may be loading its model.
+        pass
+    except (OSError, ValueError) as error:
+        raise ConnectionError(
+            f"No speech server answers at {url}: {error}. Start one with `nightjar serve`, or leave --server out."
+        ) from None
+    return url
+
+
+def _ask(url: str) -> None:
+    urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url.rstrip('/')}/health", timeout=5).close()
+
+
 def _wait_until_ready(process: subprocess.Popen[str], url: str) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         try:
-            opener.open(f"{url}/health", timeout=5).close()
+            _ask(url)
             return
         except (urllib.error.URLError, OSError):
             time.sleep(0.1)

@@ -68,8 +68,10 @@ def test_there_is_one_way_to_talk(arguments: list[str], capsys: pytest.CaptureFi
 
 
 def test_what_is_wrong_is_said_in_a_sentence(server: NightjarServer, tmp_path: Path) -> None:
-    for arguments in (("nothing.wav",), (DEMO / "question.wav", "--server", server.url, "--voice", "nobody")):
+    question = DEMO / "question.wav"
+    nowhere = (question, "--server", "http://127.0.0.1:1")
+    for arguments in (("nothing.wav",), (question, "--server", server.url, "--voice", "nobody"), nowhere):
         done = run(tmp_path, *arguments)
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
-        assert re.search(r"nothing\.wav|unknown_voice", done.stderr)
+        assert re.search(r"nothing\.wav|unknown_voice|No speech server answers at", done.stderr)
