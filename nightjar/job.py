@@ -28,7 +28,7 @@ from jobs.status import items_per_second, rtfx, status_view
 from jobs.store import open_store
 from jobs.where import Where, parse_where
 from nightjar.voice import Sound
-from pipelines.errors import ErrorCode, NightjarError, NotFoundError, ServiceError
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError
 
 if TYPE_CHECKING:
     import datasets
@@ -207,23 +207,22 @@ class Job:
     def to_datasets(self, to: str | Path | None = None, *, where: str | None = None) -> datasets.Dataset:
         """The items as a dataset of Hugging Face with audio, text and metadata, read from a Parquet export in `to`.
 
-        `where` is a filter, as in `items`. Waits for the end of the job.
+        `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no item is left.
         """
         from datasets import Dataset
 
-        folder = self._exported("parquet", to, where)
-        files: Any = sorted(str(path) for path in folder.glob("data/*.parquet"))
+        files: Any = self._exported_files("parquet", to, where, "data/*.parquet")
         return cast("datasets.Dataset", Dataset.from_parquet(files))
 
     def to_lhotse(self, to: str | Path | None = None, *, where: str | None = None) -> lhotse.CutSet:
         """The items as cuts of Lhotse with recordings and supervisions, read from a Lhotse export in `to`.
 
-        `where` is a filter, as in `items`. Waits for the end of the job.
+        `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no item is left.
         """
         from lhotse import CutSet
 
-        folder = self._exported("lhotse", to, where, absolute=True)
-        return cast("lhotse.CutSet", CutSet.from_file(next(folder.rglob("*cuts.jsonl.gz"))))
+        (file,) = self._exported_files("lhotse", to, where, "*/*cuts.jsonl.gz", absolute=True)
+        return cast("lhotse.CutSet", CutSet.from_file(file))
 
     def push_to_hub(
         self, repository: str, *, private: bool | None = None, to: str | Path | None = None, where: str | None = None, **options: Any
@@ -354,6 +353,15 @@ class Job:
         self.wait()
         default = self._settings.export_folder(self.id, format, None if where is None else str(_filter(where)))
         return self.export(format, default if to is None else Path(to), where=where, **options)
+
+    def _exported_files(self, format: str, to: str | Path | None, where: str | None, files: str, **options: Any) -> list[str]:
+        """The files of an export that a library reads. Raises `config.invalid` where it has no items: no library says so."""
+        found = sorted(str(path) for path in self._exported(format, to, where, **options).glob(files))
+        if not found:
+            filtered = "" if where is None else f" that match {str(_filter(where))!r}"
+            message = f"Job {self.id} has no items with audio{filtered}."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"See them with: nightjar items {self.id}.")
+        return found
 
     def _check(self) -> None:
         """Raises what ended the run of a job here."""

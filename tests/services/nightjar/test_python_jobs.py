@@ -15,6 +15,7 @@ import pytest
 import soundfile
 
 import nightjar
+from pipelines.errors import ConfigError
 from tests.support.docs_kit import ROOT
 from tests.support.run_kit import Shell, until, write_input
 
@@ -100,6 +101,9 @@ def test_datasets_cuts_and_a_report(here: Path) -> None:
     assert "2 done" in job._repr_html_()
     # What was exported is not written again.
     assert job.to_datasets()["sha256"][:] == dataset["sha256"][:]
+    for empty in (job.to_datasets, job.to_lhotse):
+        with pytest.raises(ConfigError, match="no items with audio that match 'seconds > 1000'"):
+            empty(where="seconds > 1000")
 
 
 def test_refused_lines_and_errors(here: Path) -> None:
