@@ -195,8 +195,7 @@ def _with_audio(page: list[int], number: sa.ScalarSelect[int], *, listed: bool) 
         # Said of each table: PostgreSQL would read the whole job's rows of the others for each page.
         if not listed:
             return column.between(page[0] + shift, page[-1] + shift)
-        # As text: it takes less time than binding them.
-        return column.in_(sa.bindparam(None, [index + shift for index in page], expanding=True, literal_execute=True))
+        return column.in_([index + shift for index in page])
 
     items, artifacts, following = schema.items.c, schema.artifacts.c, schema.items.alias("following")
     audio = sa.and_(artifacts.job_no == items.job_no, artifacts.idx == items.idx, artifacts.kind == "audio", on_page(artifacts.idx))
