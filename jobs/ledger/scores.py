@@ -144,17 +144,19 @@ def filtered_out(connection: sa.Connection, job_id: str, where: Where, *, dialog
     for number, condition in enumerate(where.conditions):
         true = source.true(condition)
         first += [(true.is_(None), 2 * number + 1), (sa.not_(true), 2 * number)]
-    group = sa.case(*first).label("first")
     same = sa.and_(audio.c.job_no == items.c.job_no, audio.c.idx == items.c.idx, audio.c.kind == "audio")
-    query = sa.select(group, sa.func.count()).select_from(source.tables.join(audio, same))
-    query = query.where(items.c.job_no == number_of(job.id), item_is(ItemState.DONE), group.is_not(None)).group_by(group)
+    query = sa.select(sa.case(*first).label("first")).select_from(source.tables.join(audio, same))
+    query = query.where(items.c.job_no == number_of(job.id), item_is(ItemState.DONE))
     if dialogues and job.speaks_turns:
         query = query.where(sa.not_(_matches(where, items, dialogues=True)))
-    counts: dict[int, int] = {row[0]: row[1] for row in connection.execute(query)}
+    group = query.subquery().c.first
+    # Sums and no GROUP BY, for which SQLite would hold a row of each item in memory.
+    sums = [sa.func.coalesce(sa.func.sum(sa.case((group == number, 1), else_=0)), 0) for number in range(2 * len(where.conditions))]
+    counts = [int(count) for count in connection.execute(sa.select(*sums)).one()]
     found: list[FilteredOut] = []
     for number, condition in enumerate(where.conditions):
-        unknown = counts.get(2 * number + 1, 0)
-        found.append(FilteredOut(str(condition), counts.get(2 * number, 0) + unknown, unknown))
+        unknown = counts[2 * number + 1]
+        found.append(FilteredOut(str(condition), counts[2 * number] + unknown, unknown))
     return found
 
 
