@@ -49,7 +49,8 @@ class NightjarServer:
     def start(self, wait: bool = True) -> None:
         clean = {name: value for name, value in os.environ.items() if not name.startswith("SPEECH_")}
         state = {"XDG_STATE_HOME": str(self._folder), "XDG_CACHE_HOME": str(self._folder), "PYTHONPATH": str(ROOT)}
-        command = [SERVER_PYTHON, "-P", "-m", "jobs", "serve", "--model", "hibari", "--port", str(self.port), "--quiet"]
+        program = Path(__file__).with_name("seeded_server.py")
+        command = [SERVER_PYTHON, "-P", str(program), "serve", "--model", "hibari", "--port", str(self.port), "--quiet"]
         with (self._folder / "server.log").open("a") as log:
             self._process = subprocess.Popen(
                 command, env=clean | state | self._variables, cwd=self._folder, stdout=log, stderr=log, text=True
