@@ -1,70 +1,63 @@
-"""Fish Speech S2 on a GPU at its published size, dummy weights: the step behind the slow AR, codec, LM, and prompts to audio.
+"""Fish Speech S2 on both engines in one run, at its published size with dummy weights on a GPU; or a small checkpoint on a CPU.
 
-    python -m benchmarks.fish_speech [--part frame,codec,lm,speech,loop] [--requests 16,64,256] [--seconds 10] [--codec-dtype bfloat16]
-    python -m benchmarks.fish_speech --tiny --device cpu --part frame,codec,loop --requests 2 --seconds 0.5
+    python -m benchmarks.fish_speech [--part frame,step,codec,lm,speech,streams,loop] [--requests 16,64,256] [--engines native,vllm]
+        [--turns 0] [--kept-voices 1,0] [--seconds 10] [--codec-dtype bfloat16]
+    python -m benchmarks.fish_speech --tiny --device cpu --engines native --part frame,step,codec,lm,speech,loop --requests 2 --seconds 0.5
+    python -m benchmarks.fish_speech --device cpu --checkpoint FOLDER --engines native --part lm,speech --requests 2 --seconds 0.5
 
-`frame` times sampling and fast AR alone, as the graphs that the engine replays, and as plain calls. `lm` is our host alone; `speech`
-goes through the pipeline: text and recording in, samples out, so all stages share the GPU. `loop` is the same model as a plain loop:
-transformers' Qwen3 with a KV cache, the fast AR called plainly, the codec one utterance after the other. A table comes last, and where
-a step's time goes. Needs vLLM.
+`frame` is a whole frame of the native engine alone; `step` is sampling and fast AR alone, as the graphs that vLLM's step replays, and
+as plain calls. Of each engine `lm` is its LM alone, `speech` goes through the pipeline: text and recording in, samples out, so all stages
+share the GPU; `streams` are first chunks. The prompts of a voice share its KV; `--kept-voices 1,0` measures vLLM with it and without.
+`loop` is the same model as a plain loop: transformers' Qwen3 with a KV cache, the fast AR called plainly, the codec one utterance after
+the other. A table comes last, and where a step of vLLM goes. The engine vllm is left out where vLLM is not installed.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.nn.functional import embedding_bag, linear
 
+from benchmarks.fish_engines import NativeFish, Parts, checkpoint_parts, dummy_parts, prompt_positions, vllm_pipeline
 from benchmarks.gpu import Bench, numbers, parser
-from benchmarks.speech_load import PROMPT_TOKENS, REFERENCE_SECONDS, TEXT, codec_part, lm_part, speech_part, spoken_request, token_letters
-from pipelines.fish_speech.codec import ReferenceEncoder
+from benchmarks.native_parts import frame_part
+from benchmarks.qwen3_load import Watched
+from benchmarks.roofline import FISH, fish_frame
+from benchmarks.speech_load import (
+    PROMPT_TOKENS,
+    REFERENCE_SECONDS,
+    TEXT,
+    codec_part,
+    lm_part,
+    speech_part,
+    spoken_request,
+    stream_part,
+)
+from pipelines.engine.state import SamplingParams
+from pipelines.fish_speech.codec import Codec
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.dummy import CONTROLS, dummy_codec, dummy_fast_ar, dummy_rows, write_checkpoint
+from pipelines.fish_speech.dummy import dummy_codec, dummy_fast_ar, dummy_rows
 from pipelines.fish_speech.frame import FrameGraphs, FrameMaker, Rows
-from pipelines.fish_speech.prompt import Vocabulary
-from pipelines.vllm_engine.options import TokenSampling
+from pipelines.fish_speech.pipeline import FishPipeline
+from pipelines.request import SynthesisRequest
+from pipelines.tokens import TokenSampling
 
-#: RTFx end to end that was aimed at, and that must be reached.
-AIM, MUST = 400, 200
-#: A reference of six seconds, a text and ten seconds of speech.
-CONTEXT = 1024
+#: RTFx kept busy that was aimed at, and that must be reached; on vLLM with kept voices.
+AIM, MUST, ON_VLLM_AIM, ON_VLLM_MUST = 700, 520, 450, 400
+DRAWN = SamplingParams(0.8, 30, 0.8, 1.0, 0.8, 30, 0.8)
 LOOP_FRAMES = 40
 
 
-class AnyText(Vocabulary):
-    """The published layout of ids over a text vocabulary of numbered words."""
-
-    def __init__(self, config: FishConfig) -> None:
-        self._words = config.end - 2
-        tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(self._words)}, unk_token="w0"))
-        names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *CONTROLS, *(f"<|semantic:{i}|>" for i in range(len(config.semantic)))]
-        tokenizer.add_tokens([AddedToken(name, normalized=False) for name in names])
-        super().__init__(tokenizer, config, Path("dummy"))
-
-    def encode(self, text: str) -> list[int]:
-        """Control tokens are letters too."""
-        return [number % self._words for number in token_letters(text)]
-
-    def spoken(self, text: str) -> list[int]:
-        return self.encode(text)
-
-
-class RawReferences(ReferenceEncoder):
-    """Reads recordings that are float32 samples already."""
-
-    def read(self, recording: bytes) -> Tensor:
-        return torch.from_numpy(np.frombuffer(recording, np.float32).copy()).to(self._encoder.device)
-
-
 @torch.inference_mode()
-def frame_part(bench: Bench, config: FishConfig) -> None:
+def step_part(bench: Bench, config: FishConfig) -> None:
     """Sampling and fast AR: plainly, as the graphs of the engine, and as graphs without the fast AR's layers."""
     fast = dummy_fast_ar(config, bench.device, bench.dtype)
     plain = FrameMaker(config, fast, bench.device)
@@ -81,10 +74,9 @@ def frame_part(bench: Bench, config: FishConfig) -> None:
 
 
 @torch.inference_mode()
-def codec_parts(bench: Bench, config: FishConfig) -> None:
+def codec_parts(bench: Bench, config: FishConfig, codec: Codec) -> None:
     """Whole utterances, chunks of streams, and references."""
-    codec, requests = dummy_codec(config, bench.device, bench.options.codec_dtype), bench.options.requests
-    decoder, rate = codec.decoder, config.frames_per_second
+    requests, decoder, rate = bench.options.requests, codec.decoder, config.frames_per_second
 
     def draw(frames: int) -> Tensor:
         return torch.randint(config.codec.residual_codes, (frames, config.codebooks))
@@ -99,37 +91,70 @@ def codec_parts(bench: Bench, config: FishConfig) -> None:
     bench.timed("reference encoder", 1, bench.milliseconds(lambda: codec.encoder.encode(samples)), REFERENCE_SECONDS)
 
 
-def engine_parts(bench: Bench, config: FishConfig, parts: set[str]) -> None:
-    """The parts that share one engine."""
-    from pipelines.fish_speech.language_model import LanguageModel
-    from pipelines.fish_speech.pipeline import FishPipeline
-    from pipelines.nn.checkpoint import TokenModelOptions
-    from pipelines.vllm_engine.host import VllmHost
-    from pipelines.vllm_engine.library import load_vllm
+#: No text comes twice, so that requests share a voice and nothing else.
+_texts = itertools.count()
 
-    options, begin = bench.options, time.perf_counter()
-    bench.keep(vllm=load_vllm().__version__)
-    codec = dummy_codec(config, bench.device, options.codec_dtype)
-    dtype = "bfloat16" if bench.on_gpu else "float32"
-    chosen = TokenModelOptions(memory_share=options.memory_share, slots=max(options.requests), dtype=dtype, eager=options.eager or None)
-    model = LanguageModel(config, load_format="dummy")
-    host = VllmHost(model.spec, chosen.vllm(options.memory_share, CONTEXT, CONTEXT))
-    print(f"vLLM started in {time.perf_counter() - begin:.0f} s", flush=True)
-    pipeline = FishPipeline(config, AnyText(config), codec, model, host, keep_unfinished=True)
-    pipeline.references = RawReferences(codec.encoder)
+
+def make(name: str, index: int, seconds: float) -> SynthesisRequest:
+    return spoken_request(name, next(_texts), seconds, 44_100, TEXT)
+
+
+def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
+    """The parts on our own engine: with few streams in mind for throughput, and prepared for streams for first chunks."""
+    options, rate = bench.options, parts.config.frames_per_second
+    if {"frame", "lm", "speech"} & wanted:
+        opened = NativeFish(bench, parts, max(options.requests))
+        if "frame" in wanted:
+            sizes, context = None if options.tiny or options.checkpoint else fish_frame(), FISH.prompt + int(options.seconds * rate) // 2
+            bench.attempt("frame", lambda: frame_part(bench, opened.executor, DRAWN, sorted({1, *options.requests}), context, rate, sizes))
+        for turns in options.turns:
+            pipeline = opened.pipeline(turns)
+            about = {"frames_per_turn": turns or opened.sizes.frames_per_turn, "executor": opened.executor.name, "kept_voices": True}
+            try:
+                engine_parts(bench, parts, pipeline, "native", wanted - {"streams"}, about, opened.watched)
+            finally:
+                pipeline.close()
+        del opened
+        bench.clean()
+    if "streams" in wanted:
+        ready = NativeFish(bench, parts, 2 * max(options.streams), max(options.streams))
+        pipeline = ready.pipeline()
+        try:
+            engine_parts(bench, parts, pipeline, "native", {"streams"}, {"executor": ready.executor.name})
+        finally:
+            pipeline.close()
+
+
+def vllm_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
+    """The parts on vLLM, once for each choice of keeping voices; the LM alone, whose prompts share nothing, in the first one."""
+    for run, kept in enumerate(bench.options.kept_voices):
+        begin = time.perf_counter()
+        pipeline = vllm_pipeline(bench, parts, max(bench.options.requests), bool(kept))
+        print(f"vLLM started in {time.perf_counter() - begin:.0f} s", flush=True)
+        try:
+            engine_parts(bench, parts, pipeline, "vllm", wanted if run == 0 else wanted & {"speech"}, {"kept_voices": bool(kept)})
+            bench.keep(**{f"{'kept' if kept else 'not_kept'}_{name}": value for name, value in prompt_positions().items()})
+        finally:
+            pipeline.close()
+
+
+def engine_parts(
+    bench: Bench, parts: Parts, pipeline: FishPipeline, engine: str, wanted: set[str], about: dict[str, Any],
+    watched: Watched | None = None,
+) -> None:  # fmt: skip
+    """What is measured of either engine."""
+    options, config = bench.options, parts.config
     rate = config.frames_per_second
     sampling = TokenSampling(max(2, int(options.seconds * rate)), 0.8, 30, 0.8, ignore_end=True)
-    try:
-        if "lm" in parts:
-            bench.attempt("lm", lambda: lm_part(bench, host, options.requests, config.end - 2, rate, sampling))
-        if "speech" in parts:
-
-            def make(name: str, index: int, seconds: float):
-                return spoken_request(name, index, seconds, 44_100, TEXT)
-
-            bench.attempt("speech", lambda: speech_part(bench, pipeline, options.requests, options.seconds, make))
-    finally:
-        pipeline.close()
+    if "lm" in wanted:
+        none = np.zeros((0, config.codebooks), np.int64)
+        words = (pipeline.host, engine, options.requests, config.end - 2, rate, sampling, about)
+        bench.attempt(f"{engine}: lm", lambda: lm_part(bench, *words, prompt_codes=none))
+    if "speech" in wanted:
+        speech = (pipeline, engine, options.requests, options.seconds, make, watched, about)
+        bench.attempt(f"{engine}: speech", lambda: speech_part(bench, *speech))
+    if "streams" in wanted:
+        bench.attempt(f"{engine}: streams", lambda: stream_part(bench, pipeline, engine, options.streams, min(4.0, options.seconds), make))
 
 
 @torch.inference_mode()
@@ -172,10 +197,10 @@ def loop_part(bench: Bench, config: FishConfig) -> None:
 
 def where_a_step_goes(bench: Bench) -> list[str]:
     """A step of the engine, cut into the frame's graph, its draws and heads, and what is left: the slow AR and vLLM's host."""
-    found = {(row["part"], row["batch"]): row for row in bench.rows}
+    found = {(row["part"], row["batch"]): row for row in bench.rows if row.get("engine", "vllm") == "vllm"}
     lines = []
     for number in bench.options.requests:
-        step, frame = found.get(("LM on vLLM", number)), found.get(("frame, graph", number))
+        step, frame = found.get(("LM alone", number)), found.get(("frame, graph", number))
         draws = found.get(("frame, draws and heads", number))
         if step and frame and draws:
             whole = step["ms_a_step"]
@@ -185,30 +210,49 @@ def where_a_step_goes(bench: Bench) -> list[str]:
     return lines
 
 
-def main(arguments: list[str] | None = None) -> int:
+def arguments_of(given: list[str] | None) -> Any:
     made = parser(__doc__)
-    made.add_argument("--part", default="frame,codec,lm,speech,loop")
+    made.add_argument("--part", default="frame,step,codec,lm,speech,loop")
+    made.add_argument("--engines", default="native,vllm", help="which engines, in this order")
     made.add_argument("--requests", type=numbers, default="16,64,256")
+    made.add_argument("--turns", type=numbers, default="0", help="frames a turn of the native engine, one run each; 0: its own choice")
+    made.add_argument("--streams", type=numbers, default="1,64", help="streams at once")
+    made.add_argument("--kept-voices", type=numbers, default="1", help="of vLLM, one run each: whether prompts of a voice share its KV")
     made.add_argument("--seconds", type=float, default=10.0)
     made.add_argument("--codec-dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16, on a CPU float32")
-    made.add_argument("--memory-share", type=float, default=0.6)
+    made.add_argument("--memory-share", type=float, default=0.6, help="of vLLM")
     made.add_argument("--eager", action="store_true", help="vLLM without compilation and graphs")
-    made.add_argument("--no-compile", action="store_true", help="the frame's graphs of plain functions")
-    options = made.parse_args(arguments)
-    codec_dtype = options.codec_dtype or ("float32" if options.device == "cpu" else "bfloat16")
-    options.codec_dtype, parts = getattr(torch, codec_dtype), set(options.part.split(","))
+    made.add_argument("--no-compile", action="store_true", help="the step's graphs of plain functions")
+    made.add_argument("--checkpoint", type=Path, help="a checkpoint instead of dummy weights")
+    return made.parse_args(given)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = arguments_of(arguments)
+    codec_dtype = options.codec_dtype or ("float32" if options.device == "cpu" or options.checkpoint else "bfloat16")
+    options.codec_dtype, wanted = getattr(torch, codec_dtype), set(options.part.split(","))
+    engines = [one for one in options.engines.split(",") if one == "native" or find_spec("vllm")]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    facts: dict[str, Any] = {"codec_dtype": codec_dtype, "seconds": options.seconds, "aim": AIM, "must": MUST}
+    facts |= {"on_vllm_aim": ON_VLLM_AIM, "on_vllm_must": ON_VLLM_MUST}
+    if "vllm" in engines:
+        from pipelines.vllm_engine.library import load_vllm
+
+        facts["vllm"] = load_vllm().__version__
     with tempfile.TemporaryDirectory() as folder:
-        config = write_checkpoint(Path(folder) / "checkpoint", options.tiny)
-        bench = Bench("fish_speech", options, codec_dtype=codec_dtype, seconds=options.seconds, aim=AIM, must=MUST)
-        if "frame" in parts:
-            bench.attempt("frame", lambda: frame_part(bench, config))
-        if "codec" in parts:
-            bench.attempt("codec", lambda: codec_parts(bench, config))
-        if {"lm", "speech"} & parts:
-            bench.attempt("engine", lambda: engine_parts(bench, config, parts))
-        if "loop" in parts:
-            bench.attempt("loop", lambda: loop_part(bench, config))
+        bench = Bench("fish_speech", options, **facts)
+        chosen, made = options.checkpoint, Path(folder) / "checkpoint"
+        parts = checkpoint_parts(bench, chosen) if chosen else dummy_parts(bench, made, options.tiny)
+        if "step" in wanted and not chosen:
+            bench.attempt("step", lambda: step_part(bench, parts.config))
+        if "codec" in wanted:
+            bench.attempt("codec", lambda: codec_parts(bench, parts.config, parts.codec))
+        for engine in engines:
+            run, of_it = (native_parts, wanted) if engine == "native" else (vllm_parts, wanted - {"frame"})
+            if of_it & {"frame", "lm", "speech", "streams"}:
+                bench.attempt(engine, lambda run=run, of_it=of_it: run(bench, parts, of_it))
+        if "loop" in wanted:
+            bench.attempt("loop", lambda: loop_part(bench, parts.config))
     print("\n".join(where_a_step_goes(bench)))
     return bench.end()
 

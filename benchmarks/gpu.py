@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -58,7 +59,7 @@ class Bench:
         print(json.dumps(short), flush=True)
         self.write()
 
-    def timed(self, part: str, batch: int, ms: float, audio_seconds: float | None = None, **more: float) -> None:
+    def timed(self, part: str, batch: int, ms: float, audio_seconds: float | None = None, **more: Any) -> None:
         """A row of one call: its milliseconds, and the RTFx where it made audio."""
         rate = {} if audio_seconds is None else {"audio_s_per_s": 1000 * audio_seconds / ms}
         self.add({"part": part, "batch": batch, "ms": ms, **rate, **more})
@@ -83,6 +84,7 @@ class Bench:
     def clean(self) -> None:
         """Gives back the device's memory of what was measured before."""
         if self.on_gpu:
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -111,11 +113,14 @@ class Bench:
 def table(rows: list[Row]) -> str:
     """Rows of `Bench.timed` as lines."""
 
+    def shown(value: object) -> str:
+        return f"{value:,.2f}" if isinstance(value, float) else str(value)
+
     def line(row: Row) -> str:
-        known = ("part", "batch", "ms", "audio_s_per_s")
+        known = ("part", "engine", "batch", "slots", "ms", "audio_s_per_s")
         rate = f"{row['audio_s_per_s']:12,.1f} RTFx" if "audio_s_per_s" in row else " " * 17
-        more = "".join(f"  {name} {value:,.1f}" for name, value in row.items() if name not in known)
-        return f"{row['part']:28}{row['batch']:6d}{row['ms']:12,.2f} ms{rate}{more}"
+        more = "".join(f"  {name} {shown(value)}" for name, value in row.items() if name not in known and not isinstance(value, dict))
+        return f"{row['part']:24}{row.get('engine', ''):8}{row['batch']:6d}{row['ms']:12,.2f} ms{rate}{more}"
 
     return "\n".join(line(row) for row in rows if "ms" in row)
 

@@ -2,10 +2,15 @@
 
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps check
     NIGHTJAR_COMMIT=... NIGHTJAR_REFERENCE_SITE=/tmp/reference python -m benchmarks.gpu_session --out $OUT --steps speed
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps engines
+    NIGHTJAR_COMMIT=... NIGHTJAR_VLLM_SITE=/tmp/vllm python -m benchmarks.gpu_session --out $OUT --steps spark fish
     python -m benchmarks.gpu_session --out /tmp/out --device cpu --tiny
 
 Every step is a process of its own with a limit of its own, and all share the minutes of the whole. Each writes its JSON into the folder
 as soon as it has it; `session.json` says how each step ended, `session.log` holds what they printed. A short table comes last.
+
+`spark` and `fish` measure both engines in one run where NIGHTJAR_VLLM_SITE names the folder that vLLM is installed in, and the native
+engine alone where it does not; each of their steps is its own group.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from benchmarks.roofline import device_named, frame_floor
 
 #: Seconds that a step should have left at least to be started.
 LEAST_SECONDS = 2.0
+#: The folder that vLLM is installed in, which other steps do not see.
+VLLM_SITE = "NIGHTJAR_VLLM_SITE"
 MODEL_SIZES = {"0.6b": "0b6", "1.7b": "1b7"}
 
 
@@ -40,6 +47,8 @@ class Step:
     limit_s: float
     gpu_only: bool = False
     needs: str = ""
+    #: Names an environment variable with a folder of packages that this step can import as well.
+    site: str = ""
 
 
 @dataclass(slots=True)
@@ -81,6 +90,40 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("throughput 1.7B", "speed", large, 140, gpu_only=True),
         Step("plots", "speed", ("benchmarks.plots", str(out / "qwen3_tts.json"), str(out / "qwen3_tts_1b7.json")), 20),
         Step("newcomers sooner", "tune", (*sooner, "--json", str(out / "sooner.json")), 70),
+        *engine_steps(device, tiny, out),
+    ]
+
+
+def engine_steps(device: str, tiny: bool, out: Path) -> list[Step]:
+    """The models that both engines run. `engines` proves the native one on this device, `spark` and `fish` measure both."""
+    common = ("--device", device, *(["--tiny"] if tiny else []))
+    files = (
+        "test_lm_kernels",
+        "test_frame_kernels",
+        "test_prefill_kernels",
+        "test_graph_executor",
+        "test_graph_draws",
+        "test_spark_gpu",
+        "test_fish_gpu",
+    )
+    tests = ("pytest", "-m", "gpu", *(f"tests/gpu/{file}.py" for file in files), "-q", "-rs", "-n", "6", "--timeout=250")
+    agreement = ("benchmarks.engine_agreement", *common, "--json", str(out / "agreement.json"))
+    spark = ("benchmarks.spark_tts", *common, "--json", str(out / "spark.json"))
+    fish = ("benchmarks.fish_speech", *common, "--json", str(out / "fish.json"))
+    if tiny:
+        spark = (*spark, "--part", "frame,lm", "--requests", "2", "--seconds", "0.1", "--engines", "native")
+        fish = (*fish, "--part", "frame,lm,speech", "--requests", "2", "--seconds", "0.1", "--engines", "native")
+    else:
+        spark = (*spark, "--part", "codec,frame,lm,speech,streams,stock,loop", "--turns", "0,4", "--loop-batches", "256,1024")
+        fish = (*fish, "--part", "frame,codec,lm,speech,loop", "--requests", "64,256")
+    native = ("--only", "native", "--device", device)
+    return [
+        Step("tests of the frames", "engines", (*tests, "-p", "no:cacheprovider"), 280, gpu_only=True),
+        Step("conformance spark", "engines", ("tests.conformance", "spark", "tests/golden/spark", *native), 120, gpu_only=True),
+        Step("conformance fish", "engines", ("tests.conformance", "fish", "tests/golden/fish", *native), 120, gpu_only=True),
+        Step("agreement", "engines", agreement, 120),
+        Step("spark", "spark", spark, 540, site=VLLM_SITE),
+        Step("fish", "fish", fish, 540, site=VLLM_SITE),
     ]
 
 
@@ -95,6 +138,8 @@ def run(step: Step, device: str, left_s: float, out: Path, log: TextIO) -> Outco
         return Outcome(step.name, "left out", why="no time is left")
     began = time.monotonic()
     environment = {**os.environ, "OUT": str(out), "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    if site := os.environ.get(step.site, ""):
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [site, os.environ.get("PYTHONPATH", "")]))
     process = subprocess.Popen(
         [sys.executable, "-m", *step.arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         env=environment, start_new_session=True, cwd=Path(__file__).parents[1],
@@ -148,6 +193,27 @@ def frame_lines(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def engine_lines(name: str, result: dict[str, Any]) -> list[str]:
+    """What is kept busy on each engine beside its aim, first chunks, and what a step takes alone."""
+    rows, lines = result.get("rows", []), list[str]()
+    for row in rows:
+        about = f"{name:6}{row.get('engine', ''):7}{row['part']:20}{row.get('slots', row['batch']):6}"
+        turns = f" {row['frames_per_turn']} frames a turn" if "frames_per_turn" in row else ""
+        kept = "" if "kept_voices" not in row else " kept voices" if row["kept_voices"] else " nothing kept"
+        if row["part"] == "first chunk":
+            lines.append(f"{about} p50 {row['p50_ms']:8.1f} ms  p95 {row['p95_ms']:8.1f} ms")
+        elif row["part"] == "frame alone":
+            floor = f"  floor {row['floor_ms']:6.2f}" if "floor_ms" in row else ""
+            lines.append(f"{about} {row['ms']:8.2f} ms{floor}")
+        elif "audio_s_per_s" in row and ("engine" in row or "loop" in row["part"] or "stock" in row["part"]):
+            lines.append(f"{about} {row['audio_s_per_s']:10,.0f} RTFx{turns}{kept}")
+        elif row["part"].startswith("prefill"):
+            lines.append(f"{about} {row['ms']:8.2f} ms")
+    if rows:
+        lines.append(f"{name} aim {result.get('aim')}, must {result.get('must')}; faults: {', '.join(result.get('faults', {})) or 'none'}")
+    return lines
+
+
 def summary(out: Path) -> list[str]:
     """The short table of what is in the folder."""
     lines: list[str] = []
@@ -157,6 +223,9 @@ def summary(out: Path) -> list[str]:
     lines += frame_lines(read(out / "lm_gpu.json"))
     for row in read(out / "codec_gpu.json").get("decode", {}).get("times", []):
         lines.append(f"codec {row['rows']:3} x {row['frames']:3} frames {row['graph_us']:7.2f} us a frame (floor 6.28)")
+    lines += [f"agreement {row['model']:6}{row['rows']:5} {row['verdict']}" for row in read(out / "agreement.json").get("rows", [])]
+    for name in ("spark", "fish"):
+        lines += engine_lines(name, read(out / f"{name}.json"))
     if bits := read(out / "bits.json"):
         differ = {key: len(value) for key, value in bits.items() if key.startswith("differ")}
         lines.append(f"same bits: {bits.get('same_bits')} for {bits.get('requests')} requests {differ}")
@@ -172,7 +241,9 @@ def summary(out: Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder for every result")
-    parser.add_argument("--steps", nargs="*", default=[], help="groups (check, speed, tune) or names of steps; all without")
+    parser.add_argument(
+        "--steps", nargs="*", default=[], help="groups or names of steps (check, speed, tune, engines, spark, fish); all without"
+    )
     parser.add_argument("--minutes", type=float, default=9.0, help="minutes for everything")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, to try every step on a CPU")

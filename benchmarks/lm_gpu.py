@@ -22,8 +22,9 @@ from torch import Tensor
 from benchmarks.gpu import captured, graph_us
 from kernels import lm_cuda
 from kernels.dummy import LARGE, SMALL, Maker, Shape
+from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, Plan, plan_for
-from kernels.lm_triton import PLAIN, RESIDUAL, SWIGLU, SplitScratch, Tiles, add_norm, decode_attention, predictor_attention, product, swiglu
+from kernels.lm_triton import PLAIN, RESIDUAL, SWIGLU, Tiles, add_norm, product, swiglu
 
 LAYERS = 28
 CONTEXT = 300
@@ -101,7 +102,7 @@ def ops_part(maker: Maker, batches: list[int]) -> list[dict[str, object]]:
         k, v = maker.caches(shape, pages, 64)
         qkv, out = maker.normal(rows, 4096), maker.normal(rows, 2048)
         slots = torch.arange(rows, device="cuda")
-        q_norm, k_norm = talker.layers[0][2:4]
+        q_norm, k_norm = (norm for norm in (talker.layers[0].q_norm, talker.layers[0].k_norm) if norm is not None)
         row: dict[str, object] = {"rows": rows, "attention floor": rows * CONTEXT * 4096 / 4.3e6}
         for splits in (2, 4, 8, 16) if rows <= 8 else (1, 2, 4) if rows <= 32 else (1,):
             for block, warps, stages in ((64, 4, 3), (32, 4, 3), (32, 2, 4), (128, 4, 2), (64, 8, 3)):

@@ -28,10 +28,11 @@ from numpy.typing import NDArray
 from benchmarks.gpu import Bench, Row, memory, parser
 from benchmarks.qwen3_load import FRAMES_PER_SECOND, MAX_TOKENS, ClosedLoop, Load, Pool, Tally, Watched, profile, requests
 from benchmarks.roofline import device_named, floor_ms, mean_context
+from pipelines.engine.opening import open_executor
 from pipelines.errors import NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
-from pipelines.qwen3_tts.execution import engine_options, open_executor, open_stage
+from pipelines.qwen3_tts.execution import engine_options, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 
 PAGE_SIZE = 64

@@ -19,12 +19,12 @@ from benchmarks.gpu import Bench, parser
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.graph import PrefillGraphs
+from pipelines.engine.opening import open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
-from pipelines.qwen3_tts.execution import open_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 

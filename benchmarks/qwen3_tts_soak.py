@@ -21,8 +21,9 @@ import torch
 from benchmarks.gpu import Bench, parser
 from benchmarks.qwen3_load import ClosedLoop, Load, Watched, requests
 from benchmarks.qwen3_tts import MAX_CONTEXT, PAGE_SIZE
+from pipelines.engine.opening import open_executor
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
-from pipelines.qwen3_tts.execution import engine_options, open_executor
+from pipelines.qwen3_tts.execution import engine_options
 
 MIB = 2**20
 #: Growth from the first third to the end that counts as a leak (MiB of the device and of the host), and the least share of the first

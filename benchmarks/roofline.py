@@ -1,17 +1,28 @@
-"""The least time a Qwen3-TTS frame can take on a device: every weight and key read once, or every product at the matrix units' speed.
+"""The least time a frame can take on a device: every weight and key read once, or every product at the matrix units' speed.
 
-The arithmetic of the table in `benchmarks/NOTES.md`; no GPU is needed to compute it.
+The arithmetic of the tables in `benchmarks/NOTES.md`; no GPU is needed to compute it. `python -m benchmarks.roofline` prints what is
+predicted of SparkTTS and Fish Speech on our own engine, from floors and from what was measured of Qwen3-TTS.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from pipelines.qwen3_tts.dummy import published_config
+from pipelines.spark_tts.dummy import LM
 
 BYTES = 2  # of a bfloat16 value
+#: Rows of the head of SparkTTS: 8,192 semantic and 4,096 global tokens, control tokens, the end, up to a multiple of 64.
+SPARK_ROWS = 12_352
+#: What frames of 128 to 512 rows of Qwen3-TTS 0.6B took: so much a launch, and so many times the floor (within 4 %).
+LAUNCH_SECONDS, FLOOR_TIMES = 3.85e-6, 1.2
+#: What a prefill of many prompts took of Qwen3-TTS 0.6B and 1.7B: so much a layer, and so many times the products' floor.
+PREFILL_LAYER_SECONDS, PREFILL_TIMES = 0.114e-3, 1.03
+#: What LM and codec on one device took together, of the sum of what they take alone.
+TOGETHER = 1.1
 #: Multiply-adds of the published codec decoder for one frame.
 CODEC_MACS = 2.48e9
 
@@ -47,8 +58,13 @@ class Stack:
     @classmethod
     def of(cls, config: dict[str, Any]) -> Stack:
         hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-        q = config["num_attention_heads"] * config["head_dim"]
-        kv = config["num_key_value_heads"] * config["head_dim"]
+        return cls.sized(
+            hidden, inner, layers, config["num_attention_heads"] * config["head_dim"], config["num_key_value_heads"] * config["head_dim"]
+        )
+
+    @classmethod
+    def sized(cls, hidden: int, inner: int, layers: int, q: int, kv: int) -> Stack:
+        """`q`, `kv`: the width of all heads, and of all heads of keys."""
         return cls(layers * (2 * hidden * q + 2 * hidden * kv + 3 * hidden * inner), 2 * kv * layers, hidden, q, layers)
 
     def attention_flops(self, positions: float) -> float:
@@ -57,8 +73,26 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
+class Frame:
+    """Sizes of a frame. `head`: values of the rows that are drawn from; `heads`: those of all codebooks behind, in `steps` draws."""
+
+    backbone: Stack
+    head: int
+    depth: Stack | None = None
+    heads: int = 0
+    steps: int = 0
+    project: int = 0
+
+    @property
+    def launches(self) -> int:
+        """Kernels of a frame of many rows: eight a layer; the heads, draws, the first input and the last norm."""
+        behind = 0 if self.depth is None else self.depth.layers * self.steps
+        return 8 * (self.backbone.layers + behind) + 2 * (1 + self.steps) + 2
+
+
+@dataclass(frozen=True, slots=True)
 class Floor:
-    """Seconds of one frame of a whole batch: by reading and by computing, of talker and predictor."""
+    """Seconds of one frame of a whole batch: by reading and by computing, of the backbone and of the codebooks behind."""
 
     talker_read: float
     talker_compute: float
@@ -70,27 +104,45 @@ class Floor:
         return max(self.talker_read, self.talker_compute) + max(self.predictor_read, self.predictor_compute)
 
 
-def frame_floor(size: str, rows: int, context: float, device: Device) -> Floor:
-    """One frame of `rows` rows at this mean context, without prefill and codec."""
+def qwen3_frame(size: str) -> Frame:
+    """The frame of Qwen3-TTS at a published size ("0b6" or "1b7")."""
     config = published_config(size)["talker_config"]
     inner = config["code_predictor_config"]
     talker, predictor = Stack.of(config), Stack.of(inner)
     steps = config["num_code_groups"] - 1
-    head = config["vocab_size"] * talker.hidden
-    heads = steps * inner["vocab_size"] * predictor.hidden
     project = talker.hidden * predictor.hidden if talker.hidden != predictor.hidden else 0
-    #: Positions that the predictor's queries see: 1 and 2 in its first step, then one more each.
+    return Frame(talker, config["vocab_size"] * talker.hidden, predictor, steps * inner["vocab_size"] * predictor.hidden, steps, project)
+
+
+def spark_frame() -> Frame:
+    """The frame of SparkTTS: one token, drawn from the rows of codes and control tokens."""
+    backbone = Stack.sized(LM.hidden, LM.intermediate, LM.layers, LM.heads * LM.head_dim, LM.kv_heads * LM.head_dim)
+    return Frame(backbone, SPARK_ROWS * LM.hidden)
+
+
+def fish_frame() -> Frame:
+    """The frame of Fish Speech S2 Pro: a slow AR of 36 layers, a fast AR of 4 for the nine codebooks behind, one head for all of them."""
+    slow, fast = (Stack.sized(2560, 9728, layers, 32 * 128, 8 * 128) for layers in (36, 4))
+    return Frame(slow, 4160 * 2560, fast, 9 * 4096 * 2560, 9)
+
+
+def frame_floor(size: str, rows: int, context: float, device: Device) -> Floor:
+    """One frame of Qwen3-TTS for `rows` rows at this mean context, without prefill and codec."""
+    return floor_of(qwen3_frame(size), rows, context, device)
+
+
+def floor_of(frame: Frame, rows: int, context: float, device: Device) -> Floor:
+    """One frame of `rows` rows at this mean context, without prefill and codec."""
+    backbone, depth, steps = frame.backbone, frame.depth, frame.steps
+    read = BYTES * (backbone.matrices + frame.head + rows * context * backbone.kv) / device.bandwidth
+    flops = rows * (2 * (backbone.matrices + frame.head) + backbone.attention_flops(context))
+    if depth is None:
+        return Floor(read, flops / device.flops, 0.0, 0.0)
+    #: Positions that the depth's queries see: 1 and 2 in its first step, then one more each.
     seen = sum(range(1, steps + 2))
-    talker_bytes = BYTES * (talker.matrices + head + rows * context * talker.kv)
-    talker_flops = rows * (2 * (talker.matrices + head) + talker.attention_flops(context))
-    predictor_bytes = BYTES * (steps * predictor.matrices + heads + project + rows * (seen - 1) * predictor.kv)
-    predictor_flops = rows * (2 * ((steps + 1) * predictor.matrices + heads + project) + predictor.attention_flops(seen))
-    return Floor(
-        talker_bytes / device.bandwidth,
-        talker_flops / device.flops,
-        predictor_bytes / device.bandwidth,
-        predictor_flops / device.flops,
-    )
+    behind_bytes = BYTES * (steps * depth.matrices + frame.heads + frame.project + rows * (seen - 1) * depth.kv)
+    behind_flops = rows * (2 * ((steps + 1) * depth.matrices + frame.heads + frame.project) + depth.attention_flops(seen))
+    return Floor(read, flops / device.flops, behind_bytes / device.bandwidth, behind_flops / device.flops)
 
 
 def codec_floor(frames: float, device: Device) -> float:
@@ -120,3 +172,65 @@ def floor_ms(part: str, size: str, rows: int, context: float, device: Device | N
         return 1000 * codec_floor(1, device)
     seconds = frame_floor(size, rows, context, device).seconds
     return 1000 * (seconds + (0.0 if part == "lm" else codec_floor(rows, device)))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is kept busy: tokens or frames of a second of speech, seconds of an utterance, positions before it, and those to prefill.
+
+    `codec`: measured seconds of the codec for a second of speech, by the smallest number of rows.
+    """
+
+    frame: Frame
+    rate: float
+    seconds: float
+    prompt: int
+    prefilled: int
+    codec: dict[int, float]
+    #: Frames of the engine between two prefills.
+    admission: int = 8
+
+
+#: Speech of 5 to 10 s in cloned voices, as the benchmarks ask for it. The codecs' rates are those of 8, 32 and 64 utterances of mixed
+#: lengths in `benchmarks/results`.
+SPARK = Load(spark_frame(), 50.0, 7.5, 80, 128, {64: 1 / 3770, 256: 1 / 5441, 512: 1 / 5688})
+FISH = Load(fish_frame(), 44_100 / 2048, 7.5, 200, 128, {16: 1 / 1893, 64: 1 / 2192, 256: 1 / 2564})
+FISH_NOTHING_KEPT = Load(FISH.frame, FISH.rate, FISH.seconds, FISH.prompt, 256, FISH.codec)
+
+
+def frame_ms(frame: Frame, rows: int, context: float, device: Device) -> float:
+    """What a frame of many rows should take, by what Qwen3-TTS's took."""
+    return 1000 * (frame.launches * LAUNCH_SECONDS + FLOOR_TIMES * floor_of(frame, rows, context, device).seconds)
+
+
+def predicted(load: Load, rows: int, device: Device) -> dict[str, float]:
+    """Milliseconds of a step and its parts, and the audio seconds a second of so many rows kept busy, with the host hidden."""
+    frames = load.rate * load.seconds
+    context = load.prompt + frames / 2
+    prompts = load.admission * rows / frames
+    positions = 2 ** max(math.ceil(math.log2(prompts)), 0) * load.prefilled
+    layers = load.frame.backbone.layers * PREFILL_LAYER_SECONDS
+    prefill = layers + PREFILL_TIMES * 2 * load.frame.backbone.matrices * positions / device.flops
+    found = {
+        "floor": 1000 * floor_of(load.frame, rows, context, device).seconds,
+        "frame": frame_ms(load.frame, rows, context, device),
+        "prefill": 1000 * prefill * min(prompts, 1.0) / load.admission,
+        "codec": 1000 * rows / load.rate * next(each for least, each in sorted(load.codec.items(), reverse=True) if rows >= least),
+    }
+    found["step"] = TOGETHER * (found["frame"] + found["prefill"] + found["codec"])
+    return {**found, "lm_audio_s_per_s": 1000 * rows / load.rate / (found["frame"] + found["prefill"]),
+            "audio_s_per_s": 1000 * rows / load.rate / found["step"]}  # fmt: skip
+
+
+def main() -> None:
+    """Prints the predictions on an H200."""
+    titles = ("floor", "frame", "prefill", "codec", "step", "lm_audio_s_per_s", "audio_s_per_s")
+    print(f"{'':26}{'rows':>5}" + "".join(f"{title:>18}" for title in titles))
+    for name, load in (("SparkTTS", SPARK), ("Fish, kept voices", FISH), ("Fish, nothing kept", FISH_NOTHING_KEPT)):
+        for rows in load.codec:
+            found = predicted(load, rows, DEVICES[0])
+            print(f"{name:26}{rows:5}" + "".join(f"{found[title]:18,.2f}" for title in titles))
+
+
+if __name__ == "__main__":
+    main()

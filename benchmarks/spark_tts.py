@@ -1,36 +1,37 @@
-"""SparkTTS at its published size, dummy weights, on a GPU; or a small checkpoint on a CPU: LM, BiCodec, references, prompts to audio.
+"""SparkTTS on both engines in one run, at its published size with dummy weights on a GPU; or a small checkpoint on a CPU.
 
-    python -m benchmarks.spark_tts [--part accuracy,codec,tokenizer,lm,speech,stock,loop] [--requests 64,256,512]
-        [--loop-batches 1,8,32] [--seconds 10] [--codec-dtype bfloat16]
-    python -m benchmarks.spark_tts --device cpu --checkpoint FOLDER --part compare --requests 32 --seconds 4
+    python -m benchmarks.spark_tts [--part accuracy,codec,tokenizer,frame,lm,speech,streams,stock,loop] [--requests 64,256,512]
+        [--engines native,vllm] [--turns 0,4] [--streams 1,64] [--loop-batches 1,8,32] [--seconds 10] [--codec-dtype bfloat16]
+    python -m benchmarks.spark_tts --device cpu --checkpoint FOLDER --part lm,speech,streams,compare --requests 8 --seconds 1
 
-`accuracy` compares waves with those of float32 without TF32, the plain wave generator's and in bfloat16 the fused one's. `lm` is our
-host alone, `stock` the same sequences through vLLM's own `LLM`; `speech` goes through the pipeline: text and recording in, samples out,
-so all stages share the GPU. `loop` is transformers' `generate` at several batches, then BiCodec one utterance after the other: the
-published code at its best batch. `compare` is our host and that loop at equal lengths and at lengths from a fifth to the whole (a loop
-runs each batch to its longest row); tiny weights say what a step costs beside the model. `python -m tests.support.golden_checkpoint
-tests/golden/spark/checkpoint FOLDER` writes such a checkpoint. Needs vLLM.
+`accuracy` compares waves with those of float32 without TF32, the plain wave generator's and in bfloat16 the fused one's. `frame` is one
+step of the native engine alone. Of each engine `lm` is its LM alone, `speech` goes through the pipeline: text and recording in, samples
+out, so all stages share the GPU; `streams` are first chunks. `stock` is the same sequences as of `lm` through vLLM's own `LLM`. `loop` is
+transformers' `generate` at several batches, then BiCodec one utterance after the other: the published code at its best batch. `compare` is
+an engine and that loop at equal lengths and at lengths from a fifth to the whole (a loop runs each batch to its longest row); tiny weights
+say what a step costs beside the model. `python -m tests.support.golden_checkpoint tests/golden/spark/checkpoint FOLDER` writes such a
+checkpoint. The engine vllm is left out where vLLM is not installed.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import Qwen2ForCausalLM, Wav2Vec2Config, Wav2Vec2Model
+from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu import Bench, numbers, parser
+from benchmarks.native_parts import frame_part
+from benchmarks.qwen3_load import Watched
+from benchmarks.roofline import SPARK, spark_frame
+from benchmarks.spark_engines import TOKENS_PER_SECOND, NativeSpark, Parts, checkpoint_parts, dummy_parts, vllm_pipeline
 from benchmarks.speech_load import (
     PROMPT_TOKENS,
     REFERENCE_SECONDS,
@@ -41,105 +42,26 @@ from benchmarks.speech_load import (
     sequences,
     speech_part,
     spoken_request,
-    token_letters,
+    stream_part,
 )
-from pipelines.nn.checkpoint import TokenModelOptions
+from pipelines.engine.state import SamplingParams
+from pipelines.request import SynthesisRequest
 from pipelines.spark_tts.bicodec import BiCodec
-from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
 from pipelines.spark_tts.config import LLM, SparkConfig
-from pipelines.spark_tts.dummy import LM, dummy_codecs, published_config
-from pipelines.spark_tts.pipeline import SparkPipeline, model_spec, vllm_options
-from pipelines.spark_tts.prompt import SparkCodes, Vocabulary
-from pipelines.spark_tts.reference import KEPT_LAYERS, ReferenceEncoder, SemanticFeatures
+from pipelines.spark_tts.dummy import dummy_codecs
+from pipelines.spark_tts.pipeline import SparkPipeline
+from pipelines.spark_tts.reference import ReferenceEncoder
 from pipelines.spark_tts.streaming_decoder import BiCodecDecoder, Voice
-from pipelines.vllm_engine.host import VllmHost
-from pipelines.vllm_engine.library import load_vllm
-from pipelines.vllm_engine.options import ModelSpec, TokenSampling, VllmOptions
+from pipelines.tokens import TokenHost, TokenSampling
 
-TOKENS_PER_SECOND = 50
 SAMPLE_RATE = 16_000
-#: RTFx end to end that was aimed at, and that must be reached.
-AIM, MUST = 1200, 600
-#: Ids of text that a prompt may hold.
-TEXT_IDS = 150_000
+#: RTFx kept busy that was aimed at, and that must be reached; and milliseconds of a first chunk of 1 and of 64 streams (95th of 100).
+AIM, MUST = 2400, 1900
+CHUNK_AIMS = {1: (25, 60), 64: (80, 150)}
 SAMPLING = TokenSampling(0, 0.8, 50, 0.95, ignore_end=True)
-_CONTROLS = (
-    "task_tts", "task_controllable_tts", "start_content", "end_content", "start_style_label", "end_style_label",
-    "start_global_token", "end_global_token", "start_semantic_token", "end_semantic_token",
-)  # fmt: skip
-
-
-def write_lm(folder: Path) -> Path:
-    """A folder with the LM's config.json, for vLLM's `load_format="dummy"`."""
-    folder.mkdir(parents=True)
-    config = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": LM.hidden,
-        "num_hidden_layers": LM.layers,
-        "num_attention_heads": LM.heads,
-        "num_key_value_heads": LM.kv_heads,
-        "intermediate_size": LM.intermediate,
-        "vocab_size": LM.vocab,
-        "max_position_embeddings": LM.max_positions,
-        "rope_theta": LM.rope_theta,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        "bos_token_id": 151_643,
-        "eos_token_id": LM.eos,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
-
-
-class AnyIdSpeaks(Vocabulary):
-    """The published layout of ids over a text vocabulary of numbered words.
-
-    Random weights write any id, so each counts as a semantic token: as many tokens become audio as a trained model would write.
-    """
-
-    def __init__(self) -> None:
-        tokenizer = Tokenizer(WordLevel({f"w{index}": index for index in range(151_643)}, unk_token="w0"))
-        names = ["endoftext", "im_start", "im_end", *(f"spare_{index}" for index in range(19))]
-        names += [f"bicodec_global_{code}" for code in range(4096)] + [f"bicodec_semantic_{code}" for code in range(8192)]
-        names += [*_CONTROLS, "gender_0", "gender_1", *(f"{kind}_label_{level}" for kind in ("pitch", "speed") for level in range(5))]
-        tokenizer.add_tokens([AddedToken(f"<|{name}|>", normalized=False) for name in names])
-        super().__init__(tokenizer, 8192, 4096, Path("dummy"))
-
-    def spoken(self, text: str) -> list[int]:
-        return [self.control("start_content"), *token_letters(text), self.control("end_content")]
-
-    def parse(self, ids: object) -> SparkCodes:
-        return SparkCodes(tuple(token % 8192 for token in ids), ())  # pyright: ignore[reportGeneralTypeIssues]
-
-
-class RawReferences(ReferenceEncoder):
-    """Reads recordings that are float32 samples already."""
-
-    def read(self, recording: bytes) -> NDArray[np.float32]:
-        return np.frombuffer(recording, np.float32)
-
-
-def references(settings: SparkConfig, tokenizer: AudioTokenizer, device: torch.device) -> RawReferences:
-    """wav2vec2 of the size of XLSR-53, cut as ours is."""
-    features = SemanticFeatures.__new__(SemanticFeatures)
-    sizes = Wav2Vec2Config(
-        hidden_size=1024,
-        num_hidden_layers=KEPT_LAYERS,
-        num_attention_heads=16,
-        intermediate_size=4096,
-        do_stable_layer_norm=True,
-        feat_extract_norm="layer",
-        conv_bias=True,
-        apply_spec_augment=False,
-    )
-    with device:
-        features.model = Wav2Vec2Model(sizes).requires_grad_(False).eval()
-    features.device, features.normalize = device, True
-    return RawReferences(settings, tokenizer, features)
+DRAWN = SamplingParams(0.8, 50, 0.95, 1.0, 0.8, 50, 0.95)
+#: Slots of an engine that streams are measured on: some are free for whole utterances as well.
+STREAM_SLOTS = 128
 
 
 def accuracy_part(bench: Bench, settings: SparkConfig) -> None:
@@ -168,7 +90,7 @@ def codec_alone(bench: Bench, codec: BiCodec) -> None:
     codec_part(bench, (1, 2, 4, 8, 16, 32, 64), frames, TOKENS_PER_SECOND, lambda length: torch.randint(8192, (length, 1)), decode)
 
 
-def tokenizer_part(bench: Bench, encoder: RawReferences) -> None:
+def tokenizer_part(bench: Bench, encoder: ReferenceEncoder) -> None:
     """References of 6 s to semantic and global tokens."""
     for batch in (1, 2, 4, 8, 16, 32, 64):
         clips = [encoder.read(recording(REFERENCE_SECONDS, SAMPLE_RATE, seed)) for seed in range(batch)]
@@ -176,7 +98,7 @@ def tokenizer_part(bench: Bench, encoder: RawReferences) -> None:
         bench.timed("reference encoder", batch, ms, REFERENCE_SECONDS * batch)
 
 
-def stock_part(bench: Bench, folder: Path) -> None:
+def stock_part(bench: Bench, folder: Path, text_ids: int) -> None:
     """The same sequences as of `lm` through vLLM's own scheduler and `LLM`; the second turn counts."""
     from vllm import LLM, SamplingParams
 
@@ -191,9 +113,9 @@ def stock_part(bench: Bench, folder: Path) -> None:
         for _ in range(2):
             drawn = [SamplingParams(seed=index, max_tokens=length, **common) for index in range(number)]
             begin = time.perf_counter()
-            outputs = llm.generate([{"prompt_token_ids": prompt_ids(index, TEXT_IDS)} for index in range(number)], drawn, use_tqdm=False)
+            outputs = llm.generate([{"prompt_token_ids": prompt_ids(index, text_ids)} for index in range(number)], drawn, use_tqdm=False)
             took, made = time.perf_counter() - begin, sum(len(output.outputs[0].token_ids) for output in outputs)
-        bench.timed("LM, stock vLLM", number, 1000 * took, made / TOKENS_PER_SECOND, tokens_per_s=made / took)
+        bench.timed("LM, stock vLLM", number, 1000 * took, made / TOKENS_PER_SECOND, slots=number, tokens_per_s=made / took)
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -215,7 +137,7 @@ def loop_part(bench: Bench, settings: SparkConfig, folder: Path) -> None:
         model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(folder)).to(bench.dtype).eval()  # pyright: ignore[reportArgumentType]
     seconds = bench.options.seconds
     for batch in bench.options.loop_batches:
-        ids = torch.randint(TEXT_IDS, (batch, PROMPT_TOKENS), device=bench.device)
+        ids = torch.randint(settings.lm.vocab, (batch, PROMPT_TOKENS), device=bench.device)
         bench.wait()
         begin = time.perf_counter()
         for row in generated(model, ids, int(seconds * TOKENS_PER_SECOND)):
@@ -225,15 +147,13 @@ def loop_part(bench: Bench, settings: SparkConfig, folder: Path) -> None:
         bench.timed("transformers loop", batch, 1000 * (time.perf_counter() - begin), batch * seconds)
 
 
-def compare_part(bench: Bench, folder: Path) -> None:
-    """Our host and transformers' loop on a real checkpoint: tokens a second of sequences of set lengths, the best of three runs each."""
-    torch.set_num_threads(1)
-    config, count = SparkConfig.from_folder(folder), max(bench.options.requests)
-    tokens, ids = int(bench.options.seconds * TOKENS_PER_SECOND), config.lm.vocab // 2
-    prompts = [prompt_ids(index, ids)[:20] for index in range(count)]
+def compare_part(bench: Bench, parts: Parts, host: TokenHost, engine: str) -> None:
+    """An engine and transformers' loop on a real checkpoint: tokens a second of sequences of set lengths, the best of three runs each."""
+    config, count = parts.config, max(bench.options.requests)
+    tokens = int(bench.options.seconds * TOKENS_PER_SECOND)
+    prompts = [prompt_ids(index, parts.text_ids)[:20] for index in range(count)]
     mixed = [tokens // 5 + (tokens - tokens // 5) * n // max(count - 1, 1) for n in range(count)]
-    model = Qwen2ForCausalLM.from_pretrained(folder / LLM, dtype=torch.float32).eval()
-    host = VllmHost(model_spec(config), VllmOptions(max_context=1024, max_sequences=count))
+    model = Qwen2ForCausalLM.from_pretrained(config.folder / LLM, dtype=torch.float32).eval()
 
     def ours(lengths: list[int], sample: bool) -> None:
         drawn = replace(SAMPLING, temperature=0.8 if sample else 0.0)
@@ -245,74 +165,129 @@ def compare_part(bench: Bench, folder: Path) -> None:
     def best(side: Callable[[list[int], bool], None], lengths: list[int], sample: bool) -> float:
         return min(bench.milliseconds(lambda: side(lengths, sample), 1) for _ in range(3))
 
-    try:
-        for name, lengths in (("equal", [tokens] * count), ("mixed", mixed)):
-            for sample in (False, True):
-                fast, slow, made = best(ours, lengths, sample), best(theirs, lengths, sample), 1000 * sum(lengths)
-                more = {"tokens_per_s": made / fast, "transformers_tokens_per_s": made / slow, "ratio": slow / fast}
-                bench.timed(f"LM, {name}, {'sampled' if sample else 'greedy'}", count, fast, sum(lengths) / TOKENS_PER_SECOND, **more)
-    finally:
-        host.close()
+    for name, lengths in (("equal", [tokens] * count), ("mixed", mixed)):
+        for sample in (False, True):
+            fast, slow, made = best(ours, lengths, sample), best(theirs, lengths, sample), 1000 * sum(lengths)
+            more = {"tokens_per_s": made / fast, "transformers_tokens_per_s": made / slow, "ratio": slow / fast}
+            audio, part = sum(lengths) / TOKENS_PER_SECOND, f"LM, {name}, {'sampled' if sample else 'greedy'}"
+            bench.timed(part, count, fast, audio, engine=engine, slots=count, **more)
 
 
-def main() -> int:
-    made = parser(__doc__)
-    made.add_argument("--part", default="accuracy,codec,tokenizer,lm,speech,stock,loop")
-    made.add_argument("--requests", type=numbers, default="64,256,512")
-    made.add_argument("--loop-batches", type=numbers, default="1,8,32,64,128,256,512,1024")
-    made.add_argument("--seconds", type=float, default=10.0)
-    made.add_argument("--codec-dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
-    made.add_argument("--memory-share", type=float, default=0.4)
-    made.add_argument("--checkpoint", type=Path, help="of `compare`")
-    options = made.parse_args()
-    parts, codec_dtype = set(options.part.split(",")), options.codec_dtype
-    options.codec_dtype = getattr(torch, codec_dtype)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-    vllm = load_vllm().__version__ if {"lm", "speech", "stock", "compare"} & parts else ""
-    bench = Bench("spark_tts", options, vllm=vllm, codec_dtype=codec_dtype, seconds=options.seconds, aim=AIM, must=MUST)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = write_lm(Path(temporary) / "LLM")
-        settings = published_config(folder.parent)
-        if "compare" in parts:
-            bench.attempt("compare", lambda: compare_part(bench, options.checkpoint))
-        if "accuracy" in parts:
-            bench.attempt("accuracy", lambda: accuracy_part(bench, settings))
-        if {"codec", "tokenizer", "lm", "speech"} & parts:
-            tokenizer, codec = dummy_codecs(settings, bench.device, options.codec_dtype)
-            if "codec" in parts:
-                bench.attempt("codec", lambda: codec_alone(bench, codec))
-            encoder = references(settings, tokenizer, bench.device)
-            if "tokenizer" in parts:
-                bench.attempt("tokenizer", lambda: tokenizer_part(bench, encoder))
-            if {"lm", "speech"} & parts:
-                bench.attempt("engine", lambda: engine_parts(bench, settings, folder, parts, codec, encoder))
-        if "stock" in parts:
-            bench.attempt("stock", lambda: stock_part(bench, folder))
-        if "loop" in parts:
-            bench.attempt("loop", lambda: loop_part(bench, settings, folder))
-    return bench.end()
+def make(name: str, index: int, seconds: float) -> SynthesisRequest:
+    return spoken_request(name, index, seconds, SAMPLE_RATE)
 
 
-def engine_parts(bench: Bench, settings: SparkConfig, folder: Path, parts: set[str], codec: BiCodec, encoder: RawReferences) -> None:
-    """The parts that share one engine."""
+def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
+    """The parts on our own engine: with few streams in mind for throughput, and prepared for streams for first chunks."""
     options = bench.options
-    chosen = TokenModelOptions(memory_share=options.memory_share, slots=max(options.requests), max_context=2048)
+    if {"frame", "lm", "speech", "compare"} & wanted:
+        opened = NativeSpark(bench, parts, max(options.requests))
+        if "frame" in wanted:
+            sizes = None if options.checkpoint or options.tiny else spark_frame()
+            context = SPARK.prompt + int(options.seconds * TOKENS_PER_SECOND) // 2
+            rows = sorted({1, *options.requests})
+            bench.attempt("frame", lambda: frame_part(bench, opened.executor, DRAWN, rows, context, TOKENS_PER_SECOND, sizes))
+        for turns in options.turns:
+            pipeline = opened.pipeline(turns)
+            about = {"frames_per_turn": turns or opened.sizes.frames_per_turn, "executor": opened.executor.name}
+            try:
+                engine_parts(bench, parts, pipeline, "native", wanted - {"streams"}, opened.watched, about)
+            finally:
+                pipeline.close()
+        del opened
+        bench.clean()
+    if "streams" in wanted:
+        ready = NativeSpark(bench, parts, max(STREAM_SLOTS if bench.on_gpu else 0, 2 * max(options.streams)), max(options.streams))
+        pipeline = ready.pipeline()
+        try:
+            engine_parts(bench, parts, pipeline, "native", {"streams"})
+        finally:
+            pipeline.close()
+
+
+def vllm_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
+    """The parts on vLLM."""
     begin = time.perf_counter()
-    host = VllmHost(ModelSpec(folder, engine={"load_format": "dummy"}), vllm_options(chosen, settings))
+    pipeline = vllm_pipeline(bench, parts, bench.options.requests, bench.options.memory_share)
     print(f"vLLM started in {time.perf_counter() - begin:.0f} s", flush=True)
-    pipeline = SparkPipeline(settings, AnyIdSpeaks(), encoder, codec, host, keep_unfinished=True)
-    sampling = replace(SAMPLING, max_tokens=int(options.seconds * TOKENS_PER_SECOND))
     try:
-        if "lm" in parts:
-            bench.attempt("lm", lambda: lm_part(bench, host, options.requests, TEXT_IDS, TOKENS_PER_SECOND, sampling))
-        if "speech" in parts:
-
-            def make(name: str, index: int, seconds: float):
-                return spoken_request(name, index, seconds, SAMPLE_RATE)
-
-            bench.attempt("speech", lambda: speech_part(bench, pipeline, options.requests, options.seconds, make))
+        engine_parts(bench, parts, pipeline, "vllm", wanted)
     finally:
         pipeline.close()
+
+
+def engine_parts(
+    bench: Bench, parts: Parts, pipeline: SparkPipeline, engine: str, wanted: set[str], watched: Watched | None = None,
+    about: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """What is measured of either engine."""
+    options = bench.options
+    sampling = replace(SAMPLING, max_tokens=int(options.seconds * TOKENS_PER_SECOND))
+    if "lm" in wanted:
+        lm = lambda: lm_part(bench, pipeline.host, engine, options.requests, parts.text_ids, TOKENS_PER_SECOND, sampling, about)  # noqa: E731
+        bench.attempt(f"{engine}: lm", lm)
+    if "speech" in wanted:
+        speech = lambda: speech_part(bench, pipeline, engine, options.requests, options.seconds, make, watched, about)  # noqa: E731
+        bench.attempt(f"{engine}: speech", speech)
+    if "streams" in wanted:
+        seconds = min(4.0, options.seconds)
+        bench.attempt(f"{engine}: streams", lambda: stream_part(bench, pipeline, engine, options.streams, seconds, make))
+    if "compare" in wanted:
+        bench.attempt(f"{engine}: compare", lambda: compare_part(bench, parts, pipeline.host, engine))
+
+
+def arguments_of(given: list[str] | None) -> Any:
+    made = parser(__doc__)
+    made.add_argument("--part", default="accuracy,codec,tokenizer,frame,lm,speech,streams,stock,loop")
+    made.add_argument("--engines", default="native,vllm", help="which engines, in this order")
+    made.add_argument("--requests", type=numbers, default="64,256,512")
+    made.add_argument("--turns", type=numbers, default="0", help="frames a turn of the native engine, one run each; 0: its own choice")
+    made.add_argument("--streams", type=numbers, default="1,64", help="streams at once")
+    made.add_argument("--stream-engines", default="native", help="engines of the part `streams`")
+    made.add_argument("--loop-batches", type=numbers, default="1,8,32,64,128,256,512,1024")
+    made.add_argument("--seconds", type=float, default=10.0)
+    made.add_argument("--codec-dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16, on a CPU float32")
+    made.add_argument("--memory-share", type=float, default=0.4, help="of vLLM")
+    made.add_argument("--checkpoint", type=Path, help="a checkpoint in float32 instead of dummy weights")
+    return made.parse_args(given)
+
+
+def main(given: list[str] | None = None) -> int:
+    options = arguments_of(given)
+    wanted, engines = set(options.part.split(",")), [one for one in options.engines.split(",") if one == "native" or find_spec("vllm")]
+    codec_dtype = options.codec_dtype or ("float32" if options.device == "cpu" or options.checkpoint else "bfloat16")
+    options.codec_dtype = getattr(torch, codec_dtype)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    facts: dict[str, Any] = {
+        "codec_dtype": codec_dtype,
+        "seconds": options.seconds,
+        "aim": AIM,
+        "must": MUST,
+        "first_chunk_aims_ms": CHUNK_AIMS,
+    }
+    if find_spec("vllm") and ("vllm" in engines or "stock" in wanted):
+        from pipelines.vllm_engine.library import load_vllm
+
+        facts["vllm"] = load_vllm().__version__
+    bench = Bench("spark_tts", options, **facts)
+    with tempfile.TemporaryDirectory() as temporary:
+        parts = checkpoint_parts(bench, options.checkpoint) if options.checkpoint else dummy_parts(bench, Path(temporary), options.tiny)
+        if "accuracy" in wanted:
+            bench.attempt("accuracy", lambda: accuracy_part(bench, parts.config))
+        if "codec" in wanted:
+            bench.attempt("codec", lambda: codec_alone(bench, parts.codec))
+        if "tokenizer" in wanted:
+            bench.attempt("tokenizer", lambda: tokenizer_part(bench, parts.references))
+        for engine in engines:
+            run, of_it = (native_parts, wanted) if engine == "native" else (vllm_parts, wanted - {"frame"})
+            of_it = of_it if engine in options.stream_engines.split(",") else of_it - {"streams"}
+            if of_it & {"frame", "lm", "speech", "streams", "compare"}:
+                bench.attempt(engine, lambda run=run, of_it=of_it: run(bench, parts, of_it))
+        if "stock" in wanted and find_spec("vllm"):
+            bench.attempt("stock", lambda: stock_part(bench, parts.spec.folder, parts.text_ids))
+        if "loop" in wanted:
+            bench.attempt("loop", lambda: loop_part(bench, parts.config, parts.spec.folder))
+    return bench.end()
 
 
 if __name__ == "__main__":

@@ -30,9 +30,10 @@ from benchmarks.gpu import Bench, Row, parser
 from pipelines.errors import NightjarError
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.lm import Script, StreamSampling, model_spec
+from pipelines.tokens import TokenRequest, Tokens
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import PLUGIN, PLUGIN_GROUP, load_vllm
-from pipelines.vllm_engine.options import TokenRequest, Tokens, VllmOptions
+from pipelines.vllm_engine.options import VllmOptions
 
 #: Tokens a second: stock vLLM with this backbone and text alone on one H200, and what eight streams should and must reach.
 STOCK, AIM, MUST = 18_147, 15_000, 9_000

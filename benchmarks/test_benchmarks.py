@@ -215,7 +215,7 @@ def test_every_step_of_a_session_is_a_module_that_exists(tmp_path: Path) -> None
         for step in gpu_session.steps("cpu" if tiny else "cuda", tiny, tmp_path):
             path = Path(__file__).parents[1] / step.arguments[0].replace(".", "/")
             assert step.arguments[0] == "pytest" or path.with_suffix(".py").exists() or (path / "__main__.py").exists()
-            assert step.group in ("check", "speed", "tune")
+            assert step.group in ("check", "speed", "tune", "engines", "spark", "fish")
 
 
 def test_summary_of_a_folder(tmp_path: Path) -> None:
@@ -244,17 +244,6 @@ def options(tmp_path: Path, **more: object) -> Namespace:
     return Namespace(device="cpu", json=tmp_path / "found.json", **more)
 
 
-def test_fish_runs_through_and_writes_what_it_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "fish.json"
-    asked = ["--tiny", "--device", "cpu", "--part", "frame,loop", "--requests", "1,2", "--seconds", "0.1", "--json", str(path)]
-    assert fish_speech.main(asked) == 0
-    found = json.loads(path.read_text())
-    parts = {(row["part"], row["batch"]) for row in found["rows"]}
-    assert {("frame, graph", 2), ("frame, draws and heads", 1), ("plain loop, end to end", 2)} <= parts
-    assert found["faults"] == {}
-    assert "faults: none" in capsys.readouterr().out
-
-
 def test_a_part_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
     bench = Bench("name", options(tmp_path))
     bench.attempt("frame", lambda: 1 / 0)
@@ -267,7 +256,7 @@ def test_a_part_that_fails_is_reported_and_the_others_go_on(tmp_path: Path) -> N
 
 def test_a_step_of_fish_is_cut_into_its_parts(tmp_path: Path) -> None:
     bench = Bench("name", options(tmp_path, requests=[16, 64]))
-    bench.timed("LM on vLLM", 16, 1.0, ms_a_step=10.0)
+    bench.timed("LM alone", 16, 1.0, ms_a_step=10.0)
     bench.timed("frame, graph", 16, 6.0)
     bench.timed("frame, draws and heads", 16, 1.0)
     assert fish_speech.where_a_step_goes(bench) == [
@@ -379,3 +368,16 @@ def test_samples_of_threads_become_shares() -> None:
     found = process_profile.summary(raw, 100)
     assert found["engine"] == {"share": 0.8, "functions": {"step (a.py:2)": 0.6, "run (a.py:1)": 0.2}}
     assert found["writer-0"]["share"] == 0.05
+
+
+@pytest.mark.parametrize(("rows", "measured"), [(128, 5.55), (256, 7.06), (384, 8.94), (512, 10.47)])
+def test_a_predicted_frame_is_what_was_measured_of_qwen3_tts(rows: int, measured: float) -> None:
+    assert roofline.frame_ms(roofline.qwen3_frame("0b6"), rows, 300, H200) == pytest.approx(measured, rel=0.04)
+
+
+def test_a_prediction_adds_up() -> None:
+    found = roofline.predicted(roofline.SPARK, 512, H200)
+    assert found["step"] == pytest.approx(1.1 * (found["frame"] + found["prefill"] + found["codec"]))
+    assert found["audio_s_per_s"] == pytest.approx(1000 * 512 / 50 / found["step"])
+    kept, whole = (roofline.predicted(load, 256, H200) for load in (roofline.FISH, roofline.FISH_NOTHING_KEPT))
+    assert kept["prefill"] < whole["prefill"]

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from jobs.logs import LogFormat, setup_logging
+from pipelines.engine_choice import has_gpu
 from pipelines.engine_process.client import EngineProcess
-from pipelines.registry import is_registered, open_pipeline, prepares_streams
+from pipelines.registry import has_option, is_registered, open_pipeline
 
 if TYPE_CHECKING:
     from jobs.settings import Settings
@@ -33,7 +32,7 @@ def open_model(model: str, card: ModelCard, settings: Settings, options: dict[st
 
     Raises as `pipelines.registry.open_pipeline`, and `EngineCrashError`.
     """
-    if card.engine == "vllm" or is_registered(model):
+    if settings.chosen_engine(card) == "vllm" or is_registered(model):
         return open_pipeline(model, **options)
     process = open_engine_process(model, options, settings, level)
     # The first request is as quick as the next ones.
@@ -44,18 +43,13 @@ def open_model(model: str, card: ModelCard, settings: Settings, options: dict[st
 def engine_options(settings: Settings, card: ModelCard) -> dict[str, Any]:
     """As a worker opens it, with the settings of its engine; but an answer that reaches its limit is one (`finish_reason` length), and a
     model that can is prepared for streams."""
-    options = settings.engine_options(card.engine)
-    if prepares_streams(card):
+    options, native = settings.engine_options(card), settings.chosen_engine(card) == "native"
+    if native and has_option(card, "streams"):
         streams = settings.serve.streams
-        options["streams"] = (_GPU_STREAMS if _has_gpu() else _CPU_STREAMS) if streams is None else streams
-        if settings.serve.text_in:
-            options["text_first"] = False
+        options["streams"] = (_GPU_STREAMS if has_gpu() else _CPU_STREAMS) if streams is None else streams
+    if native and has_option(card, "text_first") and settings.serve.text_in:
+        options["text_first"] = False
     return options | {"keep_unfinished": True} if card.capabilities.text_out else options
-
-
-def _has_gpu() -> bool:
-    """Whether CUDA will find a device; asking it takes seconds, and memory of the device."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and Path("/dev/nvidiactl").exists()
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
         events.began(embedded)
         store = open_store(settings.effective_store_url, settings.s3)
         _say_settings(run.chosen, store, events)
-        if spec.card.engine == "native":
+        if settings.chosen_engine(spec.card) == "native":
             # Such a model takes longer to open than most inputs take to read.
             embedded.prepare(spec.spec.model)
         with closing(Ledger.of(settings)) as ledger:
@@ -236,16 +236,19 @@ def _restore(settings: Settings, ledger: Ledger, store: ObjectStore, job: Job, s
 
 def _mend(ledger: Ledger, store: ObjectStore, job_id: str, where: str, events: RunEvents) -> None:
     """Looks whether what earlier runs made is there, and makes again what is not. Raises `store.missing` for what cannot be."""
+    from jobs.provenance import mixed_engines, options_again, recorded_engines
     from jobs.repair import mend
     from jobs.verify import expected_objects, listed_faults
-    from pipelines.registry import open_pipeline
+    from pipelines.registry import describe, open_pipeline
 
     lost = [expected for expected, _ in listed_faults(store, expected_objects(ledger, job_id))]
     if not lost:
         return
     events.say(f"Missing or damaged: {counted(len(lost), 'file')} of this job. They are made again.")
     job = ledger.job(job_id)
-    with closing(open_pipeline(job.spec.model)) as pipeline:
+    if mixed := mixed_engines(recorded_engines(store, job), describe(job.spec.model).engine):
+        events.say(mixed)
+    with closing(open_pipeline(job.spec.model, **options_again(store, job))) as pipeline:
         counts = mend(ledger, store, job, pipeline, lost)
     events.say(f"Made again: {counts['same']} with the same bytes, {counts['other']} with other bytes.")
     if counts["failed"]:

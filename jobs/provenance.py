@@ -118,7 +118,8 @@ def provenance(job: Job, recorded_by: str, model: ModelProvenance, info: EngineI
         input_sha256=job.input_sha256,
         spec=job.spec,
         spec_sha=job.spec_sha,
-        model=model,
+        # What ran it, where a model has a choice.
+        model=model if info is None or not info.engine else msgspec.structs.replace(model, engine=info.engine),
         recorded_by=recorded_by,
         nightjar=installed_version(),
         commit=commit(),
@@ -174,6 +175,31 @@ def records(store: ObjectStore, job: Job) -> list[Provenance]:
             message = f"The object {key} is no record of what the job was made with."
             raise StoreError(ErrorCode.STORE_CONFLICT, message, "Restore it from a backup, or remove it.") from error
     return found
+
+
+def recorded_engines(store: ObjectStore, job: Job) -> list[str]:
+    """The engines that the records of a job name, where its model has a choice. Raises `ModelError`, and as `records`."""
+    choice = set(describe(job.spec.model).engines)
+    return sorted({record.model.engine for record in records(store, job) if record.model.engine in choice}) if choice else []
+
+
+def mixed_engines(engines: list[str], here: str) -> str | None:
+    """What to know before parts of a job are made again whose records name these engines; None where there is nothing."""
+    if len(engines) < 2:
+        return None
+    return (
+        f"The job was made on the engines {' and '.join(engines)}, and no record says which made what. "
+        f"The engine here is {here}, which makes other speech than the other one."
+    )
+
+
+def options_again(store: ObjectStore, job: Job) -> dict[str, str]:
+    """Options of `open_pipeline` to make speech of a job again: the engine that its records name, where the model has a choice.
+
+    Nothing where they name both: no record says which one made what. Raises as `recorded_engines`.
+    """
+    named = recorded_engines(store, job)
+    return {"engine": named[0]} if len(named) == 1 else {}
 
 
 def exporters_record(job: Job) -> Provenance:

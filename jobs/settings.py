@@ -35,6 +35,7 @@ from jobs.settings_groups import (
     WorkerSettings,
 )
 from pipelines.errors import ConfigError, ErrorCode
+from pipelines.registry import ModelCard, has_option
 
 PREFIX = "SPEECH_"
 CONFIG_FILE = "nightjar.toml"
@@ -52,8 +53,9 @@ RENAMED = {
 NOT_SETTINGS = frozenset({"SPEECH_CONFIG", "SPEECH_DEBUG"})
 
 
-#: Of `engine`: what the engine vllm has not, or has by another name.
-_NATIVE_ONLY = {"executor", "voice_cache", "voice_cache_mib"}
+#: Of `engine`: what keeps cloned voices, which not every family does; what the engine vllm has not, or has by another name.
+_VOICE_CACHE = {"voice_cache", "voice_cache_mib"}
+_NATIVE_ONLY = {"executor", *_VOICE_CACHE}
 
 
 class Settings(SettingsGroup):
@@ -147,15 +149,31 @@ class Settings(SettingsGroup):
         name = format if where is None else f"{format}-{hashlib.sha256(where.encode()).hexdigest()[:16]}"
         return self.home.absolute() / "exports" / job_id / name
 
-    def engine_options(self, engine: Literal["cpu", "native", "vllm"]) -> dict[str, Any]:
-        """Options of `open_pipeline` for a model of this engine: what was set, and nothing else."""
+    def chosen_engine(self, card: ModelCard) -> Literal["cpu", "native", "vllm"]:
+        """The engine that a model is opened on. Raises `ConfigError` (`config.invalid`) for one that cannot run it."""
+        kind = self.engine.kind
+        if kind == "auto" or card.engine == "cpu":
+            return card.engine
+        if kind not in (card.engines or (card.engine,)):
+            message = f"The engine {kind!r} was chosen, but {card.name} runs on the engine {card.engine!r} only."
+            raise _invalid(message, "Unset SPEECH_ENGINE__KIND, or set it to auto.")
+        return kind
+
+    def engine_options(self, card: ModelCard) -> dict[str, Any]:
+        """Options of `open_pipeline` for a model: what was set of its engine, and nothing else. Raises as `chosen_engine`."""
+        engine = self.chosen_engine(card)
+        options: dict[str, Any]
         if engine == "cpu":
             options = {"threads": self.worker.threads, "waiting_room": self.engine.waiting_room}
         elif engine == "native":
-            options = self.engine.model_dump(exclude_defaults=True, mode="json")
+            left_out = {"kind"} if has_option(card, "voice_cache") else {"kind", *_VOICE_CACHE}
+            options = self.engine.model_dump(exclude_defaults=True, mode="json", exclude=left_out)
         else:
-            options = self.engine.model_dump(exclude_defaults=True, exclude=_NATIVE_ONLY) | self.vllm.model_dump(exclude_defaults=True)
+            options = self.engine.model_dump(exclude_defaults=True, exclude={"kind", *_NATIVE_ONLY})
+            options |= self.vllm.model_dump(exclude_defaults=True)
             options["eager"] = {"auto": None, "eager": True, "graph": False}[self.engine.executor]
+        if card.engines:
+            options["engine"] = engine
         return {name: value for name, value in options.items() if value is not None}
 
     def origin(self, key: str) -> str:

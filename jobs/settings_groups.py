@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
 from jobs.input_format import InputFormat
 from pipelines.audio_format import AudioFormat
+from pipelines.engine_choice import EngineKind
 
 #: A shard may run longer, by heartbeats; a lease that ends later than this was written by a clock that went wrong.
 LONGEST_LEASE_SECONDS = 6 * 3600.0
@@ -87,6 +88,9 @@ class EngineSettings(SettingsGroup):
     Models of the engine `cpu` take the waiting room only.
     """
 
+    kind: EngineKind = Field(
+        default="auto", description="Engine of models that both can run: `native` or `vllm`. `auto`: the one of docs/models.md."
+    )
     slots: PositiveInt | None = Field(
         default=None, description="Utterances that run at the same time. Unset: as many as the GPU's memory holds well (docs/models.md)."
     )
@@ -227,8 +231,8 @@ class ServeSettings(SettingsGroup):
     )
     streams: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="Streams that the model is prepared for before `/health` is 200, where its family can (Qwen3-TTS). Unset: 128 on a "
-        "GPU, 8 on a CPU.",
+        description="Streams that the model is prepared for before `/health` is 200, where its family can (Qwen3-TTS; SparkTTS on "
+        "`native`). Unset: 128 on a GPU, 8 on a CPU.",
     )
     waiting_room: Annotated[int, Field(ge=0)] = Field(
         default=512, description="Maximum requests that wait in the server before they are handed to the engine. More get status 429."

@@ -298,6 +298,8 @@ def _split(header: str, delimiter: str) -> list[str]:
 
 def _advice_for(names: Sequence[str]) -> str:
     """What to do about a header without a column for texts."""
+    if names and names[0].lower().startswith("sep=") and not any(names[1:]):
+        return "Remove the first line, which is for Excel alone: the next one names the columns."
     if any("\t" in name for name in names):
         return "Fields between tabs are TSV: use --input-format tsv."
     if any(";" in name for name in names):

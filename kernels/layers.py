@@ -1,4 +1,4 @@
-"""The pieces of a Qwen3 decoder layer between its matrix products."""
+"""The pieces of a decoder layer between its matrix products."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.registry import op
-
-#: Tensors of a decoder layer, in the order in which ops take them.
-LAYER_TENSORS = ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down")
 
 
 @op("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
@@ -37,21 +34,27 @@ def rope_table(positions: int, head_dim: int, theta: float, dtype: torch.dtype, 
     return torch.cat((angles.cos(), angles.sin()), dim=-1).to(device=device, dtype=dtype)
 
 
-def rope(x: Tensor, table: Tensor) -> Tensor:
-    """Rotates halves of every head. x: [n, heads, head_dim]; table: [n, head_dim], the rows of `rope_table` for each token."""
+def rope(x: Tensor, table: Tensor, wide: bool = False) -> Tensor:
+    """Rotates halves of every head; `wide`: in float32, rounded once.
+
+    x: [n, heads, head_dim]; table: [n, head_dim], the rows of `rope_table` for each token.
+    """
+    kind = x.dtype
+    if wide:
+        x, table = x.float(), table.float()
     cos, sin = table[:, None].chunk(2, dim=-1)
     left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).to(kind)
 
 
 @op(
-    "qk_norm_rope_append(Tensor qkv, Tensor q_weight, Tensor k_weight, float eps, Tensor rope_table, Tensor positions, "
-    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pages, Tensor offsets) -> Tensor"
+    "qk_norm_rope_append(Tensor qkv, Tensor? q_weight, Tensor? k_weight, float eps, Tensor rope_table, Tensor positions, "
+    "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pages, Tensor offsets, bool wide_rope=False) -> Tensor"
 )
 def qk_norm_rope_append(
     qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
     eps: float,
     rope_table: Tensor,
     positions: Tensor,
@@ -59,8 +62,10 @@ def qk_norm_rope_append(
     v_cache: Tensor,
     pages: Tensor,
     offsets: Tensor,
+    wide_rope: bool = False,
 ) -> Tensor:
-    """Norms and rotates the heads of packed projections, writes keys and values into their pages, returns the queries.
+    """Norms (where there are weights) and rotates the heads of packed projections, writes keys and values into their pages, returns the
+    queries.
 
     qkv: [n, (heads + 2 * kv_heads) * head_dim]; rope_table: [positions, head_dim]; positions, pages, offsets: [n];
     k_cache, v_cache: [pages, kv_heads, page_size, head_dim] of one layer; returns [n, heads, head_dim].
@@ -69,9 +74,14 @@ def qk_norm_rope_append(
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     q, k, v = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
     rows = rope_table[positions]
-    k_cache[pages, :, offsets] = rope(rms_norm(k, k_weight, eps), rows)
+    k_cache[pages, :, offsets] = rope(head_norm(k, k_weight, eps), rows, wide_rope)
     v_cache[pages, :, offsets] = v
-    return rope(rms_norm(q, q_weight, eps), rows)
+    return rope(head_norm(q, q_weight, eps), rows, wide_rope)
+
+
+def head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of every head, where the model has one. x: [..., head_dim]; weight: [head_dim]."""
+    return x if weight is None else rms_norm(x, weight, eps)
 
 
 @op("codec_embedding_sum(Tensor codes, Tensor table, Tensor starts) -> Tensor")

@@ -200,7 +200,7 @@ def predictor_attention(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor, position: int,
     scale: float, out: Tensor, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`kernels.lm_triton.predictor_attention` for one token a row at `position` 1..15: bfloat16, heads of 128, pairs of query heads."""
+    """`kernels.lm_attention.predictor_attention` for one token a row at `position` 1..15: bfloat16, heads of 128, pairs of query heads."""
     if not 1 <= position < k_cache.shape[2]:
         raise RuntimeError(f"Predictor attention has no position {position}.")
     rows, kv_heads = qkv.shape[0], k_cache.shape[1]

@@ -1,80 +1,22 @@
-"""A whole frame in few launches: talker step, codebook 0, the predictor's codebooks, the next input.
+"""A whole frame in few launches: the backbone's step, code 0, the codebooks behind it, the next input.
 
-What it computes is `FrameModel.frame` of the eager executor with its rounding points; how, depends on the number of rows:
+What it computes is `kernels.reference.run_frame` with its rounding points; how, depends on the number of rows:
 up to `Plan.skinny_rows` the weight stream is everything and five launches a layer overlap it; above, norms are launches of
 their own between cuBLAS or Triton products. Nothing here allocates or reads the device, so a run can be captured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from kernels import lm_cuda
-from kernels.lm_sampler import FIRST, LAST, MIDDLE, draw
-from kernels.lm_triton import RESIDUAL, SWIGLU, SplitScratch, Tiles, add_norm, decode_attention, predictor_attention, product, swiglu
-
-
-@dataclass(frozen=True, slots=True)
-class StackTensors:
-    """A stack of decoder layers; each layer holds the tensors named in `kernels.layers.LAYER_TENSORS`, in that order."""
-
-    layers: Sequence[Sequence[Tensor]]
-    norm: Tensor
-    rope_table: Tensor
-    heads: int
-    kv_heads: int
-    eps: float
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class FrameTensors:
-    """All weights of a frame. project: (weight [width, hidden], bias [width]) where talker and predictor differ in width;
-    heads: [residuals, codes, width]; inputs, codec_table: [rows, width | hidden] with `starts` [codebooks]; text: [ids, hidden]."""
-
-    talker: StackTensors
-    head: Tensor
-    predictor: StackTensors
-    heads: Tensor
-    project: tuple[Tensor, Tensor] | None
-    inputs: Tensor
-    starts: Tensor
-    codec_table: Tensor
-    text: Tensor
-    end: int
-    suppress_from: int
-
-
-@dataclass(frozen=True, slots=True)
-class DrawTensors:
-    """Sampler settings, a row a slot; `greedy` as uint8."""
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    greedy: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class StateTensors:
-    """The slots on the device, as in `pipelines.engine.state.SlotState`; `seen` as uint8."""
-
-    inputs: Tensor
-    positions: Tensor
-    frames: Tensor
-    seeds: Tensor
-    page_table: Tensor
-    trailing: Tensor
-    seen: Tensor
-    penalty: Tensor
-    min_new_tokens: Tensor
-    first: DrawTensors
-    residual: DrawTensors
-    dead: int
+from kernels.frame import DepthTensors, DrawTensors, FrameTensors, StackTensors, StateTensors, fused_fault
+from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
+from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY, draw
+from kernels.lm_triton import RESIDUAL, SWIGLU, Tiles, add_norm, product, swiglu
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,88 +44,117 @@ class Plan:
         return next((tiles for limit, tiles in self.tiles.get(name, ()) if rows <= limit), None)
 
 
+def known_to_cuda(weights: FrameTensors) -> bool:
+    """Whether the CUDA C++ kernels know the rules of the frame, whatever its sizes: attention, draws, and what is fed back."""
+    depth, rules, feedback = weights.depth, weights.draw, weights.feedback
+    if depth is None or feedback.starts is not depth.starts or feedback.text is None or feedback.text_by_code or feedback.scale != 1:
+        return False
+    plain = not rules.nucleus_first and not rules.window and len(rules.ends) == 1
+    layers = [layer for stack in weights.stacks for layer in stack.layers]
+    normed = all(layer.qkv_bias is None and layer.q_norm is not None and layer.k_norm is not None for layer in layers)
+    return plain and normed and not any(stack.wide_rope for stack in weights.stacks)
+
+
 def _skinny_shapes(weights: FrameTensors) -> bool:
     """Whether the skinny kernel knows every product of the frame."""
-    needed = {(weights.talker.norm.shape[0], True, lm_cuda.PLAIN), (weights.predictor.norm.shape[0], True, lm_cuda.PLAIN)}
-    for stack in (weights.talker, weights.predictor):
-        _, qkv, _, _, o, _, gate_up, down = stack.layers[0]
-        needed |= {(qkv.shape[1], True, lm_cuda.PLAIN), (o.shape[1], False, lm_cuda.RESIDUAL)}
-        needed |= {(gate_up.shape[1], True, lm_cuda.SWIGLU), (down.shape[1], False, lm_cuda.RESIDUAL)}
-    if weights.project is not None:
-        needed.add((weights.project[0].shape[1], False, lm_cuda.BIAS))
+    needed = {(stack.hidden, True, lm_cuda.PLAIN) for stack in weights.stacks}
+    for stack in weights.stacks:
+        layer = stack.layers[0]
+        needed |= {(layer.qkv.shape[1], True, lm_cuda.PLAIN), (layer.o.shape[1], False, lm_cuda.RESIDUAL)}
+        needed |= {(layer.gate_up.shape[1], True, lm_cuda.SWIGLU), (layer.down.shape[1], False, lm_cuda.RESIDUAL)}
+    if weights.depth is not None and weights.depth.project is not None:
+        needed.add((weights.depth.project[0].shape[1], False, lm_cuda.BIAS))
     return all(lm_cuda.has_skinny(*shape) for shape in needed)
 
 
 def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
     """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the predictor, draws."""
-    return k_cache.dtype == torch.bfloat16 and k_cache.is_cuda and lm_cuda.available(k_cache.device.index) and _skinny_shapes(weights)
+    known = k_cache.dtype == torch.bfloat16 and k_cache.is_cuda and known_to_cuda(weights) and _skinny_shapes(weights)
+    return known and lm_cuda.available(k_cache.device.index)
 
 
 class FusedFrame:
     """Runs frames of up to `max_rows` slots over fixed weights, state and pages."""
 
     def __init__(self, weights: FrameTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, max_rows: int, plan: Plan) -> None:
-        self.weights, self.state, self.plan = weights, state, plan
+        """Raises ValueError for heads that the kernels do not know (`kernels.frame.fused_fault`)."""
+        stacks = weights.stacks
+        for stack in stacks:
+            if (fault := fused_fault(stack)) is not None:
+                raise ValueError(fault)
+        # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
+        self.plan = plan if known_to_cuda(weights) else replace(plan, pdl=False)
+        self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
-        talker, predictor = weights.talker, weights.predictor
         device, dtype = k_cache.device, k_cache.dtype
         self._orders: dict[int, list[Tensor]] = {}
         self._order: list[Tensor] = []
         self._step = 0
         self._skinny = runs_cuda(weights, k_cache)
-        span = 1 << weights.heads.shape[0].bit_length()
-        head_dim = k_cache.shape[-1]
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
 
-        self._fast = self._skinny and lm_cuda.has_predictor_attention(predictor.heads, predictor.kv_heads, span, head_dim)
-        self._widths = [stack.norm.shape[0] for stack in (talker, predictor)]
-        inner = max(layer[6].shape[0] for stack in (talker, predictor) for layer in stack.layers)
-        wide = max((stack.heads + 2 * stack.kv_heads) * head_dim for stack in (talker, predictor))
-        width = max(self._widths)
-        rows = 2 * max_rows
+        self._widths = [stack.hidden for stack in stacks]
+        inner = max(layer.gate_up.shape[0] for stack in stacks for layer in stack.layers)
+        wide = max((stack.heads + 2 * stack.kv_heads) * stack.head_dim for stack in stacks)
+        width, depth = max(self._widths), weights.depth
+        rows = max_rows if depth is None else 2 * max_rows
         self._x = [empty(rows, w) for w in self._widths]
         self._h, self._y, self._hidden = empty(rows * width), empty(rows * width), empty(max_rows, self._widths[0])
         self._qkv, self._mixed = empty(rows * wide), empty(rows * wide)
         self._gate_up, self._act = empty(rows * inner), empty(rows * inner)
-        self._logits = empty(max_rows * max(weights.head.shape[0], weights.heads.shape[1]))
-        self._past = torch.zeros(
-            (2, len(predictor.layers), max_rows, predictor.kv_heads, span, predictor.rope_table.shape[1]), device=device, dtype=dtype
-        )
+        codes = max(weights.head.shape[0], 0 if depth is None else depth.heads.shape[1])
+        self._logits = empty(max_rows * codes)
         self._finite = torch.empty(max_rows, device=device, dtype=torch.int32)
+        if depth is not None:
+            span, stack = 1 << depth.heads.shape[0].bit_length(), depth.stack
+            self._fast = self._skinny and lm_cuda.has_predictor_attention(stack.heads, stack.kv_heads, span, stack.head_dim)
+            self._past = torch.zeros((2, len(stack.layers), max_rows, stack.kv_heads, span, stack.head_dim), device=device, dtype=dtype)
+        talker = weights.backbone
         most = max(splits for _, splits in plan.splits)
-        groups = talker.heads // talker.kv_heads
-        self._scratch = SplitScratch(max_rows * talker.kv_heads, most, groups, head_dim, device)
+        self._scratch = SplitScratch(max_rows * talker.kv_heads, most, talker.heads // talker.kv_heads, talker.head_dim, device)
 
     def run(self, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
         """One frame of the slots `rows` int64 [n] into codes int64 [n, codebooks] and flags uint8 [n]; updates the state."""
         n = rows.shape[0]
         self._step, self._order = 0, self._orders.setdefault(n, [])
-        talker, predictor = self.weights.talker, self.weights.predictor
-        torch.index_select(self.state.inputs, 0, rows, out=self._x[0][:n])
-        self._stack(talker, self._x[0][:n], lambda layer, qkv, out: self._attend(layer, qkv, rows, out))
-        logits = self._head(talker, self._x[0][:n], self.weights.head, self._hidden[:n])
-        x = self._x[1]
-        if self.weights.project is not None:
-            self._project(self._hidden[:n], x[:n])
+        backbone, depth, x = self.weights.backbone, self.weights.depth, self._x[0][:n]
+        torch.index_select(self.state.inputs, 0, rows, out=x)
+        self._stack(backbone, x, lambda layer, qkv, out: self._attend(layer, qkv, rows, out))
+        logits = self._head(backbone, x, self.weights.head, self._hidden[:n])
+        if depth is None:
+            self._draw(ONLY, 0, logits, rows, codes, flags)
+            return
+        if depth.project is not None:
+            self._project(*depth.project, self._hidden[:n], self._x[1][:n])
         self._draw(FIRST, 0, logits, rows, codes, flags)
-        for step in range(len(self.weights.heads)):
+        self._behind(depth, rows, codes, flags)
+
+    def _behind(self, depth: DepthTensors, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+        """The codebooks behind code 0, one after the other."""
+        n, x, stack, behind = rows.shape[0], self._x[1], depth.stack, len(depth.heads)
+        for step in range(behind):
             first = step == 0
             position = 0 if first else step + 1
 
             def attend(layer: int, qkv: Tensor, out: Tensor, position: int = position) -> None:
-                q_norm, k_norm = predictor.layers[layer][2:4]
                 keys, values = self._past[0, layer, :n], self._past[1, layer, :n]
-                attention = lm_cuda.predictor_attention if self._fast and position else predictor_attention
-                attention(
-                    qkv, q_norm, k_norm, predictor.eps, predictor.rope_table, keys, values, position, predictor.scale, out,
-                    pdl=self.plan.pdl,
+                q_norm, k_norm = stack.layers[layer].q_norm, stack.layers[layer].k_norm
+                if self._fast and position:
+                    assert q_norm is not None and k_norm is not None  # noqa: PT018
+                    lm_cuda.predictor_attention(
+                        qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, pdl=self.plan.pdl
+                    )
+                    return
+                predictor_attention(
+                    qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, pdl=self.plan.pdl,
+                    wide_rope=stack.wide_rope,
                 )  # fmt: skip
 
-            self._stack(predictor, x[: 2 * n] if first else x[:n], attend, keep=n if first else 0)
-            logits = self._head(predictor, x[n : 2 * n] if first else x[:n], self.weights.heads[step])
-            self._draw(LAST if step == len(self.weights.heads) - 1 else MIDDLE, step + 1, logits, rows, codes, flags)
+            self._stack(stack, x[: 2 * n] if first else x[:n], attend, keep=n if first else 0)
+            logits = self._head(stack, x[n : 2 * n] if first else x[:n], depth.heads[step])
+            self._draw(LAST if step == behind - 1 else MIDDLE, step + 1, logits, rows, codes, flags)
 
     def _narrow(self, rows: int) -> bool:
         return self._skinny and rows <= self.plan.skinny_rows
@@ -199,7 +170,8 @@ class FusedFrame:
         """All layers in place on x [rows, width]; the last layer's output is only made for the rows from `keep` on."""
         pending: Tensor | None = None
         for index, layer in enumerate(stack.layers):
-            input_norm, qkv_weight, _, _, o, post_norm, gate_up, down = layer
+            qkv_weight, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
+            input_norm, post_norm = layer.input_norm, layer.post_norm
             rows, width = x.shape
             qkv = self._qkv[: rows * qkv_weight.shape[0]].view(rows, -1)
             mixed = self._mixed[: rows * o.shape[1]].view(rows, -1)
@@ -208,7 +180,7 @@ class FusedFrame:
                 self._thin_normed(x, qkv_weight, qkv, input_norm, stack.eps)
             else:
                 normed = add_norm(x, pending, input_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
-                self._product("qkv", normed, qkv_weight, qkv)
+                self._product("qkv", normed, qkv_weight, qkv, layer.qkv_bias)
             attend(index, qkv, mixed)
             if keep and index == len(stack.layers) - 1:
                 x, mixed, rows = x[keep:], mixed[keep:], rows - keep
@@ -240,8 +212,7 @@ class FusedFrame:
         add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self.plan.pdl)
         return torch.mm(normed, head.t(), out=logits)
 
-    def _project(self, hidden: Tensor, x: Tensor) -> None:
-        weight, bias = self.weights.project or (hidden, hidden)
+    def _project(self, weight: Tensor, bias: Tensor, hidden: Tensor, x: Tensor) -> None:
         if self._narrow(hidden.shape[0]):
             self._thin(hidden, weight, x, epilogue=lm_cuda.BIAS, extra=bias)
         else:
@@ -260,7 +231,9 @@ class FusedFrame:
         late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
         return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight), late=late, pdl=plan.pdl, **options)
 
-    def _product(self, name: str, x: Tensor, weight: Tensor, y: Tensor) -> Tensor:
+    def _product(self, name: str, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
+        if bias is not None:
+            return torch.addmm(bias, x, weight.t(), out=y)
         tiles = self.plan.tiles_for(name, x.shape[0])
         return torch.mm(x, weight.t(), out=y) if tiles is None else product(x, weight, y, tiles, pdl=self.plan.pdl)
 
@@ -273,28 +246,43 @@ class FusedFrame:
         return None
 
     def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:
-        talker, state, plan = self.weights.talker, self.state, self.plan
-        q_norm, k_norm = talker.layers[layer][2:4]
+        stack, state, plan = self.weights.backbone, self.state, self.plan
         decode_attention(
-            qkv, q_norm, k_norm, talker.eps, talker.rope_table, self._keys[layer], self._values[layer], state.page_table,
-            state.positions, rows, talker.scale, out, self._scratch, splits=plan.splits_for(len(rows)), warps=plan.attention_warps,
-            stages=plan.attention_stages, block=max(16, min(64, self._keys.shape[3])), pdl=plan.pdl,
+            qkv, stack.layers[layer].q_norm, stack.layers[layer].k_norm, stack.eps, stack.rope_table, self._keys[layer],
+            self._values[layer], state.page_table, state.positions, rows, stack.scale, out, self._scratch,
+            splits=plan.splits_for(len(rows)), warps=plan.attention_warps, stages=plan.attention_stages,
+            block=max(16, min(64, self._keys.shape[3])), pdl=plan.pdl, wide_rope=stack.wide_rope,
         )  # fmt: skip
 
     def _draw(self, stage: int, codebook: int, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        weights, state, n, vocab = self.weights, self.state, rows.shape[0], logits.shape[1]
-        settings = state.first if stage == FIRST else state.residual
+        state, n, vocab = self.state, rows.shape[0], logits.shape[1]
+        depth, rules, feedback = self.weights.depth, self.weights.draw, self.weights.feedback
+        settings = state.first if stage in (FIRST, ONLY) else state.residual
+        inputs, starts = (feedback.table, feedback.starts) if depth is None else (depth.inputs, depth.starts)
+        text = feedback.table if feedback.text is None else feedback.text
         pointers = (
-            logits, rows, codes, self._finite, flags, state.seeds, settings.top_k, state.min_new_tokens, weights.starts, state.trailing,
+            logits, rows, codes, self._finite, flags, state.seeds, settings.top_k, state.min_new_tokens, starts, state.trailing,
             state.frames, state.positions, settings.temperature, settings.top_p, state.penalty, settings.greedy, state.seen,
-            self._hidden, weights.inputs, weights.codec_table, weights.text, self._x[1], state.inputs,
+            self._hidden, inputs, feedback.table, text, self._x[-1], state.inputs,
         )  # fmt: skip
+        width, hidden = self._widths[-1], self._widths[0]
         numbers = (
-            weights.end, weights.suppress_from, state.dead, n, vocab, codebook, codes.shape[1], self._widths[1], self._widths[0],
-            state.trailing.shape[1], int(weights.project is None),
+            rules.ends[0], rules.suppress_from, state.dead, n, vocab, codebook, codes.shape[1], width, hidden, state.trailing.shape[1],
+            int(depth is not None and depth.project is None),
         )  # fmt: skip
-        compiled = self._skinny and self.plan.cuda_draw and lm_cuda.has_draw(vocab, self._widths[1], self._widths[0])
-        (lm_cuda.draw if compiled else draw)(pointers, numbers, stage, self.plan.pdl)
+        if self._skinny and self.plan.cuda_draw and lm_cuda.has_draw(vocab, width, hidden):
+            lm_cuda.draw(pointers, numbers, stage, self.plan.pdl)
+        else:
+            draw(pointers, numbers, stage, self.plan.pdl, rules, feedback, state.recent)
+
+
+def _as_bytes(state: StateTensors) -> StateTensors:
+    """The state as kernels read it: truth values are bytes."""
+
+    def draws(settings: DrawTensors) -> DrawTensors:
+        return replace(settings, greedy=settings.greedy.view(torch.uint8))
+
+    return replace(state, seen=state.seen.view(torch.uint8), first=draws(state.first), residual=draws(state.residual))
 
 
 def plan_for(rows: int, hidden: int = 1024) -> Plan:

@@ -15,11 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.frame import DrawRules, Feedback
 from kernels.lm_triton import gdc_launch_dependents, gdc_wait, launch
+from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P
 
 _GRID = tl.constexpr(float(1 << 30))
 _WHOLE = tl.constexpr(float(1 << 23))
-FIRST, MIDDLE, LAST = 0, 1, 2
+_RETRY_TEMPERATURE, _RETRY_TOP_P = tl.constexpr(RETRY_TEMPERATURE), tl.constexpr(RETRY_TOP_P)
+#: Which codebook of a frame a launch draws: the first one, one between, the last one, or the only one.
+FIRST, MIDDLE, LAST, ONLY = 0, 1, 2, 3
+#: The row of text that the next input takes: none, that of the request's text id, or that of code 0.
+_NO_TEXT, _TEXT_BY_ID, _TEXT_BY_CODE = 0, 1, 2
 
 
 @triton.jit
@@ -52,14 +58,20 @@ def _quantized(share):
 
 
 @triton.jit
-def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, HALF: tl.constexpr):
-    """Whole-number probabilities of one row's logits `value`, -inf where there is no token; HALF: the logits are bfloat16 values."""
-    scaled = tl.math.div_rn(value, tl.zeros_like(value) + temperature)
-    keyed = value if HALF else scaled
-    bits = (keyed + 0.0).to(tl.int32, bitcast=True)
+def _ordered(value, HALF: tl.constexpr):
+    """Whole numbers in the order of the values; HALF: of 16 bits, for bfloat16 values."""
+    bits = (value + 0.0).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     if HALF:
         order = order >> 16
+    return order
+
+
+@triton.jit
+def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, HALF: tl.constexpr):
+    """Whole-number probabilities of one row's logits `value`, -inf where there is no token; HALF: the logits are bfloat16 values."""
+    scaled = tl.math.div_rn(value, tl.zeros_like(value) + temperature)
+    order = _ordered(value if HALF else scaled, HALF)
     count = tl.where(top_k > 0, tl.minimum(top_k, VOCAB), VOCAB).to(tl.int32)
     width: tl.constexpr = 15 if HALF else 31
     nonnegative = tl.sum((order >= 0).to(tl.int32)) >= count
@@ -91,14 +103,60 @@ def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, HALF: tl
 
 
 @triton.jit
+def _nucleus_weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, HALF: tl.constexpr):
+    """`_weights` in the order of `kernels.sampler.nucleus_weights`. What is kept is a run of the sorted codes: all above a value, and the
+    first of those equal to it."""
+    scaled = tl.math.div_rn(value, tl.zeros_like(value) + temperature)
+    likely = tl.exp(value - tl.max(value))
+    share = _quantized(likely / tl.sum(likely))
+    order = _ordered(value, HALF)
+    limit = top_p.to(tl.float64) * tl.sum(share).to(tl.float64)
+    count = tl.where(top_k > 0, tl.minimum(top_k, VOCAB), VOCAB).to(tl.int32)
+    width: tl.constexpr = 15 if HALF else 31
+    edge = tl.where(_too_many(share, order, 0, limit, count), 0, -(1 << width)).to(tl.int32)
+    for step in range(width):
+        candidate = edge + (tl.full((), 1, tl.int32) << (width - 1 - step))
+        edge = tl.where(_too_many(share, order, candidate, limit, count), candidate, edge)
+    above = order > edge
+    tied = (order == edge) & (at < VOCAB)
+    rank = tl.cumsum(tied.to(tl.int64), 0)
+    mass = tl.sum(tl.where(above, share, 0)) + share * rank
+    kept = above | (tied & (mass.to(tl.float64) <= limit) & (tl.sum(above.to(tl.int32)) + rank <= count))
+    kept |= at == tl.argmax(value, 0)
+    likely = tl.where(kept, tl.exp(scaled - tl.max(scaled)), 0.0)
+    return _quantized(likely / tl.sum(likely))
+
+
+@triton.jit
+def _too_many(share, order, least, limit, count):
+    """Whether the codes from `least` on have more than `limit` together, or are more than `count`."""
+    inside = order >= least
+    return (tl.sum(tl.where(inside, share, 0)).to(tl.float64) > limit) | (tl.sum(inside.to(tl.int32)) > count)
+
+
+@triton.jit
+def _drawn_again(value, at, top_k, seed, frame, codebook, VOCAB: tl.constexpr, HALF: tl.constexpr, NUCLEUS: tl.constexpr):
+    """A second draw, with the settings of a retry and the random word of `codebook`."""
+    top_p = tl.full((), _RETRY_TOP_P, tl.float32)
+    if NUCLEUS:
+        weights = _nucleus_weights(value, at, _RETRY_TEMPERATURE, top_k, top_p, VOCAB, HALF)
+    else:
+        weights = _weights(value, at, _RETRY_TEMPERATURE, top_k, top_p, VOCAB, HALF)
+    place = (_philox_word(seed, frame, frame * 0 + codebook) * tl.sum(weights)) >> 32
+    return tl.sum((tl.cumsum(weights, 0) <= place).to(tl.int64))
+
+
+@triton.jit
 def _draw_code(
     logits, rows, codes, finite, flags,
     seeds, frames, temperature, top_k, top_p, greedy, seen, penalty, min_new,
     hidden, inputs, starts, x,
-    table, text, trailing, positions, state_inputs,
+    table, table_starts, text, trailing, positions, state_inputs, recent,
     count, codebook, end, suppress_from, dead, trailing_width,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, CODEBOOKS: tl.constexpr, WIDTH: tl.constexpr, TALKER: tl.constexpr,
     SPREAD: tl.constexpr, STAGE: tl.constexpr, HALF: tl.constexpr, COPY_HIDDEN: tl.constexpr, PDL: tl.constexpr,
+    OTHER_END: tl.constexpr, NUCLEUS: tl.constexpr, WINDOW: tl.constexpr, WINDOW_BLOCK: tl.constexpr, TEXT: tl.constexpr,
+    SCALE: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -110,28 +168,41 @@ def _draw_code(
     fine = tl.min((tl.abs(value) < float("inf")).to(tl.int32))
     frame = tl.load(frames + slot)
     value = tl.where(at < VOCAB, value, float("-inf"))
-    if STAGE == 0:
+    draws_first: tl.constexpr = STAGE == 0 or STAGE == 3
+    if draws_first:
+        if WINDOW > 0:
+            back = tl.arange(0, WINDOW_BLOCK)
+            latest = tl.load(recent + slot * WINDOW + back, mask=back < WINDOW, other=-1)
         factor = tl.load(penalty + slot)
         drawn_before = tl.load(seen + slot * VOCAB + at, mask=at < VOCAB, other=0) != 0
         spread = tl.zeros_like(value) + factor
         value = tl.where(drawn_before, tl.where(value > 0, tl.math.div_rn(value, spread), value * spread), value)
         banned = (at >= suppress_from) & (at != end)
         early = (at == end) & (frame < tl.load(min_new + slot))
+        if OTHER_END >= 0:
+            banned &= at != OTHER_END
+            early |= (at == OTHER_END) & (frame < tl.load(min_new + slot))
         value = tl.where(banned | early, float("-inf"), value)
     else:
         fine = fine & tl.load(finite + row)
     if tl.load(greedy + slot) != 0:
         code = tl.argmax(value, 0).to(tl.int64)
     else:
-        weights = _weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB, HALF)
+        if NUCLEUS:
+            weights = _nucleus_weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB, HALF)
+        else:
+            weights = _weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB, HALF)
         total = tl.cumsum(weights, 0)
         word = _philox_word(tl.load(seeds + slot), frame, frame * 0 + codebook)
         place = (word * tl.sum(weights)) >> 32
         code = tl.sum((total <= place).to(tl.int64))
+        if draws_first and WINDOW > 0:  # noqa: SIM102 - what is known while it compiles stands apart
+            if tl.max((latest == code).to(tl.int32)) != 0:
+                code = _drawn_again(value, at, tl.load(top_k + slot), tl.load(seeds + slot), frame, CODEBOOKS, VOCAB, HALF, NUCLEUS)
     code = tl.maximum(tl.minimum(code, VOCAB - 1), 0)
     tl.store(codes + row * CODEBOOKS + codebook, code)
 
-    if STAGE != 2:
+    if STAGE < 2:
         tl.store(finite + row, fine)
         wide = tl.arange(0, SPREAD)
         inside = wide < WIDTH
@@ -145,34 +216,72 @@ def _draw_code(
         else:
             tl.store(target, fed, mask=inside)
     else:
-        first = tl.load(codes + row * CODEBOOKS)
+        if STAGE == 3:
+            first = code
+            tl.store(seen + slot * VOCAB + code, 1)
+        else:
+            first = tl.load(codes + row * CODEBOOKS)
         ended = tl.where(first == end, 1, 0)
+        if OTHER_END >= 0:
+            ended = tl.where(first == OTHER_END, 1, ended)
         tl.store(flags + row, (ended + tl.where(fine != 0, 0, 2)).to(tl.uint8))
         across = tl.arange(0, SPREAD)
         inside = across < TALKER
-        total_embedding = tl.load(table + (tl.load(starts + codebook) + code) * TALKER + across, mask=inside, other=0.0).to(tl.float32)
+        rows_of = starts if table_starts is None else table_starts
+        total_embedding = tl.load(table + (tl.load(rows_of + codebook) + code) * TALKER + across, mask=inside, other=0.0).to(tl.float32)
         for other in range(CODEBOOKS - 1):
-            drawn = tl.load(codes + row * CODEBOOKS + other) + tl.load(starts + other)
+            drawn = tl.load(codes + row * CODEBOOKS + other) + tl.load(rows_of + other)
             total_embedding += tl.load(table + drawn * TALKER + across, mask=inside, other=0.0).to(tl.float32)
-        word_id = tl.load(trailing + slot * trailing_width + tl.minimum(frame, trailing_width - 1))
-        summed = total_embedding.to(state_inputs.dtype.element_ty).to(tl.float32)
-        summed += tl.load(text + word_id * TALKER + across, mask=inside, other=0.0).to(tl.float32)
-        tl.store(state_inputs + slot * TALKER + across, summed.to(state_inputs.dtype.element_ty), mask=inside)
+        kind = state_inputs.dtype.element_ty
+        if TEXT == 0:
+            summed = total_embedding
+        else:
+            word_id = tl.load(trailing + slot * trailing_width + tl.minimum(frame, trailing_width - 1)) if TEXT == 1 else first
+            summed = total_embedding.to(kind).to(tl.float32)
+            summed += tl.load(text + word_id * TALKER + across, mask=inside, other=0.0).to(tl.float32)
+        if SCALE != 1.0:
+            summed = summed.to(kind).to(tl.float32) * SCALE
+        tl.store(state_inputs + slot * TALKER + across, summed.to(kind), mask=inside)
+        if WINDOW > 0:
+            tl.store(recent + slot * WINDOW + frame % WINDOW, tl.where((frame > 0) & (slot != dead), first, -1))
         if slot != dead:
             tl.store(positions + slot, tl.load(positions + slot) + 1)
             tl.store(frames + slot, frame + 1)
 
 
-def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool = True) -> None:
-    """`kernels.lm_cuda.draw` in Triton, for any sizes and for float32; the same pointers and numbers in the same order."""
+def draw(
+    pointers: Sequence[Tensor],
+    numbers: Sequence[int],
+    stage: int,
+    pdl: bool = True,
+    rules: DrawRules | None = None,
+    feedback: Feedback | None = None,
+    recent: Tensor | None = None,
+) -> None:
+    """`kernels.lm_cuda.draw` in Triton, for any sizes and for float32; the same pointers and numbers in the same order.
+
+    rules, feedback: those of the frame, for what the other does not know; recent: int64 [slots, window].
+    """
     (
         logits, rows, codes, finite, flags, seeds, top_k, min_new, starts, trailing, frames, positions, temperature, top_p, penalty, greedy,
         seen, hidden, inputs, table, text, x, state_inputs,
     ) = pointers  # fmt: skip
     end, suppress_from, dead, count, vocab, codebook, codebooks, width, talker, trailing_width, copy_hidden = numbers
+    rules = rules or DrawRules((end,), suppress_from)
+    by = _TEXT_BY_ID
+    if feedback is not None:
+        by = _NO_TEXT if feedback.text is None else _TEXT_BY_CODE if feedback.text_by_code else _TEXT_BY_ID
+    block, spread = triton.next_power_of_2(vocab), triton.next_power_of_2(max(width, talker))
     _draw_code[(count,)](
         logits, rows, codes, finite, flags, seeds, frames, temperature, top_k, top_p, greedy, seen, penalty, min_new, hidden, inputs,
-        starts, x, table, text, trailing, positions, state_inputs, count, codebook, end, suppress_from, dead, trailing_width,
-        vocab, triton.next_power_of_2(vocab), codebooks, width, talker, triton.next_power_of_2(max(width, talker)), stage,
-        stage != FIRST and logits.dtype == torch.bfloat16, bool(copy_hidden), pdl, num_warps=4, **launch(pdl),
+        starts, x, table, None if feedback is None or feedback.starts is starts else feedback.starts, text, trailing, positions,
+        state_inputs, recent if rules.window else None, count, codebook, end, suppress_from, dead, trailing_width, vocab, block, codebooks,
+        width, talker, spread, stage, stage in (MIDDLE, LAST) and logits.dtype == torch.bfloat16, bool(copy_hidden), pdl,
+        rules.ends[1] if len(rules.ends) > 1 else -1, rules.nucleus_first, rules.window, triton.next_power_of_2(max(rules.window, 1)), by,
+        1.0 if feedback is None else feedback.scale, num_warps=_warps(vocab), **launch(pdl),
     )  # fmt: skip
+
+
+def _warps(vocab: int) -> int:
+    """Warps that share the codes of a row: 32 codes a thread at most, so that nearly all stays in registers."""
+    return min(32, max(4, 1 << ((vocab - 1) // 1024).bit_length()))

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import attend_padded, padded_places
-from kernels.lm_frame import StackTensors
+from kernels.frame import StackTensors
 from kernels.lm_triton import add_norm, swiglu
 
 # ruff: noqa: N803
@@ -18,7 +18,7 @@ from kernels.lm_triton import add_norm, swiglu
 @triton.jit
 def _norm_rope_append(
     qkv, q_weight, k_weight, table, positions, pages, offsets, out, k_cache, v_cache, eps, page_stride, head_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row)
@@ -33,15 +33,23 @@ def _norm_rope_append(
     kind = value.dtype
     wide = value.to(tl.float32)
     rstd = tl.math.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)[:, None]
-    scale = tl.where(head < HEADS, tl.load(q_weight + at), tl.load(k_weight + at)).to(tl.float32)
-    scale_turned = tl.where(head < HEADS, tl.load(q_weight + across), tl.load(k_weight + across)).to(tl.float32)
+    if q_weight is not None:
+        scale = tl.where(head < HEADS, tl.load(q_weight + at), tl.load(k_weight + at)).to(tl.float32)
+        scale_turned = tl.where(head < HEADS, tl.load(q_weight + across), tl.load(k_weight + across)).to(tl.float32)
     cos = tl.load(table + position * D + at % (D // 2)).to(tl.float32)
     sin = tl.load(table + position * D + D // 2 + at % (D // 2)).to(tl.float32)
     sign = tl.where(at < D // 2, -1.0, 1.0)
     # Rounded wherever the twin stores a value in the model's type.
-    straight = ((wide * rstd).to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
-    crossed = ((turned.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale_turned).to(kind).to(tl.float32)
-    rotated = ((straight * cos).to(kind).to(tl.float32) + sign * (crossed * sin).to(kind).to(tl.float32)).to(kind)
+    if q_weight is not None:
+        straight = ((wide * rstd).to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
+        crossed = ((turned.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale_turned).to(kind).to(tl.float32)
+    else:
+        straight = wide
+        crossed = turned.to(tl.float32)
+    if WIDE:
+        rotated = (straight * cos + sign * (crossed * sin)).to(kind)
+    else:
+        rotated = ((straight * cos).to(kind).to(tl.float32) + sign * (crossed * sin).to(kind).to(tl.float32)).to(kind)
     tl.store(out + row * (HEADS * D) + head * D + at, rotated, mask=head < HEADS)
     key = head - HEADS
     tl.store(k_cache + cell + key * head_stride + at, rotated, mask=(key >= 0) & (key < KV_HEADS))
@@ -49,15 +57,15 @@ def _norm_rope_append(
 
 
 def norm_rope_append(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, rope_table: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor,
-    pages: Tensor, offsets: Tensor, out: Tensor,
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, positions: Tensor, k_cache: Tensor,
+    v_cache: Tensor, pages: Tensor, offsets: Tensor, out: Tensor, wide_rope: bool = False,
 ) -> Tensor:  # fmt: skip
     """`qk_norm_rope_append` into `out` [n, heads, head_dim]; qkv and caches contiguous, head_dim a power of two."""
     _, kv_heads, page_size, head_dim = k_cache.shape
     rows, heads, _ = out.shape
     _norm_rope_append[(rows,)](
         qkv, q_weight, k_weight, rope_table, positions, pages, offsets, out, k_cache, v_cache, eps, kv_heads * page_size * head_dim,
-        page_size * head_dim, heads, kv_heads, head_dim, triton.next_power_of_2(heads + 2 * kv_heads), num_warps=4,
+        page_size * head_dim, heads, kv_heads, head_dim, triton.next_power_of_2(heads + 2 * kv_heads), wide_rope, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -75,13 +83,15 @@ def prefill_padded(
     normed, pending = torch.empty_like(x), None
     q = x.new_empty(runs * new, stack.heads, k_cache.shape[4])
     for index, layer in enumerate(stack.layers):
-        input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down = layer
-        packed = torch.mm(add_norm(x, pending, input_norm, stack.eps, normed), qkv.t())
+        ready, weight = add_norm(x, pending, layer.input_norm, stack.eps, normed), layer.qkv.t()
+        packed = torch.mm(ready, weight) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, ready, weight)
         keys, values = k_cache[index], v_cache[index]
-        norm_rope_append(packed, q_norm, k_norm, stack.eps, stack.rope_table, positions, keys, values, held, offsets, q)
+        norm_rope_append(
+            packed, layer.q_norm, layer.k_norm, stack.eps, stack.rope_table, positions, keys, values, held, offsets, q, stack.wide_rope
+        )
         if index == len(stack.layers) - 1:
             return
-        pending = torch.mm(attend_padded(q, keys, values, pages, start, stack.scale), o.t())
-        both = torch.mm(add_norm(x, pending, post_norm, stack.eps, normed), gate_up.t())
-        act = both.new_empty(len(both), down.shape[1])
-        pending = torch.mm(swiglu(both, act), down.t())
+        pending = torch.mm(attend_padded(q, keys, values, pages, start, stack.scale), layer.o.t())
+        both = torch.mm(add_norm(x, pending, layer.post_norm, stack.eps, normed), layer.gate_up.t())
+        act = both.new_empty(len(both), layer.down.shape[1])
+        pending = torch.mm(swiglu(both, act), layer.down.t())

@@ -1,76 +1,234 @@
-"""A frame over the tensors of `kernels.lm_frame`, in the plain PyTorch twins of its ops: what `FusedFrame` is tested against."""
+"""A frame in single PyTorch ops, on any device: what the eager executor runs, and what fused frames are tested against."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention import paged_decode_attention
-from kernels.layers import codec_embedding_sum, qk_norm_rope_append, rms_norm, swiglu
-from kernels.lm_frame import DrawTensors, FrameTensors, StateTensors
-from kernels.sampler import frame_noise, process_first, sample
+from kernels.frame import DepthTensors, Feedback, FrameTensors, Layer, StackTensors, StateTensors
+from kernels.layers import codec_embedding_sum, head_norm, qk_norm_rope_append, rms_norm, rope, swiglu
+from kernels.sampler import (
+    RETRY_TEMPERATURE,
+    RETRY_TOP_P,
+    DrawFlags,
+    all_finite,
+    frame_noise,
+    is_one_of,
+    process_first,
+    sample,
+)
+
+#: temperature, top_k, top_p, greedy of each row.
+Settings = tuple[Tensor, Tensor, Tensor, Tensor]
+#: Bits of a frame's flags.
+ENDED, NOT_FINITE = 1, 2
 
 
-def talker_step(weights: FrameTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, rows: Tensor) -> Tensor:
-    """The talker's state [n, hidden] after the final norm, its keys and values appended. Reads the longest position from the device."""
-    stack, page_size = weights.talker, k_cache.shape[3]
-    positions, table = state.positions[rows], state.page_table[rows]
-    pages, offsets = table.gather(1, (positions // page_size)[:, None])[:, 0], positions % page_size
-    longest = int(positions.max()) + 1
-    x = state.inputs[rows]
-    for index, (input_norm, qkv, q_norm, k_norm, o, post_norm, gate_up, down) in enumerate(stack.layers):
-        packed = functional.linear(rms_norm(x, input_norm, stack.eps), qkv)
-        keys, values = k_cache[index], v_cache[index]
-        q = qk_norm_rope_append(packed, q_norm, k_norm, stack.eps, stack.rope_table, positions, keys, values, pages, offsets)
-        x = x + functional.linear(paged_decode_attention(q, keys, values, table, positions + 1, longest, stack.scale), o)
-        x = x + functional.linear(swiglu(functional.linear(rms_norm(x, post_norm, stack.eps), gate_up)), down)
-    return rms_norm(x, stack.norm, stack.eps)
+@dataclass(frozen=True, slots=True)
+class FrameOutput:
+    """One frame of n rows. The engine reads `codes` and `flags`; the rest is for tests."""
+
+    #: int64 [n, codebooks] and uint8 [n].
+    codes: Tensor
+    flags: Tensor
+    #: float32 [n, vocab], the raw logits of code 0; [n, hidden] after the final norm; float32 [codebooks behind, n, codes].
+    first_logits: Tensor
+    hidden: Tensor
+    residual_logits: Tensor
 
 
-def _settings(draw: DrawTensors, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return draw.temperature[rows], draw.top_k[rows], draw.top_p[rows], draw.greedy[rows] != 0
+@dataclass(frozen=True, slots=True)
+class TokenPositions:
+    """The positions of n new tokens, and the page and the offset that hold their keys and values; each [n]."""
+
+    positions: Tensor
+    pages: Tensor
+    offsets: Tensor
 
 
-def twin_frame(
+def run_stack(
+    x: Tensor,
+    stack: StackTensors,
+    tokens: TokenPositions,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    attend: Callable[[int, Tensor], Tensor],
+    keys_only_at_the_end: bool = False,
+) -> Tensor:
+    """All layers over n new tokens, whose keys and values are appended to their pages.
+
+    x: [n, hidden]; k_cache, v_cache: [layers, pages, kv_heads, page_size, head_dim]; attend: (layer, q [n, heads, head_dim]) ->
+    [n, heads * head_dim]. Returns [n, hidden] before the final norm; with `keys_only_at_the_end` the last layer stops once its
+    keys and values are written, and the result means nothing.
+    """
+    eps = stack.eps
+    for index, layer in enumerate(stack.layers):
+        packed = functional.linear(rms_norm(x, layer.input_norm, eps), layer.qkv, layer.qkv_bias)
+        q = qk_norm_rope_append(
+            packed, layer.q_norm, layer.k_norm, eps, stack.rope_table, tokens.positions, k_cache[index], v_cache[index], tokens.pages,
+            tokens.offsets, stack.wide_rope,
+        )  # fmt: skip
+        if keys_only_at_the_end and index == len(stack.layers) - 1:
+            break
+        x = x + functional.linear(attend(index, q), layer.o)
+        x = x + functional.linear(swiglu(functional.linear(rms_norm(x, layer.post_norm, eps), layer.gate_up)), layer.down)
+    return x
+
+
+def run_frame(
     weights: FrameTensors,
     state: StateTensors,
     k_cache: Tensor,
     v_cache: Tensor,
     rows: Tensor,
-    predict: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    max_length: int,
+    first_flags: DrawFlags,
+    residual_flags: DrawFlags,
     forced: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One frame; `predict` is the twin of its codebooks 1 and on, as the op `predictor_frame`; `forced` int64 [n, codebooks] is fed in
-    place of what was drawn.
+) -> FrameOutput:
+    """One frame of the slots `rows` int64 [n]: the backbone's step, the draws, the next input; updates the state.
 
-    Returns codes int64 [n, codebooks], flags uint8 [n], codebook-0 logits [n, vocab], residual logits float32 [residuals, n, codes].
+    max_length: at least the longest context after this frame; the flags are those of the rows' draw settings. `forced` int64
+    [n, codebooks] stands in for the drawn codes wherever they are fed back.
     """
-    predictor, residuals = weights.predictor, weights.heads.shape[0]
-    hidden = talker_step(weights, state, k_cache, v_cache, rows)
+    rules, depth = weights.draw, weights.depth
+    hidden = backbone_step(weights.backbone, state, k_cache, v_cache, rows, max_length)
     logits = functional.linear(hidden, weights.head).float()
     frames = state.frames[rows]
-    noise = frame_noise(state.seeds[rows], frames, residuals + 1)
-    seen, early = state.seen[rows] != 0, frames < state.min_new_tokens[rows]
-    processed = process_first(logits, seen, state.penalty[rows], early, weights.end, weights.suppress_from)
-    drawn = sample(processed, noise[:, 0], *_settings(state.first, rows), weights.head.shape[0], True, False)
-    first = drawn if forced is None else forced[:, 0]
-    projected = hidden if weights.project is None else functional.linear(hidden, *weights.project)
-    codes, finite, residual_logits = predict(
-        projected, first, [tensor for layer in predictor.layers for tensor in layer], predictor.norm, weights.heads, weights.inputs,
-        weights.starts, predictor.rope_table, predictor.kv_heads, predictor.eps, predictor.scale, noise[:, 1:],
-        *_settings(state.residual, rows), weights.heads.shape[1], True, False, forced,
-    )  # fmt: skip
-    fed = codes if forced is None else forced
-    text = state.trailing[rows, frames.clamp(max=state.trailing.shape[1] - 1)]
-    state.inputs[rows] = codec_embedding_sum(fed, weights.codec_table, weights.starts) + weights.text[text]
+    noise = frame_noise(state.seeds[rows], frames, weights.codebooks + (rules.window > 0))
+    drawn = _draw_first(weights, state, rows, logits, noise, first_flags)
+    codes, finite, residual = drawn[:, None], all_finite(logits), logits.new_empty(0, len(rows), 0)
+    if depth is not None:
+        fed = drawn if forced is None else forced[:, 0]
+        settings = state.residual.rows(rows)
+        codes, behind, residual = depth_frame(depth, hidden, fed, noise[:, 1:], settings, residual_flags, rules.nucleus_first, forced)
+        codes[:, 0] = drawn
+        finite = finite & behind
+    _advance(weights.feedback, state, rows, codes if forced is None else forced)
+    flags = is_one_of(drawn, rules.ends).to(torch.uint8) * ENDED + (~finite).to(torch.uint8) * NOT_FINITE
+    return FrameOutput(codes, flags, logits, hidden, residual)
+
+
+def backbone_step(stack: StackTensors, state: StateTensors, k_cache: Tensor, v_cache: Tensor, rows: Tensor, max_length: int) -> Tensor:
+    """The backbone's state [n, hidden], after the final norm, at the position of each row's input; its keys and values are appended."""
+    page_size = k_cache.shape[3]
+    positions, table = state.positions[rows], state.page_table[rows]
+    pages = table.gather(1, (positions // page_size)[:, None])[:, 0]
+    lengths = torch.where(rows == state.dead, 0, positions + 1)
+    out = run_stack(
+        state.inputs[rows],
+        stack,
+        TokenPositions(positions, pages, positions % page_size),
+        k_cache,
+        v_cache,
+        lambda layer, q: paged_decode_attention(q, k_cache[layer], v_cache[layer], table, lengths, max_length, stack.scale),
+    )
+    return rms_norm(out, stack.norm, stack.eps)
+
+
+def _draw_first(weights: FrameTensors, state: StateTensors, rows: Tensor, logits: Tensor, noise: Tensor, flags: DrawFlags) -> Tensor:
+    """Code 0 of each row, int64 [n]."""
+    rules, frames = weights.draw, state.frames[rows]
+    early = frames < state.min_new_tokens[rows]
+    processed = process_first(logits, state.seen[rows] != 0, state.penalty[rows], early, rules.ends, rules.suppress_from)
+    temperature, top_k, top_p, greedy = state.first.rows(rows)
+    rest = (flags.max_top_k, flags.any_top_p, flags.all_greedy, rules.nucleus_first)
+    drawn = sample(processed, noise[:, 0], temperature, top_k, top_p, greedy, *rest)
+    if rules.window == 0 or flags.all_greedy:
+        return drawn
+    warm, most = torch.full_like(temperature, RETRY_TEMPERATURE), torch.full_like(top_p, RETRY_TOP_P)
+    rest = (flags.max_top_k, True, False, rules.nucleus_first)
+    again = sample(processed, noise[:, weights.codebooks], warm, top_k, most, greedy, *rest)
+    return torch.where((state.recent[rows] == drawn[:, None]).any(-1), again, drawn)
+
+
+def depth_frame(
+    depth: DepthTensors,
+    hidden: Tensor,
+    first: Tensor,
+    random: Tensor,
+    settings: Settings,
+    flags: DrawFlags,
+    nucleus_first: bool = False,
+    forced: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draws the codebooks behind code 0; the cache of a frame's positions lives only here.
+
+    hidden: [n, hidden], the backbone's state; first: int64 [n], code 0; random: int64 [n, codebooks behind or more]; settings as in
+    `sample`; forced: int64 [n, codebooks] to feed instead of what was drawn.
+    Returns codes int64 [n, codebooks], finite: bool [n], and float32 logits [codebooks behind, n, codes].
+    """
+    stack, behind = depth.stack, depth.heads.shape[0]
+    cache = hidden.new_empty(2, len(stack.layers), hidden.shape[0], stack.kv_heads, behind + 1, stack.head_dim)
+    codes, kept = [first], []
+    finite = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
+    start = hidden if depth.project is None else functional.linear(hidden, *depth.project)
+    x = torch.stack((start, depth.inputs[first + depth.starts[0]]), dim=1)
+    for step in range(behind):
+        out = _depth_step(x, 0 if step == 0 else step + 1, stack, cache)
+        logits = functional.linear(rms_norm(out[:, -1], stack.norm, stack.eps), depth.heads[step]).float()
+        finite &= all_finite(logits)
+        kept.append(logits)
+        code = sample(logits, random[:, step], *settings, flags.max_top_k, flags.any_top_p, flags.all_greedy, nucleus_first)
+        codes.append(code)
+        fed = code if forced is None else forced[:, step + 1]
+        x = depth.inputs[fed + depth.starts[step + 1]][:, None]
+    return torch.stack(codes, dim=1), finite, torch.stack(kept)
+
+
+def _depth_step(x: Tensor, start: int, stack: StackTensors, cache: Tensor) -> Tensor:
+    """All layers over the new positions from `start` on; x: [n, new, width] -> [n, new, width]."""
+    rows, new, _ = x.shape
+    angles = stack.rope_table[start : start + new].repeat(rows, 1)
+    for index, layer in enumerate(stack.layers):
+        mixed = _depth_attention(x, start, stack, layer, angles, cache[0, index], cache[1, index])
+        x = x + functional.linear(mixed, layer.o)
+        x = x + functional.linear(swiglu(functional.linear(rms_norm(x, layer.post_norm, stack.eps), layer.gate_up)), layer.down)
+    return x
+
+
+def _depth_attention(x: Tensor, start: int, stack: StackTensors, layer: Layer, angles: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention over the positions of a frame so far, the new ones included. keys, values: [n, kv_heads, positions, head_dim]."""
+    rows, new, _ = x.shape
+    kv_heads, end = stack.kv_heads, start + new
+    packed = functional.linear(rms_norm(x, layer.input_norm, stack.eps), layer.qkv, layer.qkv_bias).view(rows * new, -1, stack.head_dim)
+    q, k, v = packed.split((packed.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+
+    def turned(heads: Tensor, weight: Tensor | None) -> Tensor:
+        placed = rope(head_norm(heads, weight, stack.eps), angles, stack.wide_rope)
+        return placed.view(rows, new, -1, stack.head_dim).transpose(1, 2)
+
+    keys[:, :, start:end] = turned(k, layer.k_norm)
+    values[:, :, start:end] = v.reshape(rows, new, kv_heads, stack.head_dim).transpose(1, 2)
+    q = turned(q, layer.q_norm)
+    mixed = functional.scaled_dot_product_attention(
+        q, keys[:, :, :end], values[:, :, :end], is_causal=new > 1, scale=stack.scale, enable_gqa=True
+    )
+    return mixed.transpose(1, 2).flatten(2)
+
+
+def next_inputs(feedback: Feedback, codes: Tensor, text: Tensor) -> Tensor:
+    """The backbone's inputs after a frame. codes: int64 [n, codebooks]; text: int64 [n], each row's text id -> [n, hidden]."""
+    made = codec_embedding_sum(codes, feedback.table, feedback.starts)
+    if feedback.text is not None:
+        made = made + feedback.text[codes[:, 0] if feedback.text_by_code else text]
+    return made if feedback.scale == 1 else made * feedback.scale
+
+
+def _advance(feedback: Feedback, state: StateTensors, rows: Tensor, codes: Tensor) -> None:
+    """Writes the next input, position and history of each row; the dead slot stays where it is."""
     alive = (rows != state.dead).long()
+    frames = state.frames[rows]
+    text = state.trailing[rows, frames.clamp(max=state.trailing.shape[1] - 1)]
+    state.inputs[rows] = next_inputs(feedback, codes, text)
     state.positions[rows] += alive
     state.frames[rows] += alive
-    state.seen[rows, fed[:, 0]] = 1
-    codes[:, 0] = drawn
-    failed = ~(finite & logits.isfinite().all(-1))
-    flags = (drawn == weights.end).to(torch.uint8) + 2 * failed.to(torch.uint8)
-    return codes, flags, logits, residual_logits
+    state.seen[rows, codes[:, 0]] = True
+    if window := state.recent.shape[1]:
+        # A request's first code is never looked back at, as in the published loop.
+        state.recent[rows, frames % window] = torch.where((frames > 0) & (rows != state.dead), codes[:, 0], -1)

@@ -6,11 +6,16 @@ Random numbers are counter-based: Philox4x32-10 in integer arithmetic that is eq
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kernels.registry import op
 
+#: The settings of a second draw, where code 0 was drawn a moment ago (`kernels.frame.DrawRules.window`).
+RETRY_TEMPERATURE, RETRY_TOP_P = 1.0, 0.9
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -52,24 +57,52 @@ def frame_noise(seeds: Tensor, frames: Tensor, codebooks: int) -> Tensor:
     return philox((frames[:, None], codebook, zero, zero), (seeds[:, None] & _MASK, seeds[:, None] >> 32))[0]
 
 
+@dataclass(frozen=True, slots=True)
+class DrawFlags:
+    """What a batch needs of the sampler, known on the host: the largest top_k, and shortcuts."""
+
+    max_top_k: int
+    any_top_p: bool
+    all_greedy: bool
+
+    @classmethod
+    def of(cls, settings: Sequence[tuple[float, int, float]]) -> DrawFlags:
+        """The flags of rows given as (temperature, top_k, top_p)."""
+        drawn = [(top_k, top_p) for temperature, top_k, top_p in settings if temperature > 0]
+        return cls(
+            max_top_k=max((k for k, _ in drawn), default=0),
+            any_top_p=any(p < 1 for _, p in drawn),
+            all_greedy=not drawn,
+        )
+
+
 #: Probabilities become whole multiples of 2**-30: sums are then exact in any order, and the draw does not depend on the device.
 WEIGHT_BITS = 30
 _NEVER = float("-inf")
 
 
-@op("process_first(Tensor logits, Tensor seen, Tensor penalty, Tensor ban_end, int end, int suppress_from) -> Tensor")
-def process_first(logits: Tensor, seen: Tensor, penalty: Tensor, ban_end: Tensor, end: int, suppress_from: int) -> Tensor:
+@op("process_first(Tensor logits, Tensor seen, Tensor penalty, Tensor ban_end, int[] ends, int suppress_from) -> Tensor")
+def process_first(logits: Tensor, seen: Tensor, penalty: Tensor, ban_end: Tensor, ends: Sequence[int], suppress_from: int) -> Tensor:
     """Codebook-0 logits after the processors that also hold for greedy choice, in float32.
 
     logits: [n, vocab]; seen: bool [n, vocab], the tokens that the request has drawn so far; penalty: [n]; ban_end: bool [n], rows
-    that may not end yet; tokens from `suppress_from` on are never drawn, apart from `end`.
+    that may not end yet; tokens from `suppress_from` on are never drawn, apart from `ends`.
     """
     wide = logits.float()
     factor = penalty[:, None]
     wide = torch.where(seen, torch.where(wide > 0, wide / factor, wide * factor), wide)
     token = torch.arange(wide.shape[1], device=wide.device)
-    banned = (token >= suppress_from) & (token != end)
-    return wide.masked_fill(banned | ((token == end) & ban_end[:, None]), _NEVER)
+    is_end = is_one_of(token, ends)
+    banned = (token >= suppress_from) & ~is_end
+    return wide.masked_fill(banned | (is_end & ban_end[:, None]), _NEVER)
+
+
+def is_one_of(tokens: Tensor, ends: Sequence[int]) -> Tensor:
+    """Whether a token ends the speech: bool, in the shape of `tokens`."""
+    found = tokens == ends[0]
+    for end in ends[1:]:
+        found = found | (tokens == end)
+    return found
 
 
 def token_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, max_top_k: int, any_top_p: bool) -> Tensor:
@@ -96,6 +129,22 @@ def token_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Ten
     return _quantized(scaled.masked_fill(~kept, _NEVER).softmax(-1))
 
 
+def nucleus_weights(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """As `token_weights`, in the order of `DrawRules.nucleus_first`: int64 [n, vocab].
+
+    Without the temperature, a token is removed when it and all likelier ones together have more than top_p, or when top_k tokens or more
+    are likelier; of equal tokens the first one counts as likelier. The likeliest always stays.
+    """
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    mass = _quantized(logits.softmax(-1)).gather(1, order).cumsum(-1)
+    rank = torch.arange(logits.shape[1], device=logits.device)
+    removed = mass.double() > top_p.double()[:, None] * mass[:, -1:].double()
+    removed |= (rank >= top_k[:, None]) & (top_k > 0)[:, None]
+    removed[:, 0] = False
+    kept = torch.zeros_like(removed).scatter(1, order, ~removed)
+    return _quantized((logits / temperature[:, None]).masked_fill(~kept, _NEVER).softmax(-1))
+
+
 def _quantized(probabilities: Tensor) -> Tensor:
     return (probabilities * float(1 << WEIGHT_BITS)).round().long()
 
@@ -115,7 +164,7 @@ def draw(weights: Tensor, random: Tensor) -> Tensor:
 
 @op(
     "sample(Tensor logits, Tensor random, Tensor temperature, Tensor top_k, Tensor top_p, Tensor greedy, int max_top_k, "
-    "bool any_top_p, bool all_greedy) -> Tensor"
+    "bool any_top_p, bool all_greedy, bool nucleus_first=False) -> Tensor"
 )
 def sample(
     logits: Tensor,
@@ -127,14 +176,19 @@ def sample(
     max_top_k: int,
     any_top_p: bool,
     all_greedy: bool,
+    nucleus_first: bool = False,
 ) -> Tensor:
     """One token a row: the likeliest where `greedy`, else a draw by `random`.
 
     logits: float32 [n, vocab], already penalized and suppressed; random: int64 [n], 32 random bits; greedy: bool [n];
-    the other settings as in `token_weights`; returns int64 [n]. A row with NaN gets some token and must be checked for by the caller.
+    the other settings as in `token_weights`, or with `nucleus_first` in `nucleus_weights`; returns int64 [n]. A row with NaN gets some
+    token and must be checked for by the caller.
     """
     best = logits.argmax(-1)
     if all_greedy:
         return best
-    drawn = draw(token_weights(logits, temperature, top_k, top_p, max_top_k, any_top_p), random)
-    return torch.where(greedy, best, drawn)
+    if nucleus_first:
+        weights = nucleus_weights(logits, temperature, top_k, top_p)
+    else:
+        weights = token_weights(logits, temperature, top_k, top_p, max_top_k, any_top_p)
+    return torch.where(greedy, best, draw(weights, random))

@@ -351,8 +351,11 @@ class Job:
 
     def _exported(self, format: str, to: str | Path | None, where: str | None, **options: Any) -> Path:
         self.wait()
-        default = self._settings.export_folder(self.id, format, None if where is None else str(_filter(where)))
-        return self.export(format, default if to is None else Path(to), where=where, **options)
+        if to is None:
+            to = self._settings.export_folder(self.id, format, None if where is None else str(_filter(where)))
+            # The folder is ours: what an earlier end of the job left there is replaced.
+            options = {"replaces": [self.id], **options}
+        return self.export(format, to, where=where, **options)
 
     def _exported_files(self, format: str, to: str | Path | None, where: str | None, files: str, **options: Any) -> list[str]:
         """The files of an export that a library reads. Raises `config.invalid` where it has no items: no library says so."""

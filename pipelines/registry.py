@@ -31,7 +31,7 @@ class ModelCard:
     #: What `open_pipeline` takes: a registry name, or the absolute path of a checkpoint folder.
     name: str
     family: str
-    #: What decodes its requests: `native` is ours.
+    #: What decodes its requests: `native` is ours. Where there is a choice, what is taken here if nobody chooses.
     engine: Literal["cpu", "native", "vllm"]
     #: Hz of the speech it makes.
     sample_rate: int
@@ -42,6 +42,8 @@ class ModelCard:
     seconds_per_character: float = 0.07
     #: How the engine can run a frame, by the names that its option `executor` takes; empty where there is no choice.
     executors: tuple[str, ...] = ()
+    #: The engines that can run it, by the names that its option `engine` takes; empty where there is no choice.
+    engines: tuple[Literal["native", "vllm"], ...] = ()
     #: RTF of one worker: engine seconds for a second of speech; None where it was not measured.
     rtf: float | None = None
     #: How long its speech is, learned from much of it (`nightjar calibrate`); None where nobody has.
@@ -91,8 +93,9 @@ class Family:
     #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch, and its pipeline a method
     #: `submit_prepared`.
     frontend: bool = False
-    #: Whether its pipeline has the option `streams`: how many it is prepared for.
-    streams: bool = False
+    #: Options that not every pipeline on our own engine has, and this one has: `streams` (how many it is prepared for), `text_first`,
+    #: `voice_cache`.
+    options: frozenset[str] = frozenset()
 
     def describe(self, folder: Path) -> ModelCard:
         """The card of a checkpoint folder."""
@@ -133,10 +136,17 @@ _QWEN3_TTS = (
 BUILT_IN: dict[str, str] = {"hibari": "pipelines.hibari"}
 #: Families of checkpoints, a row each; the first that recognises a folder reads it.
 FAMILIES: tuple[Family, ...] = (
-    Family("qwen3_tts", "gpu", model_types=("qwen3_tts",), published=_QWEN3_TTS, frontend=True, streams=True),
+    Family(
+        "qwen3_tts",
+        "gpu",
+        model_types=("qwen3_tts",),
+        published=_QWEN3_TTS,
+        frontend=True,
+        options=frozenset({"streams", "text_first", "voice_cache"}),
+    ),
     Family("speechlm", "vllm", model_types=("speechlm", "bagpiper")),
-    Family("spark_tts", "vllm", subfolders=("LLM", "BiCodec")),
-    Family("fish_speech", "vllm", model_types=("fish_qwen3_omni",)),
+    Family("spark_tts", "gpu", subfolders=("LLM", "BiCodec"), options=frozenset({"streams"})),
+    Family("fish_speech", "gpu", model_types=("fish_qwen3_omni",), options=frozenset({"streams"})),
 )
 PUBLISHED: dict[str, tuple[Family, Published]] = {one.card.name: (family, one) for family in FAMILIES for one in family.published}
 
@@ -156,9 +166,9 @@ class _Registered:
 _registered: dict[str, _Registered] = {}
 
 
-def prepares_streams(card: ModelCard) -> bool:
-    """Whether a model can be opened for a number of streams, with the option `streams`."""
-    return any(family.streams for family in FAMILIES if family.name == card.family)
+def has_option(card: ModelCard, option: str) -> bool:
+    """Whether a model on our own engine is opened with this option, one of those that `Family.options` lists."""
+    return any(option in family.options for family in FAMILIES if family.name == card.family)
 
 
 def register_pipeline(name: str, card: ModelCard, factory: Callable[..., Pipeline]) -> Callable[[], None]:

@@ -187,6 +187,8 @@ class EngineInfo:
     max_context: int = 0
     #: Whether equal requests give equal bits in any company.
     reproducible: bool = True
+    #: `native` or `vllm`; empty where nothing decodes many requests at once.
+    engine: str = ""
 
     def summary(self, model: str) -> str:
         """One line for logs: the model, and what runs it."""

@@ -100,7 +100,8 @@ class Streamer(Generic[S]):
     The last chunk is empty and says `final`: the end of speech is known only after the audio before it is on its way.
     """
 
-    #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for fewer calls.
+    #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for fewer calls. None: frames are
+    #: decoded as they come.
     chunk_frames: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 12)
 
     def __init__(self, info: RequestInfo, stage: CodecStage[S], heard: Heard, state: S | None = None) -> None:
@@ -157,6 +158,8 @@ class Streamer(Generic[S]):
             self._stage.end(self._state)
 
     def _next_size(self) -> int:
+        if not self.chunk_frames:
+            return max(len(self._buffer), 1)
         return self.chunk_frames[min(self._chunks, len(self.chunk_frames) - 1)]
 
     def _decode_buffered(self, size: int) -> None:
@@ -190,7 +193,7 @@ O = TypeVar("O", bound=RequestInfo)  # noqa: E741
 
 
 class SpeechEngine(Protocol[R_contra]):
-    """What both engines offer, `pipelines.engine.engine.Engine` and `pipelines.vllm_engine.host.VllmHost`."""
+    """What a family's engine offers: `pipelines.engine.engine.Engine`, or a `pipelines.tokens.TokenHost`."""
 
     def submit(self, request: R_contra, receiver: Any) -> None: ...
     def abort(self, request_id: str) -> None: ...

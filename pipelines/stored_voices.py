@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -25,6 +27,8 @@ DEFAULT_VOICE = "default"
 #: Names that mean something else to a server.
 RESERVED = frozenset((*OPENAI_VOICES, DEFAULT_VOICE))
 _SUFFIX = ".voice"
+#: Of files that are being written; no name of a voice begins so.
+_DRAFT = ".draft-"
 
 
 class StoredVoice(msgspec.Struct, frozen=True):
@@ -119,16 +123,33 @@ class VoiceFolder:
 
     def _write(self, path: Path, data: bytes) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=self._folder)
+        with self._writing():
+            descriptor, draft = tempfile.mkstemp(prefix=_DRAFT, dir=self._folder)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                Path(draft).replace(path)
+            except BaseException:
+                Path(draft).unlink(missing_ok=True)
+                raise
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Removes drafts that processes left which died, unless others write inside too, and shares the folder with those."""
+        folder = os.open(self._folder, os.O_RDONLY)
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(draft).replace(path)
-        except BaseException:
-            Path(draft).unlink(missing_ok=True)
-            raise
+            # A file system without locks keeps its drafts.
+            with suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for draft in self._folder.glob(f"{_DRAFT}*"):
+                    draft.unlink(missing_ok=True)
+            with suppress(OSError):
+                fcntl.flock(folder, fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(folder)
 
 
 def in_voice_of(messages: Sequence[Message], generation: Generation, recording: str | bytes, text: str) -> tuple[list[Message], Generation]:

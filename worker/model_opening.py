@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 def open_model(settings: Settings, model: str) -> Pipeline:
     """A model with the settings of its engine. Raises `NightjarError`: what opening raises, and `EngineCrashError`."""
-    return _engine_process(settings, model) or open_pipeline(model, **settings.engine_options(describe(model).engine))
+    return _engine_process(settings, model) or open_pipeline(model, **settings.engine_options(describe(model)))
 
 
 def _engine_process(settings: Settings, model: str) -> EngineProcess | None:
     """The process of a model that has one, when it is open; None for models that are opened in the worker's own."""
-    engine = describe(model).engine
-    if engine != "native" or is_registered(model):
+    card = describe(model)
+    if settings.chosen_engine(card) != "native" or is_registered(model):
         return None
-    return open_engine_process(model, settings.engine_options(engine), settings)
+    return open_engine_process(model, settings.engine_options(card), settings)
 
 
 class Preload:

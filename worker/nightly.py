@@ -35,16 +35,15 @@ def input_of(schedule: Schedule, night: date) -> str:
     return night.strftime(schedule.input.replace("{date}", "%Y-%m-%d"))
 
 
-def night_jobs(ledger: Ledger, name: str, night: date) -> list[Job]:
-    """The jobs that a night had, the newest last. All but the last failed or were cancelled."""
-    found: list[Job] = []
-    while (job := ledger.job_of_key(_key(name, night, len(found)))) is not None:
-        found.append(job)
-    return found
+def night_jobs(ledger: Ledger, name: str, night: date) -> dict[int, Job]:
+    """The jobs of a night that were not deleted, by number from 1, the newest last. All but the last failed or were cancelled."""
+    first = _key(name, night, 1)
+    ends = [(key.removeprefix(first), job) for key, job in ledger.jobs_of_keys(first)]
+    return dict(sorted((int(end[1:] or 1), job) for end, job in ends if not end or end[1:].isdigit()))
 
 
-def submit_night(settings: Settings, ledger: Ledger, name: str, night: date, earlier: int) -> Job:
-    """Submits a night that had `earlier` jobs, or goes on with its submit, or finds its job. Raises `NightjarError`."""
+def submit_night(settings: Settings, ledger: Ledger, name: str, night: date, number: int) -> Job:
+    """Submits the job of a night with this number, or goes on with its submit, or finds it. Raises `NightjarError`."""
     from jobs.ingest import SubmitOptions, submit
 
     schedule = settings.schedules[name]
@@ -55,7 +54,7 @@ def submit_night(settings: Settings, ledger: Ledger, name: str, night: date, ear
         labels={"schedule": name, "night": night.isoformat()},
         on_error=schedule.on_error,
         input_format=schedule.input_format,
-        idempotency_key=_key(name, night, earlier),
+        idempotency_key=_key(name, night, number),
     )
     return submit(settings, ledger, _store(settings, schedule), input_of(schedule, night), _spec(schedule), options=options).job
 
@@ -100,10 +99,10 @@ def bad_end(job: Job) -> NightjarError:
     return InputError(ErrorCode.INPUT_NO_ITEMS, "Its file has no lines.", "Put a file with dialogues there and run the night again.")
 
 
-def _key(name: str, night: date, earlier: int) -> str:
-    """The idempotency key of a night's job after `earlier` others: two processes that run the same night make one job."""
+def _key(name: str, night: date, number: int) -> str:
+    """The idempotency key of a night's job of this number: two processes that run the same night make one job."""
     first = f"nightly/{name}/{night.isoformat()}"
-    return f"{first}/{earlier + 1}" if earlier else first
+    return first if number == 1 else f"{first}/{number}"
 
 
 def _spec(schedule: Schedule) -> JobSpec:
@@ -271,7 +270,8 @@ def run_night(settings: Settings, ledger: Ledger, name: str, night: date, *, aga
     idempotency key. Raises `ServiceError`.
     """
     jobs = night_jobs(ledger, name, night)
-    last = jobs[-1] if jobs else None
+    number = max(jobs, default=1)
+    last = jobs.get(number)
     recorded = night.isoformat() in ledger.schedule_history(name)
     if last is None and recorded:
         return Night(name, night, NightEnd.RAN)
@@ -279,9 +279,9 @@ def run_night(settings: Settings, ledger: Ledger, name: str, night: date, *, aga
         if last is not None and last.state in ENDED_BADLY:
             if not again and not is_mended(settings, last, name, night):
                 return _failed(ledger, Night(name, night, NightEnd.FAILED, last.id, last.state), bad_end(last))
-            last = submit_night(settings, ledger, name, night, len(jobs))
+            last = submit_night(settings, ledger, name, night, number + 1)
         elif last is None or last.state is JobState.INGESTING:
-            last = submit_night(settings, ledger, name, night, max(0, len(jobs) - 1))
+            last = submit_night(settings, ledger, name, night, number)
         elif recorded:
             return Night(name, night, NightEnd.RAN, last.id, last.state)
     except NightjarError as error:
@@ -345,7 +345,7 @@ def _at_its_end(settings: Settings, ledger: Ledger, night: Night) -> Night | Non
         return None
     if status.job.state in ENDED_BADLY:
         return _failed(ledger, replace(night, end=NightEnd.FAILED), bad_end(status.job))
-    jobs = night_jobs(ledger, night.schedule, night.night)
+    jobs = list(night_jobs(ledger, night.schedule, night.night).values())
     datasets = write_datasets(settings, ledger, night.schedule, night.night, jobs)
     return replace(
         night, done_items=status.items.done, failed_items=status.items.failed, rejected_lines=status.job.rejected_lines, datasets=datasets

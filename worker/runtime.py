@@ -228,7 +228,7 @@ class Runtime:
 
     def _opened(self, model: str) -> Pipeline:
         if self._open_model is not None:
-            return self._open_model(model, **self.settings.engine_options(describe(model).engine))
+            return self._open_model(model, **self.settings.engine_options(describe(model)))
         preload = self.options.preload
         try:
             return (None if preload is None else preload.take(model)) or open_model(self.settings, model)

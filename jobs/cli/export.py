@@ -122,9 +122,10 @@ def export(
     splits = parse_splits(split) if split else None
     wanted = None if where is None else parse_where(where)
     with found_job(job, home) as (settings, ledger, found):
+        own = push is not None and to == "-"
         if push is not None:
             filter_text = None if wanted is None else str(wanted)
-            to = str(settings.export_folder(found.id, format_, filter_text)) if to == "-" else to
+            to = str(settings.export_folder(found.id, format_, filter_text)) if own else to
             hub.check_push(format_, to, push)
         report = write(
             ledger,
@@ -136,6 +137,7 @@ def export(
             splits=splits,
             part_bytes=part_mb * 10**6 if part_mb else PART_BYTES,
             s3=settings.s3,
+            replaces=[found.id] if own else None,
             absolute=absolute,
             audio_format=audio_format,
             sample_rate=sample_rate,
@@ -269,10 +271,11 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, ou
 @contextmanager
 def _opened(job: Job, store: ObjectStore, output: Output) -> Iterator[Pipeline]:
     """The model of a job, with a note where it, or what encodes its audio, is another version by now."""
-    from jobs.provenance import other_encoders
+    from jobs.provenance import mixed_engines, options_again, other_encoders, recorded_engines
     from pipelines.registry import describe, open_pipeline
 
-    now = describe(job.spec.model).revision
+    card = describe(job.spec.model)
+    now = card.revision
     if now != job.spec.model_revision:
         output.note(
             f"The job was made with revision {job.spec.model_revision or 'unknown'} of the model; the installed one is {now or 'unknown'}."
@@ -282,7 +285,9 @@ def _opened(job: Job, store: ObjectStore, output: Output) -> Iterator[Pipeline]:
 
         here = encoder(job.spec.format)
         output.note(f"Audio of the job was encoded by {' and by '.join(others)}. The encoder here is {here}, which may make other bytes.")
-    with closing(open_pipeline(job.spec.model)) as pipeline:
+    if mixed := mixed_engines(recorded_engines(store, job), card.engine):
+        output.note(mixed)
+    with closing(open_pipeline(job.spec.model, **options_again(store, job))) as pipeline:
         yield pipeline
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def show(model: str | None, as_json: bool) -> None:
       nightjar models hibari
     """
     output = Output(as_json=as_json)
-    cards = [describe(model)] if model else list_models()
+    cards = [_on_its_engine(describe(model))] if model else list_models()
     if as_json:
         for card in cards:
             output.data(model_view(card))
@@ -95,6 +95,15 @@ def show(model: str | None, as_json: bool) -> None:
         return
     rows = [(card.name, card.engine, card.sample_rate, ", ".join(_abilities(card))) for card in cards]
     output.table(("MODEL", "ENGINE", "HZ", "CAN"), rows)
+
+
+def _on_its_engine(card: ModelCard) -> ModelCard:
+    """The card with the engine that the settings choose here. Raises `ConfigError` for settings that cannot be used."""
+    if not card.engines:
+        return card
+    from jobs.settings import load_settings
+
+    return replace(card, engine=load_settings().chosen_engine(card))
 
 
 def model_view(card: ModelCard) -> dict[str, Any]:

@@ -158,7 +158,6 @@ class Ledger:
     retire_worker = _writes(worker_rows.retire_worker)
     lose_worker = _writes(worker_rows.lose_worker)
     report_quarantines = _writes(worker_rows.report_quarantines)
-    workers = _reads(worker_rows.workers)
     worker_statuses = _reads_plainly(fleet.worker_statuses)
 
     # Leases
@@ -242,6 +241,7 @@ class Ledger:
     job_state = _reads(queries.job_state)
     measured_rtf = _reads(queries.measured_rtf)
     job_of_key = _reads(queries.job_of_key)
+    jobs_of_keys = _reads(queries.jobs_of_keys)
     keys_of_input = _reads(queries.keys_of_input)
     find_job = _reads_plainly(job_status.find_job)
     jobs = _reads_plainly(job_status.newest_jobs)

@@ -96,6 +96,15 @@ def job_of_key(connection: sa.Connection, idempotency_key: str) -> Job | None:
     return None if row is None else job_of(connection, row)
 
 
+def jobs_of_keys(connection: sa.Connection, first: str) -> list[tuple[str, Job]]:
+    """(idempotency key, job) of the jobs that were submitted under a key, or under it and more behind a slash, in the order of submit."""
+    key = schema.jobs.c.idempotency_key
+    query = sa.select(schema.jobs).where((key == first) | key.startswith(f"{first}/", autoescape=True)).order_by(schema.jobs.c.no)
+    # The LIKE of SQLite knows no case.
+    rows = [row for row in connection.execute(query).mappings() if row["idempotency_key"].startswith(first)]
+    return [(row["idempotency_key"], job_of(connection, row)) for row in rows]
+
+
 def keys_of_input(connection: sa.Connection, input_sha256: str, spec_sha: str) -> list[tuple[Job, str, str]]:
     """(job, its idempotency key, the address of its store as it is recorded) of the jobs of one input and spec."""
     columns = schema.jobs.c

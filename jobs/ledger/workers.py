@@ -21,14 +21,6 @@ ANY_MODEL = ""
 HEARD = schema.workers.c.state.not_in([RETIRED, LOST])
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRow:
-    info: WorkerInfo
-    state: str
-    started_at: float
-    heartbeat_at: float
-
-
 def _live(seconds: float) -> sa.ColumnElement[bool]:
     columns = schema.workers.c
     return sa.and_(HEARD, columns.heartbeat_at >= db_now() - seconds)
@@ -130,17 +122,3 @@ def lose_worker(connection: sa.Connection, host: str, pid: int) -> int:
 def live_slots(connection: sa.Connection) -> dict[str, int]:
     """Shards that the live workers can use, with those they have, by the model they are pinned to (`ANY_MODEL`: by none)."""
     return {model: int(slots) for model, slots in connection.execute(_LIVE_SLOTS)}
-
-
-def workers(connection: sa.Connection) -> list[WorkerRow]:
-    """All workers that ever registered, the newest first."""
-    query = sa.select(schema.workers).order_by(schema.workers.c.started_at.desc(), schema.workers.c.id)
-    return [
-        WorkerRow(
-            info=WorkerInfo(**{name: row[name] for name in WorkerInfo.__dataclass_fields__}),
-            state=row["state"],
-            started_at=row["started_at"],
-            heartbeat_at=row["heartbeat_at"],
-        )
-        for row in connection.execute(query).mappings()
-    ]

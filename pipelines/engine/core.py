@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.engine.executor import ENDED, NOT_FINITE, FrameExecutor, FrameSettings, PendingFrames, PrefillRun
+from kernels.reference import ENDED, NOT_FINITE
+from kernels.sampler import DrawFlags
+from pipelines.engine.executor import FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
-from pipelines.engine.state import DrawFlags, Placement
-from pipelines.engine.turns import CHUNK_FRAMES, Listening, TurnPlanner
+from pipelines.engine.state import Placement
+from pipelines.engine.turns import CHUNK_FRAMES, FIRST_FRAMES, Listening, TurnPlanner
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
 log = logging.getLogger(__name__)
@@ -67,6 +69,9 @@ class EngineOptions:
     frame_seconds: float = 0.08
     #: Slots that whole utterances leave free for streams.
     stream_slots: int = 0
+    #: Sizes of a stream's chunks, and those of them that the first one may have; see `TurnPlanner`.
+    chunk_frames: tuple[int, ...] = CHUNK_FRAMES
+    first_frames: tuple[int, ...] = FIRST_FRAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,9 @@ class EngineCore:
         self._turns: deque[_Turn] = deque()
         self._since_admission = 0
         self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None
-        self.planner = TurnPlanner(executor.batch_sizes, options.frame_seconds, executor.reproducible)
+        self.planner = TurnPlanner(
+            executor.batch_sizes, options.frame_seconds, executor.reproducible, options.chunk_frames, options.first_frames
+        )
         self.scheduler = Scheduler(
             executor.kv, executor.state.slots, options.prefill_chunk, options.prefill_tokens, options.reserve_frames, options.stream_slots
         )
@@ -134,7 +141,8 @@ class EngineCore:
     def add(self, request: GenerationRequest) -> None:
         """Puts a request into the queue. Raises as `check` does."""
         self.check(request)
-        self.scheduler.add(Utterance(request, listening=Listening(self._clock()) if request.stream else None))
+        listening = Listening(self._clock(), unheard=request.unheard) if request.stream else None
+        self.scheduler.add(Utterance(request, listening=listening))
 
     def append(self, request: GenerationRequest, ids: Sequence[int], final: bool) -> None:
         """Adds text ids to a request whose text is open; `final` ends its text. Does nothing when the request is over."""
@@ -178,14 +186,14 @@ class EngineCore:
     def _whole_turn(self) -> tuple[_Turn | None, bool]:
         """Starts a turn of whole utterances; also returns whether prompts were prefilled."""
         self._admit()
-        prefilled = self._prefill(self.scheduler.prefill())
+        prefilled = self._prefill()
         return self._start_frames(self.scheduler.ready(), self.options.frames_per_turn, True), prefilled
 
     def _stream_turn(self, batch: bool) -> tuple[_Turn | None, bool]:
         """Starts the turn that `TurnPlanner` plans, after newcomers among the streams were prefilled; also returns whether prompts were."""
         scheduler = self.scheduler
         self._place(scheduler.admit_streams())
-        prefilled = self._prefill(scheduler.prefill(scheduler.streams))
+        prefilled = self._prefill(scheduler.streams)
         streams = [one for one in scheduler.ready() if one.listening is not None]
         batch = batch and bool(scheduler.whole or scheduler.waiting)
         listening = [one.listening for one in streams if one.listening is not None]
@@ -194,7 +202,7 @@ class EngineCore:
         rows = [streams[index] for index in plan.streams]
         if plan.batch:
             self._admit()
-            prefilled = self._prefill(scheduler.prefill(scheduler.whole, _WHOLE_SHARE)) or prefilled
+            prefilled = self._prefill(scheduler.whole, _WHOLE_SHARE) or prefilled
             rows += [one for one in scheduler.ready() if one.listening is None]
         return self._start_frames(rows, 1, plan.together), prefilled
 
@@ -203,6 +211,8 @@ class EngineCore:
         self._turns.clear()
         for utterance in self.scheduler.all():
             self._fail(utterance, error)
+        # What was computed before a fault is not trusted.
+        self.scheduler.prefixes.clear()
 
     def _admit(self) -> None:
         self._since_admission += 1
@@ -223,9 +233,10 @@ class EngineCore:
         """What goes into the utterance's slot; None when its prompt broke, which ends it alone."""
         request, last = utterance.request, len(utterance.request.prompt) - 1
         try:
-            utterance.embeddings = self.executor.embed(request.prompt)
-            embedding, trailing = utterance.embeddings[last], utterance.trailing
-            return Placement(utterance.slot, utterance.pages, request.seed, request.sampling, trailing, embedding, last)
+            embeddings = self.executor.embed(request.prompt)
+            utterance.embeddings = embeddings if utterance.to_prefill else None
+            embedding, trailing = embeddings[last], utterance.trailing
+            return Placement(utterance.slot, utterance.pages, request.seed, request.sampling, trailing, embedding, last, request.drawn)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
@@ -233,8 +244,11 @@ class EngineCore:
             self._fail(utterance, engine_failure(error))
             return None
 
-    def _prefill(self, chunks: Iterable[tuple[Utterance, int]]) -> bool:
-        """Prefills chunks of prompts; whether there were any."""
+    def _prefill(self, among: Sequence[Utterance] | None = None, share: int = 1) -> bool:
+        """Prefills chunks of prompts, as `Scheduler.prefill` plans them; whether there were any."""
+        if adopted := self.scheduler.adopt_prefixes(among):
+            self.executor.state.write_pages([(one.slot, one.pages, 0) for one in adopted])
+        chunks = self.scheduler.prefill(among, share)
         runs: list[PrefillRun] = []
         for utterance, count in chunks:
             embeddings = utterance.embeddings
@@ -252,6 +266,8 @@ class EngineCore:
             later = [run for run in runs if now.setdefault(run.slot, run) is not run]
             self.executor.prefill(list(now.values()))
             runs = later
+        for utterance, _ in chunks:
+            self.scheduler.keep_prefix(utterance)
         return there_were_any
 
     def _start_frames(self, batch: list[Utterance], frames: int, together: bool) -> _Turn | None:
@@ -278,7 +294,7 @@ class EngineCore:
         if self._drawn is None or self._drawn[0] != batch:
             samplings = [one.request.sampling for one in batch]
             first = DrawFlags.of([(s.temperature, s.top_k, s.top_p) for s in samplings])
-            residual = DrawFlags.of([(s.predictor_temperature, s.predictor_top_k, s.predictor_top_p) for s in samplings])
+            residual = DrawFlags.of([(s.residual_temperature, s.residual_top_k, s.residual_top_p) for s in samplings])
             self._drawn = batch, first, residual
         return self._drawn[1:]
 
@@ -307,7 +323,7 @@ class EngineCore:
             self._finish(utterance, finish)
 
     def _fail_not_finite(self, utterance: Utterance) -> None:
-        self.executor.kv.scrub(utterance.pages)
+        self.scheduler.scrub(utterance)
         advice = "Try another seed; if it persists, check the weights or use a wider type."
         self._fail(utterance, SynthesisError(ErrorCode.SYNTH_NAN, "The model's logits hold NaN or infinity.", advice))
 
@@ -329,8 +345,8 @@ class EngineCore:
         now = self._clock()
         if listening.awaiting:
             listening.size = self.planner.next_size(listening, now)
-        while fresh >= listening.size or (fresh > 0 and utterance.starved):
-            size = listening.size if fresh >= listening.size else max(size for size in CHUNK_FRAMES if size <= fresh)
+        while fresh >= listening.wanted or (fresh > 0 and utterance.starved):
+            size = listening.wanted if fresh >= listening.wanted else self.planner.whole_part(fresh)
             # A part has one frame or more.
             chunk = np.concatenate(utterance.parts[-fresh:])[-fresh:][:size]
             utterance.delivered += len(chunk)
@@ -338,7 +354,7 @@ class EngineCore:
             listening.handed_on(len(chunk), now, self.options.frame_seconds)
             listening.size = self.planner.next_size(listening, now)
             self._listener.frames(utterance.request, chunk)
-        listening.missing = listening.size - fresh
+        listening.missing = listening.wanted - fresh
 
     def _finish(self, utterance: Utterance, finish: Finish) -> None:
         self.scheduler.remove(utterance)

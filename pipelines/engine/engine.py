@@ -125,6 +125,7 @@ class Engine:
             page_size=executor.kv.page_size,
             max_context=options.max_context,
             reproducible=executor.reproducible,
+            engine="native",
         )
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
@@ -138,7 +139,7 @@ class Engine:
             requests_done=self._done,
             frames=self.core.frames_made,
             audio_seconds=audio_seconds,
-            kv_use=1 - scheduler.kv.free / scheduler.kv.pages,
+            kv_use=1 - scheduler.prefixes.free / scheduler.kv.pages,
         )
 
     def close(self) -> None:
@@ -156,7 +157,12 @@ class Engine:
     def finished(self, request: GenerationRequest, codes: NDArray[np.int64], finish: Finish) -> None:
         self._done += 1
         receiver = self._receivers.pop(request)
-        _tell(lambda: receiver.finished(codes, finish))
+        try:
+            receiver.finished(codes, finish)
+        except Exception as error:
+            log.exception("a receiver of the engine failed")
+            failure = engine_failure(error)
+            _tell(lambda: receiver.failed(failure))
 
     def failed(self, request: GenerationRequest, error: NightjarError) -> None:
         self._done += 1

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cuda_graphs import FRAME_PRIORITY, capture
-from kernels.lm_frame import DrawTensors, FrameTensors, FusedFrame, StateTensors, plan_for, runs_cuda
+from kernels.lm_frame import FusedFrame, plan_for, runs_cuda
 from kernels.prefill_triton import prefill_padded
 from kernels.registry import to_device
 from pipelines.engine.buckets import Buckets, buckets_for
-from pipelines.engine.executor import FrameCodes, FrameModel, FrameSettings, PendingFrames, PrefillRun
-from pipelines.engine.state import SCRATCH_PAGE, DrawSettings, PagedKV, SlotState
+from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
 from pipelines.errors import ConfigError, ErrorCode
 
 log = logging.getLogger(__name__)
@@ -188,7 +189,6 @@ class GraphExecutor:
     def __init__(
         self,
         model: FrameModel,
-        tensors: FrameTensors,
         slots: int,
         pages: int,
         page_size: int,
@@ -196,7 +196,7 @@ class GraphExecutor:
         reproducible: bool = False,
         first_on_device: bool = False,
     ) -> None:
-        """`tensors` are the weights of `model`; `first_on_device`: its work goes before that of other CUDA streams.
+        """`first_on_device`: its work goes before that of other CUDA streams.
 
         Raises `ConfigError` (`config.invalid`) when the model is not on a CUDA device.
         """
@@ -210,7 +210,7 @@ class GraphExecutor:
         largest = sizes[-1]
         self.batch_sizes = (largest,) if reproducible else sizes
         self._buckets = Buckets(self.batch_sizes)
-        self._tensors, self._state_tensors = tensors, _state_tensors(self.state)
+        tensors = self._tensors = model.tensors
         self.kernels = "fused CUDA" if runs_cuda(tensors, self.kv.k) else "Triton"
         with torch.inference_mode():
             self._rows = torch.full((largest,), self.state.dead, device=model.device)
@@ -227,7 +227,7 @@ class GraphExecutor:
         # A graph keeps the priority of the stream on which it was captured.
         self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(model.device, priority=priority)
         self.stream = torch.cuda.Stream(model.device, priority=priority) if first_on_device else None
-        stack, cache = tensors.talker, self.kv
+        stack, cache = tensors.backbone, self.kv
 
         def prefill(embeddings: Tensor, page_table: Tensor, counts: Tensor, start: int) -> None:
             prefill_padded(embeddings, page_table, counts, start, stack, cache.k, cache.v, SCRATCH_PAGE)
@@ -313,7 +313,7 @@ class GraphExecutor:
         self._write_rows([self.state.dead] * bucket)
         rows, codes, flags = self._rows[:bucket], self._codes[:bucket], self._flags[:bucket]
         frame = FusedFrame(
-            self._tensors, self._state_tensors, self.kv.k, self.kv.v, bucket, plan_for(bucket, self._tensors.talker.norm.shape[0])
+            self._tensors, self.state.tensors(), self.kv.k, self.kv.v, bucket, plan_for(bucket, self._tensors.backbone.hidden)
         )
         graph = capture(lambda: frame.run(rows, codes, flags), self._pool, self._aside)
         self._graphs[bucket], self._frames[bucket] = graph, frame
@@ -337,24 +337,3 @@ class _OnTheWay:
         flags = np.stack([frame[:rows] for frame in made])
         self._free += self._used
         return FrameCodes(codes, flags)
-
-
-def _draw_tensors(settings: DrawSettings) -> DrawTensors:
-    return DrawTensors(settings.temperature, settings.top_k, settings.top_p, settings.greedy.view(torch.uint8))
-
-
-def _state_tensors(state: SlotState) -> StateTensors:
-    return StateTensors(
-        inputs=state.inputs,
-        positions=state.positions,
-        frames=state.frames,
-        seeds=state.seeds,
-        page_table=state.page_table,
-        trailing=state.trailing,
-        seen=state.seen.view(torch.uint8),
-        penalty=state.penalty,
-        min_new_tokens=state.min_new_tokens,
-        first=_draw_tensors(state.first),
-        residual=_draw_tensors(state.residual),
-        dead=state.dead,
-    )

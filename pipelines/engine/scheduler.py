@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipelines.engine.executor import PromptLike
+from pipelines.engine.prefixes import PrefixCache, PromptPrefix, SharedPrefix
 from pipelines.engine.state import PagedKV, SamplingParams
 from pipelines.engine.turns import Listening
 
@@ -32,13 +33,23 @@ class GenerationRequest:
     max_tokens: int
     #: Whether somebody listens while it is made: its frames are handed on in chunks, and its deadlines come before whole utterances.
     stream: bool = False
+    #: Frames of a stream before the first one that is heard, with those that the codec holds back.
+    unheard: int = 0
     #: Whether more text follows that of the prompt: `EngineCore.append`. Of streams only.
     text_open: bool = False
+    #: Codes of the prompt that the repetition penalty counts as drawn.
+    drawn: Sequence[int] = ()
+    #: The first positions of the prompt, where others have them too.
+    prefix: PromptPrefix | None = None
 
     @property
     def positions(self) -> int:
         """Positions of the longest context that this request can come to."""
         return len(self.prompt) + self.max_tokens - 1
+
+    def shared_pages(self, page_size: int) -> int:
+        """Whole pages of the prefix. The last position of the prompt is never in them: the first frame writes it."""
+        return 0 if self.prefix is None else min(self.prefix.length, len(self.prompt) - 1) // page_size
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +58,9 @@ class Utterance:
 
     request: GenerationRequest
     slot: int = -1
+    #: In the order of positions: those of a prefix that it shares, then its own.
     pages: list[int] = field(default_factory=list)
+    shared: SharedPrefix | None = None
     #: The prompt, [length, hidden], until it is prefilled.
     embeddings: Tensor | None = None
     #: Prompt positions whose keys are written; frames that were started, and that came back, as parts [frames, codebooks].
@@ -75,6 +88,11 @@ class Utterance:
         return self.text_open and self.started >= len(self.trailing)
 
     @property
+    def own_pages(self) -> list[int]:
+        """Pages that nobody else has: all that are still written."""
+        return self.pages if self.shared is None else self.pages[len(self.shared.pages) :]
+
+    @property
     def to_prefill(self) -> int:
         """Prompt positions not yet prefilled; the last one is the first frame's input."""
         return len(self.request.prompt) - 1 - self.prefilled
@@ -90,7 +108,7 @@ class Utterance:
         self.parts = []
         self.run += 1
         if self.listening is not None:
-            self.listening.missing = self.listening.size + self.delivered
+            self.listening.missing = self.listening.wanted + self.delivered
 
 
 class BatchLimit:
@@ -146,6 +164,7 @@ class Scheduler:
         self, kv: PagedKV, slots: int, prefill_chunk: int, prefill_tokens: int, reserve_frames: int, stream_slots: int = 0
     ) -> None:
         self.kv = kv
+        self.prefixes = PrefixCache(kv)
         #: Whole utterances and streams that have no slot.
         self.waiting: deque[Utterance] = deque()
         self.waiting_streams: deque[Utterance] = deque()
@@ -216,29 +235,67 @@ class Scheduler:
         if not self._free_slots or len(self.running) >= self.limit.now:
             return False
         request = utterance.request
-        wanted = self.kv.pages_for(min(request.positions, len(request.prompt) + self._reserve_frames))
-        if self.running and wanted > self.kv.free:
-            return False
-        pages = self.kv.take(self.kv.pages_for(len(request.prompt)))
+        shared = self._known_prefix(request)
+        known = [] if shared is None else shared.pages
+        wanted = self.kv.pages_for(min(request.positions, len(request.prompt) + self._reserve_frames)) - len(known)
+        enough = not self.running or wanted <= self.prefixes.free
+        pages = self.prefixes.take(self.kv.pages_for(len(request.prompt)) - len(known)) if enough else None
         if pages is None:
+            if shared is not None:
+                self.prefixes.release(shared)
             return False
-        utterance.slot, utterance.pages = self._free_slots.pop(), pages
+        utterance.slot, utterance.pages, utterance.shared = self._free_slots.pop(), [*known, *pages], shared
+        utterance.prefilled = len(known) * self.kv.page_size
         self.running.append(utterance)
         return True
+
+    def _known_prefix(self, request: GenerationRequest) -> SharedPrefix | None:
+        """The request's prefix, in use by it from now on, if its keys and values are there."""
+        pages = request.shared_pages(self.kv.page_size)
+        return self.prefixes.use(request.prefix.content, pages) if request.prefix is not None and pages else None
+
+    def adopt_prefixes(self, among: Iterable[Utterance] | None = None) -> list[Utterance]:
+        """Lets those whose prefill has not begun share prefixes that came after them; returns them, since their pages are others now.
+
+        Nobody waits for a prefix that another one prefills: a stream would wait for a whole utterance, and what is computed twice is
+        no more than the budget of a turn.
+        """
+        adopted: list[Utterance] = []
+        for utterance in (self.running if among is None else among) if len(self.prefixes) else ():
+            if utterance.prefilled == 0 and (shared := self._known_prefix(utterance.request)) is not None:
+                count = len(shared.pages)
+                self.kv.give_back(utterance.pages[:count])
+                utterance.pages[:count], utterance.shared = shared.pages, shared
+                utterance.prefilled = count * self.kv.page_size
+                if utterance.to_prefill == 0:
+                    utterance.embeddings = None
+                adopted.append(utterance)
+        return adopted
+
+    def keep_prefix(self, utterance: Utterance) -> None:
+        """Lets others share the prefix of a request that has prefilled it."""
+        request, pages = utterance.request, utterance.request.shared_pages(self.kv.page_size)
+        if utterance.shared is None and request.prefix is not None and 0 < pages * self.kv.page_size <= utterance.prefilled:
+            utterance.shared = self.prefixes.keep(request.prefix.content, utterance.pages[:pages])
 
     def prefill(self, among: Iterable[Utterance] | None = None, share: int = 1) -> list[tuple[Utterance, int]]:
         """Whole chunks of prompts within the turn's budget, or a part of it, as (utterance, positions), oldest first.
 
-        Chunks end at multiples of the chunk size of their own prompt: what is computed for a prompt does not depend on the others.
+        Chunks end at multiples of the chunk size from the prompt's beginning, and from the end of a prefix that can be shared: what is
+        computed for a prompt does not depend on the others, or on who computed its prefix.
         """
         chunks: list[tuple[Utterance, int]] = []
         budget = self._prefill_tokens // share
         for utterance in self.running if among is None else among:
             left = utterance.to_prefill
+            if left <= 0 or budget <= 0:
+                continue
+            of_prefix = utterance.request.shared_pages(self.kv.page_size) * self.kv.page_size - utterance.prefilled
             while left > 0 and budget > 0:
-                count = min(left, self._prefill_chunk)
+                count = min(left, self._prefill_chunk, of_prefix if of_prefix > 0 else left)
                 chunks.append((utterance, count))
                 left -= count
+                of_prefix -= count
                 budget -= count
         return chunks
 
@@ -253,7 +310,7 @@ class Scheduler:
         for utterance in batch:
             while utterance.slot >= 0:
                 missing = self.kv.pages_for(utterance.context + frames) - len(utterance.pages)
-                pages = self.kv.take(max(missing, 0))
+                pages = self.prefixes.take(max(missing, 0))
                 if pages is not None:
                     if pages:
                         utterance.pages.extend(pages)
@@ -281,9 +338,17 @@ class Scheduler:
         """Takes an utterance out of its slot; its frames under way are void."""
         self.running.remove(utterance)
         self._free_slots.append(utterance.slot)
-        self.kv.give_back(utterance.pages)
-        utterance.slot, utterance.pages = -1, []
+        self.kv.give_back(utterance.own_pages)
+        if utterance.shared is not None:
+            self.prefixes.release(utterance.shared)
+        utterance.slot, utterance.pages, utterance.shared = -1, [], None
         utterance.run += 1
+
+    def scrub(self, utterance: Utterance) -> None:
+        """Zeroes the pages of a running utterance that can hold NaN; those of a prefix once nobody reads it."""
+        self.kv.scrub(utterance.own_pages)
+        if utterance.shared is not None:
+            self.prefixes.doubt(utterance.shared)
 
     def forget(self, utterance: Utterance) -> None:
         """Takes an utterance that waits out of the queue."""

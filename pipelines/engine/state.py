@@ -12,41 +12,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.frame import DrawTensors, StateTensors
 from kernels.registry import to_device
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request draws its codes; `predictor_*` for codebooks 1 and on. A temperature of 0 means greedy."""
+    """How one request draws its codes; `residual_*` for codebooks 1 and on. A temperature of 0 means greedy."""
 
     temperature: float = 0.9
     top_k: int = 50
     top_p: float = 1.0
     repetition_penalty: float = 1.05
-    predictor_temperature: float = 0.9
-    predictor_top_k: int = 50
-    predictor_top_p: float = 1.0
+    residual_temperature: float = 0.9
+    residual_top_k: int = 50
+    residual_top_p: float = 1.0
     #: Codebook-0 draws that may not be the end.
     min_new_tokens: int = 2
-
-
-@dataclass(frozen=True, slots=True)
-class DrawFlags:
-    """What a batch needs of the sampler, known on the host: the largest top_k, and shortcuts."""
-
-    max_top_k: int
-    any_top_p: bool
-    all_greedy: bool
-
-    @classmethod
-    def of(cls, settings: Sequence[tuple[float, int, float]]) -> DrawFlags:
-        """The flags of rows given as (temperature, top_k, top_p)."""
-        drawn = [(top_k, top_p) for temperature, top_k, top_p in settings if temperature > 0]
-        return cls(
-            max_top_k=max((k for k, _ in drawn), default=0),
-            any_top_p=any(p < 1 for _, p in drawn),
-            all_greedy=not drawn,
-        )
 
 
 class DrawSettings:
@@ -73,9 +55,9 @@ class DrawSettings:
         self.top_p[slots] = top_p
         self.greedy[slots] = greedy
 
-    def rows(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """temperature, top_k, top_p, greedy of these slots, in the order of the sampler's arguments."""
-        return self.temperature[rows], self.top_k[rows], self.top_p[rows], self.greedy[rows]
+    def tensors(self) -> DrawTensors:
+        """The settings as a frame takes them: the same memory."""
+        return DrawTensors(self.temperature, self.top_k, self.top_p, self.greedy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +71,8 @@ class Placement:
     trailing: NDArray[np.int64]
     embedding: Tensor
     position: int
+    #: Codes that count as drawn already, for the repetition penalty.
+    drawn: Sequence[int] = ()
 
 
 class SlotState:
@@ -104,7 +88,12 @@ class SlotState:
         pad_text: int,
         dtype: torch.dtype,
         device: torch.device,
+        window: int = 0,
     ) -> None:
+        """`vocab`: codes that the head draws; `max_trailing`: text ids that follow a prompt, `pad_text` the one after them.
+
+        `window`: frames whose codes are remembered (`kernels.frame.DrawRules`).
+        """
         rows = slots + 1
         self.dead = slots
         self.slots = slots
@@ -113,6 +102,8 @@ class SlotState:
         self.inputs = torch.zeros(rows, hidden, dtype=dtype, device=device)
         #: [rows, vocab]: codebook-0 tokens drawn so far.
         self.seen = torch.zeros(rows, vocab, dtype=torch.bool, device=device)
+        #: [rows, window]: the codes of the last frames, at frame % window; -1 where there is none.
+        self.recent = torch.full((rows, window), -1, dtype=torch.int64, device=device)
         # All values of one type lie in one tensor, so that one launch writes what a newcomer brings.
         self._whole, whole = _blocks([(rows, max_pages), (rows, max_trailing + 1), *[(rows,)] * 6], torch.int64, device)
         self._real, real = _blocks([(rows,)] * 5, torch.float32, device)
@@ -133,13 +124,31 @@ class SlotState:
         #: By slot: entries of its page table, and of its trailing text, that an owner wrote.
         self._used = [[0, 0] for _ in range(rows)]
 
+    def tensors(self) -> StateTensors:
+        """The slots as a frame takes them: the same memory."""
+        return StateTensors(
+            inputs=self.inputs,
+            positions=self.positions,
+            frames=self.frames,
+            seeds=self.seeds,
+            page_table=self.page_table,
+            trailing=self.trailing,
+            seen=self.seen,
+            penalty=self.penalty,
+            min_new_tokens=self.min_new_tokens,
+            first=self.first.tensors(),
+            residual=self.residual.tensors(),
+            recent=self.recent,
+            dead=self.dead,
+        )
+
     def place(self, newcomers: Sequence[Placement]) -> None:
         """Writes requests into their slots: one transfer, and one launch for each type of values."""
         cells: list[NDArray[np.int64]] = []
         values: list[NDArray[np.int64]] = []
         for one in newcomers:
             drawn, trailing = one.sampling, one.trailing[: self.trailing.shape[1] - 1]
-            numbers = (one.position, 0, one.seed, drawn.min_new_tokens, drawn.top_k, drawn.predictor_top_k)
+            numbers = (one.position, 0, one.seed, drawn.min_new_tokens, drawn.top_k, drawn.residual_top_k)
             for at, (table, entries, rest) in enumerate(
                 ((self.page_table, np.asarray(one.pages, np.int64), 0), (self.trailing, trailing, self.pad_text))
             ):
@@ -152,7 +161,7 @@ class SlotState:
             values.append(np.array(numbers, np.int64))
         slots = np.array([one.slot for one in newcomers], np.int64)
         reals = np.array([_reals(one.sampling) for one in newcomers], np.float32)
-        greedy = np.array([(one.sampling.temperature == 0, one.sampling.predictor_temperature == 0) for one in newcomers])
+        greedy = np.array([(one.sampling.temperature == 0, one.sampling.residual_temperature == 0) for one in newcomers])
         whole = np.concatenate(cells), np.concatenate(values)
         places = [*whole, (self._at[1] + slots[:, None]).ravel(), (self._at[2] + slots[:, None]).ravel(), slots]
         packed = [np.concatenate(places).view(np.uint8), reals.ravel().view(np.uint8), greedy.ravel().view(np.uint8)]
@@ -165,6 +174,11 @@ class SlotState:
         embeddings = [one.embedding for one in newcomers]
         self.inputs.index_copy_(0, rows, torch.stack(embeddings) if len(embeddings) > 1 else embeddings[0][None])
         self.seen.index_fill_(0, rows, False)
+        if self.recent.shape[1]:
+            self.recent.index_fill_(0, rows, -1)
+        if any(len(one.drawn) for one in newcomers):
+            known = np.concatenate([one.slot * self.seen.shape[1] + np.asarray(one.drawn, np.int64) for one in newcomers])
+            self.seen.view(-1)[self._sent(torch.from_numpy(known))] = True
 
     def write_pages(self, grown: Sequence[tuple[int, Sequence[int], int]]) -> None:
         """Appends pages to slots' tables: (slot, pages, the entry that the first one goes to)."""
@@ -206,7 +220,7 @@ def _cells(table: Tensor, row: int, column: int, count: int) -> NDArray[np.int64
 
 def _reals(drawn: SamplingParams) -> tuple[float, ...]:
     """In the order of a slot's blocks; rows that are greedy are drawn as with a temperature of 1."""
-    return drawn.temperature or 1.0, drawn.top_p, drawn.predictor_temperature or 1.0, drawn.predictor_top_p, drawn.repetition_penalty
+    return drawn.temperature or 1.0, drawn.top_p, drawn.residual_temperature or 1.0, drawn.residual_top_p, drawn.repetition_penalty
 
 
 #: Page 0 belongs to nobody: rows that are not in use write there.

@@ -19,9 +19,10 @@ from statistics import median
 
 from pipelines.engine.buckets import bucket_of
 
-#: Frames of a stream's chunks, one after the other; the last size repeats. Small at first for a quick start, then for fewer calls.
+#: Frames of a stream's chunks, one after the other, where the codec hears a frame at once; the last size repeats. Small at first for a
+#: quick start, then for fewer calls.
 CHUNK_FRAMES = (1, 2, 4, 8, 12)
-#: What a first chunk may have.
+#: What a first chunk of such a stream may have.
 FIRST_FRAMES = (1, 2, 4)
 #: What a chunk takes beside its frames: to be decoded and to reach its listener.
 SPARE_SECONDS = 0.03
@@ -47,13 +48,22 @@ class Listening:
     deadline: float
     #: Whether the first chunk was not handed on yet.
     awaiting: bool = True
-    #: Frames of the next chunk, and those of them that are not made.
+    #: Heard frames of the next chunk, and frames of it that are not made.
     size: int = 1
     missing: int = 1
+    #: Frames of the first chunk that nobody hears: what the model writes before the speech, and what the codec holds back.
+    unheard: int = 0
+
+    @property
+    def wanted(self) -> int:
+        """Frames of the next chunk."""
+        return self.size + self.unheard if self.awaiting else self.size
 
     def handed_on(self, frames: int, now: float, frame_seconds: float) -> None:
         """A chunk of so many frames is on its way to the listener."""
-        self.deadline = (now if self.awaiting else self.deadline) + frames * frame_seconds
+        if self.awaiting:
+            self.deadline, frames = now, max(frames - self.unheard, 0)
+        self.deadline += frames * frame_seconds
         self.awaiting = False
 
 
@@ -70,12 +80,22 @@ class Plan:
 class TurnPlanner:
     """Plans turns, and remembers how long they took and how often batch work was passed over."""
 
-    def __init__(self, batch_sizes: Sequence[int], frame_seconds: float, reproducible: bool = False) -> None:
+    def __init__(
+        self,
+        batch_sizes: Sequence[int],
+        frame_seconds: float,
+        reproducible: bool = False,
+        chunk_frames: Sequence[int] = CHUNK_FRAMES,
+        first_frames: Sequence[int] = FIRST_FRAMES,
+    ) -> None:
         """`batch_sizes`: what batches are filled up to, in order; `frame_seconds`: the speech in a frame.
 
-        `reproducible`: chunks have the same sizes at any load, since the codec's rounding depends on them.
+        `chunk_frames`: sizes of a stream's chunks, each at most twice the one before, the last one repeats; `first_frames`: those of them
+        that a first chunk may have. `reproducible`: chunks have the same sizes at any load, since the codec's rounding depends on them.
         """
         self._reproducible = reproducible
+        self._chunk_frames = chunk_frames
+        self._first_frames = first_frames
         self._batch_sizes = batch_sizes
         self._frame_seconds = frame_seconds
         self._passed_over = 0
@@ -117,23 +137,28 @@ class TurnPlanner:
         return stream.awaiting or stream.deadline - now < min(needed, URGENT_SECONDS)
 
     def next_size(self, stream: Listening, now: float) -> int:
-        """Frames of the next chunk of a stream: larger ones step by step, as far as they come before the last one is heard."""
+        """Heard frames of the next chunk of a stream: more of them step by step, as far as they come before the last one is heard."""
         if self._reproducible:
-            return CHUNK_FRAMES[0] if stream.awaiting else next((size for size in CHUNK_FRAMES if size > stream.size), CHUNK_FRAMES[-1])
+            known = self._chunk_frames
+            return known[0] if stream.awaiting else next((size for size in known if size > stream.size), known[-1])
         if stream.awaiting:
             return self._first_size()
-        sizes = [size for size in CHUNK_FRAMES if size <= 2 * stream.size]
+        sizes = [size for size in self._chunk_frames if size <= 2 * stream.size]
         if self.turn_seconds >= self._frame_seconds:
             return sizes[-1]  # it cannot keep up, whatever its chunks
         lead = stream.deadline - now
         return next((size for size in reversed(sizes) if size * self.turn_seconds + SPARE_SECONDS <= lead), sizes[0])
 
     def _first_size(self) -> int:
-        """The fewest frames of a first chunk that are heard longer than as many take; 1 where none are."""
-        for size in FIRST_FRAMES:
+        """The fewest frames of a first chunk that are heard longer than as many take; the fewest of all where none are."""
+        for size in self._first_frames:
             if size * self.turn_seconds + SPARE_SECONDS <= size * self._frame_seconds:
                 return size
-        return FIRST_FRAMES[0]
+        return self._first_frames[0]
+
+    def whole_part(self, frames: int) -> int:
+        """The largest size of a chunk that so many frames fill; all of them where they fill none."""
+        return max((size for size in self._chunk_frames if size <= frames), default=frames)
 
     def _filled(self, rows: int) -> int:
         return bucket_of(rows, self._batch_sizes)

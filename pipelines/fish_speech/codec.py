@@ -227,7 +227,7 @@ def _filters(old: int, new: int) -> tuple[Tensor, int]:
 class CodecDecoder(CausalDecoder):
     """Codes [frames, codebooks] to 44.1 kHz audio; codes beyond a codebook stand for its last one, as in the published model.
 
-    `fused` as for `pipelines.codec.fused.prepared_stack`.
+    `fused` as for `pipelines.codec.fused.prepared_stack`, `reproducible` as for `CausalDecoder`.
     """
 
     def __init__(
@@ -238,8 +238,9 @@ class CodecDecoder(CausalDecoder):
         device: torch.device,
         dtype: torch.dtype,
         fused: bool | None = None,
+        reproducible: bool = False,
     ) -> None:
-        super().__init__(device, dtype, config.codebooks, config.samples_per_frame, largest_code=None)
+        super().__init__(device, dtype, config.codebooks, config.samples_per_frame, None, reproducible)
         self.config = config
         load, layout = CodecLoader(source, "quantizer.", dtype, device), StateLayout()
         self._table = torch.cat([codebook.table() for codebook in codebooks]).to(dtype)
@@ -277,21 +278,31 @@ class Codec:
     encoder: CodecEncoder
 
 
-def load_codec(config: FishConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Codec:
-    """Loads the folder's codec. The decoder runs in `dtype`, the encoder in float32.
+def load_codec(
+    config: FishConfig, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, reproducible: bool = False
+) -> Codec:
+    """Loads the folder's codec. The decoder runs in `dtype`, the encoder in float32; `reproducible` as for `CausalDecoder`.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the tensor or file at fault.
     """
     table = open_codec(config.folder)
-    codec = codec_from(config.codec, table, torch.device(device), dtype)
+    codec = codec_from(config.codec, table, torch.device(device), dtype, reproducible=reproducible)
     table.finish()
     return codec
 
 
-def codec_from(config: CodecConfig, source: NormedSource, device: torch.device, dtype: torch.dtype, fused: bool | None = None) -> Codec:
-    """Builds the codec from any source of tensors; `fused` as for `CodecDecoder`. Raises as the source does."""
+def codec_from(
+    config: CodecConfig,
+    source: NormedSource,
+    device: torch.device,
+    dtype: torch.dtype,
+    fused: bool | None = None,
+    reproducible: bool = False,
+) -> Codec:
+    """Builds the codec from any source of tensors; `fused` and `reproducible` as for `CodecDecoder`. Raises as the source does."""
     load = CodecLoader(source, "quantizer.", torch.float32, device)
     places = ["semantic_quantizer.quantizers.0.", *(f"quantizer.quantizers.{i}." for i in range(config.residual_codebooks))]
     sizes = [config.semantic_codes] + [config.residual_codes] * config.residual_codebooks
     codebooks = [Codebook(load.at(place), config, size) for place, size in zip(places, sizes)]
-    return Codec(config, CodecDecoder(config, source, codebooks, device, dtype, fused), CodecEncoder(config, source, codebooks, device))
+    decoder = CodecDecoder(config, source, codebooks, device, dtype, fused, reproducible)
+    return Codec(config, decoder, CodecEncoder(config, source, codebooks, device))

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines.engine_choice import automatic_engine
 from pipelines.nn.config_keys import Keys, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
@@ -35,6 +36,10 @@ class StackConfig:
     eps: float
     #: Whether queries and keys are normalized by head.
     qk_norm: bool
+
+    @property
+    def hidden(self) -> int:
+        return self.dim
 
     @property
     def q_width(self) -> int:
@@ -267,10 +272,12 @@ def describe(folder: Path) -> ModelCard:
     return ModelCard(
         name=str(folder),
         family="fish_speech",
-        engine="vllm",
+        engine=automatic_engine(),
         sample_rate=config.sample_rate,
         capabilities=CAPABILITIES,
         revision=revision(folder, _SUFFIXES),
+        executors=("eager", "graph"),
+        engines=("native", "vllm"),
         seconds_per_character=SECONDS_PER_CHARACTER,
         check_reference=check_encoded,
     )

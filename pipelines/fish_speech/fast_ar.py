@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 
 from pipelines.fish_speech.config import FishConfig, StackConfig
-from pipelines.fish_speech.weights import FAST, PROJECTIONS, NormedSource, halves, rotary_table
+from pipelines.fish_speech.weights import FAST, NormedSource, projection_name, rotary_table, take_stack
 
 #: Chooses code i of every row: (i, logits [n, codes]) -> int64 [n].
 Choose = Callable[[int, Tensor], Tensor]
@@ -145,34 +145,18 @@ class FastAr(nn.Module):
 def fast_tensors(config: FishConfig, source: NormedSource) -> dict[str, Tensor]:
     """The state dictionary of a `FastAr`, from a checkpoint's tensors. Raises as the source does."""
     stack = config.fast
-
-    def take(name: str, *shape: int) -> Tensor:
-        return source.take(f"{FAST}{name}", shape)
-
+    weights = take_stack(source, FAST, stack)
     tensors = {
-        "embeddings": take("embeddings.weight", stack.vocab, stack.dim),
-        "norm": take("norm.weight", stack.dim),
-        "output": take("output.weight", stack.vocab, stack.dim),
+        "embeddings": source.take(f"{FAST}embeddings.weight", (stack.vocab, stack.dim)),
+        "norm": weights.norm,
+        "output": source.take(f"{FAST}output.weight", (stack.vocab, stack.dim)),
     }
     if stack.dim != config.slow.dim:
-        place = next((name for name in PROJECTIONS if f"{FAST}{name}.weight" in source), PROJECTIONS[0])
-        tensors |= {"project": take(f"{place}.weight", stack.dim, config.slow.dim), "project_bias": take(f"{place}.bias", stack.dim)}
-    for index in range(stack.layers):
-        at = f"layers.{index}."
-        query, key, value = _query_key_value(stack, take, source, at)
-        tensors |= {
-            f"{at}qkv": torch.cat([halves(query, stack.head_dim), halves(key, stack.head_dim), value]),
-            f"{at}out": take(f"{at}attention.wo.weight", stack.dim, stack.q_width),
-            f"{at}norm1": take(f"{at}attention_norm.weight", stack.dim),
-            f"{at}norm2": take(f"{at}ffn_norm.weight", stack.dim),
-            f"{at}gate_up": torch.cat([take(f"{at}feed_forward.{name}.weight", stack.intermediate, stack.dim) for name in ("w1", "w3")]),
-            f"{at}down": take(f"{at}feed_forward.w2.weight", stack.dim, stack.intermediate),
-        }
+        place = FAST + projection_name(source)
+        tensors["project"] = source.take(f"{place}.weight", (stack.dim, config.slow.dim))
+        tensors["project_bias"] = source.take(f"{place}.bias", (stack.dim,))
+    for index, layer in enumerate(weights.layers):
+        named = {"qkv": layer.qkv, "out": layer.o, "norm1": layer.input_norm, "norm2": layer.post_norm}
+        named |= {"gate_up": layer.gate_up, "down": layer.down}
+        tensors |= {f"layers.{index}.{name}": tensor for name, tensor in named.items()}
     return tensors
-
-
-def _query_key_value(stack: StackConfig, take: Callable[..., Tensor], source: NormedSource, at: str) -> tuple[Tensor, ...]:
-    widths = (stack.q_width, stack.kv_width, stack.kv_width)
-    if f"{FAST}{at}attention.wq.weight" in source:
-        return tuple(take(f"{at}attention.w{letter}.weight", width, stack.dim) for letter, width in zip("qkv", widths))
-    return take(f"{at}attention.wqkv.weight", sum(widths), stack.dim).split(widths)

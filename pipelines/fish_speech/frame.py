@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.sampler import philox
+from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P, philox
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.fast_ar import FastAr, Pieces
 
-#: Tokens back in which repetition-aware sampling looks, and the settings of its second draw.
+#: Tokens back in which repetition-aware sampling looks.
 WINDOW = 10
-RETRY_TEMPERATURE, RETRY_TOP_P = 1.0, 0.9
 #: The smallest temperature; below it a draw is greedy anyway.
 _COLDEST = 1e-5
 _MASK = 0xFFFFFFFF

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,8 +12,7 @@ from numpy.typing import NDArray
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.fish_speech.prompt import Conversation, Prompt
 from pipelines.request import EngineInfo, EngineStats
-from pipelines.vllm_engine.host import TokenReceiver, VllmHost
-from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
+from pipelines.tokens import TokenHost, TokenReceiver, TokenRequest, Tokens, TokenSampling
 
 #: Apart by this much, the seeds of an item's turns meet those of no other turn of it (2**64 / golden ratio).
 _SEED_STEP = 0x9E3779B97F4A7C15
@@ -32,12 +30,10 @@ class TurnPlan:
         sampling: TokenSampling,
         frames: int | None,
         context: int,
-        extra: Callable[[NDArray[np.int64]], dict[str, Any]],
         keep_unfinished: bool,
     ) -> None:
         """`texts`: the user messages; `sampling`: of every turn, with its most columns; `frames`: of all turns, None: no limit;
-        `context`: positions that the engine holds; `extra`: what the engine must be told of a prompt's codes; `keep_unfinished`: whether
-        a turn that was cut is followed by the next one.
+        `context`: positions that the engine holds; `keep_unfinished`: whether a turn that was cut is followed by the next one.
         """
         self.request_id = request_id
         self.closed = False
@@ -49,7 +45,6 @@ class TurnPlan:
         self._sampling = sampling
         self._frames = frames
         self._context = context
-        self._extra = extra
         self._turn = 0
         self.prompt = conversation.ask(texts[0])
         self.current = self._request(self.prompt)
@@ -89,13 +84,13 @@ class TurnPlan:
             most = min(most, self._frames + 1)
         seed = (self._sampling.seed + self._turn * _SEED_STEP) % _SEEDS
         sampling = replace(self._sampling, max_tokens=max(most, 1), seed=seed)
-        return TokenRequest(self.request_id, prompt.ids, sampling, self._extra(prompt.codes))
+        return TokenRequest(self.request_id, prompt.ids, sampling, prompt_codes=prompt.codes, shared_positions=prompt.shared)
 
 
 class TurnEngine:
     """A `pipelines.results.SpeechEngine` of courses; receivers hear of an item as if it were one sequence of frames."""
 
-    def __init__(self, host: VllmHost) -> None:
+    def __init__(self, host: TokenHost) -> None:
         self._host = host
         self._lock = threading.Lock()
         self._plans: dict[str, list[TurnPlan]] = {}
@@ -138,9 +133,9 @@ class TurnEngine:
 
 
 class _Turns:
-    """Receives the turns of a request one after the other. Called on the host's loop, where submitting never waits."""
+    """Receives the turns of a request one after the other. Called on the host's own thread, where submitting never waits."""
 
-    def __init__(self, engine: TurnEngine, host: VllmHost, plan: TurnPlan, receiver: TokenReceiver) -> None:
+    def __init__(self, engine: TurnEngine, host: TokenHost, plan: TurnPlan, receiver: TokenReceiver) -> None:
         self.streamed = receiver.streamed
         self._engine = engine
         self._host = host

@@ -1,4 +1,4 @@
-"""Fish Speech S2 as a pipeline: requests in the words of a dialogue to turns, the dual AR on vLLM, its frames to speech."""
+"""Fish Speech S2 as a pipeline: requests in the words of a dialogue to turns, the dual AR on either engine, its frames to speech."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
+from pipelines.engine.opening import check_executor
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
-from pipelines.fish_speech.language_model import LanguageModel, as_extra
+from pipelines.fish_speech.language_model import LanguageModel
 from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
+from pipelines.fish_speech.native import load_model, open_host, plan_sizes
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, groups
 from pipelines.fish_speech.weights import check_language_model
-from pipelines.nn.checkpoint import TokenModelOptions, open_device, precision, read_options, type_name
+from pipelines.nn.checkpoint import NativeModelOptions, TokenModelOptions, open_device, precision, read_options, take_engine, type_name
 from pipelines.request import Generation, SynthesisRequest
-from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
+from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
+from pipelines.tokens import TokenHost, TokenRequestInfo, Tokens, TokenStreamer, TokenUtteranceFuture, token_sampling
 from pipelines.validation import check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
-from pipelines.vllm_engine.options import Tokens
-from pipelines.vllm_engine.tokens import TokenRequestInfo, TokenStreamer, TokenUtteranceFuture, token_sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class FishRequestInfo(TokenRequestInfo[CodecState]):
 
 
 class FishReader:
-    """A `pipelines.vllm_engine.tokens.TokenReader` of frames that are whole as they come."""
+    """A `pipelines.tokens.TokenReader` of frames that are whole as they come."""
 
     def __init__(self, decoder: CodecDecoder) -> None:
         self._decoder = decoder
@@ -66,6 +67,12 @@ class FishStreamer(TokenStreamer[CodecState]):
     chunk_frames = (1, 2, 4, 8, 12)
 
 
+class NativeFishStreamer(FishStreamer):
+    """A stream in the chunks that our engine cuts."""
+
+    chunk_frames = ()
+
+
 #: Positions of a sequence: a dialogue of ten minutes with its references and texts.
 _CONTEXT = 16_384
 #: Of the GPU's memory: the LM has nine billion bytes, and the codec works beside it.
@@ -74,19 +81,33 @@ _MEMORY_SHARE = 0.6
 _GATHER_SECONDS, _GATHER_UTTERANCES, _GATHER_FRAMES = 0.05, 256, 4096
 
 
-def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
-    """Loads a checkpoint folder.
+@dataclass(frozen=True, slots=True)
+class FishOptions(TokenModelOptions):
+    """How a checkpoint is opened on vLLM; None means the best for the device."""
 
-    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown.
+    #: Whether prompts that begin alike share their KV, as those of one voice do.
+    share_prefixes: bool | None = None
+
+
+def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
+    """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto` (`pipelines.engine_choice`); the others are its own.
+
+    Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown or that it
+    cannot run with.
     """
-    chosen = read_options(TokenModelOptions, options)
+    engine, rest = take_engine(options)
+    return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
+
+
+def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
+    chosen = read_options(FishOptions, options)
     load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
     config = FishConfig.from_folder(folder)
     check_language_model(config)
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype, device))
-    model = LanguageModel(config)
+    model = LanguageModel(config, chosen.share_prefixes)
     try:
         # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
         host = VllmHost(model.spec, chosen.vllm(_MEMORY_SHARE, _CONTEXT, config.max_positions))
@@ -94,6 +115,21 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
         model.close()
         raise
     return FishPipeline(config, vocabulary, codec, model, host, keep_unfinished=chosen.keep_unfinished)
+
+
+def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
+    chosen = read_options(NativeModelOptions, options)
+    device = open_device(chosen.device, chosen.threads)
+    dtype = precision(chosen.dtype, device)
+    config = FishConfig.from_folder(folder)
+    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.slow, config.fast])
+    sizes = plan_sizes(config, chosen, device, dtype, _CONTEXT)
+    vocabulary = Vocabulary.from_folder(config)
+    codec = load_codec(config, device, precision(chosen.codec_dtype or chosen.dtype, device), chosen.reproducible)
+    model = load_model(config, sizes, device, dtype)
+    stage = open_stage(codec.decoder, sizes.decode_frames)
+    host = open_host(config, model, sizes, chosen, stage)
+    return FishPipeline(config, vocabulary, codec, None, host, stage, NativeFishStreamer, keep_unfinished=chosen.keep_unfinished)
 
 
 class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
@@ -104,11 +140,14 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         config: FishConfig,
         vocabulary: Vocabulary,
         codec: Codec,
-        model: LanguageModel,
-        host: VllmHost,
+        model: LanguageModel | None,
+        host: TokenHost,
+        stage: CodecStage[CodecState] | None = None,
+        streamer: type[FishStreamer] = FishStreamer,
         *,
         keep_unfinished: bool = False,
     ) -> None:
+        """`model`: what vLLM reads for as long as it runs; `stage`: where our own engine knows it, else a new one."""
         self.config = config
         self.vocabulary = vocabulary
         self.codec = codec
@@ -119,13 +158,17 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         self.capabilities = CAPABILITIES
         self._model = model
         self._keep_unfinished = keep_unfinished
-        self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.decoder.dtype)}
-        super().__init__(TurnEngine(host), _stage(codec.decoder), TokenUtteranceFuture, FishStreamer)
+        info = host.info
+        self._meta: Meta = {"engine": info.engine, "dtype": host.dtype, "codec_dtype": type_name(codec.decoder.dtype)}
+        if info.engine == "native":
+            self._meta["executor"] = info.executor
+        super().__init__(TurnEngine(host), stage or open_stage(codec.decoder), TokenUtteranceFuture, streamer)
 
     def close(self) -> None:
         """Frees the engine; see `Pipeline.close`."""
         super().close()
-        self._model.close()
+        if self._model is not None:
+            self._model.close()
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TurnPlan, FishRequestInfo]:
         """The item's turns and what delivery must know. Raises `InputError` for what this model cannot do."""
@@ -143,7 +186,7 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         conversation = Conversation(self.vocabulary, self.config.codebooks, references)
         sampling = token_sampling(defaults, request.generation, defaults.max_new_tokens, request.seed, (self.config.end,))
         frames = self._frames(request.generation)
-        plan = TurnPlan(request.request_id, conversation, texts, sampling, frames, context, as_extra, self._keep_unfinished)
+        plan = TurnPlan(request.request_id, conversation, texts, sampling, frames, context, self._keep_unfinished)
         self._check_room(len(plan.prompt.ids) + sum(words[1:]))
         meta = {**self._meta, "prompt_positions": len(plan.prompt.ids), "turns": len(texts)}
         return plan, FishRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, self.codec.decoder)
@@ -160,7 +203,9 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         return frames_within(generation.max_seconds, self.config.frames_per_second, self.host.max_context)
 
 
-def _stage(decoder: CodecDecoder) -> CodecStage[CodecState]:
+def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:
+    """The codec's decoder on threads of its own; on a GPU utterances wait for company, of which `decode_frames` are decoded together."""
+    decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)
     return CodecStage(decoder, _GATHER_UTTERANCES, decoder.device, _GATHER_SECONDS, _GATHER_FRAMES)

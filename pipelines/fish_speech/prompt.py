@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from pipelines.errors import ErrorCode, InputError, ModelError
 from pipelines.fish_speech.config import FishConfig
+from pipelines.tokens import TokenRequest
 from pipelines.validation import is_visible
 
 PHONEMES = ("<|phoneme_start|>", "<|phoneme_end|>")
@@ -152,8 +153,20 @@ class Reference:
 class Prompt:
     """The ids of a prompt, and the codes at its semantic positions in their order: int64 [semantic positions, codebooks]."""
 
-    ids: tuple[int, ...]
+    ids: Sequence[int]
     codes: NDArray[np.int64]
+    #: Positions at its start, the system message with its references, that other prompts of the voice begin with too.
+    shared: int = 0
+    trailing = np.zeros(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def prompt_of(request: TokenRequest) -> Prompt:
+    """The prompt of an engine's request."""
+    assert request.prompt_codes is not None, "a prompt of this model says its codes"
+    return Prompt(request.prompt_ids, request.prompt_codes, request.shared_positions)
 
 
 class Conversation:
@@ -179,6 +192,7 @@ class Conversation:
         else:
             self._add(_PLAIN)
         self._add(_END)
+        self._shared = len(self._ids)
 
     def ask(self, text: str) -> Prompt:
         """The prompt that asks for `text` next. Raises `InputError` (`input.unpronounceable`)."""
@@ -187,7 +201,7 @@ class Conversation:
         self._ids += spoken
         self._add(_END)
         self._add(_ASSISTANT)
-        return Prompt(tuple(self._ids), np.concatenate(self._codes))
+        return Prompt(tuple(self._ids), np.concatenate(self._codes), self._shared)
 
     def answer(self, codes: NDArray[np.int64]) -> None:
         """What was spoken after the last `ask`, int64 [frames, codebooks]."""

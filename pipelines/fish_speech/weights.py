@@ -14,8 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.frame import Layer
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig, StackConfig
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, bad_checkpoint, require_names
+from pipelines.nn.stack import StackWeights
 
 log = logging.getLogger(__name__)
 
@@ -145,9 +147,14 @@ def tensor_shapes(config: FishConfig, held: set[str]) -> dict[str, tuple[int, ..
     for prefix, stack in ((SLOW, slow), (FAST, fast)):
         shapes |= _stack_shapes(prefix, stack, held)
     if fast.dim != slow.dim:
-        place = next((name for name in PROJECTIONS if f"{FAST}{name}.weight" in held), PROJECTIONS[0])
+        place = projection_name(held)
         shapes |= {f"{FAST}{place}.weight": (fast.dim, slow.dim), f"{FAST}{place}.bias": (fast.dim,)}
     return shapes
+
+
+def projection_name(held: NormedSource | set[str]) -> str:
+    """The name under which a folder that holds these tensors stores the fast AR's input projection."""
+    return next((name for name in PROJECTIONS if f"{FAST}{name}.weight" in held), PROJECTIONS[0])
 
 
 def _stack_shapes(prefix: str, stack: StackConfig, held: set[str]) -> dict[str, tuple[int, ...]]:
@@ -174,6 +181,37 @@ def _stack_shapes(prefix: str, stack: StackConfig, held: set[str]) -> dict[str, 
 
 def _parts(stack: StackConfig) -> tuple[tuple[str, int], ...]:
     return ("q", stack.q_width), ("k", stack.kv_width), ("v", stack.kv_width)
+
+
+def take_stack(
+    source: NormedSource, prefix: str, config: StackConfig, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> StackWeights:
+    """One of the two transformers, queries and keys put in the order of halves. Raises as the source does."""
+
+    def take(name: str, *shape: int) -> Tensor:
+        return source.take(f"{prefix}{name}.weight", shape, dtype, device)
+
+    layers: list[Layer] = []
+    for index in range(config.layers):
+        at, widths = f"layers.{index}.", [width for _, width in _parts(config)]
+        if f"{prefix}{at}attention.wq.weight" in source:
+            query, key, value = (take(f"{at}attention.w{part}", width, config.dim) for part, width in _parts(config))
+        else:
+            query, key, value = take(f"{at}attention.wqkv", sum(widths), config.dim).split(widths)
+        norms = [halves(take(f"{at}attention.{part}_norm", config.head_dim), config.head_dim) if config.qk_norm else None for part in "qk"]
+        layers.append(
+            Layer(
+                input_norm=take(f"{at}attention_norm", config.dim),
+                qkv=torch.cat([halves(query, config.head_dim), halves(key, config.head_dim), value]),
+                o=take(f"{at}attention.wo", config.dim, config.q_width),
+                post_norm=take(f"{at}ffn_norm", config.dim),
+                gate_up=torch.cat([take(f"{at}feed_forward.{name}", config.intermediate, config.dim) for name in ("w1", "w3")]),
+                down=take(f"{at}feed_forward.w2", config.dim, config.intermediate),
+                q_norm=norms[0],
+                k_norm=norms[1],
+            )
+        )
+    return StackWeights(tuple(layers), take("norm", config.dim))
 
 
 _QWEN3 = {

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pipelines.engine_choice import EngineKind, automatic_engine
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 from pipelines.vllm_engine.options import VllmOptions
 
@@ -294,6 +295,46 @@ def device_name(device: torch.device) -> str:
 def type_name(dtype: torch.dtype) -> str:
     """`float32` of `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class _EngineOption:
+    engine: EngineKind = "auto"
+
+
+def take_engine(options: Mapping[str, Any]) -> tuple[Literal["native", "vllm"], dict[str, Any]]:
+    """The engine that the option `engine` chooses where both can run a model, and the other options. Raises as `read_options`."""
+    rest = {name: value for name, value in options.items() if name != "engine"}
+    chosen = read_options(_EngineOption, {name: value for name, value in options.items() if name == "engine"}).engine
+    return automatic_engine(rest.get("device")) if chosen == "auto" else chosen, rest
+
+
+@dataclass(frozen=True, slots=True)
+class NativeModelOptions:
+    """How a checkpoint whose LM runs on our own engine is opened; None means the best for the device."""
+
+    device: str | None = None
+    dtype: Precision | None = None
+    codec_dtype: Precision | None = None
+    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels; "auto": graphs on a CUDA device with Triton.
+    executor: Literal["auto", "eager", "graph"] = "auto"
+    #: A request's tokens are the same bits alone and in any company, for some throughput.
+    reproducible: bool = False
+    #: Sequences that run at once, and that wait before `submit` blocks.
+    slots: int | None = None
+    waiting_room: int | None = None
+    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances.
+    streams: int = 0
+    #: Share of the GPU's memory for all of it: weights, KV cache, codec and graphs.
+    memory_share: float | None = None
+    #: KV pages of `page_size` positions.
+    pages: int | None = None
+    page_size: int = 64
+    max_context: int | None = None
+    #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of failing.
+    keep_unfinished: bool = False
+    #: CPU threads; results in float32 on CPU are the same bits in any batch with one.
+    threads: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,17 @@ class Keys:
             raise self.error(key, "must be above 0")
         return value
 
+    def rope_theta(self) -> float:
+        """The base of a rope that is not scaled, from the keys that releases of transformers have for it."""
+        rope = self.get("rope_scaling", None) or self.get("rope_parameters", None) or {}
+        kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
+        if kind != "default":
+            raise self.error("rope_scaling", "asks for a scaled rope, which is not supported")
+        theta = self.number("rope_theta") if "rope_theta" in self else rope.get("rope_theta")
+        if not isinstance(theta, int | float) or not 0 < theta < math.inf:
+            raise self.error("rope_theta", "is missing or not above 0")
+        return float(theta)
+
     def flag(self, key: str, default: bool | None = None) -> bool:
         value = self._found(key, default)
         if not isinstance(value, bool):

@@ -164,13 +164,6 @@ def _stack(keys: Keys) -> StackConfig:
             raise keys.error(key, "is set, which is not supported")
     if (act := keys.get("hidden_act", "silu")) != "silu":
         raise keys.error("hidden_act", f"is {act!r}; only 'silu' is supported")
-    rope = keys.get("rope_scaling", None) or keys.get("rope_parameters", None) or {}
-    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, dict) else None
-    if kind != "default":
-        raise keys.error("rope_scaling", "asks for a scaled rope, which is not supported")
-    theta = keys.number("rope_theta") if "rope_theta" in keys else rope.get("rope_theta")
-    if not isinstance(theta, int | float) or not theta > 0:
-        raise keys.error("rope_theta", "is missing or not above 0")
     return StackConfig(
         hidden=keys.size("hidden_size"),
         intermediate=keys.size("intermediate_size"),
@@ -179,7 +172,7 @@ def _stack(keys: Keys) -> StackConfig:
         kv_heads=keys.size("num_key_value_heads"),
         head_dim=keys.size("head_dim"),
         eps=keys.number("rms_norm_eps"),
-        rope_theta=float(theta),
+        rope_theta=keys.rope_theta(),
         vocab=keys.size("vocab_size"),
         max_positions=keys.size("max_position_embeddings"),
     )

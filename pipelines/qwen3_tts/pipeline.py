@@ -20,6 +20,7 @@ from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions, Finish
 from pipelines.engine.engine import Engine
+from pipelines.engine.opening import check_executor, open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, ModelError, NightjarError, SynthesisError
@@ -27,15 +28,7 @@ from pipelines.nn.checkpoint import Checkpoint, open_device, precision, read_opt
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
-from pipelines.qwen3_tts.execution import (
-    LATE_STATES,
-    check_executor,
-    engine_options,
-    open_executor,
-    open_stage,
-    start_warming,
-    stream_needs,
-)
+from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, open_stage, start_warming, stream_needs
 from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import NONE, Prompt, PromptParts, Reference, build_prompt
@@ -175,7 +168,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         dtype = precision(options.dtype, device)
         self.config = Qwen3TTSConfig.from_folder(folder)
         codec_dtype = precision(options.codec_dtype or options.dtype, device)
-        check_executor(device, options.executor, options.reproducible, options.page_size)
+        stacks = (self.config.talker, self.config.predictor)
+        check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
         sizes = _sizes(self.config, options, device, dtype, codec_dtype)
         self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible)
         _check_codec(self.config, self.codec)
@@ -310,9 +304,9 @@ def sampling_params(defaults: SamplingDefaults, generation: Generation) -> Sampl
         top_k=bounded_top_k(either(generation.top_k, defaults.top_k)),
         top_p=either(generation.top_p, defaults.top_p),
         repetition_penalty=bounded(either(generation.repetition_penalty, defaults.repetition_penalty)),
-        predictor_temperature=bounded(predictor),
-        predictor_top_k=defaults.predictor_top_k,
-        predictor_top_p=defaults.predictor_top_p,
+        residual_temperature=bounded(predictor),
+        residual_top_k=defaults.predictor_top_k,
+        residual_top_p=defaults.predictor_top_p,
     )
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipelines.nn.stack import StackWeights, TensorSource, take_stack
+from pipelines.nn.checkpoint import TensorSource
+from pipelines.nn.stack import StackWeights, take_stack
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 
 #: Rows of one matrix product where a result must not depend on how many rows are asked for together.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipelines.engine_choice import automatic_engine
 from pipelines.nn.config_keys import Keys, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
@@ -92,7 +93,7 @@ class BiCodecConfig:
 
 @dataclass(frozen=True, slots=True)
 class LmConfig:
-    """What we need to know of LLM/config.json; vLLM reads the rest itself."""
+    """What we need to know of LLM/config.json: the shape of a Qwen2. vLLM reads it itself."""
 
     hidden: int
     layers: int
@@ -105,6 +106,8 @@ class LmConfig:
     rope_theta: float
     tied: bool
     eos: int
+    #: Of the norms.
+    eps: float = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,21 +207,22 @@ def _lm(keys: Keys) -> LmConfig:
         raise keys.error("model_type", f"is {kind!r}, not 'qwen2'")
     if keys.get("use_sliding_window", False):
         raise keys.error("use_sliding_window", "is set, which is not supported")
-    heads, hidden = keys.whole("num_attention_heads"), keys.whole("hidden_size")
-    rope = keys.get("rope_parameters", None) or {}
-    theta = keys.number("rope_theta") if "rope_theta" not in rope else float(rope["rope_theta"])
+    keys.choice("hidden_act", ("silu",), "silu")
+    heads, kv_heads, hidden = keys.size("num_attention_heads"), keys.size("num_key_value_heads"), keys.size("hidden_size")
+    keys.require(heads % kv_heads == 0, "num_attention_heads must be a multiple of num_key_value_heads")
     return LmConfig(
         hidden=hidden,
-        layers=keys.whole("num_hidden_layers"),
+        layers=keys.size("num_hidden_layers"),
         heads=heads,
-        kv_heads=keys.whole("num_key_value_heads"),
-        head_dim=hidden // heads,
-        intermediate=keys.whole("intermediate_size"),
-        vocab=keys.whole("vocab_size"),
-        max_positions=keys.whole("max_position_embeddings"),
-        rope_theta=theta,
+        kv_heads=kv_heads,
+        head_dim=keys.size("head_dim", hidden // heads),
+        intermediate=keys.size("intermediate_size"),
+        vocab=keys.size("vocab_size"),
+        max_positions=keys.size("max_position_embeddings"),
+        rope_theta=keys.rope_theta(),
         tied=bool(keys.get("tie_word_embeddings", False)),
         eos=keys.whole("eos_token_id"),
+        eps=keys.positive("rms_norm_eps", 1e-6),
     )
 
 
@@ -243,10 +247,12 @@ def describe(folder: Path) -> ModelCard:
     return ModelCard(
         name=str(folder),
         family="spark_tts",
-        engine="vllm",
+        engine=automatic_engine(),
         sample_rate=config.sample_rate,
         capabilities=CAPABILITIES,
         revision=revision(folder, _SUFFIXES),
+        executors=("eager", "graph"),
+        engines=("native", "vllm"),
         seconds_per_character=SECONDS_PER_CHARACTER,
         check_reference=check_encoded,
     )

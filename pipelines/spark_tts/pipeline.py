@@ -1,4 +1,4 @@
-"""SparkTTS as a pipeline: requests in the words of a dialogue to prompts, the LM on vLLM, its tokens to speech."""
+"""SparkTTS as a pipeline: requests in the words of a dialogue to prompts, the LM on either engine, its tokens to speech."""
 
 from __future__ import annotations
 
@@ -11,20 +11,33 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
+from pipelines.engine.opening import check_executor
 from pipelines.errors import ConfigError, ErrorCode, InputError
-from pipelines.nn.checkpoint import Checkpoint, TokenModelOptions, open_device, precision, read_options, require_names, type_name
+from pipelines.nn.checkpoint import (
+    Checkpoint,
+    NativeModelOptions,
+    Precision,
+    TokenModelOptions,
+    open_device,
+    precision,
+    read_options,
+    require_names,
+    take_engine,
+    type_name,
+)
 from pipelines.request import Generation, SynthesisRequest
-from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
+from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
 from pipelines.spark_tts.config import CAPABILITIES, DEFAULT_VOICE, LLM, WAV2VEC2, LmConfig, SparkConfig
+from pipelines.spark_tts.native import CONTEXT, load_lm, open_host, plan_sizes
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
-from pipelines.spark_tts.streaming_decoder import BATCH_TOKENS, BiCodecDecoder, Voice
+from pipelines.spark_tts.streaming_decoder import BATCH_TOKENS, RIGHT_TOKENS, BiCodecDecoder, Voice
+from pipelines.tokens import TokenHost, TokenRequest, TokenRequestInfo, Tokens, TokenStreamer, TokenUtteranceFuture, token_sampling
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm, qwen2_overrides
-from pipelines.vllm_engine.options import ModelSpec, TokenRequest, Tokens, VllmOptions
-from pipelines.vllm_engine.tokens import TokenRequestInfo, TokenStreamer, TokenUtteranceFuture, token_sampling
+from pipelines.vllm_engine.options import ModelSpec, VllmOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,7 @@ class SparkRequestInfo(TokenRequestInfo[Voice]):
 
 
 class SparkReader:
-    """A `pipelines.vllm_engine.tokens.TokenReader` of semantic tokens and the voice before them."""
+    """A `pipelines.tokens.TokenReader` of semantic tokens and the voice before them."""
 
     def __init__(self, info: SparkRequestInfo) -> None:
         self._info = info
@@ -82,6 +95,12 @@ class SparkStreamer(TokenStreamer[Voice]):
 
     chunk_frames = (20, 25, 50, 100)
     looks_ahead = True
+
+
+class NativeSparkStreamer(SparkStreamer):
+    """A stream in the chunks that our engine cuts."""
+
+    chunk_frames = ()
 
 
 def column(semantic: tuple[int, ...] | list[int]) -> NDArray[np.int64]:
@@ -116,10 +135,9 @@ def _names(lm: LmConfig) -> set[str]:
     return names | {"model.embed_tokens.weight", "model.norm.weight"} | (set() if lm.tied else {"lm_head.weight"})
 
 
-#: Tokens that a created voice writes beside its global and semantic tokens: pitch and speed values, and the marks around the parts.
-CREATION_EXTRAS = 32
-#: Positions of a sequence: a minute of reference, a minute of speech, and their texts.
-_CONTEXT = 8192
+#: Tokens that a created voice writes beside its global and semantic tokens, at most and usually: pitch and speed values, and the marks
+#: around the parts.
+CREATION_EXTRAS, _USUAL_EXTRAS = 32, 8
 #: Of the GPU's memory: the LM has a billion bytes, and BiCodec and the reference encoder work beside it.
 _MEMORY_SHARE = 0.5
 _CODEC_BATCH = 64
@@ -128,25 +146,61 @@ _GATHER_SECONDS = 0.05
 
 
 def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
-    """Loads a checkpoint folder.
+    """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto` (`pipelines.engine_choice`); the others are its own.
 
     Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown or that it
     cannot run with.
     """
+    engine, rest = take_engine(options)
+    return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
+
+
+def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     chosen = read_options(TokenModelOptions, options)
-    if chosen.dtype == "float16":
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "SparkTTS does not work in float16.", "Choose bfloat16 or float32.")
+    _check_precision(chosen.dtype)
     load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
     config = SparkConfig.from_folder(folder)
     check_weights(config)
-    sizes = config.bicodec
-    vocabulary = Vocabulary.from_folder(folder / LLM, sizes.codebook_size, sizes.global_codes)
-    tokenizer, codec = load_bicodec(config, device, precision(chosen.codec_dtype, device))
-    references = ReferenceEncoder(config, tokenizer, SemanticFeatures(folder / WAV2VEC2, device))
+    vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype, device))
     # Last: it measures the memory that is left, and a fault of the folder shows before half a minute of its start.
     host = VllmHost(model_spec(config), vllm_options(chosen, config))
-    return SparkPipeline(config, vocabulary, references, codec, host, keep_unfinished=chosen.keep_unfinished)
+    meta: Meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
+    return SparkPipeline(config, vocabulary, references, open_stage(codec), host, meta, keep_unfinished=chosen.keep_unfinished)
+
+
+def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
+    chosen = read_options(NativeModelOptions, options)
+    _check_precision(chosen.dtype)
+    device = open_device(chosen.device, chosen.threads)
+    dtype = precision(chosen.dtype, device)
+    config = SparkConfig.from_folder(folder)
+    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm])
+    sizes = plan_sizes(config, chosen, device, dtype)
+    vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype or chosen.dtype, device))
+    lm, stage = load_lm(config, vocabulary, sizes, device, dtype), open_stage(codec, chosen.reproducible)
+    host = open_host(lm, chosen, stage)
+    meta: Meta = {"engine": "native", "executor": host.info.executor, "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
+    return SparkPipeline(config, vocabulary, references, stage, host, meta, NativeSparkStreamer, keep_unfinished=chosen.keep_unfinished)
+
+
+def _check_precision(asked: Precision | None) -> None:
+    if asked == "float16":
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "SparkTTS does not work in float16.", "Choose bfloat16 or float32.")
+
+
+def _load_parts(config: SparkConfig, device: torch.device, codec_dtype: torch.dtype) -> tuple[Vocabulary, ReferenceEncoder, BiCodec]:
+    """Everything but the LM."""
+    sizes = config.bicodec
+    vocabulary = Vocabulary.from_folder(config.folder / LLM, sizes.codebook_size, sizes.global_codes)
+    tokenizer, codec = load_bicodec(config, device, codec_dtype)
+    return vocabulary, ReferenceEncoder(config, tokenizer, SemanticFeatures(config.folder / WAV2VEC2, device)), codec
+
+
+def open_stage(codec: BiCodec, reproducible: bool = False) -> CodecStage[Voice]:
+    """BiCodec's decoder on threads of its own; on a GPU utterances wait for company, unless their bits must not depend on it."""
+    gather = 0.0 if reproducible or codec.device.type == "cpu" else _GATHER_SECONDS
+    return CodecStage(BiCodecDecoder(codec, alone=reproducible), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS)
 
 
 class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
@@ -157,8 +211,10 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         config: SparkConfig,
         vocabulary: Vocabulary,
         references: ReferenceEncoder,
-        codec: BiCodec,
-        host: VllmHost,
+        stage: CodecStage[Voice],
+        host: TokenHost,
+        meta: Meta,
+        streamer: type[SparkStreamer] = SparkStreamer,
         *,
         keep_unfinished: bool = False,
     ) -> None:
@@ -170,10 +226,8 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         self.sample_rate = config.sample_rate
         self.capabilities = CAPABILITIES
         self._keep_unfinished = keep_unfinished
-        self._meta = {"engine": "vllm", "dtype": host.dtype, "codec_dtype": type_name(codec.dtype)}
-        gather = 0.0 if codec.device.type == "cpu" else _GATHER_SECONDS
-        stage = CodecStage(BiCodecDecoder(codec), _CODEC_BATCH, codec.device, gather, BATCH_TOKENS)
-        super().__init__(host, stage, TokenUtteranceFuture, SparkStreamer)
+        self._meta = meta
+        super().__init__(host, stage, TokenUtteranceFuture, streamer)
 
     def _prepare(self, request: SynthesisRequest) -> tuple[TokenRequest, SparkRequestInfo]:
         """The LM's request and what delivery must know. Raises `InputError` for what this model cannot do."""
@@ -188,7 +242,8 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         meta = {**self._meta, "prompt_positions": len(prompt)}
         tokens = self.config.bicodec.speaker.tokens
         info = SparkRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, self.vocabulary, voice, tokens)
-        return TokenRequest(request.request_id, prompt, sampling), info
+        before = tokens + _USUAL_EXTRAS if voice is None else int(task.reference_text is None)
+        return TokenRequest(request.request_id, prompt, sampling, unheard=before + RIGHT_TOKENS), info
 
     def _prompt(self, task: SpeechTask) -> tuple[list[int], tuple[int, ...] | None]:
         """The prompt of a task and the voice it clones; None for a voice that the LM creates."""
@@ -212,4 +267,4 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
 
 def vllm_options(options: TokenModelOptions, config: SparkConfig) -> VllmOptions:
     """What vLLM is told of a person's choice, with the defaults of this model."""
-    return options.vllm(_MEMORY_SHARE, _CONTEXT, config.lm.max_positions)
+    return options.vllm(_MEMORY_SHARE, CONTEXT, config.lm.max_positions)

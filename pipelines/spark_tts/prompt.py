@@ -23,6 +23,11 @@ _CONTROLS = (
     "start_semantic_token",
     "end_semantic_token",
 )
+#: Of created voices.
+_LABELS = (
+    *(f"gender_{number}" for number in range(len(GENDERS))),
+    *(f"{what}_label_{number}" for what in ("pitch", "speed") for number in range(len(LEVELS))),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class Vocabulary:
         self._added = frozenset(tokenizer.get_added_tokens_decoder())
         self.semantic = self._run("bicodec_semantic", semantic_codes)
         self.voice = self._run("bicodec_global", global_codes)
-        self._controls = {name: self.id(name) for name in _CONTROLS}
+        self._controls = {name: self.id(name) for name in (*_CONTROLS, *_LABELS)}
 
     @classmethod
     def from_folder(cls, folder: Path, semantic_codes: int, global_codes: int) -> Vocabulary:
@@ -60,6 +65,11 @@ class Vocabulary:
         if token is None:
             raise _bad(f"{self._file} has no token <|{name}|>.")
         return token
+
+    @property
+    def marks(self) -> frozenset[int]:
+        """The ids of all tokens that are no pieces of text: those of BiCodec, labels, values and control tokens."""
+        return self._added.union(self.semantic, self.voice, self._controls.values())
 
     def encode(self, text: str) -> list[int]:
         """The ids of a string, control tokens by their names."""
@@ -103,10 +113,11 @@ class Vocabulary:
 
     def _run(self, name: str, count: int) -> range:
         """The ids of `<|name_0|>` and on, which must follow one another."""
-        first, last = self.id(f"{name}_0"), self.id(f"{name}_{count - 1}")
-        if last - first != count - 1:
+        ids = [self.id(f"{name}_{code}") for code in range(count)]
+        run = range(ids[0], ids[0] + count)
+        if ids != list(run):
             raise _bad(f"{self._file}: the ids of <|{name}_0|> to <|{name}_{count - 1}|> do not follow one another.")
-        return range(first, last + 1)
+        return run
 
 
 def _bad(message: str) -> ModelError:
@@ -143,8 +154,8 @@ def creation_prompt(vocabulary: Vocabulary, text: str, voice: str) -> list[int]:
         vocabulary.control("task_controllable_tts"),
         *vocabulary.spoken(text),
         vocabulary.control("start_style_label"),
-        vocabulary.id(f"gender_{GENDERS.index(gender)}"),
-        vocabulary.id(f"pitch_label_{LEVELS.index(pitch)}"),
-        vocabulary.id(f"speed_label_{LEVELS.index(speed)}"),
+        vocabulary.control(f"gender_{GENDERS.index(gender)}"),
+        vocabulary.control(f"pitch_label_{LEVELS.index(pitch)}"),
+        vocabulary.control(f"speed_label_{LEVELS.index(speed)}"),
         vocabulary.control("end_style_label"),
     ]

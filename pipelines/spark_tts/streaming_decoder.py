@@ -37,11 +37,13 @@ class Voice:
 class BiCodecDecoder:
     """A `pipelines.codec.stage.Decoder` whose states are voices. Codes are semantic tokens, int64 [steps, 1].
 
-    Empty codes end a stream. On the CPU every utterance is decoded alone: a batch is no faster there, and its rounding differs.
+    Empty codes end a stream. On the CPU, and with `alone`, every utterance is decoded by itself: the rounding of a batch differs, and on a
+    CPU it is no faster.
     """
 
-    def __init__(self, codec: BiCodec, *, left: int = LEFT_TOKENS, right: int = RIGHT_TOKENS) -> None:
+    def __init__(self, codec: BiCodec, *, left: int = LEFT_TOKENS, right: int = RIGHT_TOKENS, alone: bool = False) -> None:
         self.codec = codec
+        self._alone = alone or codec.device.type == "cpu"
         self._left = left
         self._right = right
         self._samples = codec.config.samples_per_token
@@ -81,7 +83,7 @@ class BiCodecDecoder:
         return new
 
     def _decode(self, semantic: list[Tensor], voices: list[Tensor]) -> list[Tensor]:
-        if self.codec.device.type == "cpu":
+        if self._alone:
             return [self.codec.decode([row], [voice])[0] for row, voice in zip(semantic, voices)]
         waves: dict[int, Tensor] = {}
         for batch in longest_first([len(row) for row in semantic], BATCH_TOKENS):

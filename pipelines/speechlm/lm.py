@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pipelines.speechlm.config import SpeechLmConfig
 from pipelines.speechlm.output import Phase
+from pipelines.tokens import TokenRequest, TokenSampling
 from pipelines.vllm_engine.library import head_overrides, on_cpu
-from pipelines.vllm_engine.options import ModelSpec, TokenRequest, TokenSampling
+from pipelines.vllm_engine.options import PRIVATE, ModelSpec
 from pipelines.vllm_engine.pairs import pair_extra
 
 _SCHEDULERS = "pipelines.vllm_engine.pair_scheduler"
@@ -109,7 +110,7 @@ class Script:
             "min_rows": self.min_rows,
             "max_rows": self.max_rows,
             "noise_origin": len(self.prompt_ids),
-            "private_kv": private,
+            PRIVATE: private,
         }
         if self.features:
             extra["features"] = [(position, features_bytes(rows), rows.element_size() == 2) for position, rows in self.features]

@@ -24,10 +24,10 @@ from pipelines.speechlm.lm import Script, StreamSampling, model_spec
 from pipelines.speechlm.prompt import Prompt, TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo, SpeechLmStreamer
 from pipelines.speechlm.weights import check_names, refuse_pickle
+from pipelines.tokens import TokenRequest
 from pipelines.validation import bounded, bounded_top_k, check_room, check_seed, either, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm
-from pipelines.vllm_engine.options import TokenRequest
 
 #: Positions of a sequence, as the published servers have it.
 _CONTEXT = 16_384

@@ -20,8 +20,7 @@ from pipelines.speechlm.lm import Script
 from pipelines.speechlm.output import ModelOutput, deinterleave, read_output
 from pipelines.speechlm.prompt import TextCoder
 from pipelines.streams import Heard
-from pipelines.vllm_engine.host import TokenReceiver
-from pipelines.vllm_engine.options import TokenRequest, Tokens
+from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
 
 #: Characters of the text that an error without audio quotes.
 _QUOTED = 2000

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.registry import to_device
-from kernels.sampler import sample
-from pipelines.engine.state import DrawFlags, DrawSettings
+from kernels.sampler import DrawFlags, sample
+from pipelines.engine.state import DrawSettings
 from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_phase, phase_after
 from pipelines.vllm_engine.frames import Admitted, FrameState, FrameStep
 from pipelines.vllm_engine.pairs import Half, Matched, half_of, match
@@ -134,7 +134,7 @@ class SpeechLmState(FrameState):
         logits[:, :, :layer] = rows[:, :-2].view(count, streams, layer)
         early = step.positions - self.audio_starts[step.slots] < self.min_rows[step.slots]
         logits[:, 0, layer:] = rows[:, -2:].masked_fill(early[:, None], _NEVER)
-        temperature, top_k, top_p, greedy = (one.repeat_interleave(streams) for one in self.audio.rows(step.slots))
+        temperature, top_k, top_p, greedy = (one.repeat_interleave(streams) for one in self.audio.tensors().rows(step.slots))
         flags = DrawFlags.of([one.audio for one in held if one is not None])
         flat = logits.view(count * streams, layer + 2)
         most = min(flags.max_top_k, layer + 2)
@@ -160,7 +160,7 @@ class SpeechLmState(FrameState):
         """One of `ids` [n, candidates] or of the two ends for each row."""
         candidates = torch.cat((logits, ends), 1).float()
         top_k = min(flags.max_top_k, candidates.shape[1])
-        place = sample(candidates, noise, *self.text.rows(step.slots), top_k, flags.any_top_p, flags.all_greedy)
+        place = sample(candidates, noise, *self.text.tensors().rows(step.slots), top_k, flags.any_top_p, flags.all_greedy)
         return torch.cat((ids, self._ends_ids.expand(len(ids), 2)), 1).gather(1, place[:, None])[:, 0]
 
     def _assemble(self, phase: Tensor, text: Tensor, audio: Tensor, full: Tensor) -> tuple[Tensor, Tensor]:

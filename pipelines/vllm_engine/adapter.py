@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from pipelines.errors import ConfigError, ErrorCode
+from pipelines.tokens import TokenRequest
 from pipelines.vllm_engine.library import on_cpu
-from pipelines.vllm_engine.options import AT_ONCE, CODE_SPAN, EngineMoment, ModelSpec, TokenRequest, VllmOptions
+from pipelines.vllm_engine.options import AT_ONCE, CODE_SPAN, EngineMoment, ModelSpec, VllmOptions
 
 __all__ = ["AsyncLLM", "check_runner", "codes_of", "device_name", "engine_arguments", "kv_sizes", "sampling_params", "start_engine"]
 
@@ -49,7 +50,7 @@ def engine_arguments(spec: ModelSpec, options: VllmOptions) -> dict[str, Any]:
         "max_model_len": context,
         "tensor_parallel_size": options.tensor_parallel,
         "enforce_eager": cpu if options.eager is None else options.eager,
-        # Prompts of speech share next to nothing, and tokens do not name the KV of models with further codes.
+        # Hashes cost time in every step. A model whose prompts begin alike asks for it; those of SparkTTS begin with the text.
         "enable_prefix_caching": False,
         "enable_log_requests": False,
         "trust_remote_code": False,
@@ -123,8 +124,10 @@ def kv_sizes(llm: AsyncLLM | None) -> tuple[int, int]:
     return cache.num_gpu_blocks or 0, cache.block_size or 0
 
 
-def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool) -> SamplingParams:
+def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool, extra: Mapping[str, Any] | None = None) -> SamplingParams:
+    """How vLLM draws a sequence; `extra`: what samplers and schedulers of ours read, None: the request's own."""
     asked = request.sampling
+    told = dict(request.extra if extra is None else extra)
     with_codes = codes_per_step > 1 and request.codes
     return SamplingParams(
         temperature=asked.temperature,
@@ -139,7 +142,7 @@ def sampling_params(request: TokenRequest, codes_per_step: int, streamed: bool) 
         # The channel by which a sampler hands on further codes of a step: the ids of "likely tokens".
         logprobs=codes_per_step - 1 if with_codes else None,
         flat_logprobs=with_codes,
-        extra_args={**request.extra, AT_ONCE: True} if streamed else dict(request.extra) or None,
+        extra_args={**told, AT_ONCE: True} if streamed else told or None,
         output_kind=RequestOutputKind.DELTA if streamed else RequestOutputKind.FINAL_ONLY,
     )
 

@@ -18,6 +18,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.request import RequestStatus
 
 from pipelines.vllm_engine.options import AT_ONCE
+from pipelines.vllm_engine.prefix_cache import SharedPrompts, request_extra
 
 #: vLLM 0.32 has a second one, for admission.
 _LIMITS = ("max_num_running_reqs", "max_num_active_reqs")
@@ -46,7 +47,7 @@ GROUP_SHARE = 16
 GATHER_SECONDS, QUIET_SECONDS = 0.2, 0.05
 
 
-class _Grouped:
+class _Grouped(SharedPrompts):
     """Mixed in before one of vLLM's schedulers."""
 
     def __init__(self, *arguments: Any, **keys: Any) -> None:
@@ -83,14 +84,16 @@ class _Grouped:
 
 
 def _enters_at_once(request: Any) -> bool:
-    parameters = request.sampling_params
-    return parameters is not None and bool((parameters.extra_args or {}).get(AT_ONCE))
+    return bool(request_extra(request).get(AT_ONCE))
 
 
 def quick_allocation(manager: Any) -> Callable[..., Any] | None:
-    """`allocate_slots` of a KV cache manager that does nothing where nothing is needed; None where vLLM does more than blocks in it."""
+    """`allocate_slots` of a KV cache manager that does nothing where nothing is needed; None where vLLM does more than blocks in it.
+
+    With a prefix cache a block that has become full is known to it when the next one is allocated.
+    """
     managers = manager.coordinator.single_type_managers
-    if manager.enable_caching or len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
+    if len(managers) != 1 or type(managers[0]) is not FullAttentionManager:
         return None
     blocks, size = managers[0].req_to_blocks, managers[0].block_size
     plain, nothing, running = manager.allocate_slots, manager.empty_kv_cache_blocks, RequestStatus.RUNNING

@@ -9,16 +9,17 @@ import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import EngineInfo, EngineStats
+from pipelines.tokens import TokenReceiver, TokenRequest, Tokens
 from pipelines.vllm_engine.core_supervisor import CoreSupervisor
 from pipelines.vllm_engine.library import check_plugin, load_vllm, on_cpu
-from pipelines.vllm_engine.options import EngineMoment, ModelSpec, TokenRequest, Tokens, VllmOptions
+from pipelines.vllm_engine.options import EngineMoment, ModelSpec, VllmOptions
 
 log = logging.getLogger(__name__)
 
@@ -27,23 +28,6 @@ _STOP_SECONDS = 30.0
 _GRACE_SECONDS = 2.0
 #: Requests that wait behind the running ones on a CPU; on a GPU as many as run.
 _CPU_WAITING_ROOM = 64
-
-
-class TokenReceiver(Protocol):
-    """Who waits for one sequence. Called on the host's loop, so it must be quick."""
-
-    #: Whether `tokens` is wanted while the sequence grows.
-    streamed: bool
-
-    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
-        """New ids in order, with their codes [steps, codes] for models with more than one a step."""
-        ...
-
-    def finished(self, tokens: Tokens) -> None:
-        """The whole sequence."""
-        ...
-
-    def failed(self, error: NightjarError) -> None: ...
 
 
 class VllmHost:
@@ -72,6 +56,7 @@ class VllmHost:
         if spec.v2_runner:
             adapter.check_runner(self._arguments)
         self._codes = spec.codes_per_step
+        self._extra = spec.extra
         self._moment = EngineMoment()
         slots = self._arguments["max_num_seqs"]
         self._room = slots + (options.waiting_room or (_CPU_WAITING_ROOM if on_cpu() else slots))
@@ -120,6 +105,7 @@ class VllmHost:
             page_size=page_size,
             max_context=self.max_context,
             reproducible=False,
+            engine="vllm",
         )
 
     def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
@@ -284,7 +270,8 @@ class VllmHost:
             continue
 
     def _generate(self, llm: Any, name: str, request: TokenRequest, streamed: bool) -> AsyncGenerator[Any]:
-        parameters = self._adapter.sampling_params(request, self._codes, streamed)
+        extra = {**request.extra, **(self._extra(request) if self._extra is not None else {})}
+        parameters = self._adapter.sampling_params(request, self._codes, streamed, extra)
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_ids)}
         if request.cache_salt is not None:
             prompt["cache_salt"] = request.cache_salt

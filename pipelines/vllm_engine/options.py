@@ -1,21 +1,24 @@
-"""How a model is opened on vLLM, and what is asked of it."""
+"""How a model is opened on vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from pipelines.tokens import TokenRequest
 
-Finish = Literal["stop", "length"]
 #: More than any id and any code. On their way through vLLM the codes of a step are told apart by multiples of it, since vLLM keeps equal
 #: ids of one step once when it merges the outputs of a slow reader.
 CODE_SPAN = 1 << 20
 #: Key of vLLM's `extra_args` of a sequence that is heard while it grows: it enters at once.
 AT_ONCE = "at_once"
+#: Keys of vLLM's `extra_args` for its prefix cache. What the KV of a prompt depends on beside its ids, as (the position from which it does,
+#: bytes of one length); and whether the KV that the sequence generates depends on more than its ids, so that no other one may share it.
+SALTS = "kv_salts"
+PRIVATE = "private_kv"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,48 +55,8 @@ class ModelSpec:
     v2_runner: bool = False
     #: Further arguments of vLLM's engine, such as `scheduler_cls` for guidance pairs.
     engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSampling:
-    """How tokens are drawn; temperature 0 is greedy, top_k 0 is all."""
-
-    max_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
-    stop_ids: tuple[int, ...] = ()
-    #: Goes on past every end, to `max_tokens`.
-    ignore_end: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenRequest:
-    """One sequence."""
-
-    request_id: str
-    prompt_ids: Sequence[int]
-    sampling: TokenSampling
-    #: `extra_args` of vLLM: what samplers and schedulers of ours read.
-    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    #: Whether the codes of its steps are wanted, where a step has more than one.
-    codes: bool = True
-    #: What beside the ids its KV depends on: only prompts of equal salts share a prefix.
-    cache_salt: str | None = None
-    #: A sequence that lives and dies with this one, such as the null branch of guidance; its tokens are dropped.
-    shadow: TokenRequest | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """A sequence at its end."""
-
-    ids: list[int]
-    finish: Finish
-    #: int64 [steps, codes_per_step] for models with more than one code a step.
-    codes: NDArray[np.int64] | None = None
+    #: What a request's `extra_args` say beside its own `extra`: its `prompt_codes`, in the words of the model.
+    extra: Callable[[TokenRequest], Mapping[str, Any]] | None = None
 
 
 @dataclass(slots=True)

@@ -8,7 +8,6 @@ made first, so that vLLM itself never preempts one half. Neither half finishes i
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,9 +19,7 @@ from vllm.v1.request import RequestStatus
 
 from pipelines.vllm_engine.group_scheduler import running_limit
 from pipelines.vllm_engine.pairs import half_of
-
-#: `extra` key of a request whose generated KV depends on more than its token ids, so that nobody else may share it.
-PRIVATE = "private_kv"
+from pipelines.vllm_engine.prefix_cache import SharedPrompts, request_extra
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +50,7 @@ class _Plan:
     open: bool = True
 
 
-class _Paired:
+class _Paired(SharedPrompts):
     """Mixed in before one of vLLM's schedulers."""
 
     def __init__(self, *arguments: Any, **keys: Any) -> None:
@@ -65,10 +62,7 @@ class _Paired:
         self._pairs: dict[str, _Pair] = {}
 
     def add_request(self, request: Any) -> None:
-        extra = _extra(request)
-        if extra.get(PRIVATE):
-            self._keep_private(request)
-        half = half_of(extra)
+        half = half_of(request_extra(request))
         super().add_request(request)
         if half is None:
             return
@@ -271,21 +265,6 @@ class _Paired:
     def _blocks_free(self) -> int:
         return self.kv_cache_manager.block_pool.get_num_free_blocks()
 
-    def _keep_private(self, request: Any) -> None:
-        """Blocks behind the prompt get a hash that only this request has: token ids do not say what their KV holds."""
-        plain = request._block_hasher
-        if plain is None:
-            return
-        size = getattr(self, "hash_block_size", self.block_size)
-        mark = request.request_id.encode()
-
-        def private(one: Any) -> list[Any]:
-            first = len(one.block_hashes)
-            hashes = enumerate(plain(one), first + 1)
-            return [made if number * size <= one.num_prompt_tokens else hashlib.sha256(mark + made).digest() for number, made in hashes]
-
-        request._block_hasher = private
-
 
 class PairScheduler(_Paired, Scheduler):
     """Pairs in lockstep, one step after the other."""
@@ -293,11 +272,6 @@ class PairScheduler(_Paired, Scheduler):
 
 class AsyncPairScheduler(_Paired, AsyncScheduler):
     """Pairs in lockstep, where the next step is scheduled before the last one's tokens are known, as on CUDA."""
-
-
-def _extra(request: Any) -> dict[str, Any]:
-    parameters = request.sampling_params
-    return (parameters.extra_args or {}) if parameters is not None else {}
 
 
 def _left(request: Any) -> int:

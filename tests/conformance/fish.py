@@ -1,4 +1,4 @@
-"""Fish Speech S2 against a golden folder: audio in, codes, prompts, the dual AR by a plain loop and on vLLM, audio out."""
+"""Fish Speech S2 against a golden folder: audio in, codes, prompts, the dual AR by a plain loop and on both engines, audio out."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pipelines.fish_speech.fast_ar import FastAr, fast_tensors
 from pipelines.fish_speech.frame import WINDOW, FrameMaker, Noise, Rows, draw, probabilities, ranked, repetition_aware
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, columns, groups
 from pipelines.nn.checkpoint import Checkpoint
+from tests.conformance import fish_engines
 from tests.conformance.listing import Case, Files
 from tests.support.fish_checkpoint import whole
 from tests.support.fish_oracle import OracleLm, Trace
@@ -45,12 +46,11 @@ def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator
     golden = Golden(folder, torch.device(device))
     for case in golden.cases.values():
         yield f"{case['kind']} {case['name']}", partial(golden.check, case)
+    yield from fish_engines.cases(golden, "native")
     if find_spec("vllm") is None or (device == "cpu" and find_spec("triton") is None):
         print("left out: the cases on vLLM, which is not installed (or Triton is not)")
     else:
-        from tests.conformance import fish_vllm
-
-        yield from fish_vllm.cases(golden)
+        yield from fish_engines.cases(golden, "vllm")
     golden.arrays.report()
 
 
@@ -250,7 +250,7 @@ def _teacher_forced(golden: Golden, arrays: Arrays, trace: Trace) -> None:
 
 
 def _batch(golden: Golden, case: Item) -> None:
-    """Steps of several sequences in one of ours; the engine's batches are the cases on vLLM."""
+    """Steps of several sequences in one of ours; the engines' batches are cases of their own."""
     members = [golden.cases[name] for name in case["members"]]
     rows = [golden.rows(golden.trace(member["name"], 0), member["sampling"]) for member in members]
     together = Rows(*(torch.cat(parts) for parts in zip(*(one.tensors() for one in rows))))

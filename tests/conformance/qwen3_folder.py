@@ -26,7 +26,7 @@ from tests.support.golden_checkpoint import whole
 
 #: Positions that an engine holds at least.
 LEAST_CONTEXT = 2048
-GREEDY = SamplingParams(temperature=0.0, predictor_temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0, residual_temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.sampler import WEIGHT_BITS, process_first, token_weights
+from kernels.reference import ENDED, FrameOutput
+from kernels.sampler import WEIGHT_BITS, DrawFlags, process_first, token_weights
 from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.executor import ENDED, EagerExecutor, FrameOutput, FrameSettings, PrefillRun
+from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.executor import FrameSettings, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
-from pipelines.engine.state import DrawFlags, Placement, SamplingParams
+from pipelines.engine.state import Placement, SamplingParams
 from pipelines.qwen3_tts.config import CONTROL_IDS
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import Prompt
@@ -236,7 +238,7 @@ def _check_first(golden: Golden, entry: dict[str, Any]) -> None:
     penalty = torch.full((len(steps),), settings["repetition_penalty"], device=golden.device)
     ban = (torch.from_numpy(steps) < entry["min_new_tokens"]).to(golden.device)
     suppress = logits.shape[1] - CONTROL_IDS
-    processed = process_first(logits, seen.to(golden.device), penalty, ban, entry["eos_id"], suppress)
+    processed = process_first(logits, seen.to(golden.device), penalty, ban, (entry["eos_id"],), suppress)
     _near_distribution(processed, settings, "", _field(golden, entry, "probs"))
 
 
@@ -292,9 +294,9 @@ def _check_lengths(golden: Golden, entry: dict[str, Any]) -> None:
         top_k=settings["top_k"],
         top_p=settings["top_p"],
         repetition_penalty=settings["repetition_penalty"],
-        predictor_temperature=settings["subtalker_temperature"],
-        predictor_top_k=settings["subtalker_top_k"],
-        predictor_top_p=settings["subtalker_top_p"],
+        residual_temperature=settings["subtalker_temperature"],
+        residual_top_k=settings["subtalker_top_k"],
+        residual_top_p=settings["subtalker_top_p"],
         min_new_tokens=entry["min_new_tokens"],
     )
     heard, prompt = _Heard(), row.prompt(model.config)

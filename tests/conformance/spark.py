@@ -1,4 +1,4 @@
-"""SparkTTS against a golden folder: audio in, tokens, prompts, the LM by a plain loop and on vLLM, audio out, alone and together."""
+"""SparkTTS against a golden folder: audio in, tokens, prompts, the LM by a plain loop and on both engines, audio out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.sampler import WEIGHT_BITS
 from pipelines.audio import decode
 from pipelines.spark_tts.bicodec import load_bicodec
 from pipelines.spark_tts.config import LLM, WAV2VEC2, SparkConfig
 from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import LAYERS, Reference, ReferenceEncoder, SemanticFeatures, normalize_volume, reference_clip
+from tests.conformance import spark_engines
 from tests.conformance.listing import Case, Files
+from tests.conformance.spark_native import golden_row, native_weights
 from tests.support.golden_arrays import Array, Arrays, check_near, flat
 from tests.support.golden_checkpoint import whole
 from tests.support.spark_oracle import OracleLm, Trace
@@ -26,6 +29,8 @@ from tests.support.spark_oracle import OracleLm, Trace
 #: Largest differences in float32 of values up to about 10 (see `tests.support.golden_arrays.check_near` for larger ones):
 #: what the golden folder's README suggests, unless it gives its own.
 LIMITS = {"audio": 2e-6, "features": 1e-4, "hidden": 1e-4, "logits": 5e-4, "mel": 2e-5, "state": 1e-4, "wav": 2e-5, "resampled": 1e-5}
+#: Of probabilities.
+PROBABILITY_LIMIT = 1e-5
 
 Item = dict[str, Any]
 
@@ -39,14 +44,12 @@ def cases(folder: Path, device: str = "cpu", dtype: str = "float32") -> Iterator
     torch.backends.cudnn.allow_tf32 = False
     golden = Golden(folder, torch.device(device))
     for case in golden.cases.values():
-        if case["kind"] not in ON_VLLM:
-            yield f"{case['kind']} {case['name']}", partial(golden.check, case)
+        yield f"{case['kind']} {case['name']}", partial(golden.check, case)
+    yield from spark_engines.cases(golden, "native")
     if find_spec("vllm") is None:
         print("left out: the cases on vLLM, which is not installed")
     else:
-        from tests.conformance import spark_vllm
-
-        yield from spark_vllm.cases(golden)
+        yield from spark_engines.cases(golden, "vllm")
     golden.arrays.report()
 
 
@@ -236,7 +239,7 @@ def _detokenize(golden: Golden, case: Item) -> None:
 
 
 def _batch(golden: Golden, case: Item) -> None:
-    """BiCodec on rows of different lengths at once; the LM's batches are the cases on vLLM."""
+    """BiCodec on rows of different lengths at once; the LM's batches are cases of the engines."""
     members = [golden.cases[name] for name in case["members"]]
     tokens = [_tokens_of(golden, member) for member in members]
     waves = golden.codecs[1].decode([semantic for semantic, _ in tokens], [voice for _, voice in tokens])
@@ -244,8 +247,17 @@ def _batch(golden: Golden, case: Item) -> None:
         golden.near(f"wav of {member['name']}", wave, flat(golden.arrays(member["file"])["wav"]), "wav")
 
 
-#: Cases that only vLLM's own sampler can show.
-ON_VLLM = {"sampling_distribution"}
+def _chances(golden: Golden, case: Item) -> None:
+    """The probabilities from which our own sampler draws."""
+    logits, rules, drawable = golden_row(golden, case)
+    for index, settings in enumerate(case["settings"]):
+        chances = golden.arrays(case["file"])[f"probs_{index}"]
+        weights = native_weights(logits, rules, settings)[0, : len(drawable.ids)]
+        made = np.zeros(len(chances))
+        made[drawable.ids] = weights.double() / (1 << WEIGHT_BITS)
+        golden.near(f"settings {index}", made, chances, PROBABILITY_LIMIT)
+
+
 CHECKS: dict[str, Callable[[Golden, Item], None]] = {
     "tokenize": _tokenize,
     "volume_unit": _volume,
@@ -258,4 +270,5 @@ CHECKS: dict[str, Callable[[Golden, Item], None]] = {
     "parse_ids": _parse,
     "detokenize": _detokenize,
     "batch": _batch,
+    "sampling_distribution": _chances,
 }

@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -35,6 +33,7 @@ from pipelines.errors import NightjarError
 from tests.support.fake_worker import register
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.services import Postgres, SeaweedFS, Valkey
+from tests.support.worker_process import Started, start_python
 
 T = TypeVar("T")
 
@@ -100,7 +99,7 @@ class Cluster:
         self.store = open_store(self.store_url, self.settings.s3)
         self.ledger = Ledger.open(self.database_url)
         self.ledger.migrate()
-        self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        self.workers: dict[int, Started] = {}
         for number in range(workers):
             self.start_worker(number)
 
@@ -118,11 +117,8 @@ class Cluster:
         }
 
     def start_worker(self, number: int, **environment: str) -> None:
-        log = (self.folder / f"worker-{number}.log").open("ab")
-        command = [sys.executable, "-m", "tests.support.fake_worker", "run"]
-        variables = {**self.environment(), **environment}
-        self.workers[number] = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=log, stderr=log, start_new_session=True)
-        log.close()
+        log, variables = self.folder / f"worker-{number}.log", {**self.environment(), **environment}
+        self.workers[number] = start_python("tests.support.fake_worker", ["run"], variables, log, new_session=True)
 
     def signal_worker(self, number: int, sent: signal.Signals) -> None:
         os.killpg(self.workers[number].pid, sent)

@@ -16,10 +16,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from pipelines.engine.core import EngineCore, EngineOptions
+from pipelines.engine.opening import graph_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.dummy import dummy_model
-from pipelines.qwen3_tts.execution import graph_executor
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from tests.support.drawn import ALL_SETTINGS, Heard, Places, drawn, independent, lagged, uniform
 from tests.support.gpu_taps import tapped
@@ -78,7 +78,7 @@ def test_the_end_is_banned_for_so_many_draws_and_no_more() -> None:
     core = EngineCore(graph_executor(model, 8, 16, PAGE_SIZE, MAX_CONTEXT), options, heard)
     wanted = {f"{least} {temperature}": (least, temperature) for least in (2, 3, 7) for temperature in (0.0, 0.9)}
     for seed, (name, (least, temperature)) in enumerate(wanted.items()):
-        sampling = SamplingParams(temperature=temperature, predictor_temperature=temperature, min_new_tokens=least)
+        sampling = SamplingParams(temperature=temperature, residual_temperature=temperature, min_new_tokens=least)
         core.add(GenerationRequest(name, prompt, sampling, seed, 16))
     while core.busy:
         core.step()

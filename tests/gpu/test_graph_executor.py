@@ -17,11 +17,12 @@ if not torch.cuda.is_available():
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.buckets import ASKS
 from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.executor import EagerExecutor, FrameExecutor
+from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.executor import FrameExecutor
+from pipelines.engine.opening import graph_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder, dummy_model
-from pipelines.qwen3_tts.execution import graph_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import PromptParts, build_prompt
 from tests.conformance.qwen3_tts import forced_frames
@@ -52,7 +53,7 @@ def requests(model: Qwen3TTSModel, count: int, greedy: bool) -> list[GenerationR
     for index in range(count):
         body = draw.integers(0, 150_000, int(draw.integers(3, 600 if index % 4 == 3 else 40))).tolist()
         prompt = build_prompt(model.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan"))
-        sampling = SamplingParams(temperature=0.0, predictor_temperature=0.0) if greedy else SamplingParams(top_p=1.0 if index % 2 else 0.9)
+        sampling = SamplingParams(temperature=0.0, residual_temperature=0.0) if greedy else SamplingParams(top_p=1.0 if index % 2 else 0.9)
         made.append(GenerationRequest(str(index), prompt, sampling, seed=index, max_tokens=int(draw.integers(3, 12))))
     return made
 

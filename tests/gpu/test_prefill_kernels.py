@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,15 +11,14 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from kernels.dummy import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from kernels.layers import qk_norm_rope_append, rope_table
-from kernels.lm_frame import StackTensors
 from kernels.prefill_triton import norm_rope_append, prefill_padded
 from pipelines.engine.executor import PrefillRun
+from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.graph import PrefillGraphs, Sharing
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
 from pipelines.qwen3_tts.dummy import dummy_model
-from pipelines.qwen3_tts.execution import frame_tensors
-from pipelines.qwen3_tts.model import Qwen3TTSModel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -43,11 +43,14 @@ def rand(*shape: int, seed: int, mean: float = 0.0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (6, 2, 32)])
-def test_norm_rope_append(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "normed", "wide_rope"),
+    [(16, 8, 128, True, False), (6, 2, 32, True, False), (14, 2, 64, False, False), (32, 8, 128, True, True), (4, 1, 32, False, True)],
+)
+def test_norm_rope_append(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, normed: bool, wide_rope: bool) -> None:
     rows, pages = (12, 5) if INTERPRETED else (700, 90)
     qkv = rand(rows, (heads + 2 * kv_heads) * head_dim, seed=1).to(dtype)
-    norms = [rand(head_dim, seed=seed, mean=1.0).to(dtype) for seed in (2, 3)]
+    norms = [rand(head_dim, seed=seed, mean=1.0).to(dtype) if normed else None for seed in (2, 3)]
     table = rope_table(1000, head_dim, 1e6, dtype, DEVICE)
     cells = torch.randperm(pages * PAGE, generator=torch.Generator().manual_seed(4))[:rows].to(DEVICE)
     positions = torch.arange(rows, device=DEVICE) * 7 % 1000
@@ -57,9 +60,10 @@ def test_norm_rope_append(dtype: torch.dtype, heads: int, kv_heads: int, head_di
     )
     out = torch.empty(rows, heads, head_dim, device=DEVICE, dtype=dtype)
     where = cells // PAGE, cells % PAGE
-    norm_rope_append(qkv, *norms, 1e-6, table, positions, *found, *where, out)
-    plain = qk_norm_rope_append(qkv, *norms, 1e-6, table, positions, *wanted, *where)
-    wide = qk_norm_rope_append(qkv.float(), *(norm.float() for norm in norms), 1e-6, table.float(), positions, *exact, *where)
+    norm_rope_append(qkv, *norms, 1e-6, table, positions, *found, *where, out, wide_rope)
+    plain = qk_norm_rope_append(qkv, *norms, 1e-6, table, positions, *wanted, *where, wide_rope)
+    widened = [None if norm is None else norm.float() for norm in norms]
+    wide = qk_norm_rope_append(qkv.float(), *widened, 1e-6, table.float(), positions, *exact, *where)
     assert torch.equal(found[1], wanted[1])
     for mine, theirs, real in ((out, plain, wide), (found[0], wanted[0], exact[0])):
         if dtype == torch.float32:
@@ -68,13 +72,34 @@ def test_norm_rope_append(dtype: torch.dtype, heads: int, kv_heads: int, head_di
         assert float((mine.float() - real).norm()) <= (4.5 if INTERPRETED else 1.2) * float((theirs.float() - real).norm()) + 1e-4
 
 
-def talker_of(model: Qwen3TTSModel) -> StackTensors:
-    return frame_tensors(model).talker
+@pytest.mark.parametrize("wide_rope", [True, False])
+def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool) -> None:
+    """In float16, which the interpreter rounds as hardware does."""
+    rows, kv_heads, size = 6, 2, 32
+    qkv, table = rand(rows, 6 * size, seed=1).half(), rope_table(64, size, 1e4, torch.float16, DEVICE)
+    at, page = torch.arange(rows, device=DEVICE) + 3, torch.zeros(rows, dtype=torch.int64, device=DEVICE)
+    caches = [torch.zeros(1, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(6)]
+    out = torch.empty(rows, 2, size, device=DEVICE, dtype=torch.float16)
+    norm_rope_append(qkv, None, None, 1e-6, table, at, *caches[:2], page, at, out, wide_rope)
+    for wide, held in ((wide_rope, caches[2:4]), (not wide_rope, caches[4:])):
+        q = qk_norm_rope_append(qkv, None, None, 1e-6, table, at, *held, page, at, wide)
+        for mine, theirs in ((out, q), (caches[0][:, :, 3:9], held[0][:, :, 3:9])):
+            share = float((mine != theirs).float().mean())
+            assert share <= 0.01 if wide == wide_rope else share > 0.05
 
 
-def chunks(model: Qwen3TTSModel, counts: list[int], start: int) -> tuple[PagedKV, Tensor, Tensor, Tensor]:
+def model_of(kind: str, dtype: torch.dtype) -> FrameModel:
+    """The talker, SparkTTS or Fish, with the same weights in any type."""
+    if kind == "talker":
+        return dummy_model(SIZE, torch.device(DEVICE), dtype, 1024)
+    shape = {"spark": TINY_SPARK if INTERPRETED else SPARK, "fish": TINY_FISH if INTERPRETED else FISH}[kind]
+    shape = replace(shape, layers=2, predictor_layers=1, codebooks=min(shape.codebooks, 2))
+    return FrameModel(Maker(DEVICE, dtype, seed=5).frame(shape, positions=1024))
+
+
+def chunks(model: FrameModel, counts: list[int], start: int) -> tuple[PagedKV, Tensor, Tensor, Tensor]:
     """Pages that already hold `start` positions of each run, their table, and padded new positions."""
-    hidden, pages = model.config.talker.hidden, (start + max(counts) + PAGE - 1) // PAGE
+    hidden, pages = model.tensors.backbone.hidden, (start + max(counts) + PAGE - 1) // PAGE
     kv, state = model.make_kv(len(counts) * pages, PAGE), model.make_state(len(counts), pages, 4)
     state.write_pages([(slot, list(range(1 + slot * pages, 1 + (slot + 1) * pages)), 0) for slot in range(len(counts))])
     if start:
@@ -83,26 +108,26 @@ def chunks(model: Qwen3TTSModel, counts: list[int], start: int) -> tuple[PagedKV
     return kv, state.page_table[: len(counts)], rand(len(counts), new, hidden, seed=9).to(model.dtype), torch.tensor(counts, device=DEVICE)
 
 
-def written(model: Qwen3TTSModel, counts: list[int], start: int, fused: bool) -> Tensor:
+def written(model: FrameModel, counts: list[int], start: int, fused: bool) -> Tensor:
     kv, table, rows, sizes = chunks(model, counts, start)
     before = rows.clone()
     if fused:
-        prefill_padded(rows, table, sizes, start, talker_of(model), kv.k, kv.v, SCRATCH_PAGE)
+        prefill_padded(rows, table, sizes, start, model.tensors.backbone, kv.k, kv.v, SCRATCH_PAGE)
     else:
         model.prefill_padded(rows, table, sizes, start, kv)
     assert torch.equal(rows, before)
     return torch.stack((kv.k[:, 1:], kv.v[:, 1:])).float()
 
 
-@pytest.mark.parametrize("start", [0, 2 * PAGE])
-def test_fused_prefill_is_the_twins(start: int) -> None:
+@pytest.mark.parametrize(("kind", "start"), [("talker", 0), ("talker", 2 * PAGE), ("spark", PAGE), ("fish", PAGE)])
+def test_fused_prefill_is_the_twins(kind: str, start: int) -> None:
     counts = [PAGE, 3, PAGE + 5]
-    exact = dummy_model(SIZE, torch.device(DEVICE), torch.float32, 1024)
+    exact = model_of(kind, torch.float32)
     wide = written(exact, counts, start, fused=False)
     # Rounding grows from layer to layer of random weights: the whole is compared, not every value.
     assert float((written(exact, counts, start, fused=True) - wide).norm()) <= 1e-3 * float(wide.norm())
     del exact
-    narrow = dummy_model(SIZE, torch.device(DEVICE), torch.bfloat16, 1024)
+    narrow = model_of(kind, torch.bfloat16)
     plain, mine = (float((written(narrow, counts, start, fused) - wide).norm()) for fused in (False, True))
     assert mine <= (4.5 if INTERPRETED else 1.5) * plain
 
@@ -111,7 +136,7 @@ def test_fused_prefill_is_the_twins(start: int) -> None:
 @pytest.mark.parametrize("sharing", ["free", "fixed", "alone"])
 def test_graphs_equal_the_packed_prefill(sharing: Sharing) -> None:
     model = dummy_model("tiny", torch.device("cuda"), torch.float32, 2048)
-    stack = talker_of(model)
+    stack = model.tensors.backbone
     counts = [5, 64, 9, 65, 200, 300, 1000, 1100] + [20] * 40
     packed, replayed = (model.make_kv(130, 64) for _ in range(2))
     state = model.make_state(len(counts), 20, 4)

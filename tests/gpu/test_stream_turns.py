@@ -16,9 +16,9 @@ if not torch.cuda.is_available():
 
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.graph import SHAPES, SMALL_SHAPES, GraphExecutor
+from pipelines.engine.opening import graph_executor, open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.qwen3_tts.dummy import dummy_model
-from pipelines.qwen3_tts.execution import graph_executor, open_executor
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.pipeline import open_pipeline
 from tests.gpu.test_graph_executor import Heard, requests

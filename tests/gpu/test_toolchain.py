@@ -28,7 +28,7 @@ if sys.argv[1] == "no nvrtc":
 from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.engine.core import EngineOptions
 from pipelines.codec.fused import codec_kernels
-from pipelines.qwen3_tts.execution import open_executor
+from pipelines.engine.opening import open_executor
 logging.basicConfig(format="%(levelname)s %(message)s")
 model = dummy_model("0b6", torch.device("cuda"), torch.bfloat16)
 print(open_executor(model, EngineOptions(2, 16, 64, 256)).name, codec_kernels())

@@ -19,8 +19,9 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.reference import FrameOutput
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.executor import EagerExecutor, FrameOutput
+from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.qwen3_tts.config import SamplingDefaults
@@ -118,7 +119,7 @@ def test_the_end_is_banned_for_so_many_draws_and_no_more(least: int, temperature
     heard = Recorder()
     core = make_core(model, heard)
     prompt = build_prompt(model.config, PromptParts([151644, 77091, 198], [5, 6, 7], language="english", speaker="ryan"))
-    sampling = SamplingParams(temperature=temperature, predictor_temperature=temperature, min_new_tokens=least)
+    sampling = SamplingParams(temperature=temperature, residual_temperature=temperature, min_new_tokens=least)
     requests = [GenerationRequest(str(seed), prompt, sampling, seed, 12) for seed in range(4)]
     for request in requests:
         core.add(request)

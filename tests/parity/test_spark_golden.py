@@ -1,4 +1,4 @@
-"""The conformance command on the golden folder of SparkTTS, on vLLM where it is installed, and that it notices what is wrong."""
+"""The conformance command on the golden folder of SparkTTS, on both engines where vLLM is installed, and that it notices what is wrong."""
 
 from __future__ import annotations
 
@@ -11,19 +11,10 @@ from tests.parity.golden_folder import change, check_listed, passed, scale, unpa
 from tests.support.vllm_kit import GOLDEN, require_vllm
 
 CASES = 31
-#: Greedy cases: each alone on vLLM, and as a stream.
+#: Greedy cases: on each engine alone and as a stream, and together, staggered, penalized, drawn and as speech; on vLLM the sampler's
+#: chances too, on our own engine the numbers of each step and the sampler's draws.
 GREEDY = 8
-
-
-def test_every_case_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    require_vllm(whole_module=False)
-    code = main(["spark", str(GOLDEN)])
-    printed = capsys.readouterr().out
-    assert code == 0, "\n".join(line for line in printed.splitlines() if line.startswith("FAIL"))
-    found = passed(printed)
-    assert found == check_listed(GOLDEN, CASES) + found.__class__({"vllm": GREEDY + 2, "speech": 1, "stream": GREEDY})
-    assert "left out" not in printed
-    assert "not compared" not in printed
+NATIVE, VLLM = 3 * GREEDY + 6, 2 * GREEDY + 6
 
 
 @pytest.fixture
@@ -36,23 +27,35 @@ def folder(tmp_path: Path, without_vllm: None) -> Path:
     return unpacked(GOLDEN, tmp_path / "golden")
 
 
-@pytest.mark.usefixtures("without_vllm")
-def test_without_vllm_the_rest_passes_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["spark", str(GOLDEN), "--only", "clone_no_text_quiet"]) == 0
+def conforms(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command prints, once every case has passed."""
+    code = main(["spark", str(GOLDEN), *arguments])
     printed = capsys.readouterr().out
-    assert passed(printed) == {"greedy": 1}
+    assert code == 0, "\n".join(line for line in printed.splitlines() if line.startswith("FAIL"))
+    return printed
+
+
+@pytest.mark.usefixtures("without_vllm")
+def test_every_case_passes_on_our_engine_which_needs_no_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = conforms(capsys)
+    found = passed(printed)
+    assert found == check_listed(GOLDEN, CASES) + found.__class__({"native": NATIVE})
     assert "left out: the cases on vLLM" in printed
+    assert "not compared" not in printed
 
 
-def test_vllm_draws_from_the_golden_probabilities(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_case_passes_on_vllm(capsys: pytest.CaptureFixture[str]) -> None:
     require_vllm(whole_module=False)
-    assert main(["spark", str(GOLDEN), "--only", "sampling_distribution"]) == 0, capsys.readouterr().out
+    printed = conforms(capsys, "--only", "vllm ")
+    assert passed(printed) == {"vllm": VLLM}
+    assert "left out" not in printed
 
 
 @pytest.mark.parametrize(
     ("file", "name", "case"),
     [
         ("LLM", "model.layers.1.self_attn.k_proj.weight", "greedy clone_no_text_quiet"),
+        ("LLM", "model.layers.0.self_attn.q_proj.bias", "native alone clone_no_text_quiet"),
         ("BiCodec", "prenet.vocos_backbone.convnext.2.norm.scale.bias", "detokenize_len30"),
         ("BiCodec", "decoder.model.3.block.4.block.2.alpha", "detokenize_len50"),
         ("BiCodec", "encoder.encoder.convnext.1.gamma", "tokens_ref_a"),

@@ -7,6 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.support.forked import Forked, is_like_this_process
 
 JOBS = [sys.executable, "-m", "jobs"]
 LINE = '{"example_id": "%s", "messages": [["user", "text", "%s"]]}\n'
@@ -16,11 +19,24 @@ CLOSED_PORT = 9
 def call(folder: Path, *arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
     clean["XDG_STATE_HOME"] = str(folder / "state")
-    done = subprocess.run(
-        [*JOBS, *arguments], cwd=folder, env=clean | environment, capture_output=True, text=True, input=stdin, timeout=400, check=False
-    )
+    done = _run(folder, arguments, clean | environment, stdin)
     assert "Traceback" not in done.stderr
     return done
+
+
+def _run(folder: Path, arguments: tuple[str, ...], environment: dict[str, str], stdin: str | None) -> subprocess.CompletedProcess[str]:
+    command = [*JOBS, *arguments]
+    if not is_like_this_process(environment):
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, input=stdin, timeout=400, check=False)
+    with TemporaryDirectory() as kept:
+        files = [Path(kept, name) for name in ("stdin", "stdout", "stderr")]
+        files[0].write_text(stdin or "")
+        process = Forked("jobs", arguments, cwd=folder, env=environment, stdin=files[0], stdout=files[1], stderr=files[2])
+        try:
+            code = process.wait(400)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(command, code, files[1].read_text(), files[2].read_text())
 
 
 def error_code(done: subprocess.CompletedProcess[str]) -> str:

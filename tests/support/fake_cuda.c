@@ -1,12 +1,18 @@
 // A driver that records what it is asked, built against NVIDIA's own cuda.h, so that structures and argument orders are the real ones.
 #include <cuda.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <string.h>
 
 static char said[1 << 16];
-/* Device d has the context 16 + d; its modules and kernels carry the device along. */
-static size_t current;
-#define SAY(...) snprintf(said + strlen(said), sizeof(said) - strlen(said), __VA_ARGS__)
+static pthread_mutex_t saying = PTHREAD_MUTEX_INITIALIZER;
+/* Device d has the context 16 + d; its modules and kernels carry the device along. Each thread has a current context of its own. */
+static __thread size_t current;
+#define SAY(...) do { \
+    pthread_mutex_lock(&saying); \
+    snprintf(said + strlen(said), sizeof(said) - strlen(said), __VA_ARGS__); \
+    pthread_mutex_unlock(&saying); \
+} while (0)
 
 const char* fake_said(void) { return said; }
 size_t fake_current(void) { return current; }

@@ -95,9 +95,9 @@ def expire(ledger: Ledger, lease: Lease) -> None:
 def expire_leases_of_the_dead(ledger: Ledger) -> None:
     """Puts the end of every lease whose worker's process is gone into the past: tests of kills need no short leases, which a
     machine that stands still for a moment would end under the living."""
-    for row in ledger.workers():
-        if not Path("/proc", str(row.info.pid)).exists():
-            execute(ledger, "UPDATE shards SET lease_until = 1 WHERE state = 'leased' AND worker_id = :worker", worker=row.info.id)
+    for row in ledger.worker_statuses(everyone=True):
+        if not Path("/proc", str(row.pid)).exists():
+            execute(ledger, "UPDATE shards SET lease_until = 1 WHERE state = 'leased' AND worker_id = :worker", worker=row.id)
 
 
 def execute(ledger: Ledger, statement: str, **values: object) -> None:

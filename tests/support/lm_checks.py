@@ -11,12 +11,13 @@ from torch.nn import functional
 from kernels import lm_cuda
 from kernels.attention import paged_decode_attention
 from kernels.dummy import SMALL, Maker, Shape
+from kernels.frame import DrawTensors, FrameTensors, Layer, StackTensors, StateTensors
 from kernels.layers import qk_norm_rope_append, rms_norm, rope
-from kernels.lm_frame import FrameTensors, FusedFrame, Plan, StackTensors, StateTensors
-from kernels.lm_triton import RESIDUAL, SWIGLU, SplitScratch, Tiles, decode_attention, predictor_attention, product
-from kernels.reference import twin_frame
-from kernels.sampler import frame_noise, process_first, sample
-from pipelines.qwen3_tts.model import predictor_frame
+from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
+from kernels.lm_frame import FusedFrame, Plan
+from kernels.lm_triton import RESIDUAL, SWIGLU, Tiles, product
+from kernels.reference import FrameOutput, run_frame
+from kernels.sampler import DrawFlags, frame_noise, process_first, sample
 
 
 def error(found: Tensor, truth: Tensor) -> float:
@@ -122,7 +123,7 @@ def check_attention(maker: Maker) -> list[dict[str, float | str]]:
     contexts = torch.tensor([0, 1, 63, 64, 65, 127, 300, 1500], device="cuda")
     rows = len(contexts)
     state = maker.state(shape, rows, 400, 64, contexts)
-    q_norm, k_norm = talker.layers[0][2:4]
+    q_norm, k_norm = (talker.layers[0].q_norm, talker.layers[0].k_norm)
     slots = torch.arange(rows, device="cuda").flip(0)
     qkv = maker.normal(rows, 4096, std=2.0)
     for splits in (1, 2, 3, 8):
@@ -169,52 +170,92 @@ def check_attention(maker: Maker) -> list[dict[str, float | str]]:
 def widened(weights: FrameTensors) -> FrameTensors:
     """The same weights in float32."""
 
+    def layer(one: Layer) -> Layer:
+        tensors = {name: getattr(one, name) for name in Layer.__slots__}
+        return Layer(**{name: None if tensor is None else tensor.float() for name, tensor in tensors.items()})
+
     def stack(s: StackTensors) -> StackTensors:
-        layers = [[t.float() for t in layer] for layer in s.layers]
-        return dataclasses.replace(s, layers=layers, norm=s.norm.float(), rope_table=s.rope_table.float())
+        return dataclasses.replace(s, layers=[layer(one) for one in s.layers], norm=s.norm.float(), rope_table=s.rope_table.float())
 
-    single = {name: getattr(weights, name).float() for name in ("head", "heads", "inputs", "codec_table", "text")}
-    project = None if weights.project is None else (weights.project[0].float(), weights.project[1].float())
-    return dataclasses.replace(weights, talker=stack(weights.talker), predictor=stack(weights.predictor), project=project, **single)
+    depth, feedback = weights.depth, weights.feedback
+    if depth is not None:
+        project = None if depth.project is None else (depth.project[0].float(), depth.project[1].float())
+        depth = dataclasses.replace(
+            depth, stack=stack(depth.stack), heads=depth.heads.float(), inputs=depth.inputs.float(), project=project
+        )
+    text = None if feedback.text is None else feedback.text.float()
+    feedback = dataclasses.replace(feedback, table=feedback.table.float(), text=text)
+    return dataclasses.replace(weights, backbone=stack(weights.backbone), head=weights.head.float(), feedback=feedback, depth=depth)
 
 
-def check_frame(maker: Maker, shape: Shape, batch: int, plan: Plan, name: str, exact: bool = False) -> list[dict[str, float | str]]:
-    """Two frames: codes teacher-force the twins, whose bf16 error against float32 bounds the fused frame's."""
-    weights = maker.frame(shape)
-    contexts = maker.integers(0, 200, batch)
-    state = maker.state(shape, batch, batch * 20 + 1, 16, contexts, top_p=True)
-    k, v = maker.caches(shape, batch * 20 + 1, 16)
+def vary_draws(maker: Maker, *settings: DrawTensors) -> None:
+    """Other settings for each row, some of them greedy."""
+    for one in settings:
+        rows = len(one.greedy)
+        one.top_k.copy_(maker.integers(0, 70, rows))
+        one.top_p.copy_(torch.rand(rows, device=maker.device, generator=maker.generator) * 1.4)
+        one.temperature.copy_(torch.rand(rows, device=maker.device, generator=maker.generator) + 0.3)
+        one.greedy.copy_((torch.rand(rows, device=maker.device, generator=maker.generator) < 0.1).to(torch.uint8))
+
+
+#: What any settings need.
+ALL_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
+
+
+def check_frame(
+    maker: Maker, shape: Shape, batch: int, plan: Plan, name: str, exact: bool = False, frames: int = 2, longest_context: int = 200
+) -> list[dict[str, float | str]]:
+    """Some frames: codes teacher-force the twins, whose bf16 error against float32 bounds the fused frame's.
+
+    `exact`: nothing is forced, all codes must be the twin's, and every row has other draw settings.
+    """
+    device, weights = maker.device, maker.frame(shape)
+    contexts = maker.integers(0, longest_context, batch)
+    pages = batch * (longest_context + 64) // 16 + batch + 1
+    state = maker.state(shape, batch, pages, 16, contexts, top_p=True)
+    state.frames[0] = 0  # a request's first frame
+    if exact:
+        vary_draws(maker, state.first, state.residual)
+    k, v = maker.caches(shape, pages, 16)
     twin, wide = clone_state(state), dataclasses.replace(clone_state(state), inputs=state.inputs.float().clone())
     k2, v2, k3, v3 = k.clone(), v.clone(), k.float().clone(), v.float().clone()
-    rows = torch.cat((torch.randperm(batch, device="cuda"), torch.tensor([batch], device="cuda")))
-    live = rows != batch
-    runner = FusedFrame(weights, state, k, v, batch + 1, plan)
+    rows = torch.cat((torch.randperm(batch, device=device), torch.tensor([batch, batch], device=device)))
+    live, n = rows != batch, batch + 2
+    runner = FusedFrame(weights, state, k, v, n, plan)
     wide_weights = widened(weights)
     report = []
-    for frame in range(2):
-        codes = torch.full((batch + 1, shape.codebooks), -1, device="cuda")
-        flags = torch.full((batch + 1,), 9, device="cuda", dtype=torch.uint8)
+    for frame in range(frames):
+        codes = torch.full((n, shape.codebooks), -1, device=device)
+        flags = torch.full((n,), 9, device=device, dtype=torch.uint8)
         runner.run(rows, codes, flags)
-        drawn, twin_flags, _, twin_logits = twin_frame(weights, twin, k2, v2, rows, predictor_frame, None if exact else codes)
-        *_, truth = twin_frame(wide_weights, wide, k3, v3, rows, predictor_frame, codes)
-        logits = runner._logits[: (batch + 1) * shape.codes].view(batch + 1, -1)
-        plain = error(twin_logits[-1][live], truth[-1][live])
+        longest = int(twin.positions.max()) + 1
+        made = run_frame(weights, twin, k2, v2, rows, longest, ALL_DRAWS, ALL_DRAWS, None if exact else codes)
+        drawn, twin_flags, twin_logits = made.codes, made.flags, last_logits(made)
+        truth = last_logits(run_frame(wide_weights, wide, k3, v3, rows, longest, ALL_DRAWS, ALL_DRAWS, codes))
+        logits = runner._logits[: truth.numel()].view(truth.shape)
+        plain = error(twin_logits[live], truth[live])
         if exact:
             report.append(demand(f"frame {name}: codes differ", float((codes[live] != drawn[live]).sum()), 0))
-            report.append(demand(f"frame {name}: flags differ", float((flags != twin_flags).sum()), 0))
-        report.append(demand(f"frame {name} logits", error(logits[live], truth[-1][live]), 1e-4 if exact else 2 * plain))
+            report.append(demand(f"frame {name}: flags differ", float((flags != twin_flags)[live].sum()), 0))
+        report.append(demand(f"frame {name} logits", error(logits[live], truth[live]), 1e-4 if exact else 2 * plain))
         report.append(demand(f"frame {name} next inputs", error(state.inputs[:batch], twin.inputs[:batch]), 2e-3))
         report.append(demand(f"frame {name} positions", float((state.positions != twin.positions).sum()), 0))
         report.append(demand(f"frame {name} frames", float((state.frames != twin.frames).sum()), 0))
         report.append(demand(f"frame {name} seen", float((state.seen[:batch] != twin.seen[:batch]).sum()), 0))
+        report.append(demand(f"frame {name} recent", float((state.recent != twin.recent).sum()), 0))
         if not exact:
             share = float((codes[live] == drawn[live]).float().mean())
             print(
-                f"frame {name} {frame}: error {error(logits[live], truth[-1][live]):.4f}, twin's {plain:.4f}, same draws {share:.3f}",
+                f"frame {name} {frame}: error {error(logits[live], truth[live]):.4f}, twin's {plain:.4f}, same draws {share:.3f}",
                 flush=True,
             )
             twin.inputs.copy_(state.inputs), wide.inputs.copy_(state.inputs.float())
     return report
+
+
+def last_logits(made: FrameOutput) -> Tensor:
+    """Those of the last codebook, [n, codes]."""
+    return made.residual_logits[-1] if len(made.residual_logits) else made.first_logits
 
 
 def check_draw(maker: Maker) -> list[dict[str, float | str]]:
@@ -226,11 +267,7 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
             weights, batch = maker.frame(shape), 256
             contexts = maker.integers(0, 20, batch)
             state = maker.state(shape, batch, batch * 8, 16, contexts)
-            for settings in (state.first, state.residual):
-                settings.top_k.copy_(maker.integers(0, 70, batch + 1))
-                settings.top_p.copy_(torch.rand(batch + 1, device="cuda") * 1.4)
-                settings.temperature.copy_(torch.rand(batch + 1, device="cuda") + 0.3)
-                settings.greedy.copy_((torch.rand(batch + 1, device="cuda") < 0.1).to(torch.uint8))
+            vary_draws(maker, state.first, state.residual)
             k, v = maker.caches(shape, batch * 8, 16)
             rows = torch.arange(batch, device="cuda")
             before = clone_state(state)
@@ -250,8 +287,8 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
             hidden = runner._hidden[:batch]
             first = functional.linear(hidden, weights.head).float()
             processed = process_first(
-                first, before.seen[rows] != 0, before.penalty[rows], before.frames[rows] < before.min_new_tokens[rows], weights.end,
-                weights.suppress_from,
+                first, before.seen[rows] != 0, before.penalty[rows], before.frames[rows] < before.min_new_tokens[rows], weights.draw.ends,
+                weights.draw.suppress_from,
             )  # fmt: skip
             draw = before.first
             wanted = sample(
@@ -259,7 +296,7 @@ def check_draw(maker: Maker) -> list[dict[str, float | str]]:
                 True, False,
             )  # fmt: skip
             report.append(demand(f"first draws that differ, cuda {cuda_draw}", float((codes[:, 0] != wanted).float().mean()), 0.004))
-            summed = weights.codec_table[codes + weights.starts].float().sum(1).to(torch.bfloat16)
+            summed = weights.feedback.table[codes + weights.feedback.starts].float().sum(1).to(torch.bfloat16)
             text = before.trailing[rows, before.frames[rows].clamp(max=before.trailing.shape[1] - 1)]
-            report.append(demand("next inputs", error(state.inputs[rows], summed + weights.text[text]), 1e-3))
+            report.append(demand("next inputs", error(state.inputs[rows], summed + weights.feedback.text[text]), 1e-3))
     return report

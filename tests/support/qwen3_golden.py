@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.executor import EagerExecutor
+from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import NightjarError
@@ -65,15 +65,15 @@ def random_request(rng: random.Random, model: Qwen3TTSModel, name: str) -> Gener
 
 def random_sampling(rng: random.Random) -> SamplingParams:
     if rng.random() < 0.3:
-        return SamplingParams(temperature=0.0, predictor_temperature=0.0, repetition_penalty=rng.choice((1.0, 1.05, 1.5)))
+        return SamplingParams(temperature=0.0, residual_temperature=0.0, repetition_penalty=rng.choice((1.0, 1.05, 1.5)))
     return SamplingParams(
         temperature=rng.choice((0.7, 0.9, 1.3)),
         top_k=rng.choice((0, 5, 50)),
         top_p=rng.choice((0.8, 1.0, 1.0)),
         repetition_penalty=rng.choice((1.0, 1.05, 1.3)),
-        predictor_temperature=rng.choice((0.0, 0.9, 1.1)),
-        predictor_top_k=rng.choice((0, 12, 50)),
-        predictor_top_p=rng.choice((0.9, 1.0, 1.0)),
+        residual_temperature=rng.choice((0.0, 0.9, 1.1)),
+        residual_top_k=rng.choice((0, 12, 50)),
+        residual_top_p=rng.choice((0.9, 1.0, 1.0)),
     )
 
 

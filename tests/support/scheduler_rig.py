@@ -19,6 +19,8 @@ load_vllm()
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: E402
+from vllm.utils.hashing import sha256  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec  # noqa: E402
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
@@ -59,6 +61,13 @@ def scheduler(
 def newcomer(name: str, prompt: int, most: int = 400, stop: int = NEVER, **extra: Any) -> Any:
     parameters = SamplingParams(temperature=0.8, seed=1, max_tokens=most, stop_token_ids=[stop], detokenize=False, extra_args=extra or None)
     return Request(request_id=name, prompt_token_ids=list(range(10, 10 + prompt)), sampling_params=parameters, pooling_params=None)
+
+
+def hashed(name: str, prompt: list[int], most: int, stop: int = NEVER, **extra: Any) -> Any:
+    """A request as an engine core with a prefix cache makes it."""
+    init_none_hash(sha256)
+    settings = newcomer(name, 1, most, stop, **extra).sampling_params
+    return Request(name, prompt, settings, None, block_hasher=get_request_block_hasher(BLOCK, sha256))
 
 
 class Run:

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.reference import ENDED
 from pipelines.engine.buckets import bucket_of, buckets_for
 from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.executor import ENDED, FrameCodes, FrameSettings, PrefillRun
+from pipelines.engine.executor import FrameCodes, FrameSettings, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import PagedKV, Placement, SamplingParams
 

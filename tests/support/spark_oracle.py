@@ -45,6 +45,22 @@ class OracleLm:
         return Trace(ids, torch.stack(hidden), torch.stack(logits).float())
 
     @torch.inference_mode()
+    def penalized(self, prompt: Sequence[int], max_tokens: int, penalty: float, ends: Sequence[int]) -> list[int]:
+        """The likeliest ids with a repetition penalty, which counts those of the prompt, up to an end."""
+        ids = torch.tensor([list(prompt)])
+        out = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            repetition_penalty=penalty,
+            max_new_tokens=max_tokens,
+            eos_token_id=list(ends),
+            pad_token_id=self.eos,
+        )
+        made = out[0, len(prompt) :].tolist()
+        return made[:-1] if made[-1] in ends else made
+
+    @torch.inference_mode()
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, sample: bool = True, ignore_end: bool = False
     ) -> list[list[int]]:

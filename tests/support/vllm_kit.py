@@ -18,7 +18,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pipelines.errors import NightjarError
-from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
+from pipelines.tokens import TokenRequest, Tokens, TokenSampling
 from tests.support.golden_checkpoint import whole
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "spark"

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -24,8 +24,10 @@ from jobs.ledger.status import JobStatus
 from jobs.settings import Settings, load_settings
 from jobs.store import open_store
 from tests.support.fake_worker import register
+from tests.support.forked import Forked, is_like_this_process
 
 REPOSITORY = Path(__file__).parents[2]
+Started = subprocess.Popen[bytes] | Forked
 
 #: Settings of a worker that a test need not wait for. Leases are not short: they would end under a machine that stands still.
 QUICK = {
@@ -55,7 +57,7 @@ class Site:
         self.ledger = Ledger.open(self.settings.ledger_url)
         self.ledger.migrate()
         self.store = open_store(self.settings.effective_store_url, self.settings.s3)
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Started] = []
         register()
 
     def __enter__(self) -> Site:
@@ -83,12 +85,10 @@ class Site:
     def dispatch(self) -> int:
         return Dispatcher(self.ledger, self.settings).run_once()
 
-    def worker(self, *arguments: str, engine: dict[str, float] | None = None, **environment: str) -> subprocess.Popen[bytes]:
+    def worker(self, *arguments: str, engine: dict[str, float] | None = None, **environment: str) -> Started:
         """Starts `worker run` and returns at once."""
         variables = os.environ | self.environment | {"NIGHTJAR_FAKE": json.dumps(engine or {}), "OMP_NUM_THREADS": "1"} | environment
-        with self.log.open("ab") as log:
-            command = [sys.executable, "-m", "tests.support.fake_worker", "run", *arguments]
-            process = subprocess.Popen(command, cwd=REPOSITORY, env=variables, stdout=log, stderr=log)
+        process = start_python("tests.support.fake_worker", ["run", *arguments], variables, self.log)
         self.processes.append(process)
         return process
 
@@ -128,6 +128,15 @@ class Site:
                     os.environ[name] = before[name]
 
 
+def start_python(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: Path, *, new_session: bool = False) -> Started:
+    """Starts `python -m` in the repository; what it prints is added to the log."""
+    if is_like_this_process(environment):
+        return Forked(module, arguments, cwd=REPOSITORY, env=environment, stdout=log, stderr=log, start_new_session=new_session)
+    with log.open("ab") as file:
+        command = [sys.executable, "-m", module, *arguments]
+        return subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=file, stderr=file, start_new_session=new_session)
+
+
 @contextmanager
 def closed_port() -> Iterator[int]:
     """A port where nothing listens, nor will while it is held."""
@@ -136,7 +145,7 @@ def closed_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def stop(process: subprocess.Popen[bytes], seconds: float = 240.0) -> int:
+def stop(process: Started, seconds: float = 240.0) -> int:
     """Asks a worker to drain and returns its exit status."""
     process.send_signal(signal.SIGTERM)
     return process.wait(seconds)

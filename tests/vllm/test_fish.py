@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import torch
 from prometheus_client import REGISTRY
 
 from tests.support.fish_checkpoint import GOLDEN, whole
-from tests.support.vllm_kit import paused_core
+from tests.support.vllm_kit import Waiter, paused_core
 from tests.support.vllm_v2 import require_v2, v2_runner
 
 require_v2()
@@ -22,8 +23,9 @@ from pipelines.fish_speech.codec import load_codec  # noqa: E402
 from pipelines.fish_speech.config import FishConfig  # noqa: E402
 from pipelines.fish_speech.language_model import LanguageModel  # noqa: E402
 from pipelines.fish_speech.pipeline import FishPipeline  # noqa: E402
-from pipelines.fish_speech.prompt import Vocabulary  # noqa: E402
+from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary  # noqa: E402
 from pipelines.request import Generation, Message, Speech, SynthesisRequest  # noqa: E402
+from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
 from pipelines.vllm_engine.library import load_vllm  # noqa: E402
 from pipelines.vllm_engine.options import VllmOptions  # noqa: E402
@@ -44,14 +46,20 @@ DIALOGUE = (
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[FishPipeline]:
+    with opened() as pipeline:
+        yield pipeline
+
+
+@contextmanager
+def opened(share_prefixes: bool = False) -> Iterator[FishPipeline]:
     load_vllm(1)
     config = FishConfig.from_folder(whole())
-    model = LanguageModel(config, num_gpu_blocks_override=BLOCKS, block_size=32)
+    model = LanguageModel(config, share_prefixes, num_gpu_blocks_override=BLOCKS, block_size=32)
     with v2_runner():
         host = VllmHost(model.spec, VllmOptions(dtype="float32", max_context=416, max_sequences=6))
         pipeline = FishPipeline(config, Vocabulary.from_folder(config), load_codec(config), model, host, keep_unfinished=True)
-        yield pipeline
-        pipeline.close()
+        with closing(pipeline):
+            yield pipeline
 
 
 def request(name: str, text: str = "Good morning, how are you today?", *wavs: str, seed: int = 1, **generation: object) -> SynthesisRequest:
@@ -86,9 +94,10 @@ def alone(pipeline: FishPipeline) -> list[np.ndarray | ErrorCode]:
     return [outcome(pipeline.submit(one)) for one in some_requests()]
 
 
-def preemptions() -> float:
-    """How often vLLM has taken a sequence out of its batch so far."""
-    return sum(sample.value for metric in REGISTRY.collect() for sample in metric.samples if sample.name == "vllm:num_preemptions_total")
+def counted(name: str, **labels: str) -> float:
+    """What vLLM has counted so far in the engine that was started last."""
+    samples = [sample for metric in REGISTRY.collect() for sample in metric.samples if sample.name == f"vllm:{name}_total"]
+    return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
 
 def same(one: np.ndarray | ErrorCode, other: np.ndarray | ErrorCode) -> bool:
@@ -98,12 +107,47 @@ def same(one: np.ndarray | ErrorCode, other: np.ndarray | ErrorCode) -> bool:
 def test_a_request_sounds_the_same_alone_together_and_preempted(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:
     asked = some_requests()
     assert sum(isinstance(one, np.ndarray) and one.size > 0 for one in alone) >= 5, alone
-    before = preemptions()
+    before = counted("num_preemptions")
     for turn in (asked + asked, asked[::-1]):
         futures = [(asked.index(one), pipeline.submit(one)) for one in turn]
         for index, future in futures:
             assert same(outcome(future), alone[index]), asked[index].request_id
-    assert preemptions() > before, "the engine never had to make room"
+    assert counted("num_preemptions") > before, "the engine never had to make room"
+
+
+def frames_of(pipeline: FishPipeline, residual: int) -> np.ndarray:
+    """Greedy frames after a recording whose residual codes are changed by so much: its ids are the same for all."""
+    config = pipeline.config
+    codes = pipeline.references.prepare((GOLDEN / "wavs" / "ref_a.wav").read_bytes())
+    codes = np.column_stack((codes[:, :1], (codes[:, 1:] + residual) % config.codec.residual_codes))
+    prompt = Conversation(pipeline.vocabulary, config.codebooks, [Reference(REFERENCE_TEXT, codes)]).ask("Good morning.")
+    sampling, waiter = TokenSampling(FRAMES, temperature=0.0, top_k=1, ignore_end=True), Waiter()
+    pipeline.host.submit(TokenRequest("frames", prompt.ids, sampling, prompt_codes=prompt.codes), waiter)
+    made = waiter.future.result(SECONDS).codes
+    assert made is not None
+    return made
+
+
+def test_requests_of_one_voice_share_its_kv_and_make_the_frames_that_each_makes_without_a_cache(pipeline: FishPipeline) -> None:
+    """Together, in two orders, with too few blocks for all, drawn and greedy, of one and several turns; then equal ids of other codes."""
+    texts = ["Good morning.", "The rain falls on the quiet street.", "Do not wake the baby.", DIALOGUE, DIALOGUE]
+    asked = [request(f"voice {seed}", text, "ref_a.wav", seed=seed) for seed, text in enumerate(texts)]
+    asked += [request("greedy", "There are 12 months.", "ref_a.wav", temperature=0.0), request("none", seed=3), request("no", seed=4)]
+    before = counted("prompt_tokens")
+    alone = [outcome(pipeline.submit(one)) for one in asked]
+    positions = 2 * (counted("prompt_tokens") - before)
+    assert all(isinstance(one, np.ndarray) for one in alone)
+    frames = [frames_of(pipeline, residual) for residual in (0, 1)]
+    assert not np.array_equal(frames[0], frames[1])
+    with opened(share_prefixes=True) as sharing:
+        futures = [(index, sharing.submit(asked[index])) for index in [*range(len(asked)), *reversed(range(len(asked)))]]
+        for index, future in futures:
+            assert same(outcome(future), alone[index]), asked[index].request_id
+        computed, found = counted("prompt_tokens_by_source", source="local_compute"), counted("prefix_cache_hits")
+        assert counted("prompt_tokens") == computed + found == positions
+        assert computed < positions / 2, f"{computed:.0f} of {positions:.0f} positions of prompts were computed"
+        for residual in (0, 1, 0):
+            assert np.array_equal(frames_of(sharing, residual), frames[residual])
 
 
 def test_another_seed_says_it_in_another_way(pipeline: FishPipeline, alone: list[np.ndarray | ErrorCode]) -> None:

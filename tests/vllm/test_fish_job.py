@@ -30,7 +30,8 @@ def jobs(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command line, whose processes have Triton's interpreter."""
     v2 = environment()
     places = os.pathsep.join([v2["PYTHONPATH"], str(REPOSITORY)])
-    settings = {"SPEECH_HOME": str(folder / "out"), "SPEECH_ENGINE__MAX_CONTEXT": "512", "SPEECH_ENGINE__SLOTS": "4"}
+    settings = {"SPEECH_HOME": str(folder / "out"), "SPEECH_ENGINE__KIND": "vllm"}
+    settings |= {"SPEECH_ENGINE__MAX_CONTEXT": "512", "SPEECH_ENGINE__SLOTS": "4"}
     command = [sys.executable, "-m", "jobs", *arguments]
     return subprocess.run(
         command,
@@ -73,5 +74,5 @@ def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:
     model = str(whole())
     shown = jobs(tmp_path, "models", model)
     assert shown.returncode == 0, shown.stderr
-    for words in ("family: fish_speech", "engine: vllm", "sample_rate: 44100", "references: 5", "needs_reference_text: True"):
+    for words in ("family: fish_speech", "engines: native, vllm", "sample_rate: 44100", "references: 5", "needs_reference_text: True"):
         assert words in shown.stdout

@@ -24,9 +24,10 @@ require_vllm()
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError  # noqa: E402
 from pipelines.spark_tts.config import SparkConfig  # noqa: E402
 from pipelines.spark_tts.pipeline import model_spec  # noqa: E402
+from pipelines.tokens import TokenRequest  # noqa: E402
 from pipelines.vllm_engine.host import VllmHost  # noqa: E402
 from pipelines.vllm_engine.library import load_vllm  # noqa: E402
-from pipelines.vllm_engine.options import ModelSpec, TokenRequest, VllmOptions  # noqa: E402
+from pipelines.vllm_engine.options import ModelSpec, VllmOptions  # noqa: E402
 
 ROOM = 40
 CODES = 3

@@ -27,7 +27,12 @@ ITEMS = 100
 FEWER = 40
 WAVS = ("ref_a.wav", "ref_quiet.wav")
 #: Settings of a worker whose engine takes half a minute to start.
-PATIENT = {"SPEECH_WORKER__LEASE_SECONDS": "20", "SPEECH_SHARD__MAX_ITEMS": "20", "SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS": "120"}
+PATIENT = {
+    "SPEECH_ENGINE__KIND": "vllm",
+    "SPEECH_WORKER__LEASE_SECONDS": "20",
+    "SPEECH_SHARD__MAX_ITEMS": "20",
+    "SPEECH_DISPATCH__QUEUED_TIMEOUT_SECONDS": "120",
+}
 
 
 @pytest.fixture
@@ -53,11 +58,11 @@ def submit_items(site: Site, count: int = ITEMS) -> Job:
     return submit(site.settings, site.ledger, site.store, str(path), spec, options=SubmitOptions(idempotency_key=uuid.uuid4().hex)).job
 
 
-def start_worker(site: Site) -> subprocess.Popen[bytes]:
+def start_worker(site: Site, *, compute_process: bool) -> subprocess.Popen[bytes]:
+    """A worker whose engine core computes itself, or has the process that vLLM for CPUs computes in, which the other tests go without."""
     with site.log.open("ab") as log:
         command = [sys.executable, "-m", "worker", "run"]
-        # With the process that vLLM for CPUs computes in, which the other tests go without.
-        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"} | site.environment
+        environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(compute_process))} | site.environment
         worker = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
     site.processes.append(worker)
     return worker
@@ -86,7 +91,7 @@ def audio(site: Site, job: Job) -> dict[str, bytes]:
 
 
 def test_a_killed_engine_core_costs_no_item_and_two_workers_make_the_same_speech(site: Site) -> None:
-    worker = start_worker(site)
+    worker = start_worker(site, compute_process=True)
     job, dead = kill_in_the_middle(site, worker.pid)
     state = site.wait_until_final(job, PATIENCE_SECONDS).job.state
     assert (state, site.ledger.error_counts(job.id)) == (JobState.COMPLETED, {})
@@ -95,7 +100,7 @@ def test_a_killed_engine_core_costs_no_item_and_two_workers_make_the_same_speech
     assert len(killed) == ITEMS
 
     again = submit_items(site, FEWER)
-    second = start_worker(site)
+    second = start_worker(site, compute_process=False)
     assert site.wait_until_final(again, PATIENCE_SECONDS).job.state is JobState.COMPLETED
     made = audio(site, again)
     assert len(made) == FEWER
@@ -121,7 +126,7 @@ def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:
     (tmp_path / "input.jsonl").write_text(json.dumps({"example_id": "a", "messages": messages}) + "\n")
     shown = jobs("models", model)
     assert shown.returncode == 0, shown.stderr
-    for words in ("family: spark_tts", "engine: vllm", "sample_rate: 16000"):
+    for words in ("family: spark_tts", "engines: native, vllm", "sample_rate: 16000"):
         assert words in shown.stdout
     bad = jobs("submit", "input.jsonl", "--model", model, "--voice", "robot")
     assert bad.returncode != 0

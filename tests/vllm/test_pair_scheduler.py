@@ -13,15 +13,14 @@ from tests.support.vllm_kit import require_vllm
 
 require_vllm()
 
+from pipelines.vllm_engine.options import PRIVATE  # noqa: E402
 from pipelines.vllm_engine.pairs import half_of, match, pair_extra  # noqa: E402
-from tests.support.scheduler_rig import BLOCK, NEVER, Run, newcomer, scheduler  # noqa: E402
+from tests.support.scheduler_rig import BLOCK, NEVER, Run, hashed, newcomer, scheduler  # noqa: E402
 
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402  # isort: skip
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402  # isort: skip
-from vllm.v1.request import Request, RequestStatus  # noqa: E402  # isort: skip
-from vllm.utils.hashing import sha256  # noqa: E402  # isort: skip
+from vllm.v1.request import RequestStatus  # noqa: E402  # isort: skip
 
-from pipelines.vllm_engine.pair_scheduler import PRIVATE, AsyncPairScheduler, PairScheduler  # noqa: E402
+from pipelines.vllm_engine.pair_scheduler import AsyncPairScheduler, PairScheduler  # noqa: E402
 
 #: What a row draws whose partner is not where it is; it ends a request.
 BROKEN = 1_000
@@ -203,10 +202,3 @@ def test_kv_of_generated_frames_is_shared_by_nobody_and_that_of_prompts_is(priva
         assert entered.num_computed_tokens == expected, f"{name} took {entered.num_computed_tokens} tokens of KV over"
         made.update_from_output(planned, run._model(planned))
         made.finish_requests(name, RequestStatus.FINISHED_ABORTED)
-
-
-def hashed(name: str, prompt: list[int], most: int, stop: int, **extra: Any) -> Any:
-    """A request as an engine core with a prefix cache makes it."""
-    init_none_hash(sha256)
-    settings = newcomer(name, 1, most, stop, **extra).sampling_params
-    return Request(name, prompt, settings, None, block_hasher=get_request_block_hasher(BLOCK, sha256))

@@ -26,7 +26,7 @@ TEXT = "Good morning, how are you today?"
 
 @pytest.fixture(scope="module")
 def pipeline() -> Iterator[Pipeline]:
-    pipeline = open_pipeline(str(checkpoint()), max_context=1024, slots=16)
+    pipeline = open_pipeline(str(checkpoint()), engine="vllm", max_context=1024, slots=16)
     yield pipeline
     pipeline.close()
 

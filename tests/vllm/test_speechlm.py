@@ -21,7 +21,7 @@ require_v2()
 from pipelines.errors import ConfigError, ErrorCode, InputError, NoAudioError, SynthesisError  # noqa: E402
 from pipelines.registry import open_pipeline  # noqa: E402
 from pipelines.request import Generation, Message, Pipeline, Speech, SynthesisRequest  # noqa: E402
-from pipelines.vllm_engine.options import TokenRequest, TokenSampling  # noqa: E402
+from pipelines.tokens import TokenRequest, TokenSampling  # noqa: E402
 from tests.support.serving_kit import Running, error_of  # noqa: E402
 from tests.support.speechlm_checkpoint import GOLDEN, named  # noqa: E402
 from tests.support.speechlm_clients import check_every_mode  # noqa: E402

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+import nightjar
 from jobs.cli import main
 from jobs.export.hub import check_push
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
-from tests.support.export_kit import Finished, finished_job
+from tests.support.export_kit import Finished, finished_job, run_all
 from tests.support.hub_server import TOKEN, HubServer, hub_server
 
 pytest.importorskip("datasets", reason="NOT PUSHED: the library datasets is missing; it comes with the extra `dev`.")
@@ -41,6 +42,26 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Finish
     monkeypatch.setenv("SPEECH_DATABASE_URL", made.ledger.url)
     monkeypatch.setenv("SPEECH_HOME", str(tmp_path / "home"))
     yield made
+    made.ledger.close()
+
+
+def test_a_job_that_went_on_is_exported_again_to_its_own_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: HubServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    made = finished_job(tmp_path, FolderStore(tmp_path / "store"), [*LINES[:1], {**LINES[1], "example_id": "fails"}], seconds=0.1)
+    monkeypatch.setenv("SPEECH_DATABASE_URL", made.ledger.url)
+    monkeypatch.setenv("SPEECH_HOME", str(tmp_path / "home"))
+    job, push = nightjar.find_job(made.job_id), ["export", made.job_id, "--format", "parquet", "--push", "birds/night"]
+    for filtered in (None, "seconds > 0"):
+        assert job.to_datasets(where=filtered)["example_id"][:] == ["u0"]
+    assert job.to_datasets(tmp_path / "of a person")["example_id"][:] == ["u0"]
+    made.ledger.retry(made.job_id, None)
+    run_all(made.ledger, made.store, made.job_id, 0.1, mended=True)
+    assert main(push) == 0, capfd.readouterr().err
+    for filtered in (None, "seconds > 0"):
+        assert job.to_datasets(where=filtered)["example_id"][:] == ["u0", "fails"]
+    with pytest.raises(ConfigError, match="it has been continued since"):
+        job.to_datasets(tmp_path / "of a person")
     made.ledger.close()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jobs.ledger import Ledger
-from jobs.ledger.records import CommitResult, ItemState, JobSpec, JobState, ShardState
+from jobs.ledger.records import CommitResult, ItemState, JobSpec, JobState, ShardState, WorkerInfo
 from jobs.ledger.status import read_with_driver, status_and_errors
 from jobs.status import elapsed_seconds, eta_seconds, items_per_second
 from pipelines.errors import ErrorCode, ServiceError
@@ -193,8 +193,8 @@ class TestViews:
     def test_workers_and_clock(self, ledger: Ledger) -> None:
         before = ledger.now()
         ledger.register_worker(worker("a"))
-        (row,) = ledger.workers()
-        assert row.info == worker("a")
+        (row,) = ledger.worker_statuses()
+        assert WorkerInfo(**{name: getattr(row, name) for name in WorkerInfo.__dataclass_fields__}) == worker("a")
         assert before - 0.01 <= row.started_at <= ledger.now() + 0.01
 
     def test_a_night_runs_once(self, ledger: Ledger) -> None:

@@ -64,11 +64,21 @@ def test_workers_that_open_their_model_ahead_wait_for_the_job(tmp_path: Path) ->
     with EmbeddedHome(settings) as home, closing(Ledger.of(settings)) as ledger:
         ledger.migrate()
         home.prepare("hibari")
-        # A worker that does not wait is registered after two or three seconds.
-        time.sleep(8)
-        assert ledger.workers() == []
+        assert home._workers is not None
+        (worker,) = home._workers.processes
+        pipe = int(
+            dict(one.split(b"=", 1) for one in Path(f"/proc/{worker.pid}/environ").read_bytes().split(b"\0") if one)[b"NIGHTJAR_START_PIPE"]
+        )
+        until(lambda: ledger.worker_statuses() or blocked_on(worker.pid) == pipe, "the worker is not up")
+        assert ledger.worker_statuses() == []
         home.start("hibari")
-        until(lambda: ledger.workers(), "the worker waits for ever", 120)
+        until(lambda: ledger.worker_statuses(), "the worker waits for ever", 120)
+
+
+def blocked_on(pid: int) -> int | None:
+    """The file that the main thread of a process waits to read, write or poll; None where it does something else."""
+    words = Path(f"/proc/{pid}/syscall").read_text().split()
+    return int(words[1], 16) if len(words) > 2 else None
 
 
 def test_status_finds_a_job_of_another_folder_without_options(shell: Shell) -> None:

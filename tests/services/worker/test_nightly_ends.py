@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import jobs.export
+from jobs.delete import delete_job
 from jobs.export.destination import FolderDestination
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobState
@@ -22,7 +23,7 @@ from pipelines.errors import ErrorCode, ServiceError
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.night_kit import EXPORTS, NIGHT, House, line
 from worker import __main__ as command
-from worker.nightly import NightEnd
+from worker.nightly import NightEnd, night_jobs
 
 
 @pytest.mark.parametrize("bad", [("no json", "nor this"), ()])
@@ -74,6 +75,25 @@ def test_audio_that_is_there_now_mends_the_same_file(house: House) -> None:
     assert house.run().code is ErrorCode.INPUT_NO_ITEMS
     (house.folder / "voice.wav").write_bytes(encode(sine("voice", 1), SAMPLE_RATE, "wav"))
     assert house.run().end is NightEnd.SUBMITTED
+
+
+def test_a_night_goes_on_without_its_deleted_first_job(house: House) -> None:
+    numbers = lambda: list(night_jobs(house.ledger, "news", NIGHT))  # noqa: E731
+    house.write("no json")
+    first = house.run()
+    house.write("nor this")
+    second = house.run()
+    delete_job(house.ledger, house.store, first.job_id)
+    assert numbers() == [2]
+    assert house.run().job_id == second.job_id, "the night's last job is known"
+    house.write(line("a"))
+    third = house.run()
+    assert (third.end, numbers()) == (NightEnd.SUBMITTED, [2, 3])
+    delete_job(house.ledger, house.store, second.job_id)
+    house.make(third)
+    after = house.run()
+    assert (after.end, after.job_id, [one.reason for one in after.datasets]) == (NightEnd.RAN, third.job_id, [""] * 4)
+    assert house.exported() == ["a"]
 
 
 def test_a_cancelled_night_stays_due_until_its_file_changes(house: House) -> None:

@@ -59,7 +59,7 @@ def test_a_job_runs_to_its_end_and_the_worker_drains(site: Site) -> None:
     lines = list(read_manifest(site.store, f"jobs/{job.id}/manifest.jsonl"))
     assert [(line.index, line.text) for line in lines] == [(n, f"text {n}") for n in range(100)]
     assert stop(worker) == 0
-    assert [row.state for row in site.ledger.workers()] == ["retired"]
+    assert [row.state for row in site.ledger.worker_statuses(everyone=True)] == ["retired"]
     assert "Traceback" not in site.log_text()
     shard_lines = [json.loads(line) for line in site.log_text().splitlines() if '"shard ended"' in line]
     assert {"job", "shard", "epoch", "worker"} <= shard_lines[0].keys()
@@ -207,7 +207,7 @@ def test_a_worker_whose_parent_is_gone_ends(site: Site) -> None:
     parent.kill()
     parent.wait()
     site.wait_for(lambda: site.status(job).shards.get(ShardState.READY))
-    site.wait_for(lambda: site.ledger.workers()[0].state == "retired")
+    site.wait_for(lambda: site.ledger.worker_statuses(everyone=True)[0].state == "retired")
 
 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path, valkey_url: str) -> None:
@@ -251,7 +251,7 @@ def test_workers_of_gpus_have_ports_and_cores_of_their_own(tmp_path: Path, valke
             (allowed,) = re.findall(r"Cpus_allowed_list:\s*(\S+)", Path(f"/proc/{line['pid']}/status").read_text())
             assert allowed == line.get("cores", core_text(frozenset(os.sched_getaffinity(0))))
             assert urlopen(f"http://127.0.0.1:{line['metrics_port']}/metrics").status == 200
-        assert sorted(row.info.gpu for row in site.ledger.workers()) == sorted(line["gpu"] for line in started)
+        assert sorted(row.gpu for row in site.ledger.worker_statuses(everyone=True)) == sorted(line["gpu"] for line in started)
         assert site.wait_until_final(job).items.done == 40
         assert stop(supervisor) == 0
 

@@ -195,6 +195,15 @@ def test_text_that_the_voice_cannot_pronounce_is_refused_at_submit(rig: Rig) -> 
     assert [line["line"] for line in view["rejected_lines"]] == [2, 3, 6, 7]
 
 
+@pytest.mark.parametrize(("kind", "engine"), [("auto", "native"), ("native", "native"), ("vllm", "vllm")])
+def test_a_model_is_shown_on_the_engine_that_the_settings_choose(kind: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECH_ENGINE__KIND", kind)
+    monkeypatch.setattr("pipelines.engine_choice.has_gpu", lambda: False)
+    shown = CliRunner().invoke(cli, ["models", str(Path(__file__).parents[2] / "golden/spark/checkpoint")]).stdout
+    assert f"\nengine: {engine}\n" in shown
+    assert "\nengines: native, vllm\n" in shown
+
+
 def test_a_models_card_as_json_has_no_functions(rig: Rig) -> None:
     (line,) = CliRunner().invoke(cli, ["models", "hibari", "--json"]).stdout.splitlines()
     assert not [name for name in json.loads(line) if name.startswith("check")]

@@ -90,7 +90,7 @@ def test_the_worker_of_a_killed_run_is_known_and_its_leases_end_at_once(state: P
         assert [ledger.lose_worker(*lost) for lost in home.lost_workers] == [2, 0]
         assert ledger.reconcile(queued_timeout_seconds=0).expired_leases == 2
     assert ledger.status(job.id).shards == {ShardState.READY: 2, ShardState.LEASED: 1}
-    assert {row.info.id: row.state for row in ledger.workers()} == {"dead": "lost", "other": "up"}
+    assert {row.id: row.state for row in ledger.worker_statuses(everyone=True)} == {"dead": "lost", "other": "up"}
     ledger.close()
 
 

@@ -196,6 +196,9 @@ def test_csv_between_semicolons_is_read_where_the_header_has_no_comma(tmp_path: 
         (b"id;text, spoken\na;b\n", ALL, "between `;` where the header has no comma"),
         (b"id;satz\na;b\n", ALL, "its columns are: 'id', 'satz' Name the one"),
         (b"id\ttext\na\tb\n", ALL, "--input-format tsv"),
+        (b"sep=;\nid;text\na;b\n", ALL, "Remove the first line, which is for Excel alone"),
+        (b"\xef\xbb\xbfSEP=,\nid,text\na,b\n", ALL, "Remove the first line"),
+        (b"sep=\t\nid\ttext\na\tb\n", ALL, "Remove the first line"),
     ],
 )
 def test_a_header_with_other_separators_is_refused_with_what_to_do(tmp_path: Path, content: bytes, chosen: Reading, words: str) -> None:

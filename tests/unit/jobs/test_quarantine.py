@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from jobs.gpus import Device
 from jobs.ledger import Ledger
 from jobs.quarantine import QuarantineReports
 from jobs.settings import Settings
 from jobs.worker_group import Member, WorkerPlan
+from pipelines.errors import ErrorCode, NightjarError
 from tests.support.worker_rig import wait_for
 
 
@@ -42,7 +47,22 @@ def test_quarantines_are_reported_and_end(tmp_path: Path) -> None:
     ledger.close()
 
 
-def test_a_ledger_that_is_away_holds_nothing_up(tmp_path: Path) -> None:
+def test_a_ledger_that_is_away_holds_nothing_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[ErrorCode] = []
+    report = Ledger.report_quarantines
+
+    def tried(*arguments: Any) -> None:
+        try:
+            report(*arguments)
+        except NightjarError as error:
+            asked.append(error.code)
+            raise
+
+    monkeypatch.setattr(Ledger, "report_quarantines", tried)
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
     reports = QuarantineReports(Settings(home=tmp_path / "none"))
     reports.tend([bad("0")])
     reports.close(over=True)
+    assert asked, "the ledger was there"
+    assert failed == []

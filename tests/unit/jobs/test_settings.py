@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from pydantic import ValidationError
 
 from jobs.settings import RENAMED, Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode
+from pipelines.registry import PUBLISHED, describe
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +102,15 @@ def test_an_old_name_is_refused_with_the_new_one(old: str, new: str, monkeypatch
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("SLOTS", "0"), ("MEMORY_SHARE", "2"), ("MEMORY_SHARE", "0"), ("MAX_CONTEXT", "-1"), ("DTYPE", "int3"), ("EXECUTOR", "fast")],
+    [
+        ("SLOTS", "0"),
+        ("MEMORY_SHARE", "2"),
+        ("MEMORY_SHARE", "0"),
+        ("MAX_CONTEXT", "-1"),
+        ("DTYPE", "int3"),
+        ("EXECUTOR", "fast"),
+        ("KIND", "fast"),
+    ],
 )
 def test_an_engine_that_cannot_be_is_refused_by_name(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"SPEECH_ENGINE__{name}", value)
@@ -109,16 +120,39 @@ def test_an_engine_that_cannot_be_is_refused_by_name(name: str, value: str, monk
 
 def test_an_engine_is_told_what_was_set_and_nothing_else() -> None:
     nothing = load_settings()
-    assert [nothing.engine_options(engine) for engine in ("cpu", "native", "vllm")] == [{}, {}, {}]
+    cards = voice, qwen, spoken = describe("hibari"), PUBLISHED["qwen3-tts-0.6b-base"][1].card, replace(describe("hibari"), engine="vllm")
+    assert [nothing.engine_options(card) for card in cards] == [{}, {}, {}]
     settings = load_settings(
         engine={"slots": 5, "memory_share": 0.5, "executor": "graph", "reproducible": False, "waiting_room": 7, "voice_cache": "/voices"},
         vllm={"step_tokens": 64},
         worker={"threads": 3},
     )
-    assert settings.engine_options("cpu") == {"threads": 3, "waiting_room": 7}
+    assert settings.engine_options(voice) == {"threads": 3, "waiting_room": 7}
     common = {"slots": 5, "memory_share": 0.5, "reproducible": False, "waiting_room": 7}
-    assert settings.engine_options("native") == common | {"executor": "graph", "voice_cache": "/voices"}
-    assert settings.engine_options("vllm") == common | {"eager": False, "step_tokens": 64}
+    assert settings.engine_options(qwen) == common | {"executor": "graph", "voice_cache": "/voices"}
+    assert settings.engine_options(spoken) == common | {"eager": False, "step_tokens": 64}
+
+
+def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
+    spark = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, family="spark_tts", engines=("native", "vllm"))
+    asked = {"engine": {"slots": 5, "voice_cache": "/voices"}, "vllm": {"step_tokens": 64}}
+    automatic = load_settings(**asked)
+    assert automatic.engine_options(spark) == {"engine": "native", "slots": 5}, "it keeps no voices"
+    assert automatic.engine_options(replace(spark, engine="vllm")) == {"engine": "vllm", "slots": 5, "step_tokens": 64}
+    for kind, options in (("native", {"slots": 5}), ("vllm", {"slots": 5, "step_tokens": 64})):
+        chosen = load_settings(**asked | {"engine": asked["engine"] | {"kind": kind}})
+        assert chosen.engine_options(spark) == {"engine": kind, **options}
+        assert chosen.engine_options(replace(spark, engine="vllm")) == {"engine": kind, **options}
+        assert chosen.engine_options(describe("hibari")) == {}
+
+
+@pytest.mark.parametrize(("kind", "engine"), [("vllm", "native"), ("native", "vllm")])
+def test_an_engine_that_cannot_run_a_model_is_refused_in_a_sentence(kind: str, engine: Literal["native", "vllm"]) -> None:
+    card = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, engine=engine)
+    settings = load_settings(engine={"kind": kind})
+    with pytest.raises(ConfigError, match=f"'{kind}' was chosen, but {card.name} runs on the engine '{engine}' only") as caught:
+        settings.engine_options(card)
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 
 @pytest.mark.parametrize("content", ["home = ", "\x00", "nonsense = 1", "worker = 1", "home = ['x']"])

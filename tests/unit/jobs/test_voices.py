@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -200,3 +204,37 @@ def test_an_open_model_speaks_in_a_stored_voice(folder: VoiceFolder, cloner: Clo
         for asked in ({"voice": "nobody"}, {"voice": "../anna"}, {"voice": "anna", "reference": ANNA}):
             with pytest.raises(InputError):
                 voice.speak("Hello.", **asked)
+
+
+DIES_IN_ITS_WRITE = """
+import os, signal, sys
+from pathlib import Path
+os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+from pipelines.stored_voices import VoiceFolder
+VoiceFolder(Path(sys.argv[1]), 9, 10**7).add("anna", Path(sys.argv[2]).read_bytes(), "")
+"""
+
+
+def test_the_next_write_removes_the_draft_of_a_killed_process_and_none_that_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = VoiceFolder(tmp_path / "kept", 9, 10**7)
+    (tmp_path / "anna.wav").write_bytes(ANNA)
+    killed = subprocess.run([sys.executable, "-c", DIES_IN_ITS_WRITE, folder.path, tmp_path / "anna.wav"], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    before = {path.name for path in folder.path.iterdir()}
+    assert len(before) == 1
+    assert folder.names() == []
+    really, seen = os.fsync, list[set[str]]()
+
+    def while_it_is_written(file: int) -> None:
+        really(file)
+        monkeypatch.setattr(os, "fsync", really)
+        folder.add("ben", ANNA, "")
+        seen.append({path.name for path in folder.path.iterdir()})
+
+    monkeypatch.setattr(os, "fsync", while_it_is_written)
+    folder.add("anna", ANNA, "")
+    assert not before & seen[0]
+    assert folder.names() == ["anna", "ben"]
+    assert {path.name for path in folder.path.iterdir()} == {"anna.voice", "ben.voice"}

@@ -124,7 +124,7 @@ def test_processors_of_codebook_0() -> None:
     seen = torch.zeros(2, 6, dtype=torch.bool)
     seen[0, :2] = True
     penalty = torch.tensor([2.0, 2.0])
-    got = process_first(logits, seen, penalty, torch.tensor([True, False]), end=4, suppress_from=3)
+    got = process_first(logits, seen, penalty, torch.tensor([True, False]), ends=(4,), suppress_from=3)
     never = float("-inf")
     assert got.tolist() == [[1.0, -4.0, 1.0, never, never, never], [2.0, -2.0, 1.0, never, 4.0, never]]
 

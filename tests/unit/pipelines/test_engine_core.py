@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.reference import FrameOutput
 from pipelines.engine.core import EngineCore
-from pipelines.engine.executor import FrameOutput, FrameSettings, PrefillRun
+from pipelines.engine.executor import FrameSettings, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import PagedKV, SamplingParams, SlotState
 from pipelines.errors import ErrorCode, SynthesisError
 from tests.support.qwen3_golden import Recorder, golden_model, make_core, random_request, run_alone
 
-GREEDY = SamplingParams(temperature=0.0, predictor_temperature=0.0)
+GREEDY = SamplingParams(temperature=0.0, residual_temperature=0.0)
 
 
 def requests(count: int, seed: int = 0, **changes: Any) -> list[GenerationRequest]:

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.dummy import Shape
 from pipelines.codec.stream_graphs import graph_bytes
+from pipelines.engine import opening
 from pipelines.engine.buckets import BUCKETS
 from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory
+from pipelines.engine.opening import check_executor
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.nn.checkpoint import open_device
-from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
@@ -162,13 +164,24 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float]
 def test_what_cannot_be_is_refused_before_anything_is_loaded(
     options: dict[str, object], said: str, two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execution, "triton_fault", lambda: "Triton cannot make kernels here (no gcc).")
+    monkeypatch.setattr(opening, "triton_fault", lambda: "Triton cannot make kernels here (no gcc).")
     monkeypatch.setattr(qwen3, "load_codec", lambda *_: pytest.fail("the codec was loaded"))
     monkeypatch.setattr(qwen3, "_load", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match=said) as caught:
         qwen3.open_pipeline(GOLDEN / "checkpoint-base", **options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
     assert caught.value.advice
+
+
+@pytest.mark.parametrize(("sizes", "said"), [((34, 2, 64), "this model has 34 for 2"), ((8, 8, 80), "this model's is 80")])
+def test_heads_that_the_kernels_do_not_know_are_refused_where_graphs_are_asked_for(sizes: tuple[int, int, int], said: str) -> None:
+    heads, kv_heads, head_dim = sizes
+    stacks = [Shape(), Shape(heads=heads, kv_heads=kv_heads, head_dim=head_dim)]
+    for kind, reproducible in (("graph", False), ("auto", True)):
+        with pytest.raises(ConfigError, match=f"The graph executor cannot run this model.*{said}") as caught:
+            check_executor(torch.device("cuda"), kind, reproducible, stacks=stacks)
+        assert "eager" in caught.value.advice
+    check_executor(torch.device("cuda"), "auto", False, stacks=stacks)
 
 
 def test_memory_that_others_took_meanwhile_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ def test_the_native_engine_on_a_cpu_says_how_it_was_opened() -> None:
             page_size=16,
             max_context=100,
             reproducible=True,
+            engine="native",
         )
     finally:
         pipeline.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ CPU = torch.device("cpu")
 def placement(slot: int, seed: int, pages: int, trailing: int, greedy: bool = False) -> Placement:
     number = seed % 1000
     sampling = SamplingParams(
-        temperature=0.0 if greedy else 0.7, top_k=number, top_p=0.8, repetition_penalty=1.5, predictor_temperature=1.1,
-        predictor_top_k=number + 1, predictor_top_p=0.6, min_new_tokens=number + 2,
+        temperature=0.0 if greedy else 0.7, top_k=number, top_p=0.8, repetition_penalty=1.5, residual_temperature=1.1,
+        residual_top_k=number + 1, residual_top_p=0.6, min_new_tokens=number + 2,
     )  # fmt: skip
     text = np.arange(trailing, dtype=np.int64) + 10 * number
     return Placement(slot, list(range(1, pages + 1)), seed, sampling, text, torch.full((HIDDEN,), float(number)), 20 + number)
@@ -33,7 +34,7 @@ def in_slot(made: SlotState, slot: int) -> dict[str, Any]:
         "inputs": made.inputs, "positions": made.positions, "frames": made.frames, "seeds": made.seeds, "pages": made.page_table,
         "trailing": made.trailing, "seen": made.seen, "penalty": made.penalty, "least": made.min_new_tokens,
         "temperature": made.first.temperature, "top_k": made.first.top_k, "top_p": made.first.top_p, "greedy": made.first.greedy,
-        "predictor_temperature": made.residual.temperature, "predictor_top_k": made.residual.top_k, "predictor_top_p": made.residual.top_p,
+        "residual_temperature": made.residual.temperature, "residual_top_k": made.residual.top_k, "residual_top_p": made.residual.top_p,
         "predictor_greedy": made.residual.greedy,
     }  # fmt: skip
     return {name: tensor[slot].tolist() for name, tensor in tensors.items()}
@@ -47,9 +48,9 @@ def test_a_request_is_in_its_slot_and_the_others_are_as_they_were() -> None:
     assert found["pages"] == [1, 2, 3, 0, 0, 0]
     assert found["trailing"] == [40, 41, *[PAD] * 6]
     assert (found["positions"], found["frames"], found["seeds"], found["least"]) == (24, 0, 4, 6)
-    assert (found["top_k"], found["predictor_top_k"], found["greedy"], found["predictor_greedy"]) == (4, 5, False, False)
+    assert (found["top_k"], found["residual_top_k"], found["greedy"], found["predictor_greedy"]) == (4, 5, False, False)
     assert found["inputs"] == [4.0] * HIDDEN
-    reals = [found[name] for name in ("temperature", "top_p", "predictor_temperature", "predictor_top_p", "penalty")]
+    reals = [found[name] for name in ("temperature", "top_p", "residual_temperature", "residual_top_p", "penalty")]
     np.testing.assert_allclose(np.array(reals, np.float32), np.array([0.7, 0.8, 1.1, 0.6, 1.5], np.float32))
     other = in_slot(made, 3)
     assert (other["seeds"], other["greedy"], other["temperature"], other["pages"]) == ((1 << 63) - 3, True, 1.0, [1, 0, 0, 0, 0, 0])
@@ -70,6 +71,16 @@ def test_nothing_of_an_earlier_owner_is_left(together: bool) -> None:
     for slot in (0, 2, 4):
         assert in_slot(used, slot) == in_slot(fresh, slot)
     assert used.trailing[:, -1].tolist() == [PAD] * (SLOTS + 1)
+
+
+def test_codes_of_prompts_are_known_and_the_window_is_empty() -> None:
+    made = SlotState(SLOTS, HIDDEN, VOCAB, PAGES, 0, 0, torch.float32, CPU, window=3)
+    made.recent.fill_(5)
+    made.place([replace(placement(4, 7, 2, 0), drawn=[2, 9, 2]), placement(1, 3, 1, 0)])
+    assert made.seen[4].nonzero().flatten().tolist() == [2, 9]
+    assert not made.seen[[0, 1, 2, 3, 5]].any(), "other slots know nothing of them"
+    assert made.recent[[1, 4]].unique().tolist() == [-1]
+    assert made.recent[[0, 2, 3, 5]].unique().tolist() == [5]
 
 
 def test_pages_are_appended() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ def still() -> list[float]:
     return [0.0]
 
 
-def core_of(heard: Recorder, still: list[float], **options: int) -> EngineCore:
+def core_of(heard: Recorder, still: list[float], **options: Any) -> EngineCore:
     core = make_core(golden_model("base"), heard, **options)
     core._clock = lambda: still[0]
     return core
@@ -54,6 +55,16 @@ def test_a_stream_is_handed_on_in_whole_chunks_and_its_end_comes_with_all_of_it(
     assert [len(chunk) for chunk in heard.chunks[request]] == [1, 2, 4, 8, 12, 12]
     assert len(heard.codes[request]) == 40
     np.testing.assert_array_equal(np.concatenate(heard.chunks[request]), heard.codes[request][:39])
+
+
+def test_the_first_chunk_has_what_nobody_hears_too_and_a_family_cuts_its_chunks(still: list[float]) -> None:
+    heard, (request,) = Recorder(), requests(1, 1, 60, stream=True)
+    request = replace(request, unheard=7)
+    core = core_of(heard, still, chunk_frames=(3, 6, 12), first_frames=(3,))
+    core.add(request)
+    run(core)
+    assert [len(chunk) for chunk in heard.chunks[request]] == [10, 6, 12, 12, 12]
+    np.testing.assert_array_equal(np.concatenate(heard.chunks[request]), heard.codes[request][:52])
 
 
 def test_streamed_equals_whole_and_alone_equals_any_company(still: list[float]) -> None:
@@ -231,7 +242,7 @@ def test_one_frame_a_turn_and_no_lag_while_a_stream_is_alive() -> None:
 def test_what_a_stream_may_draw_is_its_own() -> None:
     """A greedy stream beside drawn whole utterances."""
     (greedy,) = requests(1, 20, 12, stream=True)
-    greedy = replace(greedy, sampling=SamplingParams(temperature=0.0, predictor_temperature=0.0, min_new_tokens=13))
+    greedy = replace(greedy, sampling=SamplingParams(temperature=0.0, residual_temperature=0.0, min_new_tokens=13))
     heard = Recorder()
     core = make_core(golden_model("base"), heard)
     for request in (*requests(3, 21, 12), greedy):

@@ -13,8 +13,8 @@ import pytest
 
 from pipelines.engine import engine
 from pipelines.engine.core import EngineOptions
+from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.engine import Engine
-from pipelines.engine.executor import EagerExecutor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
@@ -167,11 +167,14 @@ def test_a_receiver_that_raises_harms_nobody() -> None:
 
     engine = make_engine()
     first, second = some_requests(2)
-    engine.submit(first, Waiter(fail))
-    other = Waiter()
+    bad, other = Waiter(fail), Waiter()
+    engine.submit(first, bad)
     engine.submit(second, other)
     assert other.wait().codes is not None
+    assert bad.wait().codes is not None
     engine.close()
+    assert bad.error is not None, "whoever waits for it must hear that it failed"
+    assert (bad.error.code, "a bad receiver" in bad.error.message) == (ErrorCode.SYNTH_ENGINE, True)
 
 
 class Breaks:

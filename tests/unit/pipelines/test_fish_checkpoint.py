@@ -52,10 +52,10 @@ def edit(path: Path, change: Callable[[dict], object]) -> None:
 def test_the_registry_recognises_the_folder_without_torch() -> None:
     program = (
         "import sys; from pipelines.registry import describe; card = describe(sys.argv[1]); can = card.capabilities;"
-        "print(card.family, card.engine, card.sample_rate, can.cloning, can.references, can.streaming, 'torch' in sys.modules)"
+        "print(card.family, *card.engines, card.sample_rate, can.cloning, can.references, can.streaming, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(whole())], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["fish_speech", "vllm", "44100", "True", "5", "True", "False"]
+    assert done.stdout.split() == ["fish_speech", "native", "vllm", "44100", "True", "5", "True", "False"]
 
 
 def test_the_revision_follows_the_weights(folder: Path) -> None:

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.fish_speech.codec import CodecDecoder
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.language_model import PROMPT_CODES, as_extra
 from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
 from pipelines.fish_speech.pipeline import FishRequestInfo
 from pipelines.fish_speech.prompt import Conversation, Vocabulary
-from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
+from pipelines.tokens import TokenRequest, Tokens, TokenSampling
 from tests.support.fish_checkpoint import whole
 
 CONFIG = FishConfig.from_folder(whole())
@@ -44,7 +43,7 @@ class FakeHost:
         self.cancelled.append(request)
 
     def answer(self, codes: Sequence[int], finish: str = "stop", streamed: bool = False) -> None:
-        """The turn under way speaks frames with these first codes, and ends."""
+        """The turn under way speaks frames with these first codes, and ends, as on vLLM."""
         _, receiver = self.sent[-1]
         columns = np.array([[FIRST + code, *[code] * 10] for code in codes] + [[END, *[0] * 10]] * (finish == "stop"))
         ids = columns[:, 0].tolist()
@@ -80,14 +79,15 @@ def start(
     host = FakeHost()
     engine = TurnEngine(host)  # pyright: ignore[reportArgumentType]
     sampling = TokenSampling(most, 0.8, 30, 0.8, seed=7, stop_ids=(END,))
-    plan = TurnPlan("item", Conversation(VOCABULARY, 10), texts, sampling, frames, context, as_extra, keep)
+    plan = TurnPlan("item", Conversation(VOCABULARY, 10), texts, sampling, frames, context, keep)
     engine.submit(plan, heard)
     return host, engine, plan
 
 
 def codes_of(request: TokenRequest) -> list[int]:
     """First codes of the speech in a prompt."""
-    return np.frombuffer(request.extra[PROMPT_CODES], np.int16).reshape(-1, 10)[:, 0].tolist()
+    assert request.prompt_codes is not None
+    return request.prompt_codes[:, 0].tolist()
 
 
 def end_of(heard: Heard) -> Tokens:
@@ -99,7 +99,7 @@ def end_of(heard: Heard) -> Tokens:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_turns_follow_one_another_and_hear_what_was_said(streamed: bool) -> None:
     heard = Heard(streamed)
-    host, _, _ = start(["One.", "Two.", "Three."], heard)
+    host, _, _ = start(["One.", "Two.", "Three."], heard, most=5)  # of each turn; all of them together have more columns
     host.answer([1, 2, 3], streamed=streamed)
     assert heard.end is None
     host.answer([4], streamed=streamed)
@@ -114,6 +114,8 @@ def test_turns_follow_one_another_and_hear_what_was_said(streamed: bool) -> None
     prompts = [list(request.prompt_ids) for request, _ in host.sent]
     assert prompts[1][: len(prompts[0])] == prompts[0]
     assert prompts[2][: len(prompts[1])] == prompts[1]
+    (shared,) = {request.shared_positions for request, _ in host.sent}
+    assert VOCABULARY.encode("<|im_start|>user\n")[0] == prompts[0][shared], "all turns begin with the system message"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -158,6 +160,16 @@ def test_a_turn_without_a_frame_fails_the_item() -> None:
     with pytest.raises(SynthesisError) as caught:
         info.read(end_of(heard))
     assert caught.value.code is ErrorCode.SYNTH_NO_AUDIO
+
+
+def test_our_own_engine_hands_over_no_end() -> None:
+    heard = Heard()
+    host, _, plan = start(["One.", "Two."], heard)
+    columns = np.array([[FIRST + 1, *[1] * 10]])
+    host.sent[-1][1].finished(Tokens(columns[:, 0].tolist(), "stop", columns))
+    assert codes_of(plan.current) == [1]
+    host.sent[-1][1].finished(Tokens([], "stop", columns[:0]))
+    assert (end_of(heard).finish, end_of(heard).codes.shape) == ("stop", (0, 10))  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_a_dialogue_that_outgrows_the_engine_says_where() -> None:

@@ -13,12 +13,13 @@ import torch
 
 from kernels import lm_cuda, toolchain
 from pipelines.codec.fused import codec_kernels
+from pipelines.engine import opening
 from pipelines.engine.core import EngineOptions
-from pipelines.engine.executor import EagerExecutor
+from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.opening import open_executor
 from pipelines.errors import ConfigError, ErrorCode
-from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder
-from pipelines.qwen3_tts.execution import open_executor
+from pipelines.qwen3_tts.execution import start_warming
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from tests.support.qwen3_golden import golden_model
 
@@ -45,7 +46,7 @@ def gpu_model(model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> Qwen3TTS
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     monkeypatch.setattr(model, "device", torch.device("cuda"))
-    monkeypatch.setattr(execution, "EagerExecutor", lambda *sizes: ("eager", *sizes))
+    monkeypatch.setattr(opening, "EagerExecutor", lambda *sizes: ("eager", *sizes))
     return model
 
 
@@ -85,7 +86,7 @@ def test_what_was_asked_for_is_never_replaced_in_silence(gpu_model: Qwen3TTSMode
 def test_a_kernel_that_does_not_compile_falls_back_too(
     gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(execution, "triton_fault", lambda: None)  # the small kernel ran; the frame's fail, for want of a device
+    monkeypatch.setattr(opening, "triton_fault", lambda: None)  # the small kernel ran; the frame's fail, for want of a device
     assert open_executor(gpu_model, SIZES)[0] == "eager"  # type: ignore[index]
     setup, said = caplog.records
     assert setup.exc_info
@@ -96,8 +97,8 @@ def test_a_lack_of_memory_is_not_a_missing_compiler(gpu_model: Qwen3TTSModel, mo
     def full(*_sizes: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(execution, "triton_fault", lambda: None)
-    monkeypatch.setattr(execution, "graph_executor", full)
+    monkeypatch.setattr(opening, "triton_fault", lambda: None)
+    monkeypatch.setattr(opening, "graph_executor", full)
     with pytest.raises(torch.OutOfMemoryError):
         open_executor(gpu_model, SIZES)
 
@@ -157,10 +158,10 @@ def test_a_c_compiler_is_looked_for_as_triton_does(hopper: Path, monkeypatch: py
 def test_the_codec_of_a_gpu_is_made_ready_beside_the_model(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     decoder, warmed = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32), threading.Event()
     monkeypatch.setattr(decoder, "warm", warmed.set)
-    execution.start_warming(decoder)()
+    start_warming(decoder)()
     assert not warmed.is_set(), "on a CPU nothing is made"
     monkeypatch.setattr(decoder, "device", torch.device("cuda"))
-    execution.start_warming(decoder)()
+    start_warming(decoder)()
     assert "could not be made ready" in caplog.text, "that it cannot decode is no reason not to start"
 
 

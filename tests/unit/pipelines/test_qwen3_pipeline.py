@@ -305,9 +305,9 @@ def test_settings_of_a_request_go_over_the_checkpoint() -> None:
     assert sampling_params(defaults, Generation()).temperature == 0.9
     mine = sampling_params(defaults, Generation(temperature=0.5, top_k=7, top_p=0.8, repetition_penalty=1.2))
     assert (mine.temperature, mine.top_k, mine.top_p, mine.repetition_penalty) == (0.5, 7, 0.8, 1.2)
-    assert (mine.predictor_temperature, mine.predictor_top_k, mine.predictor_top_p) == (0.9, 50, 1.0)
+    assert (mine.residual_temperature, mine.residual_top_k, mine.residual_top_p) == (0.9, 50, 1.0)
     greedy = sampling_params(defaults, Generation(temperature=0.0))
-    assert (greedy.temperature, greedy.predictor_temperature) == (0.0, 0.0)
+    assert (greedy.temperature, greedy.residual_temperature) == (0.0, 0.0)
     assert sampling_params(replace(defaults, do_sample=False), Generation()).temperature == 0.0
 
 

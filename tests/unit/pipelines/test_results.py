@@ -23,9 +23,8 @@ from pipelines.nn.config_keys import Keys
 from pipelines.recording import read_recording
 from pipelines.request import EngineStats, Generation, Message, SynthesisRequest
 from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
+from pipelines.tokens import TokenRequest, TokenRequestInfo, Tokens, TokenSampling, TokenStreamer, TokenUtteranceFuture, token_sampling
 from pipelines.validation import frames_within
-from pipelines.vllm_engine.options import TokenRequest, Tokens, TokenSampling
-from pipelines.vllm_engine.tokens import TokenRequestInfo, TokenStreamer, TokenUtteranceFuture, token_sampling
 
 RATE = 100
 

@@ -36,7 +36,8 @@ def test_the_registry_recognises_the_folder_without_torch() -> None:
 import sys
 from pipelines.registry import describe
 card = describe({str(checkpoint())!r})
-assert (card.family, card.engine, card.sample_rate) == ("spark_tts", "vllm", 16000), card
+assert (card.family, card.engines, card.sample_rate) == ("spark_tts", ("native", "vllm"), 16000), card
+assert card.engine in card.engines
 assert card.capabilities.cloning and card.capabilities.streaming and "female/high/moderate" in card.capabilities.voices
 assert len(card.capabilities.voices) == 50 and card.revision
 assert not {{"torch", "vllm", "transformers"}} & set(sys.modules)
@@ -94,6 +95,13 @@ def edit_lm(**changes: object) -> Callable[[Path], None]:
         (edit_yaml("condition_dim: 40", "condition_dim: 41"), "condition_dim and out_channels"),
         (edit_lm(model_type="llama"), "not 'qwen2'"),
         (edit_lm(use_sliding_window=True), "use_sliding_window is set"),
+        (edit_lm(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (edit_lm(num_attention_heads=0), "num_attention_heads must be at least 1"),
+        (edit_lm(num_attention_heads=7), "must be a multiple of num_key_value_heads"),
+        (edit_lm(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling asks for a scaled rope"),
+        (edit_lm(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}), "rope_scaling asks for a scaled rope"),
+        (edit_lm(rope_theta=-1), "rope_theta is missing or not above 0"),
+        (edit_lm(eos_token_id=[402, 5]), "eos_token_id must be a whole number"),
     ],
 )
 def test_a_config_at_fault_is_named(folder: Path, edit: Callable[[Path], None], named: str) -> None:
@@ -179,8 +187,25 @@ class TestFeatures:
             SemanticFeatures(place, CPU)
 
 
-def test_a_vocabulary_with_a_gap_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("token", "other", "named"),
+    [
+        ("bicodec_semantic_2047", "bicodec_semantic_9999", "bicodec_semantic_2047"),
+        ("bicodec_semantic_5", "bicodec_semantic_9999", "bicodec_semantic_5"),
+        ("speed_label_3", "speed_label_9", "speed_label_3"),
+        ("end_semantic_token", "end_semantic", "end_semantic_token"),
+    ],
+)
+def test_a_vocabulary_that_lacks_a_token_is_refused(folder: Path, token: str, other: str, named: str) -> None:
     path = folder / "LLM" / "tokenizer.json"
-    path.write_text(path.read_text().replace('"<|bicodec_semantic_2047|>"', '"<|bicodec_semantic_9999|>"'))
-    with pytest.raises(ModelError, match="bicodec_semantic_2047"):
+    path.write_text(path.read_text().replace(f'"<|{token}|>"', f'"<|{other}|>"'))
+    with pytest.raises(ModelError, match=named):
+        Vocabulary.from_folder(folder / "LLM", 2048, 4096)
+
+
+def test_codes_out_of_order_are_refused(folder: Path) -> None:
+    path = folder / "LLM" / "tokenizer.json"
+    text = path.read_text().replace('"<|bicodec_semantic_5|>"', '"?"').replace('"<|bicodec_semantic_6|>"', '"<|bicodec_semantic_5|>"')
+    path.write_text(text.replace('"?"', '"<|bicodec_semantic_6|>"'))
+    with pytest.raises(ModelError, match="do not follow one another"):
         Vocabulary.from_folder(folder / "LLM", 2048, 4096)

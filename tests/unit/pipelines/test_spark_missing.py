@@ -1,4 +1,4 @@
-"""A SparkTTS folder without vLLM: described all the same, and opened with an error that names the extra."""
+"""A SparkTTS folder without vLLM: it runs on our own engine; asked for vLLM, it fails with an error that names the extra."""
 
 from __future__ import annotations
 
@@ -13,18 +13,25 @@ from tests.support.vllm_kit import checkpoint
 
 def test_opening_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert describe(str(checkpoint())).engine == "vllm"
+    assert describe(str(checkpoint())).engine == "native"
     with pytest.raises(ModelError, match=r"nightjar-speech\[vllm\]") as caught:
-        open_pipeline(str(checkpoint()))
+        open_pipeline(str(checkpoint()), engine="vllm")
     assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
 
 
-def test_an_unknown_option_is_named() -> None:
+@pytest.mark.parametrize("engine", ["auto", "native", "vllm"])
+def test_an_unknown_option_is_named(engine: str) -> None:
     with pytest.raises(ConfigError, match="'slot'"):
-        open_pipeline(str(checkpoint()), slot=3)
+        open_pipeline(str(checkpoint()), engine=engine, slot=3)
 
 
-def test_a_type_that_the_model_does_not_work_in_is_refused() -> None:
+def test_an_engine_that_it_does_not_run_on_is_named() -> None:
+    with pytest.raises(ConfigError, match="'fast'"):
+        open_pipeline(str(checkpoint()), engine="fast")
+
+
+@pytest.mark.parametrize("engine", ["native", "vllm"])
+def test_a_type_that_the_model_does_not_work_in_is_refused(engine: str) -> None:
     with pytest.raises(ConfigError, match="float16") as caught:
-        open_pipeline(str(checkpoint()), dtype="float16")
+        open_pipeline(str(checkpoint()), engine=engine, dtype="float16")
     assert caught.value.code is ErrorCode.CONFIG_INVALID

@@ -11,8 +11,7 @@ from pipelines.spark_tts.config import LLM, SamplingDefaults, SparkConfig
 from pipelines.spark_tts.pipeline import SparkRequestInfo
 from pipelines.spark_tts.prompt import Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import normalize_volume, reference_clip
-from pipelines.vllm_engine.options import Finish, Tokens
-from pipelines.vllm_engine.tokens import token_sampling
+from pipelines.tokens import Finish, Tokens, token_sampling
 from tests.support.vllm_kit import checkpoint
 
 VOICE = tuple(range(16))

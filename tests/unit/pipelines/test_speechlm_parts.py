@@ -28,7 +28,8 @@ from pipelines.speechlm.output import ENDED_BY_EOT, ENDED_BY_LIMIT, Phase, next_
 from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
-from pipelines.vllm_engine.options import TokenRequest, Tokens, refuse
+from pipelines.tokens import TokenRequest, Tokens
+from pipelines.vllm_engine.options import refuse
 from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "speechlm" / "checkpoint"

@@ -14,8 +14,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import AudioChunk, SynthesisRequest
 from pipelines.streams import Listener, Playback, start_stream
-from pipelines.vllm_engine.options import Tokens
-from pipelines.vllm_engine.tokens import TokenUtteranceFuture
+from pipelines.tokens import Tokens, TokenUtteranceFuture
 from tests.support.fakes import FakePipeline
 from tests.unit.pipelines.test_results import REQUEST, Host, Pipeline, Ramp, Streamer, say
 

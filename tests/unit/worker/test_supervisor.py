@@ -336,7 +336,7 @@ def test_a_start_waits_for_a_ledger_that_is_away(runtime: Runtime, monkeypatch: 
     monkeypatch.setenv(UP_PIPE, pipe.environment[UP_PIPE])
     runtime.start()
     assert calls == ["check", "check", "register", "register"]
-    assert [row.state for row in runtime.ledger.workers()] == ["up"]
+    assert [row.state for row in runtime.ledger.worker_statuses(everyone=True)] == ["up"]
     assert pipe.close()
 
 
@@ -356,7 +356,7 @@ def test_a_start_that_waits_ends_when_it_is_told_to(runtime: Runtime, monkeypatc
     runtime.drain()
     start.join(240)
     assert not start.is_alive()
-    assert runtime.ledger.workers() == []
+    assert runtime.ledger.worker_statuses(everyone=True) == []
     pipe.started()
     assert not pipe.close()
     runtime.stop()

@@ -1,26 +1,112 @@
-"""What families on vLLM share: tokens of a sequence to codes for the codec's stage, and how a request is drawn."""
+"""Sequences of tokens: what an engine is asked for, how it is drawn, and its tokens as codes for the codec's stage."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Generic, Protocol, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
-from pipelines.errors import ErrorCode, InputError, SynthesisError
+from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
 from pipelines.request import Generation
-from pipelines.results import FinishedCodes, OnDone, RequestInfo, Streamer, UtteranceFuture
+from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechEngine, Streamer, UtteranceFuture
 from pipelines.streams import Heard
 from pipelines.validation import bounded, bounded_top_k, check_seed, either
-from pipelines.vllm_engine.options import Tokens, TokenSampling
 
+Finish = Literal["stop", "length"]
 #: The highest temperature that vLLM takes.
 MAX_TEMPERATURE = 2.0
 
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSampling:
+    """How tokens are drawn; temperature 0 is greedy, top_k 0 is all."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    #: Goes on past every end, to `max_tokens`.
+    ignore_end: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRequest:
+    """One sequence."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: TokenSampling
+    #: `extra_args` of vLLM: what samplers and schedulers of ours read.
+    extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    #: int64 [positions, codebooks]: the codes at the positions of the prompt that hold frames, for models that feed whole frames back.
+    prompt_codes: NDArray[np.int64] | None = None
+    #: Positions at its start that other prompts begin with too, such as those of one voice.
+    shared_positions: int = 0
+    #: Whether the codes of its steps are wanted, where a step has more than one.
+    codes: bool = True
+    #: Tokens at its start that nobody hears, where it is streamed: those before the speech, and those that the codec holds back.
+    unheard: int = 0
+    #: What beside the ids its KV depends on: only prompts of equal salts share a prefix.
+    cache_salt: str | None = None
+    #: A sequence that lives and dies with this one, such as the null branch of guidance; its tokens are dropped.
+    shadow: TokenRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A sequence at its end."""
+
+    #: On vLLM the last one is the id that ended it, if one did.
+    ids: list[int]
+    finish: Finish
+    #: int64 [steps, codes_per_step] for models with more than one code a step.
+    codes: NDArray[np.int64] | None = None
+
+
+class TokenReceiver(Protocol):
+    """Who waits for one sequence. Called on the engine's own thread, so it must be quick."""
+
+    #: Whether `tokens` is wanted while the sequence grows.
+    streamed: bool
+
+    def tokens(self, ids: list[int], codes: NDArray[np.int64] | None) -> None:
+        """New ids in order, with their codes [steps, codes] for models with more than one a step."""
+        ...
+
+    def finished(self, tokens: Tokens) -> None:
+        """The whole sequence."""
+        ...
+
+    def failed(self, error: NightjarError) -> None: ...
+
+
+class TokenHost(SpeechEngine[TokenRequest], Protocol):
+    """An engine of token sequences: a request in, a `TokenReceiver` told. Families take either engine by this contract."""
+
+    def submit(self, request: TokenRequest, receiver: TokenReceiver) -> None:
+        """Queues a sequence; blocks while the waiting room is full, but never on the engine's own thread.
+
+        Raises `SynthesisError`: `synth.aborted` once the engine is closed.
+        """
+        ...
+
+    @property
+    def max_context(self) -> int:
+        """Positions of a sequence: prompt and new tokens."""
+        ...
+
+    @property
+    def dtype(self) -> str: ...
 
 
 class TokenReader(Protocol[S_co]):
@@ -52,7 +138,7 @@ class TokenRequestInfo(RequestInfo, Generic[S]):
 
 
 class TokenUtteranceFuture(UtteranceFuture[S]):
-    """A `pipelines.vllm_engine.host.TokenReceiver` of whole utterances."""
+    """A `TokenReceiver` of whole utterances."""
 
     streamed = False
 
@@ -73,7 +159,7 @@ class TokenUtteranceFuture(UtteranceFuture[S]):
 
 
 class TokenStreamer(Streamer[S]):
-    """A `pipelines.vllm_engine.host.TokenReceiver` of streams."""
+    """A `TokenReceiver` of streams."""
 
     streamed = True
     #: Whether the codec looks ahead, so that empty codes must tell it of the end.

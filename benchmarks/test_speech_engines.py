@@ -1,0 +1,166 @@
+"""Models that both engines can run, measured on a CPU from small checkpoints: what is measured of each, not how fast it is."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import wave
+from concurrent.futures import Future
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import engine_agreement, family_lines, fish_speech
+from benchmarks.speech_load import Speaking, first_chunks, recording, spoken_request
+from pipelines.errors import ErrorCode, SynthesisError
+from pipelines.request import AudioChunk, Speech, SynthesisRequest
+from pipelines.streams import End, Heard
+from tests.support.vllm_kit import checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+ENGINES = ["native", "vllm"] if find_spec("vllm") else ["native"]
+
+
+def found_in(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_spark_on_every_engine_that_is_installed_in_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "spark.json"
+    asked = ["--device", "cpu", "--checkpoint", str(checkpoint()), "--part", "frame,speech,streams", "--requests", "2"]
+    asked += ["--streams", "1", "--seconds", "0.1", "--turns", "2", "--json", str(path)]
+    # In a process of its own: vLLM's imports do not go with those of some other tests.
+    command = [sys.executable, "-m", "benchmarks.spark_tts", *asked]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = found_in(path)
+    assert found["faults"] == {}
+    speech = [row for row in found["rows"] if row["part"] == "speech, end to end"]
+    assert [row["engine"] for row in speech] == ENGINES
+    assert [row.get("frames_per_turn") for row in speech] == [2, None][: len(ENGINES)]
+    for row in speech:
+        assert row["slots"] == 2
+        assert row["audio_s_per_s"] > 0
+    assert [row["engine"] for row in found["rows"] if row["part"] == "first chunk"] == ["native"]
+    assert {row["slots"] for row in found["rows"] if row["part"] == "frame alone"} == {1, 2}
+
+
+def test_fish_on_the_native_engine_beside_its_plain_loop(tmp_path: Path) -> None:
+    path = tmp_path / "fish.json"
+    asked = ["--device", "cpu", "--tiny", "--engines", "native", "--part", "frame,step,lm,speech,loop"]
+    assert fish_speech.main([*asked, "--requests", "1,2", "--seconds", "0.2", "--json", str(path)]) == 0
+    found = found_in(path)
+    assert found["faults"] == {}
+    speech = [row for row in found["rows"] if row["part"] == "speech, end to end"]
+    assert [(row["engine"], row["slots"]) for row in speech] == [("native", 1), ("native", 2)]
+    assert speech[1]["audio_s_per_s"] > 0
+    assert {"frame alone", "frame, graph", "LM alone", "plain loop, end to end"} <= {row["part"] for row in found["rows"]}
+
+
+def test_a_recording_is_a_wav_file_of_its_length() -> None:
+    with wave.open(io.BytesIO(recording(0.5, 16_000, 3))) as file:
+        assert (file.getframerate(), file.getnframes(), file.getnchannels()) == (16_000, 8000, 1)
+    assert recording(0.5, 16_000, 3) != recording(0.5, 16_000, 4)
+
+
+class Scripted(Speaking):
+    """Streams of which some have no audio, and some fail."""
+
+    def __init__(self) -> None:
+        self.at_once = self.most = 0
+        self.kept: list[Heard] = []
+        self.started: list[int] = []
+
+    def submit(self, request: SynthesisRequest) -> Future[Speech]:
+        raise NotImplementedError
+
+    def start_stream(self, request: SynthesisRequest, heard: Heard) -> End:
+        self.at_once += 1
+        self.started.append(request.seed)
+        self.most = max(self.most, self.at_once)
+        self.kept.append(heard)
+        if len(self.kept) == 2:
+            self.kept, waiting = [], self.kept
+            self.at_once -= 2
+            for one in waiting:
+                self.speak(request, one)
+        return lambda: None
+
+    def speak(self, request: SynthesisRequest, heard: Heard) -> None:
+        if request.seed == 3:
+            heard(SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model wrote no speech tokens."))
+            return
+        if request.seed == 7:
+            heard(SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine failed."))
+            return
+        heard(AudioChunk(np.zeros(8, np.float32), 16_000))
+        heard(AudioChunk(np.zeros(0, np.float32), 16_000, final=True))
+
+
+def request(index: int) -> SynthesisRequest:
+    return spoken_request("stream", index, 1.0, 16_000)
+
+
+def test_first_chunks_are_waited_for_with_so_many_streams_at_once() -> None:
+    streams = Scripted()
+    waits = first_chunks(streams, 2, 6, request)
+    assert (streams.most, streams.started) == (2, list(range(6)))
+    assert len(waits) == 4, "two streams were answered for number 3, without audio"
+    with pytest.raises(SynthesisError, match="engine failed"):
+        first_chunks(Scripted(), 2, 8, request)
+
+
+def test_the_executor_of_a_cpu_agrees_with_plain_frames(tmp_path: Path) -> None:
+    path = tmp_path / "agreement.json"
+    assert engine_agreement.main(["--device", "cpu", "--tiny", "--models", "spark,fish", "--rows", "2", "--json", str(path)]) == 0
+    rows = found_in(path)["rows"]
+    assert [row["model"] for row in rows] == ["spark", "fish"]
+    for row in rows:
+        assert row["verdict"].startswith("ok")
+        assert row["error"] == pytest.approx(row["plain_error"]), "the eager executor is the plain frame"
+
+
+def test_keys_that_are_too_far_from_plain_ones_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = engine_agreement.frame_of
+    calls: list[int] = []
+
+    def wrong(*given: Any) -> engine_agreement.Made:
+        calls.append(1)
+        made = right(*given)
+        # In float32 and in bfloat16 op by op, then by the executor.
+        return engine_agreement.Made(made.kept + 1, made.codes) if len(calls) == 3 else made
+
+    monkeypatch.setattr(engine_agreement, "frame_of", wrong)
+    asked = ["--device", "cpu", "--tiny", "--models", "spark", "--rows", "1", "--json", str(tmp_path / "agreement.json")]
+    assert engine_agreement.main(asked) == 1
+
+
+SOURCE = '''"""A module."""
+
+import os  # why
+
+
+def two(
+    a: int,
+) -> int:
+    """Twice."""
+    # Why.
+    return (
+        2 * a
+    )
+'''
+
+
+def test_lines_of_code_leave_out_what_only_explains() -> None:
+    assert family_lines.code_lines(SOURCE) == 1 + 3 + 3
+
+
+def test_the_files_of_a_family_exist() -> None:
+    for files in family_lines.FILES.values():
+        for file in files:
+            assert (family_lines.ROOT / file).is_file(), file

@@ -1,0 +1,176 @@
+"""The tensors of a frame: an LM over positions (the backbone), what its head draws, and an LM over the codebooks behind (the depth).
+
+Every frame draws code 0 of each row from the head, the other codebooks from the depth, where there is one, and turns them into the
+backbone's next input. Nothing here belongs to one family of models: a family fills these in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+#: Query heads of a kv head that the fused kernels know.
+LARGEST_GROUP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer; `qkv` and `gate_up` are the published matrices one below the other."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    #: RMSNorm of every head [head_dim], where the model has one.
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    qkv_bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StackTensors:
+    """A stack of decoder layers; rope_table: [positions, head_dim], cosines and sines side by side."""
+
+    layers: Sequence[Layer]
+    norm: Tensor
+    rope_table: Tensor
+    heads: int
+    kv_heads: int
+    eps: float
+    scale: float
+    #: Whether heads are rotated in float32 and rounded once; else every product is rounded.
+    wide_rope: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        return self.rope_table.shape[1]
+
+    @property
+    def hidden(self) -> int:
+        return self.norm.shape[0]
+
+
+class Heads(Protocol):
+    """The attention heads of a stack, whether it is loaded or only configured."""
+
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def fused_fault(stack: Heads) -> str | None:
+    """Why the fused kernels cannot run a stack of these heads, in one sentence, or None."""
+    heads, kv_heads, head_dim = stack.heads, stack.kv_heads, stack.head_dim
+    if head_dim < 16 or head_dim & (head_dim - 1):
+        return f"The fused kernels need heads whose size is a power of two, 16 or more; this model's is {head_dim}."
+    if heads % kv_heads or heads // kv_heads > LARGEST_GROUP:
+        return (
+            f"The fused kernels need up to {LARGEST_GROUP} query heads for each kv head, the same number for each; "
+            f"this model has {heads} for {kv_heads}."
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class DepthTensors:
+    """The LM over the codebooks behind code 0, whose cache lives for one frame.
+
+    Its first position is the backbone's state, projected where `project` (weight [width, hidden], bias [width]) is given, its next ones
+    the codes. heads: [codebooks behind, codes, width]; inputs: [rows, width], the codes' embeddings; starts: int64 [codebooks], the first
+    row of each codebook.
+    """
+
+    stack: StackTensors
+    heads: Tensor
+    inputs: Tensor
+    starts: Tensor
+    project: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRules:
+    """How code 0 is drawn, the same for every request. Codes from `suppress_from` on are never drawn, apart from the ends."""
+
+    #: One or two codes that end the speech.
+    ends: tuple[int, ...]
+    suppress_from: int
+    #: Top-p over the probabilities without temperature, the code that crosses it dropped, and top-k by rank; the temperature comes last.
+    #: Else the temperature comes first, then top-k, then top-p, of which the crossing code stays. Holds for the depth as well.
+    nucleus_first: bool = False
+    #: A code that was drawn in the last so many frames, but for a request's first one, is drawn once more, with the settings of a retry.
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """The next input: (sum of `table` [rows, hidden] over all codebooks, from `starts` int64 [codebooks] on + a row of `text`) * scale.
+
+    text: [ids, hidden], read at the request's text id for this frame, or at code 0 where `text_by_code`; None: nothing is added.
+    """
+
+    table: Tensor
+    starts: Tensor
+    text: Tensor | None = None
+    text_by_code: bool = False
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FrameTensors:
+    """All weights of a frame. head: [codes, hidden], the rows that can be drawn, filled up with rows that never are."""
+
+    backbone: StackTensors
+    head: Tensor
+    draw: DrawRules
+    feedback: Feedback
+    depth: DepthTensors | None = None
+
+    @property
+    def stacks(self) -> list[StackTensors]:
+        return [self.backbone] if self.depth is None else [self.backbone, self.depth.stack]
+
+    @property
+    def codebooks(self) -> int:
+        return 1 if self.depth is None else 1 + self.depth.heads.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawTensors:
+    """Sampler settings, a row a slot; `greedy` as bool or uint8."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    greedy: Tensor
+
+    def rows(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """temperature, top_k, top_p, greedy (bool) of these slots, in the order of the sampler's arguments."""
+        return self.temperature[rows], self.top_k[rows], self.top_p[rows], self.greedy[rows] != 0
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensors:
+    """The slots on the device, as in `pipelines.engine.state.SlotState`; `seen` as bool or uint8."""
+
+    inputs: Tensor
+    positions: Tensor
+    frames: Tensor
+    seeds: Tensor
+    page_table: Tensor
+    trailing: Tensor
+    seen: Tensor
+    penalty: Tensor
+    min_new_tokens: Tensor
+    first: DrawTensors
+    residual: DrawTensors
+    #: int64 [slots, window]: the last codes drawn, -1 where there is none.
+    recent: Tensor
+    dead: int

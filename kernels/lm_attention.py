@@ -1,0 +1,262 @@
+"""Triton kernels of attention while frames are made: norms, rotation and append of the new heads, then attention over the positions.
+
+Rounding points are those of `kernels.layers`; what a model does not have, a norm of the heads, is a weight that is None.
+Launchers take `pdl` as in `kernels.lm_triton`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.lm_triton import gdc_launch_dependents, gdc_wait, launch
+
+# ruff: noqa: N803, N806
+# pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportCallIssue=false, reportAssignmentType=false
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _normed_rope(head, weight, table, eps, D: tl.constexpr, WIDE: tl.constexpr):
+    """RMSNorm over one head of D values at `head`, where there is a weight, then rope with `table` [cos | sin]; returns [D] in the storage
+    type."""
+    at = tl.arange(0, D)
+    across = (at + D // 2) % D
+    value = tl.load(head + at)
+    turned = tl.load(head + across)
+    wide = value.to(tl.float32)
+    rstd = tl.math.rsqrt(tl.sum(wide * wide) / D + eps)
+    return _rotate(value, turned, rstd, weight, table, at, across, D, WIDE)
+
+
+@triton.jit
+def _rotate(value, turned, rstd, weight, table, at, across, D: tl.constexpr, WIDE: tl.constexpr):
+    """WIDE: products stay in float32 until the end, as with `StackTensors.wide_rope`."""
+    kind = value.dtype
+    if weight is not None:
+        scale = tl.load(weight + at).to(tl.float32)
+        scale_turned = tl.load(weight + across).to(tl.float32)
+    cos = tl.load(table + at % (D // 2)).to(tl.float32)
+    sin = tl.load(table + D // 2 + at % (D // 2)).to(tl.float32)
+    sign = tl.where(at < D // 2, -1.0, 1.0)
+    if weight is not None:
+        value = ((value.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale).to(kind).to(tl.float32)
+        turned = ((turned.to(tl.float32) * rstd).to(kind).to(tl.float32) * scale_turned).to(kind).to(tl.float32)
+    else:
+        value = value.to(tl.float32)
+        turned = turned.to(tl.float32)
+    if WIDE:
+        rotated = (value * cos + sign * (turned * sin)).to(kind)
+    else:
+        rotated = ((value * cos).to(kind).to(tl.float32) + sign * (turned * sin).to(kind).to(tl.float32)).to(kind)
+    return rotated
+
+
+@triton.jit
+def _decode_attention(
+    qkv, q_weight, k_weight, table, k_cache, v_cache, page_table, positions, slots, out, partial, state, arrivals,
+    eps, scale, page_stride, head_stride, table_width,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    ROWS: tl.constexpr = 16  # `kernels.frame.LARGEST_GROUP`
+    kv_head = tl.program_id(0)
+    row = tl.program_id(1)
+    split = tl.program_id(2)
+    slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + slot).to(tl.int32)
+    at = tl.arange(0, D)
+    across = (at + D // 2) % D
+    lane = tl.arange(0, ROWS)
+    used = lane < GROUP
+    base = qkv + row.to(tl.int64) * (HEADS + 2 * KV_HEADS) * D
+    angles = table + position.to(tl.int64) * D
+    query = base + (kv_head * GROUP + lane[:, None]) * D
+    value = tl.load(query + at[None, :], mask=used[:, None], other=0.0)
+    turned = tl.load(query + across[None, :], mask=used[:, None], other=0.0)
+    wide = value.to(tl.float32)
+    rstd = tl.math.rsqrt(tl.sum(wide * wide, axis=1) / D + eps)
+    q = _rotate(value, turned, rstd[:, None], q_weight, angles, at[None, :], across[None, :], D, WIDE)
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, D), tl.float32)
+    if split == 0:
+        key = _normed_rope(base + (HEADS + kv_head) * D, k_weight, angles, eps, D, WIDE)
+        fresh = tl.load(base + (HEADS + KV_HEADS + kv_head) * D + at)
+        page = tl.load(page_table + slot * table_width + position // PAGE).to(tl.int64)
+        target = page * page_stride + kv_head * head_stride + (position % PAGE) * D + at
+        tl.store(k_cache + target, key)
+        tl.store(v_cache + target, fresh)
+        top = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * (scale * _LOG2E)
+        total = tl.full((ROWS,), 1.0, tl.float32)
+        mixed = tl.zeros((ROWS, D), tl.float32) + fresh.to(tl.float32)[None, :]
+
+    tiles = tl.cdiv(tl.cdiv(position, BLOCK), SPLITS)
+    begin = split * tiles * BLOCK
+    end = tl.minimum(begin + tiles * BLOCK, position)
+    for start in range(begin, end, BLOCK):
+        offsets = start + tl.arange(0, BLOCK)
+        if BLOCK <= PAGE:
+            page = tl.load(page_table + slot * table_width + start // PAGE).to(tl.int64)
+            place = page * page_stride + kv_head * head_stride + (offsets % PAGE).to(tl.int64) * D
+        else:
+            page = tl.load(page_table + slot * table_width + offsets // PAGE, mask=offsets < end, other=0).to(tl.int64)
+            place = page * page_stride + kv_head * head_stride + (offsets % PAGE) * D
+        inside = offsets < end
+        k = tl.load(k_cache + place[:, None] + at[None, :], mask=inside[:, None], other=0.0)
+        v = tl.load(v_cache + place[:, None] + at[None, :], mask=inside[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * _LOG2E)
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        peak = tl.maximum(top, tl.max(scores, axis=1))
+        shrink = tl.exp2(top - peak)
+        weights = tl.exp2(scores - peak[:, None])
+        total = total * shrink + tl.sum(weights, axis=1)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision=PRECISION)
+        top = peak
+
+    result = out + row.to(tl.int64) * HEADS * D + (kv_head * GROUP + lane[:, None]) * D + at[None, :]
+    if SPLITS == 1:
+        tl.store(result, (mixed / total[:, None]).to(q.dtype), mask=used[:, None])
+    else:
+        group = row * KV_HEADS + kv_head
+        mine = (group * SPLITS + split).to(tl.int64) * GROUP
+        tl.store(partial + (mine + lane[:, None]) * D + at[None, :], mixed, mask=used[:, None])
+        tl.store(state + (mine + lane) * 2, top, mask=used)
+        tl.store(state + (mine + lane) * 2 + 1, total, mask=used)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + group, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(arrivals + group, 0)
+            mixed = tl.zeros((ROWS, D), tl.float32)
+            total = tl.zeros((ROWS,), tl.float32)
+            top = tl.full((ROWS,), float("-inf"), tl.float32)
+            for other in range(SPLITS):
+                theirs = (group * SPLITS + other).to(tl.int64) * GROUP
+                peak_there = tl.load(state + (theirs + lane) * 2, mask=used, other=0.0, cache_modifier=".cg")
+                sum_there = tl.load(state + (theirs + lane) * 2 + 1, mask=used, other=0.0, cache_modifier=".cg")
+                there = tl.load(partial + (theirs + lane[:, None]) * D + at[None, :], mask=used[:, None], other=0.0, cache_modifier=".cg")
+                peak = tl.maximum(top, peak_there)
+                shrink = tl.exp2(top - peak)
+                grow = tl.exp2(peak_there - peak)
+                total = total * shrink + sum_there * grow
+                mixed = mixed * shrink[:, None] + there * grow[:, None]
+                top = peak
+            tl.store(result, (mixed / total[:, None]).to(q.dtype), mask=used[:, None])
+
+
+class SplitScratch:
+    """Partial results of split attention, for at most `groups` (rows * kv heads) and `splits`; shared by all layers of a stream."""
+
+    def __init__(self, groups: int, splits: int, group_size: int, head_dim: int, device: torch.device) -> None:
+        self.partial = torch.empty(groups * splits * group_size * head_dim, device=device, dtype=torch.float32)
+        self.state = torch.empty(groups * splits * group_size * 2, device=device, dtype=torch.float32)
+        self.arrivals = torch.zeros(groups, device=device, dtype=torch.int32)
+
+
+def decode_attention(
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor,
+    page_table: Tensor, positions: Tensor, slots: Tensor, scale: float, out: Tensor, scratch: SplitScratch,
+    splits: int = 1, block: int = 64, warps: int = 4, stages: int = 3, pdl: bool = False, wide_rope: bool = False,
+) -> Tensor:  # fmt: skip
+    """q/k norm (where there are weights), rope, append of the new key and value, attention over the row's pages, the new position included.
+
+    qkv: [rows, (heads + 2 * kv_heads) * head_dim]; k_cache, v_cache: [pages, kv_heads, page_size, head_dim] of one layer;
+    page_table: int32 [slots, pages of a slot]; positions: int32 [slots], where the new token goes; slots: int32 [rows];
+    splits: programs a row and kv head share its positions, their results added in order; out: [rows, heads * head_dim].
+    """
+    _, kv_heads, page_size, head_dim = k_cache.shape
+    if page_size & (page_size - 1):
+        raise ValueError(f"a page must have a power of two of positions, not {page_size}: blocks of positions would cross pages")
+    heads = out.shape[1] // head_dim
+    precision = "ieee" if qkv.dtype == torch.float32 else "tf32"
+    _decode_attention[(kv_heads, qkv.shape[0], splits)](
+        qkv, q_weight, k_weight, rope_table, k_cache, v_cache, page_table, positions, slots, out,
+        scratch.partial, scratch.state, scratch.arrivals, eps, scale, k_cache.stride(0), k_cache.stride(1), page_table.shape[1],
+        heads, kv_heads, head_dim, page_size, block, splits, precision, pdl, wide_rope, num_warps=warps, num_stages=stages, **launch(pdl),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _predictor_attention(
+    qkv, q_weight, k_weight, table, k_cache, v_cache, out, rows, position, eps, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, SPAN: tl.constexpr, FIRST: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * D
+    row = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    at = tl.arange(0, D)
+    cache = (row * KV_HEADS + kv_head) * SPAN * D + at
+    base = qkv + row * WIDTH
+    target = out + row * HEADS * D
+    if FIRST:  # two tokens a row: all first tokens, then all second ones; the first attends to itself alone
+        key0 = _normed_rope(base + (HEADS + kv_head) * D, k_weight, table, eps, D, WIDE)
+        value0 = tl.load(base + (HEADS + KV_HEADS + kv_head) * D + at)
+        tl.store(k_cache + cache, key0)
+        tl.store(v_cache + cache, value0)
+        for head in tl.static_range(GROUP):
+            tl.store(target + (kv_head * GROUP + head) * D + at, value0)
+        base += rows * WIDTH
+        target += rows * HEADS * D
+        angles = table + D
+        here = 1
+    else:
+        angles = table + position * D
+        here = position
+    key = _normed_rope(base + (HEADS + kv_head) * D, k_weight, angles, eps, D, WIDE)
+    value = tl.load(base + (HEADS + KV_HEADS + kv_head) * D + at)
+    tl.store(k_cache + cache + here * D, key)
+    tl.store(v_cache + cache + here * D, value)
+    if not FIRST:
+        step = tl.arange(0, SPAN)
+        past = step[:, None] * D
+        seen = step < position
+        keys = tl.load(k_cache + cache[None, :] + past, mask=seen[:, None], other=0.0).to(tl.float32)
+        values = tl.load(v_cache + cache[None, :] + past, mask=seen[:, None], other=0.0).to(tl.float32)
+    for head in tl.static_range(GROUP):
+        q = _normed_rope(base + (kv_head * GROUP + head) * D, q_weight, angles, eps, D, WIDE).to(tl.float32)
+        newest = tl.sum(q * key.to(tl.float32)) * scale
+        if FIRST:
+            oldest = tl.sum(q * key0.to(tl.float32)) * scale
+            top = tl.maximum(newest, oldest)
+            share = tl.exp(newest - top)
+            share0 = tl.exp(oldest - top)
+            mixed = (share * value.to(tl.float32) + share0 * value0.to(tl.float32)) / (share + share0)
+        else:
+            scores = tl.where(seen, tl.sum(q[None, :] * keys, axis=1) * scale, float("-inf"))
+            top = tl.maximum(newest, tl.max(scores))
+            share = tl.exp(newest - top)
+            shares = tl.exp(scores - top)
+            mixed = (share * value.to(tl.float32) + tl.sum(shares[:, None] * values, axis=0)) / (share + tl.sum(shares))
+        tl.store(target + (kv_head * GROUP + head) * D + at, mixed.to(value.dtype))
+
+
+def predictor_attention(
+    qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor,
+    position: int, scale: float, out: Tensor, warps: int = 1, pdl: bool = False, wide_rope: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention of the depth over a frame's positions, with q/k norm (where there are weights), rope and append.
+
+    qkv: [rows, ...] for one token a row at `position` >= 2, or [2 * rows, ...] for the frame's first two (`position` 0): all first
+    tokens, then all second ones; k_cache, v_cache: [rows, kv_heads, span, head_dim] of one layer; out: as many rows as qkv.
+    """
+    rows, kv_heads, span, head_dim = k_cache.shape
+    rows = min(rows, qkv.shape[0] // 2 if position == 0 else qkv.shape[0])
+    heads = out.shape[1] // head_dim
+    _predictor_attention[(rows, kv_heads)](
+        qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out, rows, position, eps, scale,
+        heads, kv_heads, head_dim, span, position == 0, pdl, wide_rope, num_warps=warps, **launch(pdl),
+    )  # fmt: skip
+    return out

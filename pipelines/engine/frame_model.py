@@ -1,0 +1,101 @@
+"""A model as the engine runs it: the tensors of its frame, and how its prompts become embeddings. One class for all families."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kernels.attention import attend_padded, padded_places, paged_prefill_attention
+from kernels.frame import FrameTensors
+from kernels.reference import FrameOutput, TokenPositions, run_frame, run_stack
+from kernels.registry import to_device
+from kernels.varlen_attention import PackedRuns
+from pipelines.engine.executor import FrameSettings, PrefillRun
+from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
+
+
+class FrameModel:
+    """An LM that makes one frame of codes a step. Stateless but for its weights: what runs lives in `SlotState` and `PagedKV`.
+
+    A family derives from it: it fills in the tensors and says how a prompt is embedded.
+    """
+
+    def __init__(self, tensors: FrameTensors, pad_text: int | None = None) -> None:
+        """`pad_text`: the text id that is fed once a request's own are used up; None where no text follows a prompt."""
+        self.tensors = tensors
+        self.codebooks = tensors.codebooks
+        self.dtype = tensors.head.dtype
+        self.device = tensors.head.device
+        self._pad_text = pad_text
+
+    def embed(self, prompt: Any) -> Tensor:
+        """Embeddings [length, hidden] of a prompt; also makes ready what its trailing text needs."""
+        raise NotImplementedError
+
+    def take_text(self, ids: NDArray[np.int64]) -> None:
+        """Makes ready what text that comes later needs. Nothing, where no text follows a prompt."""
+
+    def make_kv(self, pages: int, page_size: int) -> PagedKV:
+        """Pages for keys and values of the backbone."""
+        stack = self.tensors.backbone
+        return PagedKV(len(stack.layers), pages, stack.kv_heads, page_size, stack.head_dim, self.dtype, self.device)
+
+    def make_state(self, slots: int, max_pages: int, max_trailing: int) -> SlotState:
+        """The device side of so many slots."""
+        tensors = self.tensors
+        trailing = 0 if self._pad_text is None else max_trailing
+        return SlotState(
+            slots, tensors.backbone.hidden, len(tensors.head), max_pages, trailing, self._pad_text or 0, self.dtype, self.device,
+            tensors.draw.window,
+        )  # fmt: skip
+
+    def prefill(self, runs: Sequence[PrefillRun], state: SlotState, kv: PagedKV) -> None:
+        """Writes keys and values of packed runs of prompt positions; nothing is computed beyond the last layer's keys and values."""
+        counts, starts = [len(run.embeddings) for run in runs], [run.start for run in runs]
+        owner = np.repeat(np.arange(len(runs)), counts)
+        places = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts)])
+        slots = to_device(torch.tensor([run.slot for run in runs]), self.device)
+        owner, positions = to_device(torch.from_numpy(np.stack((owner, places))), self.device).unbind(0)
+        table, scale = state.page_table[slots], self.tensors.backbone.scale
+        if self.device.type == "cpu":
+            lengths = [start + count for start, count in zip(starts, counts)]
+
+            def attend(layer: int, q: Tensor) -> Tensor:
+                return paged_prefill_attention(q, kv.k[layer], kv.v[layer], table, counts, lengths, scale)
+        else:
+            packed = PackedRuns(table, starts, counts, kv.page_size)
+
+            def attend(layer: int, q: Tensor) -> Tensor:
+                return packed.attend(q, kv.k[layer], kv.v[layer], scale)
+
+        embeddings = torch.cat([run.embeddings for run in runs])
+        self._write(embeddings, TokenPositions(positions, table[owner, positions // kv.page_size], positions % kv.page_size), kv, attend)
+
+    def prefill_padded(self, embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, kv: PagedKV) -> None:
+        """`prefill` of chunks in one shape that depends on no prompt, all from position `start` on, a multiple of the page size.
+
+        embeddings: [runs, new, hidden], finite everywhere; pages: [runs, (start + new) / page_size], the pages of each run, the scratch
+        page where it has none; counts: [runs], new positions of each.
+        """
+        places = TokenPositions(*padded_places(pages, counts, embeddings.shape[1], start, kv.page_size, SCRATCH_PAGE))
+        scale = self.tensors.backbone.scale
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            return attend_padded(q, kv.k[layer], kv.v[layer], pages, start, scale)
+
+        self._write(embeddings.flatten(0, 1), places, kv, attend)
+
+    def frame(self, rows: Tensor, settings: FrameSettings, state: SlotState, kv: PagedKV, forced: Tensor | None = None) -> FrameOutput:
+        """One frame of the slots `rows` [n] (filled up with the dead slot): backbone, draws, next input; updates `state`.
+
+        `forced` [n, codebooks] stands in for the drawn codes wherever they are fed back.
+        """
+        return run_frame(self.tensors, state.tensors(), kv.k, kv.v, rows, settings.max_length, settings.first, settings.residual, forced)
+
+    def _write(self, x: Tensor, places: TokenPositions, kv: PagedKV, attend: Callable[[int, Tensor], Tensor]) -> None:
+        run_stack(x, self.tensors.backbone, places, kv.k, kv.v, attend, keys_only_at_the_end=True)

@@ -1,0 +1,182 @@
+"""How an engine is opened: its sizes by the memory of a device, and the executor of a model's frames."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from kernels.frame import Heads, fused_fault
+from kernels.registry import on_device
+from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.executor import FrameExecutor
+from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.memory import DEFAULT_SHARE, LIBRARY_BYTES, MemoryNeeds, plan_memory
+from pipelines.engine.state import LARGEST_PAGE
+from pipelines.errors import ConfigError, ErrorCode
+
+if TYPE_CHECKING:
+    from pipelines.engine.graph import GraphExecutor
+
+log = logging.getLogger(__name__)
+
+_CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
+#: Positions below which no prompt has room for a second of speech.
+_LEAST_CONTEXT = 64
+#: On a GPU: turns that a newcomer may wait while most slots are taken, and frames a turn.
+_ADMIT_TURNS = 4
+_FRAMES_PER_TURN = 2
+
+
+def context_of(max_context: int, max_positions: int) -> int:
+    """Positions of an utterance at most. Raises `ConfigError` (`config.invalid`) for a context that is too short for any prompt."""
+    context = min(max_context, max_positions)
+    if context < _LEAST_CONTEXT:
+        message = f"A context of {context} positions is too short for a prompt and a second of speech."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Set SPEECH_ENGINE__MAX_CONTEXT to {_LEAST_CONTEXT} or more, or unset it.")
+    return context
+
+
+def plan_engine(
+    needs: MemoryNeeds,
+    device: torch.device,
+    context: int,
+    *,
+    slots: int | None = None,
+    streams: int = 0,
+    pages: int | None = None,
+    page_size: int = 64,
+    memory_share: float | None = None,
+    frame_seconds: float = EngineOptions.frame_seconds,
+) -> EngineOptions:
+    """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `needs` are those of its weights too.
+
+    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold.
+    """
+    if device.type == "cpu":
+        slots = slots or _CPU_SLOTS
+        pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
+        return EngineOptions(slots, pages, page_size, context, frame_seconds=frame_seconds, stream_slots=min(streams, slots // 2))
+    plan = plan_memory(memory_budget(device, memory_share), needs, page_size, context, slots, pages)
+    return EngineOptions(
+        plan.slots,
+        plan.pages,
+        page_size,
+        context,
+        frames_per_turn=_FRAMES_PER_TURN,
+        admit_turns=_ADMIT_TURNS,
+        decode_frames=plan.decode_frames,
+        frame_seconds=frame_seconds,
+        stream_slots=min(streams, plan.slots // 2),
+    )
+
+
+def memory_budget(device: torch.device, share: float | None) -> int:
+    """Bytes that an engine may take of a GPU now. With a share PyTorch's allocator takes no more than that in this process."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    if share is None:
+        return int(DEFAULT_SHARE * free)
+    torch.cuda.set_per_process_memory_fraction(max(share - LIBRARY_BYTES / total, 0.0), device)
+    return min(int(share * total), free)
+
+
+def check_executor(
+    device: torch.device,
+    kind: Literal["auto", "eager", "graph"],
+    reproducible: bool,
+    page_size: int = 64,
+    stacks: Sequence[Heads] = (),
+) -> None:
+    """Raises `ConfigError` (`config.invalid`) for an executor that a device, or a model of these stacks, cannot have, before anything is
+    loaded."""
+    on_gpu = device.type == "cuda"
+    if kind == "eager" and reproducible and on_gpu:
+        advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", advice)
+    if kind == "graph" and not on_gpu:
+        advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.", advice)
+    if on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)):
+        message = (
+            f"The kernels of graphs need pages of a power of two of positions, and a maximum of {LARGEST_PAGE}; page_size is {page_size}."
+        )
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the option page_size out, or set it to 64.")
+    if on_gpu and (kind == "graph" or reproducible):
+        if (fault := _unknown_heads(stacks)) is not None:
+            advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it, and unset SPEECH_ENGINE__REPRODUCIBLE."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run this model. {fault}", advice)
+        if (fault := triton_fault()) is not None:
+            raise _no_graphs(fault)
+
+
+def _unknown_heads(stacks: Iterable[Heads]) -> str | None:
+    return next((fault for stack in stacks if (fault := fused_fault(stack)) is not None), None)
+
+
+def open_executor(
+    model: FrameModel,
+    sizes: EngineOptions,
+    kind: Literal["auto", "eager", "graph"] = "auto",
+    reproducible: bool = False,
+    streams: int = 0,
+) -> FrameExecutor:
+    """The executor of a model; "auto" means graphs on a CUDA device, else eager.
+
+    The first graphs are captured before this returns; all of them where it is made for `streams`, whose frames go first on the device.
+    Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
+    Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` on a GPU without them.
+    """
+    check_executor(model.device, kind, reproducible, sizes.page_size, model.tensors.stacks)
+    if kind != "eager" and model.device.type == "cuda":
+        with on_device(model.device):
+            executor, fault = _open_graphs(model, sizes, reproducible, streams > 0)
+        if executor is not None:
+            return executor
+        if kind == "graph" or reproducible:
+            raise _no_graphs(fault)
+        log.warning(
+            "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower.%s",
+            fault, "" if _unknown_heads(model.tensors.stacks) else f" {TRITON_ADVICE}",
+        )  # fmt: skip
+    return EagerExecutor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
+
+
+def _no_graphs(fault: str | None) -> ConfigError:
+    return ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
+
+
+def _open_graphs(model: FrameModel, sizes: EngineOptions, reproducible: bool, streams: bool) -> tuple[FrameExecutor | None, str | None]:
+    """The graph executor, or None and why its kernels cannot be made. Raises what a lack of memory raises."""
+    fault = _unknown_heads(model.tensors.stacks) or triton_fault()
+    if fault is not None:
+        return None, fault
+    try:
+        executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible, streams)
+        executor.warm(everything=streams)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
+        log.warning("the graph executor could not be set up", exc_info=True)
+        return None, f"Its kernels could not be made ({first_line(error)})."
+    return executor, None
+
+
+def graph_executor(
+    model: FrameModel,
+    slots: int,
+    pages: int,
+    page_size: int,
+    max_context: int,
+    reproducible: bool = False,
+    first_on_device: bool = False,
+) -> GraphExecutor:
+    """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor` for `reproducible` and what it raises."""
+    from pipelines.engine.graph import GraphExecutor
+
+    return GraphExecutor(model, slots, pages, page_size, max_context, reproducible, first_on_device)

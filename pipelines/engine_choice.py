@@ -1,0 +1,26 @@
+"""Which engine runs a model that more than one can run. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+#: What `SPEECH_ENGINE__KIND` and the option `engine` of such a model take.
+EngineKind = Literal["auto", "native", "vllm"]
+
+
+def has_gpu() -> bool:
+    """Whether CUDA will find a device; asking it takes seconds, and memory of the device."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and Path("/dev/nvidiactl").exists()
+
+
+def automatic_engine(device: str | None = None) -> Literal["native", "vllm"]:
+    """The engine where nobody chose one; `device` as the model is opened with, None: the best there is.
+
+    On a GPU it is `vllm` where that is installed: the speed of `native` with these models was not measured there. Else it is `native`,
+    which needs no vLLM, and on a CPU gives equal bits in any batch.
+    """
+    on_gpu = has_gpu() if device is None else device.startswith("cuda")
+    return "vllm" if on_gpu and find_spec("vllm") is not None else "native"

@@ -1,0 +1,94 @@
+"""Fish Speech S2 on our own engine: its sizes, its model, and its sequences of frames."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+
+import numpy as np
+import torch
+
+from pipelines.codec.decoder import CodecState
+from pipelines.codec.stage import CodecStage
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.engine import Engine
+from pipelines.engine.memory import MemoryNeeds
+from pipelines.engine.opening import context_of, open_executor, plan_engine
+from pipelines.engine.prefixes import PromptPrefix
+from pipelines.engine.token_host import NativeHost
+from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
+from pipelines.fish_speech.model import FishModel, load_weights
+from pipelines.fish_speech.prompt import Prompt, prompt_of
+from pipelines.nn.checkpoint import Checkpoint, NativeModelOptions
+
+#: Of the codec's decoder in bfloat16: four tensors of its widest part, 96 channels at every sample of a frame. Computed, not measured.
+_DECODED_FRAME_BYTES = 4 * 2 * 96 * 2048
+#: Of a prefix: as many as make two that are equal by chance no matter.
+_DIGEST_BYTES = 32
+#: Requests that wait for a slot on a CPU.
+_CPU_WAITING_ROOM = 64
+
+
+def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype, context: int) -> EngineOptions:
+    """Sizes of the engine, before anything is loaded; `context`: positions of a sequence where nobody chose.
+
+    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short.
+    """
+    return plan_engine(
+        memory_needs(config, dtype, options.page_size),
+        device,
+        context_of(options.max_context or context, config.max_positions),
+        slots=options.slots,
+        streams=options.streams,
+        pages=options.pages,
+        page_size=options.page_size,
+        memory_share=options.memory_share,
+        frame_seconds=1 / config.frames_per_second,
+    )
+
+
+def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> MemoryNeeds:
+    """What a checkpoint takes of a GPU."""
+    slow, fast, width = config.slow, config.fast, dtype.itemsize
+    with Checkpoint.open(config.folder) as checkpoint:
+        values = checkpoint.values()
+    span = 1 << (config.codebooks - 1).bit_length()
+    # A row's keys and values of a frame in the fast AR, whose positions are filled up to a power of two; other buffers take less again.
+    row = 2 * 2 * fast.layers * span * fast.kv_width * width
+    # The codec's file is in float32, and its encoder stays in it. The head is a copy of rows of the embeddings.
+    weights = values * width + (config.folder / CODEC_WEIGHTS).stat().st_size + (len(config.semantic) + 64) * slow.dim * width
+    return MemoryNeeds(
+        weights=weights,
+        # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the widest state of a layer.
+        slot=3 * (row + 4 * (len(config.semantic) + config.codebooks * fast.vocab + 2 * max(slow.intermediate, fast.intermediate))),
+        page=2 * slow.layers * slow.kv_width * page_size * width,
+        decoded_frame=_DECODED_FRAME_BYTES,
+    )
+
+
+def load_model(config: FishConfig, sizes: EngineOptions, device: torch.device, dtype: torch.dtype) -> FishModel:
+    """Reads the dual AR. Raises `ModelError` (`model.bad_checkpoint`) that names the tensor at fault."""
+    with torch.inference_mode():
+        return FishModel(config, load_weights(config, dtype, device), sizes.max_context)
+
+
+def open_host(
+    config: FishConfig, model: FishModel, sizes: EngineOptions, options: NativeModelOptions, stage: CodecStage[CodecState]
+) -> NativeHost[Prompt]:
+    """The engine of a loaded model, whose speech goes on to `stage`. Raises `ConfigError` for an executor that the device cannot have."""
+    executor = open_executor(model, sizes, options.executor, options.reproducible, options.streams)
+    waiting_room = options.waiting_room or (sizes.slots if model.device.type == "cuda" else _CPU_WAITING_ROOM)
+    ids = np.array([*config.semantic, config.end], np.int64)
+    engine = Engine(executor, sizes, waiting_room, stage)
+    prefix = partial(voice_prefix, semantic=config.semantic)
+    return NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefix, config.codebooks)
+
+
+def voice_prefix(prompt: Prompt, semantic: range) -> PromptPrefix | None:
+    """The positions of a prompt that other prompts of its voice begin with too, known by their ids and by the codes of their frames."""
+    if not prompt.shared:
+        return None
+    ids = np.asarray(prompt.ids[: prompt.shared], np.int64)
+    spoken = int(((ids >= semantic.start) & (ids < semantic.stop)).sum())
+    content = ids.tobytes() + prompt.codes[:spoken].astype(np.int64).tobytes()
+    return PromptPrefix(hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest(), prompt.shared)

@@ -1,0 +1,206 @@
+"""Fused frames of every kind against their twin, and their draws: on a GPU, or small, with TRITON_INTERPRET=1, on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from kernels.dummy import FISH, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
+from kernels.frame import StateTensors, fused_fault
+from kernels.layers import qk_norm_rope_append, rope_table
+from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
+from kernels.lm_frame import FusedFrame, Plan, known_to_cuda, plan_for
+from kernels.lm_sampler import FIRST, ONLY
+from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P, frame_noise, nucleus_weights, process_first, sample, token_weights
+from pipelines.qwen3_tts.dummy import dummy_model
+from tests.support import lm_checks
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"),
+]
+#: The interpreter takes seconds for what a GPU does at once, and knows no dependent launches.
+PLAN, BATCH, LONGEST = (Plan(splits=((99, 2),), pdl=False), 3, 40) if INTERPRETED else (Plan(splits=((99, 2),)), 29, 200)
+TINY_TALKER = dataclasses.replace(TINY, layers=1, predictor_layers=1, codebooks=3)
+#: Few codes, so that many were drawn a moment ago.
+REPEATING = dataclasses.replace(TINY_FISH, layers=1, vocab=32, control=16, window=10)
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize(("shape", "frames"), [(TINY_TALKER, 1), (TINY_SPARK, 3), (TINY_FISH, 2)], ids=["talker", "spark", "fish"])
+def test_float32_frames_draw_the_codes_of_the_twin(shape: Shape, frames: int) -> None:
+    maker = Maker(DEVICE, torch.float32, seed=2)
+    assert lm_checks.check_frame(maker, shape, BATCH, PLAN, "tiny", exact=True, frames=frames, longest_context=LONGEST)
+
+
+@on_gpu
+@pytest.mark.parametrize("batch", [6, 70])
+@pytest.mark.parametrize(
+    "shape", [dataclasses.replace(SPARK, layers=4), dataclasses.replace(FISH, layers=2, predictor_layers=2)], ids=["spark", "fish"]
+)
+def test_bfloat16_frames_are_within_twice_the_error_of_the_twin(shape: Shape, batch: int) -> None:
+    assert lm_checks.check_frame(Maker("cuda", torch.bfloat16, seed=1), shape, batch, plan_for(batch), f"{batch} rows")
+
+
+class Draws:
+    """First draws of the kernel alone, of `rows` rows and logits made here."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        self.maker, self.shape = Maker(DEVICE, torch.float32, seed=3), shape
+        self.weights = self.maker.frame(shape)
+        self.state = self.maker.state(shape, rows, rows * 5 + 1, 16, self.maker.integers(0, 9, rows))
+        self.rows = torch.arange(rows, device=DEVICE)
+        self.logits = self.maker.normal(rows, shape.vocab, std=2.0)
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Codes and flags, each [rows]; the state as a frame leaves it."""
+        rows, shape = self.rows, self.shape
+        codes = torch.zeros(len(rows), shape.codebooks, dtype=torch.int64, device=DEVICE)
+        flags = torch.zeros(len(rows), dtype=torch.uint8, device=DEVICE)
+        k, v = self.maker.caches(shape, 2, 16)
+        frame = FusedFrame(self.weights, self.state, k, v, len(rows), PLAN)
+        frame._draw(ONLY if shape.codebooks == 1 else FIRST, 0, self.logits, rows, codes, flags)
+        return codes[:, 0], flags
+
+    def wanted(self, before: StateTensors) -> tuple[Tensor, Tensor]:
+        """Codes of the twin, and which of them were drawn once more."""
+        rules, rows, draw = self.weights.draw, self.rows, before.first
+        early = before.frames[rows] < before.min_new_tokens[rows]
+        processed = process_first(self.logits, before.seen[rows] != 0, before.penalty[rows], early, rules.ends, rules.suppress_from)
+        noise = frame_noise(before.seeds[rows], before.frames[rows], self.shape.codebooks + 1)
+        temperature, top_k, top_p, greedy = draw.rows(rows)
+        rest = (greedy, 99, True, False, rules.nucleus_first)
+        code = sample(processed, noise[:, 0], temperature, top_k, top_p, *rest)
+        if not rules.window:
+            return code, torch.zeros_like(greedy)
+        warm, most = torch.full_like(temperature, RETRY_TEMPERATURE), torch.full_like(top_p, RETRY_TOP_P)
+        again = sample(processed, noise[:, -1], warm, top_k, most, *rest)
+        known = (before.recent[rows] == code[:, None]).any(-1)
+        return torch.where(known, again, code), known & (again != code)
+
+
+@pytest.mark.parametrize("nucleus_first", [True, False])
+def test_first_draws_are_the_twins_whatever_the_settings(nucleus_first: bool) -> None:
+    rows = 24 if INTERPRETED else 240
+    draws = Draws(dataclasses.replace(REPEATING, nucleus_first=nucleus_first), rows)
+    lm_checks.vary_draws(draws.maker, draws.state.first)
+    draws.logits *= 0.5
+    draws.logits[::3] = draws.logits[::3].round()  # ties, which the nucleus cuts
+    draws.state.first.top_p[:rows:3] = torch.linspace(0.2, 0.9, rows // 3)
+    before = lm_checks.clone_state(draws.state)
+    wanted, repeated = draws.wanted(before)
+    codes, _ = draws.run()
+    assert codes.tolist() == wanted.tolist()
+    assert repeated.sum() >= 3
+
+
+def test_both_ends_can_be_drawn_and_nothing_else_beyond_the_speech() -> None:
+    draws = Draws(TINY_SPARK, 24)
+    first, second = draws.weights.draw.ends
+    draws.logits[:, draws.weights.draw.suppress_from :] += 20
+    draws.state.frames[:24:4] = 0
+    draws.state.frames[1:24:4] = 9
+    draws.state.frames[2:24:4] = 9
+    wanted, _ = draws.wanted(lm_checks.clone_state(draws.state))
+    codes, flags = draws.run()
+    assert codes.tolist() == wanted.tolist()
+    ended = (codes == first) | (codes == second)
+    assert flags.tolist() == ended.int().tolist()
+    assert {first, second} <= set(codes.tolist())
+    assert not ended[::4].any()
+    assert (codes[~ended] < draws.weights.draw.suppress_from).all()
+
+
+@on_gpu
+@pytest.mark.parametrize("nucleus_first", [True, False])
+def test_draws_follow_the_probabilities(nucleus_first: bool) -> None:
+    """Chi-square of one logits row under many seeds."""
+    count = 20_000
+    draws = Draws(dataclasses.replace(TINY_SPARK, layers=1, vocab=16, control=6, nucleus_first=nucleus_first), count)
+    draws.logits[:] = draws.maker.normal(1, 16, std=1.5)
+    draws.state.seen.zero_()
+    settings = [torch.full((1,), value, device=DEVICE) for value in (0.8, 7, 0.85)]
+    for mine, value in zip((draws.state.first.temperature, draws.state.first.top_k, draws.state.first.top_p), settings):
+        mine.copy_(value.expand(count + 1))
+    rules, one = draws.weights.draw, torch.ones(1, device=DEVICE)
+    processed = process_first(draws.logits[:1], draws.state.seen[:1] != 0, one, one == 0, rules.ends, rules.suppress_from)
+    draws.state.min_new_tokens.zero_()
+    weights = (nucleus_weights(processed, *settings) if nucleus_first else token_weights(processed, *settings, 7, True))[0]
+    codes, _ = draws.run()
+    found, wanted = np.bincount(codes.cpu(), minlength=16), (weights.double() / weights.sum()).cpu().numpy() * count
+    likely = wanted > 5
+    assert likely.sum() >= 3
+    assert (found[wanted == 0] == 0).all()
+    observed, expected = (np.append(part[likely], part[~likely].sum()) for part in (found, wanted))
+    kept = slice(None, None if expected[-1] > 0 else -1)
+    assert stats.chisquare(observed[kept], expected[kept]).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("wide_rope", [True, False])
+def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool, normed: bool) -> None:
+    """In float16, which the interpreter rounds as hardware does: keys that both kinds of attention append."""
+    maker, rows, heads, kv_heads, size = Maker(DEVICE, torch.float16, seed=4), 6, 4, 2, 32
+    norms = [maker.normal(size, std=0.1, mean=1.0) if normed else None for _ in range(2)]
+    table, qkv = rope_table(64, size, 1e4, torch.float16, DEVICE), maker.normal(rows, (heads + 2 * kv_heads) * size)
+    slots, out = torch.arange(rows, device=DEVICE), maker.normal(rows, heads * size)
+
+    def wanted(at: Tensor, wide: bool) -> Tensor:
+        k, v = (torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2))
+        qk_norm_rope_append(qkv, *norms, 1e-6, table, at, k, v, slots, at % 16, wide)
+        return k
+
+    def differ(found: Tensor, at: Tensor, wide: bool) -> float:
+        return float((found != wanted(at, wide)).sum()) / qkv[:, : kv_heads * size].numel()
+
+    positions = torch.arange(rows, device=DEVICE) * 2 + 3
+    keys, values = (torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2))
+    decode_attention(
+        qkv, *norms, 1e-6, table, keys, values, slots[:, None], positions, slots, size**-0.5, out,
+        SplitScratch(rows * kv_heads, 1, heads // kv_heads, size, out.device), block=16, wide_rope=wide_rope,
+    )  # fmt: skip
+    assert differ(keys, positions, wide_rope) <= 0.01
+    assert differ(keys, positions, not wide_rope) > 0.05
+    keys, values = (torch.zeros(rows, kv_heads, 16, size, device=DEVICE, dtype=torch.float16) for _ in range(2))
+    predictor_attention(qkv, *norms, 1e-6, table, keys, values, 5, size**-0.5, out, wide_rope=wide_rope)
+    fifth = torch.full_like(positions, 5)
+    assert differ(keys, fifth, wide_rope) <= 0.01
+    assert differ(keys, fifth, not wide_rope) > 0.05
+
+
+def test_heads_that_the_kernels_do_not_know_are_refused_in_one_sentence() -> None:
+    for heads, kv_heads, head_dim, word in ((34, 2, 64, "34 for 2"), (8, 8, 80, "80"), (7, 2, 64, "7 for 2")):
+        assert word in (fused_fault(Shape(heads=heads, kv_heads=kv_heads, head_dim=head_dim)) or "")
+    assert fused_fault(Shape(heads=32, kv_heads=2)) is None
+    draws = Draws(dataclasses.replace(TINY_SPARK, heads=34), 1)
+    with pytest.raises(ValueError, match="34 for 2"):
+        draws.run()
+
+
+def test_the_cuda_kernels_know_the_talker_and_no_other_kind() -> None:
+    maker = Maker(DEVICE, torch.float32)
+    assert known_to_cuda(maker.frame(TINY))
+    assert known_to_cuda(dummy_model("tiny", torch.device(DEVICE), torch.float32, 64).tensors)
+    other: list[dict[str, object]] = [
+        {"head_norms": False}, {"depth_head_norms": False}, {"qkv_bias": True}, {"wide_rope": True}, {"one_head": True}, {"ends": 2},
+        {"nucleus_first": True}, {"window": 3}, {"text": "code"}, {"text": "none"}, {"scale": 0.5}, {"codebooks": 1},
+    ]  # fmt: skip
+    for change in other:
+        assert not known_to_cuda(maker.frame(dataclasses.replace(TINY, **change))), change
