@@ -61,6 +61,9 @@ class FinishedCodes(Generic[S]):
 class UtteranceFuture(Generic[S]):
     """Resolves the future of one whole utterance. Whatever comes first settles it."""
 
+    #: Whether its caller left: what the engine makes of it is wanted by nobody.
+    given_up = False
+
     def __init__(self, info: RequestInfo, stage: CodecStage[S], settled: OnDone) -> None:
         self.future: Future[Speech] = Future()
         self.future.set_running_or_notify_cancel()
@@ -103,6 +106,8 @@ class Streamer(Generic[S]):
     #: Frames of a stream's first chunks; the last one repeats. Small at first for a quick start, then for fewer calls. None: frames are
     #: decoded as they come.
     chunk_frames: ClassVar[tuple[int, ...]] = (1, 2, 4, 8, 12)
+    #: As in `UtteranceFuture`.
+    given_up = False
 
     def __init__(self, info: RequestInfo, stage: CodecStage[S], heard: Heard, state: S | None = None) -> None:
         self._info = info
@@ -257,6 +262,7 @@ class SpeechPipeline(Generic[R, O]):
         with self._lock:
             receivers = self._receivers.pop(request_id, [])
         for receiver in receivers:
+            receiver.given_up = True
             receiver.failed(SynthesisError(ErrorCode.SYNTH_ABORTED, "The request was aborted."))
         self._engine.abort(request_id)
 
@@ -291,6 +297,7 @@ class SpeechPipeline(Generic[R, O]):
         def over(finished: bool) -> None:
             self._forget(wanted, streamer, listener.seconds)
             if not finished:
+                streamer.given_up = True
                 streamer.hang_up()
                 self._engine.cancel(wanted)
             streamer.end_state()
@@ -308,9 +315,7 @@ class SpeechPipeline(Generic[R, O]):
         except BaseException:
             self._forget(wanted, receiver, 0.0)
             raise
-        with self._lock:
-            gone = receiver not in self._receivers.get(wanted.request_id, ())
-        if gone:  # aborted while it waited for room
+        if receiver.given_up:  # while it waited for room
             self._engine.cancel(wanted)
 
     def _forget(self, wanted: R, receiver: UtteranceFuture[Any] | Streamer[Any], seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,6 +190,19 @@ def test_an_abort_finds_a_request_that_waits_for_room(host: Host, pipeline: Pipe
     assert isinstance(error, SynthesisError)
     assert error.code is ErrorCode.SYNTH_ABORTED
     assert [request.request_id for request in host.cancelled] == ["one"], "it must not run for nobody"
+    assert not pipeline._receivers
+
+
+def test_a_stream_that_ends_before_it_was_let_in_is_not_cancelled(host: Host, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(request: TokenRequest, receiver: Any) -> None:
+        say([1, 2, 3, 4])(receiver)
+        while pipeline._receivers:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(host, "submit", submit)
+    assert len(list(pipeline.stream(REQUEST))) == 4
+    assert pipeline.submit(REQUEST).exception(240) is None
+    assert not host.cancelled
     assert not pipeline._receivers
 
 
