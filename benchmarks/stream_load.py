@@ -34,8 +34,8 @@ from benchmarks.stream_probe import cancel_times, first_requests, left_over
 from benchmarks.stream_worker import Plan
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-#: Time that a process of clients gets to start and to connect.
-_START_SECONDS = 1.0
+#: Time between the word to all processes of clients, which are connected, and the start.
+_START_SECONDS = 0.1
 #: The load goes on for so long after the span that counts, so that its last streams begin under it too.
 _AFTER_SECONDS = 1.0
 
@@ -113,30 +113,20 @@ def measure(target: Target, load: Load) -> Row:
 
 
 def _one_seed(target: Target, load: Load, seed: int) -> Row:
-    count = min(load.processes, load.clients + load.batch_clients) if load.mode == "closed" else load.processes
-    start = time.monotonic() + _START_SECONDS
-    count_from = start + load.warm_up
-    count_until = count_from + load.duration
-    plans: list[Plan] = []
-    for number in range(count):
-        clients, batch = ((total + number) // count for total in (load.clients, load.batch_clients))
-        plan = replace(
-            target.plan(load.protocol),
-            start=start,
-            stop=count_until + _AFTER_SECONDS,
-            end=count_until + load.drain,
-            seed=1 + 1000 * seed + number,
-        )
-        plan = replace(plan, count_from=count_from, count_until=count_until, listen=load.listen, cancel=load.cancel, rate=load.rate / count)
-        plans.append(replace(plan, clients=clients, batch_clients=batch, shortest_s=load.seconds[0], longest_s=load.seconds[1]))
     use = None if target.pid is None else ProcessUse([target.pid], 0.25)
     command = [sys.executable, "-m", "benchmarks.stream_worker"]
+    plans = _plans(target, load, seed)
     workers = [subprocess.Popen(command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in plans]
     for worker, plan in zip(workers, plans, strict=True):
-        assert worker.stdin is not None
-        worker.stdin.write(json.dumps(asdict(plan)))
-        worker.stdin.close()
-        worker.stdin = None
+        _tell(worker, json.dumps(asdict(plan)))
+    for worker in workers:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n", "a process of clients ended before it was connected"
+    start = time.monotonic() + _START_SECONDS
+    for worker in workers:
+        _tell(worker, repr(start))
+    count_from = start + load.warm_up
+    count_until = count_from + load.duration
     time.sleep(max(count_from - time.monotonic(), 0))
     since, before = time.time(), _threads(target)
     time.sleep(max(count_until - time.monotonic(), 0))
@@ -150,6 +140,25 @@ def _one_seed(target: Target, load: Load, seed: int) -> Row:
     if target.own:
         row["left_over"] = asyncio.run(left_over(target.address))
     return row
+
+
+def _plans(target: Target, load: Load, seed: int) -> list[Plan]:
+    """What each process of clients does, its times after the start."""
+    count = min(load.processes, load.clients + load.batch_clients) if load.mode == "closed" else load.processes
+    until = load.warm_up + load.duration
+    plan = replace(target.plan(load.protocol), stop=until + _AFTER_SECONDS, end=until + load.drain)
+    plan = replace(plan, count_from=load.warm_up, count_until=until, listen=load.listen, cancel=load.cancel, rate=load.rate / count)
+    plan = replace(plan, shortest_s=load.seconds[0], longest_s=load.seconds[1])
+    shares = [[(total + number) // count for total in (load.clients, load.batch_clients)] for number in range(count)]
+    return [
+        replace(plan, seed=1 + 1000 * seed + number, clients=clients, batch_clients=batch) for number, (clients, batch) in enumerate(shares)
+    ]
+
+
+def _tell(worker: subprocess.Popen[str], line: str) -> None:
+    assert worker.stdin is not None
+    worker.stdin.write(line + "\n")
+    worker.stdin.flush()
 
 
 def _threads(target: Target) -> dict[str, float]:

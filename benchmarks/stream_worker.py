@@ -1,4 +1,5 @@
-"""One process of clients of `benchmarks.stream_load`: reads its plan as JSON from standard input, writes what it heard as JSON.
+"""One process of clients of `benchmarks.stream_load`. It reads its plan as a line of JSON, connects, and says `ready`; then it
+reads when to start, and writes what it heard as JSON.
 
 Only the standard library is imported. Times are those of `time.monotonic`, which all processes of a host share.
 """
@@ -12,7 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from benchmarks.sentences import sentences
@@ -59,7 +60,7 @@ class Plan:
 
     url: str
     model: str
-    #: From when on, until when requests are sent, and when what is left is broken off.
+    #: From when on, until when requests are sent, and when what is left is broken off. This and the span are after 0 until `starting`.
     start: float
     stop: float
     end: float
@@ -86,6 +87,11 @@ class Plan:
     sized: bool = True
     #: Further fields of every request.
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def starting(self, at: float) -> Plan:
+        """The plan with its times after `at`."""
+        moved = {name: getattr(self, name) + at for name in ("start", "stop", "end", "count_from", "count_until")}
+        return replace(self, **moved)
 
 
 @dataclass(slots=True)
@@ -155,12 +161,15 @@ class Clients:
         self._open: set[Connection] = set()
         self._number = plan.seed % 10_000 * 100_000
 
-    async def run(self) -> dict[str, Any]:
-        """Until the plan's end; everything that was heard."""
-        plan = self.plan
-        streams = plan.clients or max(round(plan.rate * 0.5), 1)
+    async def connect(self) -> None:
+        """Opens the connections that the first streams need."""
+        streams = self.plan.clients or max(round(self.plan.rate * 0.5), 1)
         found = await asyncio.gather(*(self._connect() for _ in range(min(streams, 256))), return_exceptions=True)
         self._idle[False] += [one for one in found if isinstance(one, Connection)]
+
+    async def run(self, start: float) -> dict[str, Any]:
+        """From a time until the plan's end; everything that was heard."""
+        plan = self.plan = self.plan.starting(start)
         tasks = [asyncio.create_task(self._client(index)) for index in range(plan.clients)]
         tasks += [asyncio.create_task(self._batch_client()) for _ in range(plan.batch_clients)]
         if plan.rate:
@@ -282,12 +291,17 @@ class Clients:
         return connection
 
 
+async def _run(clients: Clients) -> dict[str, Any]:
+    await clients.connect()
+    print("ready", flush=True)
+    return await clients.run(float(sys.stdin.readline()))
+
+
 def main() -> None:
-    plan = Plan(**json.loads(sys.stdin.read()))
-    clients = Clients(plan)
+    clients = Clients(Plan(**json.loads(sys.stdin.readline())))
     # A collection would be a pause for all clients; the process is short.
     gc.disable()
-    json.dump(asyncio.run(clients.run()), sys.stdout)
+    json.dump(asyncio.run(_run(clients)), sys.stdout)
 
 
 if __name__ == "__main__":

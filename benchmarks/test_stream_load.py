@@ -287,6 +287,19 @@ def test_what_has_no_audio_when_time_is_up_is_a_failure(local: tuple[LocalServer
     server.first_seconds = 0.0
 
 
+def test_a_load_starts_when_all_its_clients_are_connected(local: tuple[LocalServer, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    server, url = local
+    greet = server._websocket
+
+    async def late(*arguments: Any) -> None:
+        await asyncio.sleep(1.0)
+        await greet(*arguments)
+
+    monkeypatch.setattr(server, "_websocket", late)
+    load = stream_load.Load("closed", "websocket", clients=2, warm_up=0.0, duration=0.5, drain=2.0, seconds=(0.3, 1.0), processes=2)
+    assert stream_load.measure(stream_load.target_of(url), load)["requests"] > 0
+
+
 def test_single_requests_and_the_places_that_are_taken(local: tuple[LocalServer, str]) -> None:
     server, url = local
     plan = stream_load.target_of(url).plan()
