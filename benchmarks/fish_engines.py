@@ -24,7 +24,7 @@ from pipelines.fish_speech.codec import Codec, load_codec
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.dummy import CONTROLS, dummy_codec, write_checkpoint
 from pipelines.fish_speech.model import FishModel, take_weights
-from pipelines.fish_speech.native import prompt_of, voice_prefix
+from pipelines.fish_speech.native import prompt_of, shared_prefixes
 from pipelines.fish_speech.pipeline import FishPipeline, NativeFishStreamer, open_stage
 from pipelines.fish_speech.prompt import Vocabulary
 from pipelines.fish_speech.weights import NormedSource
@@ -109,8 +109,8 @@ class NativeFish:
         sizes = replace(self.sizes, frames_per_turn=turns or self.sizes.frames_per_turn)
         stage = open_stage(parts.codec.decoder)
         ids = np.array([*config.semantic, config.end], np.int64)
-        engine, prefix = Engine(self.watched, sizes, sizes.slots, stage), partial(voice_prefix, semantic=config.semantic)
-        host = NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefix, config.codebooks)
+        engine, prefixes = Engine(self.watched, sizes, sizes.slots, stage), partial(shared_prefixes, semantic=config.semantic)
+        host = NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
         return FishPipeline(config, parts.vocabulary, parts.codec, None, host, stage, NativeFishStreamer, keep_unfinished=True)
 
 

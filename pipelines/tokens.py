@@ -50,8 +50,8 @@ class TokenRequest:
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any])
     #: int64 [positions, codebooks]: the codes at the positions of the prompt that hold frames, for models that feed whole frames back.
     prompt_codes: NDArray[np.int64] | None = None
-    #: Positions at its start that other prompts begin with too, such as those of one voice.
-    shared_positions: int = 0
+    #: How many positions at its start other prompts begin with too, such as those of one voice, or of the dialogue so far: growing numbers.
+    shared_positions: Sequence[int] = ()
     #: Whether the codes of its steps are wanted, where a step has more than one.
     codes: bool = True
     #: Tokens at its start that nobody hears, where it is streamed: those before the speech, and those that the codec holds back.

@@ -39,17 +39,25 @@ class GenerationRequest:
     text_open: bool = False
     #: Codes of the prompt that the repetition penalty counts as drawn.
     drawn: Sequence[int] = ()
-    #: The first positions of the prompt, where others have them too.
-    prefix: PromptPrefix | None = None
+    #: The first positions of the prompt, where others have them too: shorter ones before longer ones.
+    prefixes: Sequence[PromptPrefix] = ()
 
     @property
     def positions(self) -> int:
         """Positions of the longest context that this request can come to."""
         return len(self.prompt) + self.max_tokens - 1
 
-    def shared_pages(self, page_size: int) -> int:
-        """Whole pages of the prefix. The last position of the prompt is never in them: the first frame writes it."""
-        return 0 if self.prefix is None else min(self.prefix.length, len(self.prompt) - 1) // page_size
+    def prefix_ends(self, page_size: int) -> list[tuple[bytes, int]]:
+        """Content of each prefix, and whole pages up to its end, where these are more than those of the one before.
+
+        The last position of the prompt is never in them: the first frame writes it.
+        """
+        found: list[tuple[bytes, int]] = []
+        for prefix in self.prefixes:
+            pages = min(prefix.length, len(self.prompt) - 1) // page_size
+            if pages > (found[-1][1] if found else 0):
+                found.append((prefix.content, pages))
+        return found
 
 
 @dataclass(eq=False, slots=True)
@@ -90,7 +98,12 @@ class Utterance:
     @property
     def own_pages(self) -> list[int]:
         """Pages that nobody else has: all that are still written."""
-        return self.pages if self.shared is None else self.pages[len(self.shared.pages) :]
+        return self.pages[self.shared_pages :]
+
+    @property
+    def shared_pages(self) -> int:
+        """How many pages are of prefixes."""
+        return 0 if self.shared is None else len(self.shared.all_pages)
 
     @property
     def to_prefill(self) -> int:
@@ -235,8 +248,8 @@ class Scheduler:
         if not self._free_slots or len(self.running) >= self.limit.now:
             return False
         request = utterance.request
-        shared = self._known_prefix(request)
-        known = [] if shared is None else shared.pages
+        shared = self.prefixes.use(request.prefix_ends(self.kv.page_size))
+        known = [] if shared is None else shared.all_pages
         wanted = self.kv.pages_for(min(request.positions, len(request.prompt) + self._reserve_frames)) - len(known)
         enough = not self.running or wanted <= self.prefixes.free
         pages = self.prefixes.take(self.kv.pages_for(len(request.prompt)) - len(known)) if enough else None
@@ -249,11 +262,6 @@ class Scheduler:
         self.running.append(utterance)
         return True
 
-    def _known_prefix(self, request: GenerationRequest) -> SharedPrefix | None:
-        """The request's prefix, in use by it from now on, if its keys and values are there."""
-        pages = request.shared_pages(self.kv.page_size)
-        return self.prefixes.use(request.prefix.content, pages) if request.prefix is not None and pages else None
-
     def adopt_prefixes(self, among: Iterable[Utterance] | None = None) -> list[Utterance]:
         """Lets those whose prefill has not begun share prefixes that came after them; returns them, since their pages are others now.
 
@@ -262,10 +270,11 @@ class Scheduler:
         """
         adopted: list[Utterance] = []
         for utterance in (self.running if among is None else among) if len(self.prefixes) else ():
-            if utterance.prefilled == 0 and (shared := self._known_prefix(utterance.request)) is not None:
-                count = len(shared.pages)
+            if utterance.prefilled == 0 and (shared := self.prefixes.use(utterance.request.prefix_ends(self.kv.page_size))) is not None:
+                known = shared.all_pages
+                count = len(known)
                 self.kv.give_back(utterance.pages[:count])
-                utterance.pages[:count], utterance.shared = shared.pages, shared
+                utterance.pages[:count], utterance.shared = known, shared
                 utterance.prefilled = count * self.kv.page_size
                 if utterance.to_prefill == 0:
                     utterance.embeddings = None
@@ -273,16 +282,20 @@ class Scheduler:
         return adopted
 
     def keep_prefix(self, utterance: Utterance) -> None:
-        """Lets others share the prefix of a request that has prefilled it."""
-        request, pages = utterance.request, utterance.request.shared_pages(self.kv.page_size)
-        if utterance.shared is None and request.prefix is not None and 0 < pages * self.kv.page_size <= utterance.prefilled:
-            utterance.shared = self.prefixes.keep(request.prefix.content, utterance.pages[:pages])
+        """Lets others share the prefixes of a request that it has prefilled, but for those behind one that another request has kept."""
+        for content, end in utterance.request.prefix_ends(self.kv.page_size):
+            held = utterance.shared_pages
+            if end > held and end * self.kv.page_size <= utterance.prefilled:
+                longer = self.prefixes.keep(utterance.shared, content, utterance.pages[held:end])
+                if longer is None:
+                    break
+                utterance.shared = longer
 
     def prefill(self, among: Iterable[Utterance] | None = None, share: int = 1) -> list[tuple[Utterance, int]]:
         """Whole chunks of prompts within the turn's budget, or a part of it, as (utterance, positions), oldest first.
 
-        Chunks end at multiples of the chunk size from the prompt's beginning, and from the end of a prefix that can be shared: what is
-        computed for a prompt does not depend on the others, or on who computed its prefix.
+        Chunks end at multiples of the chunk size from the prompt's beginning, and from each end of a prefix that can be shared: what is
+        computed for a prompt does not depend on the others, or on who computed its prefixes.
         """
         chunks: list[tuple[Utterance, int]] = []
         budget = self._prefill_tokens // share
@@ -290,12 +303,13 @@ class Scheduler:
             left = utterance.to_prefill
             if left <= 0 or budget <= 0:
                 continue
-            of_prefix = utterance.request.shared_pages(self.kv.page_size) * self.kv.page_size - utterance.prefilled
+            at = utterance.prefilled
+            ends = [pages * self.kv.page_size for _, pages in utterance.request.prefix_ends(self.kv.page_size)]
             while left > 0 and budget > 0:
-                count = min(left, self._prefill_chunk, of_prefix if of_prefix > 0 else left)
+                count = min(left, self._prefill_chunk, next((end - at for end in ends if end > at), left))
                 chunks.append((utterance, count))
+                at += count
                 left -= count
-                of_prefix -= count
                 budget -= count
         return chunks
 

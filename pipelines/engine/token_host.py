@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -35,10 +35,10 @@ class NativeHost(Generic[P]):
         ids: NDArray[np.int64],
         ends: tuple[int, ...],
         prompt: Callable[[TokenRequest], P],
-        prefix: Callable[[P], PromptPrefix | None] = lambda _: None,
+        prefixes: Callable[[P], Sequence[PromptPrefix]] = lambda _: (),
         codebooks: int = 1,
     ) -> None:
-        """`ends`: the codes that end a sequence of this model; `prompt`: what the model embeds for a request; `prefix`: the positions of
+        """`ends`: the codes that end a sequence of this model; `prompt`: what the model embeds for a request; `prefixes`: the positions of
         that which other prompts begin with too; `codebooks`: of a frame.
         """
         self._engine = engine
@@ -47,7 +47,7 @@ class NativeHost(Generic[P]):
         #: The code of each id that is one, for the penalty of what a prompt holds.
         self._codes = {int(token): code for code, token in enumerate(ids.tolist())}
         self._prompt = prompt
-        self._prefix = prefix
+        self._prefixes = prefixes
         self._codebooks = codebooks
         self._lock = threading.Lock()
         self._asked: dict[TokenRequest, GenerationRequest] = {}
@@ -122,7 +122,7 @@ class NativeHost(Generic[P]):
             stream=streamed,
             unheard=request.unheard,
             drawn=[self._codes[token] for token in counted if token in self._codes],
-            prefix=self._prefix(prompt),
+            prefixes=self._prefixes(prompt),
         )
 
     def _tokens_of(self, codes: NDArray[np.int64]) -> tuple[list[int], NDArray[np.int64] | None]:

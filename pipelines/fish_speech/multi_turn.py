@@ -46,7 +46,7 @@ class TurnPlan:
         self._frames = frames
         self._context = context
         self._turn = 0
-        self.prompt = conversation.ask(texts[0])
+        self.prompt = self._ask()
         self.current = self._request(self.prompt)
 
     @property
@@ -69,7 +69,7 @@ class TurnPlan:
                 self.cut = True
                 return False
         self._conversation.answer(frames)
-        self.current = self._request(self._conversation.ask(self._texts[self._turn]))
+        self.current = self._request(self._ask())
         if self.most < 2:
             raise InputError(
                 ErrorCode.INPUT_TOO_LONG,
@@ -77,6 +77,9 @@ class TurnPlan:
                 "Split it into several lines, or open the model with a larger max_context.",
             )
         return True
+
+    def _ask(self) -> Prompt:
+        return self._conversation.ask(self._texts[self._turn], self._turn + 1 < len(self._texts))
 
     def _request(self, prompt: Prompt) -> TokenRequest:
         most = min(self._sampling.max_tokens, self._context - len(prompt.ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -80,15 +81,16 @@ def open_host(
     waiting_room = options.waiting_room or (sizes.slots if model.device.type == "cuda" else _CPU_WAITING_ROOM)
     ids = np.array([*config.semantic, config.end], np.int64)
     engine = Engine(executor, sizes, waiting_room, stage)
-    prefix = partial(voice_prefix, semantic=config.semantic)
-    return NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefix, config.codebooks)
+    prefixes = partial(shared_prefixes, semantic=config.semantic)
+    return NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
 
 
-def voice_prefix(prompt: Prompt, semantic: range) -> PromptPrefix | None:
-    """The positions of a prompt that other prompts of its voice begin with too, known by their ids and by the codes of their frames."""
-    if not prompt.shared:
-        return None
-    ids = np.asarray(prompt.ids[: prompt.shared], np.int64)
-    spoken = int(((ids >= semantic.start) & (ids < semantic.stop)).sum())
-    content = ids.tobytes() + prompt.codes[:spoken].astype(np.int64).tobytes()
-    return PromptPrefix(hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest(), prompt.shared)
+def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
+    """The positions that other prompts begin with too, those of its voice and of its dialogue so far, known by ids and codes of frames."""
+    ids = np.asarray(prompt.ids, np.int64)
+    frames = np.cumsum((ids >= semantic.start) & (ids < semantic.stop))
+    prefixes: list[PromptPrefix] = []
+    for length in prompt.shared:
+        content = ids[:length].tobytes() + prompt.codes[: frames[length - 1]].astype(np.int64).tobytes()
+        prefixes.append(PromptPrefix(hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest(), length))
+    return prefixes

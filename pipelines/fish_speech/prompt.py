@@ -155,8 +155,9 @@ class Prompt:
 
     ids: Sequence[int]
     codes: NDArray[np.int64]
-    #: Positions at its start, the system message with its references, that other prompts of the voice begin with too.
-    shared: int = 0
+    #: How many positions at its start other prompts begin with too: the system message with its references, then the prompt of each
+    #: turn that another one follows, but for its last position, whose keys and values are computed with the first frame.
+    shared: Sequence[int] = ()
     trailing = np.zeros(0, np.int64)
 
     def __len__(self) -> int:
@@ -192,16 +193,18 @@ class Conversation:
         else:
             self._add(_PLAIN)
         self._add(_END)
-        self._shared = len(self._ids)
+        self._shared = [len(self._ids)]
 
-    def ask(self, text: str) -> Prompt:
-        """The prompt that asks for `text` next. Raises `InputError` (`input.unpronounceable`)."""
+    def ask(self, text: str, more: bool = False) -> Prompt:
+        """The prompt that asks for `text` next; `more`: whether another one follows. Raises `InputError` (`input.unpronounceable`)."""
         spoken = self._vocabulary.spoken(text)
         self._add(_USER)
         self._ids += spoken
         self._add(_END)
         self._add(_ASSISTANT)
-        return Prompt(tuple(self._ids), np.concatenate(self._codes), self._shared)
+        if more:
+            self._shared.append(len(self._ids) - 1)
+        return Prompt(tuple(self._ids), np.concatenate(self._codes), tuple(self._shared))
 
     def answer(self, codes: NDArray[np.int64]) -> None:
         """What was spoken after the last `ask`, int64 [frames, codebooks]."""

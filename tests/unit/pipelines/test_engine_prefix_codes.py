@@ -64,8 +64,8 @@ def requests(count: int, seed: int, frames: int) -> list[GenerationRequest]:
     for index in range(count):
         one, voice = random_request(rng, golden_model("base", codebooks=2), f"r{index}"), index % len(LENGTHS)
         sampling = replace(one.sampling, min_new_tokens=frames)
-        prefix = PromptPrefix(bytes([voice]), LENGTHS[voice])
-        made.append(replace(one, prompt=VoicePrompt(voice, one.prompt), prefix=prefix, max_tokens=frames, sampling=sampling))
+        prefixes = (PromptPrefix(bytes([voice]), LENGTHS[voice]),)
+        made.append(replace(one, prompt=VoicePrompt(voice, one.prompt), prefixes=prefixes, max_tokens=frames, sampling=sampling))
     return made
 
 

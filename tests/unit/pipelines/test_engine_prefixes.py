@@ -41,11 +41,13 @@ class Prompt:
         return len(self.numbers)
 
 
-def request(number: int, voice: int, shared: int, own: int, frames: int = 3, stream: bool = False) -> GenerationRequest:
-    """One that ends after so many frames, and whose prompt begins with the `shared` positions of a voice."""
+def request(
+    number: int, voice: int, shared: int, own: int, frames: int = 3, stream: bool = False, within: Sequence[int] = ()
+) -> GenerationRequest:
+    """One that ends after so many frames, and whose prompt begins with the `shared` positions of a voice, and shorter ones `within` it."""
     numbers = [100 * voice + at for at in range(shared)] + [10_000 + 100 * number + at for at in range(own)]
-    prefix = PromptPrefix(bytes([voice, shared]), shared) if shared else None
-    return GenerationRequest(f"r{number}", Prompt(tuple(numbers)), SamplingParams(), frames, 10, stream, prefix=prefix)
+    prefixes = [PromptPrefix(bytes([voice, length]), length) for length in (*within, shared) if length]
+    return GenerationRequest(f"r{number}", Prompt(tuple(numbers)), SamplingParams(), frames, 10, stream, prefixes=prefixes)
 
 
 def numbers_of(utterance: Utterance) -> tuple[int, ...]:
@@ -172,10 +174,11 @@ class Run:
     def check(self) -> None:
         """Each page has one owner, or is of a prefix with its users; each utterance reads what is its own, from first to last."""
         running, cache, kv = self.core.scheduler.running, self.core.scheduler.prefixes, self.device.kv
-        users = Counter(one.shared for one in running if one.shared is not None)
+        users = Counter(prefix for one in running if one.shared is not None for prefix in one.shared.chain)
         assert {prefix: prefix.users for prefix in users} == users
         assert not any(prefix.users or prefix.doubtful for prefix in cache._unused)
         in_use = [page for prefix in users for page in prefix.pages] + [page for one in running for page in one.own_pages]
+        assert all(one.pages[: one.shared_pages] == one.shared.all_pages for one in running if one.shared is not None)
         unused = [page for prefix in cache._unused for page in prefix.pages]
         assert sorted([*kv._free, *cache._unclean, *unused, *in_use]) == list(range(1, kv.pages + 1))
         assert cache.free == kv.pages - len(in_use)
@@ -203,9 +206,10 @@ def test_no_page_is_lost_or_has_two_owners_whatever_happens(rng: random.Random, 
     for _ in range(60):
         match rng.choice(DOINGS):
             case "add":
-                shared = rng.choice((0, 5, 8, 8, 13))
-                one = request(len(run.asked), rng.randrange(2), shared, rng.randint(shared == 0, 6), rng.randrange(12), rng.random() < 0.2)
-                run.add(one)
+                within = rng.choice(((), (5,), (8,), (5, 8, 11)))
+                shared = rng.choice((0, 5, 8, 13)) if not within else 13
+                own, frames = rng.randint(shared == 0, 6), rng.randrange(12)
+                run.add(request(len(run.asked), rng.randrange(2), shared, own, frames, rng.random() < 0.2, within))
             case "abort":
                 run.core.abort(f"r{rng.randrange(len(run.asked) + 1)}")
             # Frames that nobody has read yet can be of pages that were given back since.
@@ -350,13 +354,61 @@ def test_a_prefix_is_known_by_its_content_and_its_pages() -> None:
     kv = PagedKV(1, 8, 1, PAGE, 1, torch.float32, CPU)
     cache = PrefixCache(kv)
     pages = kv.take(3) or []
-    kept = cache.keep(b"voice", pages[:2])
+    kept = cache.keep(None, b"voice", pages[:2])
     assert kept is not None
-    assert cache.keep(b"voice", pages[1:]) is None, "it is known already"
-    assert cache.use(b"voice", 1) is None
-    assert cache.use(b"other", 2) is None
-    assert cache.use(b"voice", 2) is kept
+    assert cache.keep(None, b"voice", pages[1:]) is None, "it is known already"
+    assert cache.use([(b"voice", 1)]) is None
+    assert cache.use([(b"other", 2)]) is None
+    assert cache.use([(b"voice", 2)]) is kept
     assert kept.users == 2
+
+
+def test_a_longer_prefix_goes_on_from_the_very_shorter_one_and_both_are_read() -> None:
+    kv = PagedKV(1, 8, 1, PAGE, 1, torch.float32, CPU)
+    cache = PrefixCache(kv)
+    pages = kv.take(5) or []
+    voice = cache.keep(None, b"voice", pages[:2])
+    turn = cache.keep(voice, b"turn", pages[2:3])
+    assert voice is not None
+    assert turn is not None
+    assert cache.use([(b"turn", 1)]) is None
+    assert cache.use([(b"turn", 3)]) is None
+    assert cache.use([(b"voice", 2), (b"turn", 4)]) is voice
+    assert cache.use([(b"voice", 2), (b"turn", 3), (b"later", 4)]) is turn
+    assert turn.all_pages == pages[:3]
+    assert (voice.users, turn.users) == (3, 2)
+
+
+def test_a_later_turn_reads_what_every_turn_before_it_computed_and_the_longest_goes_first() -> None:
+    run = Run(slots=1, pages=10)
+    run.add(request(0, 1, 16, 1, within=(4, 9)), request(1, 1, 24, 1, within=(4, 9, 16)))
+    run.end()
+    assert [chunk[1:] for chunk in run.device.chunks] == [(0, 4), (4, 4), (8, 6), (14, 2), (16, 6), (22, 2)]
+    assert run.known == {bytes([1, length]) for length in (4, 9, 16, 24)}
+    assert run.core.scheduler.prefixes.take(6) is not None
+    assert run.known == {bytes([1, length]) for length in (4, 9, 16)}
+    assert run.core.scheduler.prefixes.take(1) is not None
+    assert run.known == {bytes([1, length]) for length in (4, 9)}
+
+
+def test_what_goes_on_from_a_prefix_with_nan_is_given_to_nobody_and_nothing_is_kept_behind_it() -> None:
+    run = Run(slots=4, pages=40, prefill_tokens=6)
+    turns = [request(0, 1, 8, 3, frames=9), request(1, 1, 12, 3, frames=1, within=(8,)), request(2, 1, 28, 3, frames=9, within=(8,))]
+    for one in turns[:2]:
+        run.add(one)
+        run.step(4)
+    assert run.known == {bytes([1, 8]), bytes([1, 12])}
+    run.add(turns[2])
+    run.step()
+    run.device.nan_at = 9
+    run.step()
+    assert run.heard.errors[turns[0]].code is ErrorCode.SYNTH_NAN
+    run.step(5)
+    assert turns[2] in {one.request for one in run.core.scheduler.running}
+    assert run.known == set(), "neither what the one before it has kept, nor what was prefilled behind it"
+    run.end()
+    assert run.core.scheduler.prefixes.take(40) is not None
+    assert np.isfinite(run.device.keys).all()
 
 
 def test_nothing_is_shared_by_those_who_declare_nothing() -> None:

@@ -114,8 +114,10 @@ def test_turns_follow_one_another_and_hear_what_was_said(streamed: bool) -> None
     prompts = [list(request.prompt_ids) for request, _ in host.sent]
     assert prompts[1][: len(prompts[0])] == prompts[0]
     assert prompts[2][: len(prompts[1])] == prompts[1]
-    (shared,) = {request.shared_positions for request, _ in host.sent}
-    assert VOCABULARY.encode("<|im_start|>user\n")[0] == prompts[0][shared], "all turns begin with the system message"
+    system = host.sent[0][0].shared_positions[0]
+    assert VOCABULARY.encode("<|im_start|>user\n")[0] == prompts[0][system], "all turns begin with the system message"
+    behind = [system, *(len(prompt) - 1 for prompt in prompts[:2])]
+    assert [list(request.shared_positions) for request, _ in host.sent] == [behind[:2], behind, behind], "nothing follows the last turn"
 
 
 @pytest.mark.parametrize("streamed", [False, True])

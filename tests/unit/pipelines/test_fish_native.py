@@ -29,7 +29,7 @@ from pipelines.engine.token_host import NativeHost
 from pipelines.errors import ConfigError, ErrorCode, ModelError, SynthesisError
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.model import FishModel, load_weights, take_weights
-from pipelines.fish_speech.native import memory_needs, plan_sizes, voice_prefix
+from pipelines.fish_speech.native import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, Vocabulary, prompt_of
 from pipelines.nn.checkpoint import NativeModelOptions
 from pipelines.registry import describe, open_pipeline
@@ -66,8 +66,8 @@ def open_host(share: bool = True, **sizes: int) -> NativeHost[Prompt]:
     options = replace(OPTIONS, **sizes)
     executor = EagerExecutor(model(), options.slots, options.pages, options.page_size, options.max_context)
     ids = np.array([*CONFIG.semantic, CONFIG.end])
-    prefix = partial(voice_prefix, semantic=CONFIG.semantic) if share else lambda _: None
-    return NativeHost(Engine(executor, options), ids, (END,), prompt_of, prefix, CONFIG.codebooks)
+    prefixes = partial(shared_prefixes, semantic=CONFIG.semantic) if share else lambda _: ()
+    return NativeHost(Engine(executor, options), ids, (END,), prompt_of, prefixes, CONFIG.codebooks)
 
 
 def voice(residual: int = 0) -> Reference:
@@ -208,7 +208,7 @@ class TestVoices:
             for one, wanted in zip(requests, alone):
                 before = model().prefilled
                 np.testing.assert_array_equal(made(host, one)[0].codes, wanted.codes)
-        shared = requests[1].shared_positions // OPTIONS.page_size * OPTIONS.page_size
+        shared = requests[1].shared_positions[0] // OPTIONS.page_size * OPTIONS.page_size
         assert shared > 60
         assert model().prefilled - before == len(requests[1].prompt_ids) - 1 - shared
 
@@ -224,12 +224,11 @@ class TestVoices:
 
     def test_a_prefix_is_the_system_message(self) -> None:
         request = asked("Good morning.", voice())
-        prefix = voice_prefix(prompt_of(request), CONFIG.semantic)
-        assert prefix is not None
-        assert prefix.length == request.shared_positions
+        (prefix,) = shared_prefixes(prompt_of(request), CONFIG.semantic)
+        assert (prefix.length,) == request.shared_positions
         other = asked("Not the same text.", voice())
-        assert voice_prefix(prompt_of(other), CONFIG.semantic) == prefix
-        assert voice_prefix(prompt_of(replace(request, shared_positions=0)), CONFIG.semantic) is None
+        assert [*shared_prefixes(prompt_of(other), CONFIG.semantic)] == [prefix]
+        assert not shared_prefixes(prompt_of(replace(request, shared_positions=())), CONFIG.semantic)
 
 
 def test_alone_is_as_together_with_any_settings() -> None:
