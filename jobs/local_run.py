@@ -95,11 +95,14 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
     Raises `InputError` for an input without items, `Interrupted` as `events.check` does, and what a submit and the job's services raise.
     """
     settings, spec = run.settings, run.spec
+    engine = settings.chosen_engine(spec.card)
+    if spec.card.check_engine is not None:
+        spec.card.check_engine(engine)
     with EmbeddedHome(settings, run.devices) as embedded:
         events.began(embedded)
         store = open_store(settings.effective_store_url, settings.s3)
         _say_settings(run.chosen, store, events)
-        if settings.chosen_engine(spec.card) == "native":
+        if engine == "native":
             # Such a model takes longer to open than most inputs take to read.
             embedded.prepare(spec.spec.model)
         with closing(Ledger.of(settings)) as ledger:

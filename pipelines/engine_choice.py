@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+
+from pipelines.errors import ConfigError, ErrorCode
 
 #: What `SPEECH_ENGINE__KIND` and the option `engine` of such a model take.
 EngineKind = Literal["auto", "native", "vllm"]
@@ -24,3 +27,19 @@ def automatic_engine(device: str | None = None) -> Literal["native", "vllm"]:
     """
     on_gpu = has_gpu() if device is None else device.startswith("cuda")
     return "vllm" if on_gpu and find_spec("vllm") is not None else "native"
+
+
+#: What to do where vLLM cannot draw frames of several codes.
+FRAMES_ADVICE = "Set SPEECH_ENGINE__KIND to native (in Python the option engine), or unset it."
+
+
+def check_frames_on_vllm() -> None:
+    """Raises `ConfigError` (`config.invalid`) where vLLM cannot draw frames of several codes: it does so with Triton, on a CPU too.
+
+    It imports neither. Says nothing where vLLM is not installed, or is told which of its model runners to take.
+    """
+    told = "VLLM_USE_V2_MODEL_RUNNER" in os.environ
+    if told or find_spec("vllm") is None or has_gpu() or entry_points(group="triton.backends", name="cpu"):
+        return
+    message = "On a CPU the engine vllm runs this model with a Triton that makes code for CPUs, and there is none here."
+    raise ConfigError(ErrorCode.CONFIG_INVALID, message, FRAMES_ADVICE)

@@ -52,6 +52,9 @@ class ModelCard:
     #: raises `InputError` for what the model would refuse; None: nothing is known before the model looks at it.
     check_text: Callable[[str], None] | None = field(default=None, compare=False)
     check_reference: Callable[[bytes], None] | None = field(default=None, compare=False)
+    #: What a run on this machine asks of an engine before it starts: cheap, and raises `ConfigError` where the engine cannot run the model
+    #: here; None: nothing is known before it is opened.
+    check_engine: Callable[[str], None] | None = field(default=None, compare=False)
 
 
 class Provider(Protocol):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.engine_choice import automatic_engine
+from pipelines.engine_choice import automatic_engine, check_frames_on_vllm
 from pipelines.nn.config_keys import Keys, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
@@ -266,6 +266,12 @@ CAPABILITIES = Capabilities(
 _SUFFIXES = (".json", ".safetensors", ".pth")
 
 
+def check_engine(engine: str) -> None:
+    """Raises `ConfigError` (`config.invalid`) for the engine vllm on a machine where it cannot run this model."""
+    if engine == "vllm":
+        check_frames_on_vllm()
+
+
 def describe(folder: Path) -> ModelCard:
     """The card of a checkpoint folder. Raises `ModelError` (`model.bad_checkpoint`)."""
     config = FishConfig.from_folder(folder)
@@ -280,4 +286,5 @@ def describe(folder: Path) -> ModelCard:
         engines=("native", "vllm"),
         seconds_per_character=SECONDS_PER_CHARACTER,
         check_reference=check_encoded,
+        check_engine=check_engine,
     )

@@ -12,13 +12,14 @@ from numpy.typing import NDArray
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import check_executor
+from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
 from pipelines.fish_speech.config import CAPABILITIES, FishConfig
 from pipelines.fish_speech.language_model import LanguageModel
 from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
 from pipelines.fish_speech.native import load_model, open_host, plan_sizes
-from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, groups
+from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
 from pipelines.fish_speech.weights import check_language_model
 from pipelines.nn.checkpoint import NativeModelOptions, TokenModelOptions, open_device, precision, read_options, take_engine, type_name
 from pipelines.request import Generation, SynthesisRequest
@@ -101,6 +102,7 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
 
 def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
     chosen = read_options(FishOptions, options)
+    check_frames_on_vllm()
     load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
     config = FishConfig.from_folder(folder)
@@ -181,7 +183,7 @@ class FishPipeline(SpeechPipeline[TurnPlan, FishRequestInfo]):
         texts = groups(clean(task.text), defaults.chunk_bytes, defaults.chunk_turns)
         words = [len(self.vocabulary.spoken(text)) for text in texts]
         self._check_room(sum(words))
-        spoken = [(recording, clean(text)) for recording, text in task.references]
+        spoken = [(recording, clean_reference(text)) for recording, text in task.references]
         references = [Reference(text, self.references.prepare(recording)) for recording, text in spoken]
         conversation = Conversation(self.vocabulary, self.config.codebooks, references)
         sampling = token_sampling(defaults, request.generation, defaults.max_new_tokens, request.seed, (self.config.end,))

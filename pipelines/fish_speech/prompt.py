@@ -102,6 +102,17 @@ def clean(text: str) -> str:
     return text
 
 
+def clean_reference(text: str) -> str:
+    """The words of a recording, as `clean`. Raises `InputError`: as that, and `input.reference_text` for a speaker tag without words."""
+    text = clean(text)
+    try:
+        turns(text)
+    except InputError as error:
+        advice = "Say in `generation.reference_text` what the recording says."
+        raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, "A speaker tag of `reference_text` has no words.", advice) from error
+    return text
+
+
 def has_speaker(text: str) -> bool:
     """Whether a text says who speaks."""
     return _SPEAKER.search(text) is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,16 @@ from pipelines.spark_tts.native import CONTEXT, load_lm, open_host, plan_sizes
 from pipelines.spark_tts.prompt import SparkCodes, Vocabulary, clone_prompt, creation_prompt
 from pipelines.spark_tts.reference import ReferenceEncoder, SemanticFeatures
 from pipelines.spark_tts.streaming_decoder import BATCH_TOKENS, RIGHT_TOKENS, BiCodecDecoder, Voice
-from pipelines.tokens import TokenHost, TokenRequest, TokenRequestInfo, Tokens, TokenStreamer, TokenUtteranceFuture, token_sampling
+from pipelines.tokens import (
+    Finish,
+    TokenHost,
+    TokenRequest,
+    TokenRequestInfo,
+    Tokens,
+    TokenStreamer,
+    TokenUtteranceFuture,
+    token_sampling,
+)
 from pipelines.validation import SpeechTask, check_room, check_seed, frames_within, speech_task
 from pipelines.vllm_engine.host import VllmHost
 from pipelines.vllm_engine.library import load_vllm, qwen2_overrides
@@ -49,24 +58,32 @@ class SparkRequestInfo(TokenRequestInfo[Voice]):
     voice: tuple[int, ...] | None
     #: How many global tokens a voice has.
     voice_tokens: int
+    #: Semantic tokens of the longest speech that was asked for; None: as many as the LM may write.
+    most: int | None = None
 
     def codes(self, tokens: Tokens) -> SparkCodes:
         """The tokens of BiCodec in a finished sequence.
 
         Raises `SynthesisError`: `synth.no_eos` when it did not end, `synth.no_audio` when it holds no speech or no whole voice.
         """
-        self.check_end(tokens.finish, len(tokens.ids), "tokens")
-        found = self.vocabulary.parse(tokens.ids)
+        return self._codes(tokens)[0]
+
+    def _codes(self, tokens: Tokens) -> tuple[SparkCodes, Finish]:
+        """As `codes`, and how the speech ended: it is cut where the LM wrote more than was asked for."""
+        found, finish = self.vocabulary.parse(tokens.ids), tokens.finish
+        if self.most is not None and len(found.semantic) > self.most:
+            found, finish = replace(found, semantic=found.semantic[: self.most]), "length"
+        self.check_end(finish, len(found.semantic), "speech tokens")
         voice = found.voice if self.voice is None else self.voice
         if not found.semantic:
             raise no_audio("The model wrote no speech tokens.")
         if len(voice) != self.voice_tokens:
             raise no_audio(f"The model wrote {len(voice)} tokens of a voice instead of {self.voice_tokens}.")
-        return SparkCodes(found.semantic, voice)
+        return SparkCodes(found.semantic, voice), finish
 
     def read(self, tokens: Tokens) -> FinishedCodes[Voice]:
-        codes = self.codes(tokens)
-        return FinishedCodes(column(codes.semantic), tokens.finish, Voice(torch.tensor(codes.voice)))
+        codes, finish = self._codes(tokens)
+        return FinishedCodes(column(codes.semantic), finish, Voice(torch.tensor(codes.voice)))
 
     def reader(self) -> SparkReader:
         return SparkReader(self)
@@ -78,10 +95,14 @@ class SparkReader:
     def __init__(self, info: SparkRequestInfo) -> None:
         self._info = info
         self._ids: list[int] = []
+        self._left = info.most
 
     def read(self, ids: list[int], codes: NDArray[np.int64] | None) -> NDArray[np.int64]:
         self._ids += ids
-        return column(self._info.vocabulary.parse(ids).semantic)
+        semantic = self._info.vocabulary.parse(ids).semantic[: self._left]
+        if self._left is not None:
+            self._left -= len(semantic)
+        return column(semantic)
 
     def start(self) -> Voice | None:
         """The voice, whose tokens all stand before the first semantic one; None when it is not whole."""
@@ -236,12 +257,13 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         prompt, voice = self._prompt(task)
         room = self.host.max_context - len(prompt)
         check_room(len(prompt), self.host.max_context, room, "a larger max_context")
-        most = min(self._token_limit(request.generation, created=voice is None), room)
+        longest = self._longest(request.generation)
+        most = min(self._token_limit(longest, created=voice is None), room)
         stops = (self.config.lm.eos, self.vocabulary.control("end_semantic_token"))
         sampling = token_sampling(self.config.sampling, request.generation, most, request.seed, stops)
         meta = {**self._meta, "prompt_positions": len(prompt)}
         tokens = self.config.bicodec.speaker.tokens
-        info = SparkRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, self.vocabulary, voice, tokens)
+        info = SparkRequestInfo(task.text, self.sample_rate, meta, self._keep_unfinished, self.vocabulary, voice, tokens, longest)
         before = tokens + _USUAL_EXTRAS if voice is None else int(task.reference_text is None)
         return TokenRequest(request.request_id, prompt, sampling, unheard=before + RIGHT_TOKENS), info
 
@@ -256,13 +278,17 @@ class SparkPipeline(SpeechPipeline[TokenRequest, SparkRequestInfo]):
         prompt = clone_prompt(self.vocabulary, task.text, reference.voice, task.reference_text, reference.semantic)
         return prompt, reference.voice
 
-    def _token_limit(self, generation: Generation, created: bool) -> int:
+    def _longest(self, generation: Generation) -> int | None:
+        """Semantic tokens of the longest speech that a line asks for; None where it names no limit."""
+        if generation.max_seconds is None:
+            return None
+        return frames_within(generation.max_seconds, self.config.tokens_per_second, self.config.sampling.max_new_tokens)
+
+    def _token_limit(self, longest: int | None, created: bool) -> int:
         """Tokens that the LM may write: speech, what stands before it, and one that may be the end."""
         limit = self.config.sampling.max_new_tokens
-        if generation.max_seconds is None:
-            return limit
         before = self.config.bicodec.speaker.tokens + CREATION_EXTRAS if created else 1
-        return min(limit, before + frames_within(generation.max_seconds, self.config.tokens_per_second, limit) + 1)
+        return limit if longest is None else min(limit, before + longest + 1)
 
 
 def vllm_options(options: TokenModelOptions, config: SparkConfig) -> VllmOptions:

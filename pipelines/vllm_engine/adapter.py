@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from pipelines.engine_choice import FRAMES_ADVICE
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.tokens import TokenRequest
 from pipelines.vllm_engine.library import on_cpu
@@ -97,9 +98,7 @@ def check_runner(arguments: dict[str, Any]) -> None:
     try:
         refuse(AsyncEngineArgs(**arguments).create_engine_config())
     except ValueError as error:
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"vLLM cannot run this model: {error}.", "Change the options it was opened with."
-        ) from error
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"vLLM cannot run this model: {error}.", FRAMES_ADVICE) from error
 
 
 def start_engine(arguments: dict[str, Any], moment: EngineMoment) -> AsyncLLM:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.config import FishConfig
-from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, columns, groups, turns
+from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, columns, groups, turns
 from tests.support.fish_checkpoint import whole
 
 CONFIG = FishConfig.from_folder(whole())
@@ -30,6 +30,21 @@ VOCABULARY = Vocabulary.from_folder(CONFIG)
 def test_what_may_be_said(text: str) -> None:
     assert clean(text) == text
     VOCABULARY.spoken(text)
+
+
+@pytest.mark.parametrize("text", ["<|speaker:0|>", " <speaker:1> ", "<|speaker:0|>Hello.<|speaker:1|>", "<|speaker:0|>\u200b"])
+def test_the_words_of_a_recording_are_more_than_a_speaker_tag(text: str) -> None:
+    """A tag alone would be no words of a recording, which this model cannot clone by."""
+    with pytest.raises(InputError, match="no words") as caught:
+        clean_reference(text)
+    assert caught.value.code is ErrorCode.INPUT_REFERENCE_TEXT
+    assert "generation.reference_text" in caught.value.advice
+
+
+def test_the_words_of_a_recording_may_have_speakers() -> None:
+    for text in ("Hello.", "<|speaker:1|>Hello.", "Before. <|speaker:0|>One. <|speaker:1|>Two."):
+        assert clean_reference(text) == text
+    assert clean_reference("<speaker:1>Hello.") == "<|speaker:1|>Hello."
 
 
 def test_the_old_speaker_tag_is_today_s() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from pipelines import engine_choice
 from pipelines.engine_choice import automatic_engine
@@ -88,6 +90,29 @@ def test_a_stream_is_heard_once_its_first_chunk_is_there(pipeline: SparkPipeline
     chunks = [len(chunk.samples) for chunk in pipeline.stream(asked)]
     assert chunks[0] == (FIRST + more) * TOKEN
     assert sum(chunks) == len(pipeline.submit(asked).result(SECONDS).samples)
+
+
+@pytest.mark.parametrize("asked", [CREATED, CLONED, CONTINUED])
+def test_a_limit_of_seconds_is_that_of_the_speech_to_the_token(
+    pipeline: SparkPipeline, asked: SynthesisRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever stands before the speech, which is less than the room that is left for it."""
+
+    def within(tokens: int | None) -> SynthesisRequest:
+        seconds = None if tokens is None else tokens / 50
+        return replace(asked, generation=structs.replace(asked.generation, max_seconds=seconds, temperature=0.0))
+
+    whole = pipeline.submit(within(None)).result(SECONDS).samples
+    count = len(whole) // TOKEN
+    assert np.array_equal(pipeline.submit(within(count)).result(SECONDS).samples, whole)
+    fewer = count - 1
+    with pytest.raises(SynthesisError, match=f"within {fewer} ") as caught:
+        pipeline.submit(within(fewer)).result(SECONDS)
+    assert caught.value.code is ErrorCode.SYNTH_NO_EOS
+    monkeypatch.setattr(pipeline, "_keep_unfinished", True)
+    speech = pipeline.submit(within(fewer)).result(SECONDS)
+    assert (len(speech.samples), speech.meta["finish"]) == (fewer * TOKEN, "length")
+    assert sum(len(chunk.samples) for chunk in pipeline.stream(within(fewer))) == fewer * TOKEN
 
 
 def test_speech_is_the_same_alone_and_in_any_company(pipeline: SparkPipeline) -> None:
