@@ -53,9 +53,9 @@ RENAMED = {
 NOT_SETTINGS = frozenset({"SPEECH_CONFIG", "SPEECH_DEBUG"})
 
 
-#: Of `engine`: what keeps cloned voices, which not every family does; what the engine vllm has not, or has by another name.
-_VOICE_CACHE = {"voice_cache", "voice_cache_mib"}
-_NATIVE_ONLY = {"executor", *_VOICE_CACHE}
+#: Of `engine`: what Qwen3-TTS alone has, which keeps cloned voices; what the engine vllm has not, or has by another name.
+_QWEN3_ONLY = {"voice_cache", "voice_cache_mib", "codec_rows"}
+_NATIVE_ONLY = {"executor", *_QWEN3_ONLY}
 
 
 class Settings(SettingsGroup):
@@ -166,7 +166,7 @@ class Settings(SettingsGroup):
         if engine == "cpu":
             options = {"threads": self.worker.threads, "waiting_room": self.engine.waiting_room}
         elif engine == "native":
-            left_out = {"kind"} if has_option(card, "voice_cache") else {"kind", *_VOICE_CACHE}
+            left_out = {"kind"} if has_option(card, "voice_cache") else {"kind", *_QWEN3_ONLY}
             options = self.engine.model_dump(exclude_defaults=True, mode="json", exclude=left_out)
         else:
             options = self.engine.model_dump(exclude_defaults=True, exclude={"kind", *_NATIVE_ONLY})

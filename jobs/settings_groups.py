@@ -116,6 +116,11 @@ class EngineSettings(SettingsGroup):
         default=None, description="Qwen3-TTS: folder that keeps cloned voices, encoded, for later starts. Unset: they are kept in memory."
     )
     voice_cache_mib: PositiveInt = Field(default=256, description="Qwen3-TTS: maximum size of `voice_cache` in MiB.")
+    codec_rows: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Qwen3-TTS on a GPU: rows of the codec's continuous batch of whole utterances, such as 256. "
+        "0: batches of similar lengths. Not measured yet.",
+    )
 
 
 class VllmSettings(SettingsGroup):

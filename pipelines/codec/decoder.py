@@ -17,6 +17,7 @@ from pipelines.codec.blocks import Past
 from pipelines.codec.states import CodecShape, CodecState, Written
 from pipelines.codec.stream_graphs import StreamGraphs, graph_bytes, pieces
 from pipelines.codec.transfer import Samples, SamplesOnTheWay, pinned, recorded, sent
+from pipelines.codec.utterance_graphs import STEP_FRAMES, UtteranceGraphs, utterance_bytes
 from pipelines.errors import ErrorCode, SynthesisError
 
 #: (rows, frames) of batches whose kernels `warm` makes. Triton makes others for multiples of 16, and tiles differ by frames.
@@ -57,6 +58,8 @@ class CausalDecoder:
         self._alone = self.device.type == "cpu"
         self._fixed = reproducible and not self._alone
         self._graphs: StreamGraphs | None = None
+        #: Where whole utterances are a continuous batch: what decodes their steps.
+        self.utterances: UtteranceGraphs | None = None
 
     @property
     def shape(self) -> CodecShape:
@@ -82,6 +85,23 @@ class CausalDecoder:
     def stream_bytes(self, rows: int) -> int:
         """Bytes of device memory that `prepare_streams(rows)` takes."""
         return 0 if self.device.type == "cpu" or rows < 1 else graph_bytes(self.shape, rows)
+
+    def prepare_utterances(self, rows: int, frames: int = STEP_FRAMES) -> None:
+        """On a CUDA device: a stage that is opened afterwards decodes whole utterances as a continuous batch, in steps of so many rows and
+        frames, whose graphs are captured here. Without it they are gathered into batches for `decode`. Not measured yet.
+
+        Raises what a lack of memory raises, where the arena has no room.
+        """
+        if self.device.type == "cpu" or rows < 1:
+            return
+        with on_device(self.device):
+            steps = UtteranceGraphs(self._run, self.shape, rows, frames, self._fixed, self._check)
+            steps.prepare()
+        self.utterances = steps
+
+    def utterance_bytes(self, rows: int, frames: int = STEP_FRAMES) -> int:
+        """Bytes of device memory that `prepare_utterances(rows, frames)` takes."""
+        return 0 if self.device.type == "cpu" or rows < 1 else utterance_bytes(self.shape, rows, frames)
 
     def company(self, frames: int, last: bool) -> tuple[int, int | None]:
         """What chunks of streams must have in common to be started together, and how many of them may be; None: any number."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
@@ -17,6 +18,24 @@ log = logging.getLogger(__name__)
 
 S = TypeVar("S")
 Done = Callable[[Samples | NightjarError], None]
+
+#: Utterances wait for company only where more than this many came within the last second: a few would wait for nobody.
+FEW_UTTERANCES = 8
+
+
+class Arrivals:
+    """When the last utterances came, in seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._at: deque[float] = deque(maxlen=FEW_UTTERANCES + 1)
+
+    def note(self, now: float) -> None:
+        """One came."""
+        self._at.append(now)
+
+    def few(self, now: float) -> bool:
+        """Whether at most `FEW_UTTERANCES` came within the last second."""
+        return len(self._at) <= FEW_UTTERANCES or self._at[0] < now - 1
 
 
 class Decoder(Protocol[S]):
@@ -49,7 +68,32 @@ def outcome_of(samples: SamplesOnTheWay, at: int) -> Samples | NightjarError:
     except Exception as error:
         log.exception("the codec's samples could not be read")
         return failure(error)
-    return found if finite else SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers.")
+    return found if finite else _no_numbers()
+
+
+def received(samples: SamplesOnTheWay, at: int, place: Samples) -> NightjarError | None:
+    """Has the samples of one of a step written to `place`; what its receiver is told where that cannot be."""
+    try:
+        samples.write(at, place)
+        finite = bool(np.isfinite(place).all())
+    except Exception as error:
+        log.exception("the codec's samples could not be read")
+        return failure(error)
+    return None if finite else _no_numbers()
+
+
+def fault_of(samples: SamplesOnTheWay) -> NightjarError | None:
+    """Waits for samples; the device's fault, if there was one."""
+    try:
+        samples.wait()
+    except Exception as error:
+        log.exception("the codec failed")
+        return failure(error)
+    return None
+
+
+def _no_numbers() -> SynthesisError:
+    return SynthesisError(ErrorCode.SYNTH_NAN, "The codec made values that are not numbers.")
 
 
 def failure(error: Exception) -> NightjarError:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pipelines.codec.continuous_lane import ContinuousLane
 from pipelines.codec.lane import Decoder, Done, S
 from pipelines.codec.stream_lane import StreamLane
 from pipelines.codec.utterance_lane import UtteranceLane
@@ -19,6 +20,9 @@ class CodecStage(Generic[S]):
     `done` is called on a thread of its lane with float32 samples [n], or with the error of that utterance alone. On a CUDA `device` each
     lane has a stream, beside the frames; that of streams goes first. Whole utterances wait up to `gather_seconds` for company until they
     have `gather_frames` frames together, where more than a few came within the last second.
+
+    Where the decoder has steps for whole utterances (`CausalDecoder.utterances`) these are a continuous batch, which waits as long at most
+    from one step to the next until all of its rows are taken.
     """
 
     def __init__(
@@ -31,7 +35,12 @@ class CodecStage(Generic[S]):
     ) -> None:
         self._decoder = decoder
         self._streams = StreamLane(decoder, max_batch, device)
-        self._utterances = UtteranceLane(decoder, max_batch, device, gather_seconds, gather_frames, self._streams.alive)
+        gathered = (device, gather_seconds, gather_frames, self._streams.alive)
+        self._utterances: UtteranceLane[S] | ContinuousLane[Any]
+        if (steps := getattr(decoder, "utterances", None)) is not None:
+            self._utterances = ContinuousLane(steps, *gathered)
+        else:
+            self._utterances = UtteranceLane(decoder, max_batch, *gathered)
 
     @property
     def behind(self) -> bool:

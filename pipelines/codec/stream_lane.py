@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.cuda_graphs import CHUNK_PRIORITY
 from kernels.registry import on_device
-from pipelines.codec.lane import Decoder, Done, S, failure, outcome_of, tell, too_late
+from pipelines.codec.lane import Decoder, Done, S, failure, fault_of, outcome_of, tell, too_late
 from pipelines.codec.transfer import SamplesOnTheWay, sent
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
@@ -210,7 +210,7 @@ class StreamLane(Generic[S]):
 
     def _hand_on(self, group: list[_Chunk[S]], outcome: SamplesOnTheWay | NightjarError) -> None:
         """Waits for a group's samples and gives them to whoever asked for them, or its error."""
-        error = None if isinstance(outcome, NightjarError) else _fault(outcome)
+        error = None if isinstance(outcome, NightjarError) else fault_of(outcome)
         with self._wake:
             self._started -= 1
             self._wake.notify()
@@ -218,13 +218,3 @@ class StreamLane(Generic[S]):
             tell(chunk.done, outcome if isinstance(outcome, NightjarError) else error or outcome_of(outcome, at))
         if error is None and isinstance(outcome, SamplesOnTheWay):
             outcome.release()
-
-
-def _fault(samples: SamplesOnTheWay) -> NightjarError | None:
-    """Waits for a group's samples; the device's fault, if there was one."""
-    try:
-        samples.wait()
-    except Exception as error:
-        log.exception("the codec failed")
-        return failure(error)
-    return None

@@ -53,6 +53,10 @@ class SamplesOnTheWay:
             return parts[0].copy() if self._pinned else parts[0]
         return np.concatenate(parts)
 
+    def write(self, at: int, place: Samples) -> None:
+        """Writes the samples of one of the batch to `place`, once they are there. Raises ValueError where it has another length."""
+        np.concatenate(self._parts[at], out=place)
+
     def release(self) -> None:
         """Gives the pinned memory back, so that it can be written again."""
         if self._release is not None:

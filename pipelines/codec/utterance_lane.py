@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.registry import on_device
-from pipelines.codec.lane import Decoder, Done, S, failure, outcome_of, tell, too_late
+from pipelines.codec.lane import Arrivals, Decoder, Done, S, failure, outcome_of, tell, too_late
 from pipelines.codec.transfer import SamplesOnTheWay, sent
 from pipelines.errors import NightjarError
 
@@ -26,8 +26,6 @@ _MAX_STARTED = 2
 _QUANTUM_FRAMES = 4096
 #: How often the lane looks whether a device is done, a hundredth of what it takes for a full batch.
 _LOOK_SECONDS = 0.001
-#: Utterances wait for company only where more than this many came within the last second: a few would wait for nobody.
-FEW_UTTERANCES = 8
 
 
 @dataclass(slots=True)
@@ -74,8 +72,7 @@ class UtteranceLane(Generic[S]):
         self._gather_frames = gather_frames
         self._streams_alive = streams_alive
         self._jobs: deque[_Job[S]] = deque()
-        #: When the last ones came.
-        self._came: deque[float] = deque(maxlen=FEW_UTTERANCES + 1)
+        self._arrivals = Arrivals()
         self._waiting_frames = 0
         self._wake = threading.Condition()
         self._closing = False
@@ -99,7 +96,7 @@ class UtteranceLane(Generic[S]):
             closed = self._closing
             if not closed:
                 self._jobs.append(job)
-                self._came.append(job.since)
+                self._arrivals.note(job.since)
                 self._waiting_frames += len(codes)
                 self._wake.notify()
         if closed:
@@ -153,8 +150,7 @@ class UtteranceLane(Generic[S]):
         if not self._jobs:
             return None
         now = time.monotonic()
-        few = len(self._came) <= FEW_UTTERANCES or self._came[0] < now - 1
-        if few or len(self._jobs) >= self._max_batch or self.behind:
+        if self._arrivals.few(now) or len(self._jobs) >= self._max_batch or self.behind:
             return 0
         return max(self._gather_seconds - (now - self._jobs[0].since), 0)
 

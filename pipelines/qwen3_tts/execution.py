@@ -48,7 +48,7 @@ def engine_options(
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `weight_bytes`: its codec's too.
 
-    `stream_bytes`, `state_bytes`: what the codec takes for streams, and for the state of one in each slot.
+    `stream_bytes`, `state_bytes`: what the codec takes for the graphs of streams and utterances, and for a stream's state in each slot.
     Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short for any prompt.
     """
     context = context_of(max_context, config.talker.max_positions)
@@ -94,6 +94,11 @@ def stream_needs(config: CodecDecoderConfig, dtype: torch.dtype) -> tuple[int, i
     return decoder.stream_bytes(LATE_STATES), decoder.state_size * dtype.itemsize
 
 
+def utterance_needs(config: CodecDecoderConfig, dtype: torch.dtype, rows: int) -> int:
+    """Bytes of a GPU that a codec which is not loaded yet takes for a continuous batch of so many rows of whole utterances."""
+    return CodecDecoder(config, _Shapes(), "meta", dtype, fused=False).utterance_bytes(rows)
+
+
 def start_warming(decoder: CodecDecoder) -> Callable[[], None]:
     """Makes the codec's decoder ready on a GPU while other parts of the model are opened. What it returns waits for that."""
     if decoder.device.type == "cpu":
@@ -114,7 +119,8 @@ def _warm(decoder: CodecDecoder) -> None:
 
 
 def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:
-    """The codec's stage: on a GPU it gathers utterances into large batches, of which `decode_frames` are decoded together."""
+    """The codec's stage: on a GPU it gathers utterances into large batches, of which `decode_frames` are decoded together, or has them as
+    a continuous batch where the decoder was prepared for one."""
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)

@@ -28,7 +28,7 @@ from pipelines.nn.checkpoint import Checkpoint, open_device, precision, read_opt
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
-from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, open_stage, start_warming, stream_needs
+from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, open_stage, start_warming, stream_needs, utterance_needs
 from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import NONE, Prompt, PromptParts, Reference, build_prompt
@@ -129,6 +129,9 @@ class PipelineOptions:
     #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU everything that they, or any
     #: request, need is compiled and captured before the pipeline is open, which takes a while.
     streams: int = 0
+    #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into batches of like lengths. Not
+    #: measured yet.
+    codec_rows: int = 0
     #: Share of the GPU's memory for all of it: weights, KV cache, codec and graphs.
     memory_share: float | None = None
     #: KV pages of `page_size` positions.
@@ -189,6 +192,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         wait_for_codec()
         if options.streams:
             self.codec.decoder.prepare_streams(sizes.slots + LATE_STATES)
+        self.codec.decoder.prepare_utterances(options.codec_rows)
         stage = open_stage(self.codec.decoder, sizes.decode_frames)
         waiting_room = options.waiting_room or (sizes.slots if device.type == "cuda" else _CPU_WAITING_ROOM)
         self.engine = Engine(executor, sizes, waiting_room, stage)
@@ -316,9 +320,11 @@ def _sizes(
     """Sizes of the engine, before anything is loaded. Raises as `engine_options`."""
     with Checkpoint.open(config.folder) as model, Checkpoint.open(config.folder / "speech_tokenizer") as codec:
         weight_bytes = model.values() * dtype.itemsize + codec.values() * codec_dtype.itemsize
-    graphs, state = 0, 0
-    if options.streams and device.type == "cuda":
-        graphs, state = stream_needs(CodecConfig.load(config.folder / "speech_tokenizer").decoder, codec_dtype)
+    graphs, state, steps = 0, 0, 0
+    if device.type == "cuda":
+        decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
+        graphs, state = stream_needs(decoder, codec_dtype) if options.streams else (0, 0)
+        steps = utterance_needs(decoder, codec_dtype, options.codec_rows)
     return engine_options(
         config,
         device,
@@ -330,7 +336,7 @@ def _sizes(
         max_context=options.max_context,
         memory_share=options.memory_share,
         weight_bytes=weight_bytes,
-        stream_bytes=graphs,
+        stream_bytes=graphs + steps,
         state_bytes=state,
     )
 

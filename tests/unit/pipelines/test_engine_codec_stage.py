@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from pipelines.codec import utterance_lane
+from pipelines.codec.lane import FEW_UTTERANCES
 from pipelines.codec.stage import CodecStage, Done
 from pipelines.codec.transfer import SamplesOnTheWay
-from pipelines.codec.utterance_lane import FEW_UTTERANCES, UtteranceLane
+from pipelines.codec.utterance_lane import UtteranceLane
 from pipelines.errors import ErrorCode, NightjarError
 from tests.support.codec_stage_kit import Heard, OnTheWay, lists
 

@@ -10,6 +10,7 @@ import torch
 
 from kernels.dummy import Shape
 from pipelines.codec.stream_graphs import graph_bytes
+from pipelines.codec.utterance_graphs import utterance_bytes
 from pipelines.engine import opening
 from pipelines.engine.buckets import BUCKETS
 from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory
@@ -19,7 +20,7 @@ from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
-from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, memory_needs, stream_needs
+from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, memory_needs, stream_needs, utterance_needs
 from tests.support.qwen3_golden import GOLDEN
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -126,6 +127,22 @@ def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
     graphs, state = stream_needs(TINY_CODEC, torch.float32)
     assert graphs + 40 * state == graph_bytes(decoder.shape, LATE_STATES + 40), "every slot has a state"
     assert stream_needs(TINY_CODEC, torch.bfloat16)[1] == state // 2
+
+
+def test_a_continuous_batch_of_the_codec_takes_memory(two_gpus: dict[str, float], tmp_path: Path) -> None:
+    published_needs(tmp_path, "0b6")
+    config, device = Qwen3TTSConfig.from_folder(tmp_path), torch.device("cuda:1")
+    decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
+    assert utterance_needs(TINY_CODEC, torch.float32, 8) == utterance_bytes(decoder.shape, 8)
+    assert utterance_needs(TINY_CODEC, torch.float32, 0) == 0
+    needs = utterance_needs(PUBLISHED_CODEC, torch.bfloat16, 256)
+    assert 4 << 30 < needs < 9 << 30
+    weight_bytes = 2 * (MODEL_VALUES["0b6"] + CODEC_VALUES)
+    plain, batch = (
+        engine_options(config, device, torch.bfloat16, weight_bytes=weight_bytes, stream_bytes=taken)
+        for taken in (0, utterance_needs(PUBLISHED_CODEC, torch.bfloat16, 64))
+    )
+    assert (batch.slots, batch.pages) < (plain.slots, plain.pages)
 
 
 def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float], tmp_path: Path) -> None:

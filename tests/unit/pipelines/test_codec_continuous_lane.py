@@ -1,0 +1,205 @@
+"""The lane of a continuous batch: who is in which step, when a step is due, and faults that show late."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipelines.codec import continuous_lane
+from pipelines.codec.continuous_lane import ContinuousLane
+from pipelines.codec.lane import FEW_UTTERANCES
+from pipelines.codec.transfer import SamplesOnTheWay
+from pipelines.errors import ErrorCode, NightjarError
+from tests.support.codec_stage_kit import Heard, OnTheWay, lists
+
+
+@dataclass(eq=False)
+class Sum:
+    """A state that adds up all codes so far."""
+
+    total: int = 0
+
+
+class Sums:
+    """Steps of one frame whose samples are running sums; codes of 99 come out as NaN. A test that `holds` them says when each is over."""
+
+    rows, frames, samples_per_frame = 2, 1, 1
+
+    def __init__(self, holds: bool = False) -> None:
+        self.steps: list[list[int]] = []
+        self.events: queue.SimpleQueue[OnTheWay] = queue.SimpleQueue()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.inside = 0
+        self._holds = holds
+
+    def enter(self, codes: Tensor, start: Sum | None) -> Sum | None:
+        self.inside += 1
+        return Sum() if start is None else Sum(start.total)
+
+    def leave(self, state: Sum) -> None:
+        self.inside -= 1
+
+    def step(self, states: Sequence[Sum], codes: Sequence[Tensor]) -> SamplesOnTheWay:
+        self.gate.wait(240)
+        self.steps.append([int(one[0, 0]) for one in codes])
+        parts = []
+        for state, one in zip(states, codes):
+            state.total += int(one[0, 0])
+            parts.append([np.array([np.nan if one[0, 0] == 99 else state.total], np.float32)])
+        event = OnTheWay() if self._holds else None
+        if event is not None:
+            self.events.put(event)
+        return SamplesOnTheWay(parts, event)
+
+
+def put(lane: ContinuousLane[Sum], heard: Heard, name: str, *values: int, start: Sum | None = None) -> None:
+    lane.put(torch.tensor([[value] for value in values], dtype=torch.int64).view(-1, 1), heard.at(name), start)
+
+
+def test_an_utterance_joins_a_row_that_another_left() -> None:
+    steps, heard = Sums(), Heard()
+    steps.gate.clear()
+    lane = ContinuousLane(steps)
+    put(lane, heard, "a", 1, 2, 3)  # alone in the step that the gate holds
+    for name, value in zip("bcd", (10, 20, 30)):
+        put(lane, heard, name, value, start=Sum(1000))
+    steps.gate.set()
+    found = lists(heard.take(4))
+    lane.close()
+    assert dict(found) == {"a": [1, 3, 6], "b": [1010], "c": [1020], "d": [1030]}
+    assert [name for name, _ in found if name != "a"] == ["b", "c", "d"]
+    assert steps.steps in ([[1], [2, 10], [3, 20], [30]], [[1, 10], [2, 20], [3, 30]])
+    assert steps.inside == 0
+
+
+def test_what_is_no_number_ends_its_utterance_in_the_middle_and_frees_its_row() -> None:
+    steps, heard = Sums(), Heard()
+    lane = ContinuousLane(steps)
+    put(lane, heard, "bad", 1, 99, *[1] * 50)
+    put(lane, heard, "good", 1, 2)
+    put(lane, heard, "next", 5, 5)
+    found = dict(heard.take(3))
+    lane.close()
+    error = found.pop("bad")
+    assert isinstance(error, NightjarError)
+    assert error.code is ErrorCode.SYNTH_NAN
+    assert len(steps.steps) < 30, "it was not decoded to its end"
+    assert {name: list(samples) for name, samples in found.items() if isinstance(samples, np.ndarray)} == {"good": [1, 3], "next": [5, 10]}
+    assert steps.inside == 0
+
+
+@pytest.mark.parametrize(("alive", "most"), [(False, 2), (True, 1)])
+def test_a_second_step_is_started_while_the_device_has_the_first_but_no_third(alive: bool, most: int) -> None:
+    steps, heard = Sums(holds=True), Heard()
+    lane = ContinuousLane(steps, streams_alive=lambda: alive)
+    put(lane, heard, "a", *range(5))
+    events = [steps.events.get(timeout=240) for _ in range(most)]
+    with pytest.raises(queue.Empty):
+        steps.events.get(timeout=0.2)
+    for _ in range(5 - most):
+        events.pop(0).done.set()
+        events.append(steps.events.get(timeout=240))
+    for event in events:
+        event.done.set()
+    assert lists(heard.take(1)) == [("a", [0, 1, 3, 6, 10])]
+    lane.close()
+
+
+def test_where_many_come_a_step_waits_for_all_rows_or_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(continuous_lane, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    steps, heard = Sums(), Heard()
+    steps.rows = 4
+    lane = ContinuousLane(steps, gather_seconds=10_000.0)
+    for index in range(FEW_UTTERANCES):
+        put(lane, heard, "few", index)
+    heard.take(FEW_UTTERANCES)
+    before = len(steps.steps)
+    for index in range(3):
+        put(lane, heard, "many", index)
+    with pytest.raises(queue.Empty):
+        heard.items.get(timeout=0.2)
+    put(lane, heard, "many", 3)
+    heard.take(4)
+    assert steps.steps[before:] == [[0, 1, 2, 3]]
+    put(lane, heard, "late", 1)
+    with pytest.raises(queue.Empty):
+        heard.items.get(timeout=0.2)
+    now[0] += 20_000.0
+    put(lane, heard, "late", 2)
+    assert [name for name, _ in heard.take(2)] == ["late", "late"]
+    lane.close()
+
+
+def test_it_is_behind_while_much_waits_for_a_row() -> None:
+    steps, heard = Sums(), Heard()
+    steps.gate.clear()
+    lane = ContinuousLane(steps, gather_frames=6)
+    for _ in range(4):
+        put(lane, heard, "x", 1, 1)
+    put(lane, heard, "x", *[1] * 4)
+    assert lane.behind
+    steps.gate.set()
+    heard.take(5)
+    assert not lane.behind
+    lane.close()
+
+
+def test_a_fault_that_shows_late_is_told_once_to_all_of_its_step_and_the_lane_goes_on() -> None:
+    class Broken:
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            raise RuntimeError("the device is lost")
+
+    class Late(Sums):
+        def step(self, states: Sequence[Sum], codes: Sequence[Tensor]) -> SamplesOnTheWay:
+            samples = super().step(states, codes)
+            if len(self.steps) == 1:
+                samples.event = Broken()
+            return samples
+
+    steps, heard = Late(), Heard()
+    steps.gate.clear()
+    lane = ContinuousLane(steps)
+    put(lane, heard, "a", *[1] * 9)
+    steps.gate.set()
+    ((_, error),) = heard.take(1)
+    assert isinstance(error, NightjarError)
+    assert error.code is ErrorCode.SYNTH_ENGINE
+    put(lane, heard, "b", 1, 2)
+    assert lists(heard.take(1)) == [("b", [1, 3])]
+    lane.close()
+    assert heard.items.empty()
+    assert steps.inside == 0
+
+
+def test_a_receiver_that_raises_stops_nobody_and_is_on_the_lanes_thread() -> None:
+    steps, heard = Sums(), Heard()
+    lane = ContinuousLane(steps)
+    current: list[bool] = []
+
+    def fail(_: np.ndarray | NightjarError) -> None:
+        current.append(lane.is_current)
+        raise RuntimeError("a bad receiver")
+
+    lane.put(torch.ones(1, 1, dtype=torch.int64), fail)
+    put(lane, heard, "next", 2)
+    assert lists(heard.take(1)) == [("next", [2])]
+    assert current == [True]
+    assert not lane.is_current
+    lane.close()
+    put(lane, heard, "late", 1)
+    ((_, late),) = heard.take(1)
+    assert isinstance(late, NightjarError)
+    assert late.code is ErrorCode.SYNTH_ABORTED
