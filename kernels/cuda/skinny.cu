@@ -30,7 +30,7 @@ __device__ constexpr int padded(int width) { return (width % 32 == 8 || width % 
 
 template <int NT, int MT, int WARPS, int NB, bool NORM, int EPI>
 __device__ __forceinline__ void skinny(const Args& p) {
-    extern __shared__ __align__(16) char memory[];
+    char* memory = dynamic_shared();
     constexpr int K = WARPS * NB * 32;
     constexpr int STRIDE = padded(NT * 8);
     uint4* weights = reinterpret_cast<uint4*>(memory);
@@ -129,8 +129,7 @@ __device__ __forceinline__ void skinny(const Args& p) {
     if (p.ahead_bytes > 0 && threadIdx.x == 0 && blockIdx.y == 0) {
         const long long chunk = (p.ahead_bytes / gridDim.x + 127) / 128 * 128, from = chunk * blockIdx.x;
         const long long size = min(chunk, p.ahead_bytes - from);
-        if (size > 0)
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p.ahead + from), "r"(static_cast<uint32_t>(size)) : "memory");
+        if (size > 0) prefetch(p.ahead + from, static_cast<uint32_t>(size));
     }
     copies_wait();
 #pragma unroll

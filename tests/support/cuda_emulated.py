@@ -1,0 +1,124 @@
+"""The kernels of `kernels/cuda` on a CPU: their sources, built with g++ for the emulator of `tests/support/cuda_emulator`.
+
+`kernels.cuda_driver.Kernel` and `Kernel` here are launched alike, so tests call the launch code of `kernels.lm_cuda` with CPU tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import binaries, lm_cuda
+
+EMULATOR = Path(__file__).parent / "cuda_emulator"
+_COMPILER = "g++"
+_FLAGS = (
+    "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
+    "-ftrivial-auto-var-init=pattern",
+)  # fmt: skip
+#: Makes a kernel whose parameter is a structure callable with the structure's address.
+_ENTRIES = """
+template <typename A> void call_kernel(void (*kernel)(A), const void* arguments) {{ kernel(*static_cast<const A*>(arguments)); }}
+template <typename A> constexpr int arguments_bytes(void (*)(A)) {{ return sizeof(A); }}
+{entries}
+"""
+_ENTRY = """
+extern "C" void run_{0}(const void* arguments) {{ call_kernel({0}, arguments); }}
+extern "C" int bytes_{0}() {{ return arguments_bytes({0}); }}
+"""
+
+
+class KernelError(RuntimeError):
+    """A launch that a GPU would not survive, or may not."""
+
+
+class Kernel:
+    """A kernel with its dynamic shared memory in bytes, launched like `kernels.cuda_driver.Kernel`.
+
+    seed: the order in which threads run, and when copies arrive; together: all blocks are there at once, as in a cooperative launch,
+    or else one after the other.
+    """
+
+    def __init__(self, library: ctypes.CDLL, name: str, shared_bytes: int, seed: int = 0, together: bool = False) -> None:
+        self._library, self._name, self._shared_bytes, self._seed, self._together = library, name, shared_bytes, seed, together
+
+    def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int = 0, programmatic: bool = False) -> None:
+        """Runs grid[0] x grid[1] blocks of `threads` to their end. Raises `KernelError`."""
+        expected = self._library[f"bytes_{self._name}"]()
+        if expected != ctypes.sizeof(arguments):
+            raise KernelError(f"{self._name} takes a structure of {expected} bytes, not of {ctypes.sizeof(arguments)}.")
+        start = self._library.emulator_launch
+        start.restype = ctypes.c_char_p
+        kernel = ctypes.cast(self._library[f"run_{self._name}"], ctypes.c_void_p)
+        fault = start(
+            kernel, ctypes.byref(arguments), *grid, threads, self._shared_bytes, ctypes.c_ulonglong(self._seed), int(self._together)
+        )  # fmt: skip
+        if fault is not None:
+            raise KernelError(f"{self._name}, seed {self._seed}: {fault.decode()}")
+
+
+def build(source: Path, kernels: Iterable[str], edits: Mapping[str, str] | None = None) -> ctypes.CDLL:
+    """The library of one source for the emulator. Skips the test where there is no g++.
+
+    kernels: those that will be launched; edits: text of the source to replace, each of which stands there once.
+    """
+    if shutil.which(_COMPILER) is None:
+        pytest.skip("needs g++")
+    text = source.read_text()
+    for old, new in (edits or {}).items():
+        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {source.name}"
+        text = text.replace(old, new)
+    entries = "".join(_ENTRY.format(name) for name in kernels)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for header in (*binaries.SOURCES.glob("*.cuh"), *EMULATOR.glob("*.cuh")):  # the emulator's own stand in for those of the same name
+            shutil.copy(header, folder)
+        (folder / "kernel.cpp").write_text(f'#line 1 "{source.name}"\n{text}\n{_ENTRIES.format(entries=entries)}')
+        command = [_COMPILER, *_FLAGS, "-include", EMULATOR / "emulator.h", folder / "kernel.cpp", EMULATOR / "emulator.cpp"]
+        done = subprocess.run([*command, "-o", folder / "kernel.so"], capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"g++ failed on {source.name}: {done.stderr[-2000:]}")
+        return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+@cache
+def _library(name: str) -> ctypes.CDLL:
+    return build(binaries.SOURCES / f"{name}.cu", lm_cuda.kernels_of(name))
+
+
+def kernels(name: str, seed: int = 0, together: bool = False) -> dict[str, Kernel]:
+    """The kernels of one source of `kernels.binaries.NAMES`, which are built once in a session."""
+    return {kernel: Kernel(_library(name), kernel, size, seed, together) for kernel, size in lm_cuda.kernels_of(name).items()}
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:
+    """Lets the launches of `kernels.lm_cuda` run here, with the order of `seed`."""
+
+    class Stream:
+        cuda_stream = 0
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream())
+    monkeypatch.setattr(lm_cuda, "_kernels", lambda name, _: kernels(name, seed))
+
+
+def guarded(tensor: Tensor) -> Tensor:
+    """A contiguous copy whose last byte is followed by memory that must not be touched: a kernel that does is a `KernelError`."""
+    size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    whole = -(-size // page) * page
+    memory = mmap.mmap(-1, whole + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    if ctypes.CDLL(None, use_errno=True).mprotect(ctypes.c_void_p(start + whole), page, 0):
+        raise OSError(ctypes.get_errno(), "mprotect failed")
+    copy = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=whole - size).view(tensor.shape)
+    return copy.copy_(tensor)

@@ -1,0 +1,394 @@
+// Fibers, the order in which they run, and what they wait for.
+#include "emulator.h"
+
+#include <csetjmp>
+#include <csignal>
+#include <cstdio>
+#include <deque>
+#include <link.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <vector>
+
+uint3 threadIdx, blockIdx, blockDim, gridDim;
+
+namespace {
+
+constexpr size_t PAGE = 4096, STACK = 64 << 10, MAX_SHARED = 227 << 10;
+constexpr unsigned long long CANARY = 0x5AFE57AC5AFE57ACull, PATIENCE = 20000;  // turns a thread without any change: a deadlock
+constexpr int POISON = 0xff;                                                    // NaN as a float, -1 as an integer
+
+struct Copy { void* to; const void* from; unsigned bytes; void (*arrived)(void*, unsigned); void* barrier; };
+
+struct Store { char* to; unsigned bytes, thread, meeting, warp_meeting; char value[16]; };
+
+struct Block;
+struct Fiber {
+    ucontext_t start;
+    jmp_buf state;
+    bool started, over;
+    char* stack;
+    Block* block;
+    unsigned thread, mask, count;
+    void* mine;
+    emulator::Finish finish;
+    const char* waits;  // null while it can run
+    std::vector<Copy> copies;
+};
+struct Barrier { std::vector<Fiber*> there; unsigned count = 0, threads = 0; };
+struct Block {
+    uint3 index;
+    unsigned live;
+    std::deque<Fiber> fibers;
+    std::vector<Fiber*> ready;
+    std::vector<unsigned> pending;  // lanes of a warp that wait for others
+    unsigned meetings = 0;
+    std::vector<unsigned> warp_meetings;
+    std::vector<Store> stores;  // that other blocks do not see yet
+    Barrier barriers[16];
+    std::vector<Copy> copies;
+    std::vector<char> statics;
+    char* memory;  // dynamic shared memory; its end is the end of what may be accessed
+};
+
+struct Arena {  // memory that is kept from launch to launch
+    std::vector<char*> stacks, shared;
+} kept;
+
+struct Launch {
+    void (*kernel)(const void*);
+    const void* arguments;
+    unsigned threads, shared_bytes, next;
+    std::vector<unsigned> order;
+    std::deque<Block> blocks;
+    Block* current = nullptr;
+    char* statics = nullptr;
+    size_t statics_bytes = 0;
+    unsigned long long random, turns = 0, changed = 0;
+    bool together;
+    unsigned burst_bits, eager, slow;  // how long blocks run alone; how often the last thread goes on first; how long stores take
+} *launch;
+
+Fiber* running;
+jmp_buf scheduler;
+sigjmp_buf escape;
+char message[400];
+thread_local char anchor;  // makes the library's thread-local memory exist, which is the kernels' static shared memory
+
+unsigned long long draw() {  // splitmix64
+    unsigned long long z = launch->random += 0x9E3779B97F4A7C15ull;
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    return z ^ z >> 31;
+}
+unsigned draw(unsigned below) { return static_cast<unsigned>(draw() % below); }
+
+void say(const char* what) {
+    if (running == nullptr) std::snprintf(message, sizeof(message), "%s", what);
+    else std::snprintf(message, sizeof(message), "block (%u, %u), thread %u: %s", running->block->index.x, running->block->index.y, running->thread, what);
+}
+
+__attribute__((noinline)) void leave() {  // the fiber stays where it is; the scheduler goes on
+    if (_setjmp(running->state) == 0) _longjmp(scheduler, 1);
+}
+
+void begin() {
+    launch->kernel(launch->arguments);
+    running->over = true;
+    _longjmp(scheduler, 1);
+}
+
+__attribute__((noinline)) void enter(Fiber& fiber) {
+    if (_setjmp(scheduler) != 0) return;
+    running = &fiber;
+    threadIdx = {fiber.thread, 0, 0}, blockIdx = fiber.block->index;
+    if (fiber.started) _longjmp(fiber.state, 1);
+    fiber.started = true;
+    setcontext(&fiber.start);
+}
+
+void wake(Fiber* fiber) {
+    fiber->waits = nullptr;
+    fiber->block->ready.push_back(fiber);
+}
+
+void wait(const char* what) {
+    running->waits = what;
+    leave();
+}
+
+void release(Barrier& barrier, Block& block) {
+    block.meetings += 1;
+    for (Fiber* fiber : barrier.there) {
+        fiber->count = barrier.count;
+        if (fiber != running) wake(fiber);
+    }
+    barrier.there.clear(), barrier.count = 0;
+}
+
+char* guarded(size_t bytes) {  // memory whose end is followed by a page that nothing may touch
+    const size_t whole = (bytes + PAGE - 1) / PAGE * PAGE;
+    char* from = static_cast<char*>(mmap(nullptr, whole + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    mprotect(from + whole, PAGE, PROT_NONE);
+    return from + whole;
+}
+
+char* at(std::vector<char*>& pool, size_t index, size_t bytes) {
+    while (pool.size() <= index) pool.push_back(guarded(bytes));
+    return pool[index];
+}
+
+void poison(Block& block) {
+    std::memset(block.memory, POISON, launch->shared_bytes);
+    block.statics.assign(launch->statics_bytes, static_cast<char>(POISON));
+}
+
+void start(Block& block, unsigned number, size_t place) {
+    block.index = {number % gridDim.x, number / gridDim.x, 0};
+    block.live = launch->threads;
+    block.memory = at(kept.shared, place, MAX_SHARED) - launch->shared_bytes;
+    block.pending.assign((launch->threads + 31) / 32, 0), block.warp_meetings = block.pending;
+    poison(block);
+    block.fibers.resize(launch->threads);
+    for (unsigned i = 0; i < launch->threads; ++i) {
+        Fiber& fiber = block.fibers[i];
+        fiber.started = fiber.over = false;
+        fiber.block = &block, fiber.thread = i, fiber.waits = nullptr;
+        fiber.stack = at(kept.stacks, place * launch->threads + i, STACK) - STACK;
+        *reinterpret_cast<unsigned long long*>(fiber.stack) = CANARY;
+        getcontext(&fiber.start);
+        fiber.start.uc_stack = {fiber.stack, 0, STACK};
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, begin, 0);
+        block.ready.push_back(&fiber);
+    }
+    for (unsigned i = launch->threads; i-- > 1;) std::swap(block.ready[i], block.ready[draw(i + 1)]);
+}
+
+void activate(Block* block) {  // static shared memory is at one address for all blocks
+    if (launch->current == block) return;
+    if (launch->current != nullptr) std::memcpy(launch->current->statics.data(), launch->statics, launch->statics_bytes);
+    std::memcpy(launch->statics, block->statics.data(), launch->statics_bytes);
+    launch->current = block;
+}
+
+void reach_memory(const Store& one) {
+    if (std::memcmp(one.to, one.value, one.bytes) != 0) launch->changed = launch->turns;
+    std::memcpy(one.to, one.value, one.bytes);
+}
+
+template <typename Which>
+void send_all(Block& block, Which which) {  // in the order of the program
+    std::vector<Store> left;
+    for (const Store& one : block.stores) which(one) ? reach_memory(one) : left.push_back(one);
+    block.stores.swap(left);
+}
+
+void arrive_some(Block& block, bool must) {
+    if (!block.stores.empty() && (must || block.stores.size() > 256 || draw(launch->slow) == 0)) {
+        const char* at = block.stores[draw(block.stores.size())].to;
+        send_all(block, [=](const Store& one) { return one.to == at; });
+    }
+    if (block.copies.empty() || (!must && draw(16) != 0)) return;
+    std::swap(block.copies[draw(block.copies.size())], block.copies.back());
+    const Copy one = block.copies.back();
+    block.copies.pop_back();
+    std::memcpy(one.to, one.from, one.bytes);
+    one.arrived(one.barrier, one.bytes);
+}
+
+void retire(Fiber& fiber) {
+    Block& block = *fiber.block;
+    running = &fiber;
+    emulator::must(*reinterpret_cast<unsigned long long*>(fiber.stack) == CANARY, "more than 64 KiB of stack");
+    emulator::must(fiber.copies.empty(), "the thread returned before its asynchronous copies were waited for");
+    running = nullptr;
+    block.live -= 1, launch->changed = launch->turns;
+    Barrier& barrier = block.barriers[0];
+    if (block.live > 0 && barrier.threads == 0 && barrier.there.size() == block.live) release(barrier, block);
+}
+
+// One turn of one thread of a block, or of what it has under way.
+void turn(Block& block) {
+    activate(&block);
+    arrive_some(block, block.ready.empty() && draw(8) == 0);
+    if (block.ready.empty()) return;
+    const size_t last = block.ready.size() - 1;
+    std::swap(block.ready[draw(launch->eager) == 0 ? draw(last + 1) : last], block.ready[last]);
+    Fiber* fiber = block.ready.back();
+    block.ready.pop_back();
+    launch->turns += 1;
+    enter(*fiber);
+    running = nullptr;
+    if (fiber->over) retire(*fiber);
+    else if (fiber->waits == nullptr) block.ready.push_back(fiber);
+}
+
+void deadlock(const char* what) {
+    for (bool polls : {true, false})  // whoever asks again and again shows best what is missing
+        for (Block& block : launch->blocks)
+            for (Fiber& fiber : block.fibers)
+                if (!fiber.over && (fiber.waits == nullptr) == polls) {
+                    std::snprintf(message, sizeof(message), "%s: block (%u, %u), thread %u waits for %s", what, block.index.x, block.index.y,
+                                  fiber.thread, polls ? "what another thread writes" : fiber.waits);
+                    siglongjmp(escape, 1);
+                }
+}
+
+void run_all() {
+    unsigned burst = 0;
+    Block* block = nullptr;
+    const size_t resident = launch->together ? launch->order.size() : 1;
+    unsigned live_blocks = 0;
+    while (true) {
+        while (live_blocks < resident && launch->next < launch->order.size()) {
+            if (!launch->together) launch->blocks.clear(), launch->current = nullptr;
+            launch->blocks.emplace_back();
+            start(launch->blocks.back(), launch->order[launch->next], launch->together ? launch->next : 0);
+            launch->next += 1, live_blocks += 1, launch->changed = launch->turns, block = nullptr;
+        }
+        if (live_blocks == 0) return;
+        auto runs = [](const Block& one) { return !(one.ready.empty() && one.copies.empty() && one.stores.empty()); };
+        if (block == nullptr || burst == 0 || !runs(*block)) {
+            std::vector<Block*> able;
+            for (Block& one : launch->blocks)
+                if (runs(one)) able.push_back(&one);
+            if (able.empty()) deadlock("a deadlock");
+            block = able[draw(able.size())], burst = block->ready.empty() ? 1 : 1u << draw(launch->burst_bits);
+        }
+        burst -= 1;
+        turn(*block);
+        if (block->live == 0) {
+            emulator::must(block->copies.empty(), "a block returned before its bulk copies arrived");
+            if (block->stores.empty()) live_blocks -= 1, block = nullptr;
+        }
+        if (launch->turns - launch->changed > PATIENCE * launch->threads * live_blocks) deadlock("nothing changes any more");
+    }
+}
+
+int find_statics(dl_phdr_info* info, size_t, void* base) {
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+        const auto& header = info->dlpi_phdr[i];
+        char* block = static_cast<char*>(info->dlpi_tls_data);
+        if (header.p_type != PT_TLS || block == nullptr || static_cast<char*>(base) < block || static_cast<char*>(base) >= block + header.p_memsz) continue;
+        launch->statics = block, launch->statics_bytes = header.p_memsz;
+        return 1;
+    }
+    return 0;
+}
+
+void out_of_bounds(int, siginfo_t* info, void*) {
+    char what[100];
+    std::snprintf(what, sizeof(what), "an access outside of a tensor or of shared memory, at %p", info->si_addr);
+    say(what);
+    siglongjmp(escape, 1);
+}
+
+}  // namespace
+
+namespace emulator {
+
+void fail(const char* what) {
+    say(what);
+    siglongjmp(escape, 1);
+}
+void pause() { leave(); }
+void progress() { launch->changed = launch->turns; }
+unsigned lane() { return running->thread % 32; }
+unsigned long long turns() { return launch->turns; }
+char* dynamic_shared() { return running->block->memory; }
+
+void meet_warp(unsigned mask, void* mine, Finish finish, const char* what) {
+    Fiber& me = *running;
+    const unsigned warp = me.thread / 32;
+    unsigned& pending = me.block->pending[warp];
+    must(mask >> lane() & 1, "a warp's instruction whose mask leaves out the thread itself");
+    me.mine = mine, me.finish = finish, me.mask = mask;
+    pending |= 1u << lane();
+    if ((pending & mask) != mask) return wait(what);
+    void* lanes[32] = {};
+    for (int i = 0; i < 32; ++i) {
+        if (!(mask >> i & 1)) continue;
+        const Fiber& one = me.block->fibers[warp * 32 + i];
+        must(one.mask == mask && one.finish == finish, "the lanes of a warp meet at different instructions");
+        lanes[i] = one.mine;
+    }
+    finish(lanes, mask);
+    pending &= ~mask, me.block->warp_meetings[warp] += 1;
+    for (int i = 0; i < 32; ++i)
+        if ((mask >> i & 1) && i != static_cast<int>(me.thread % 32)) wake(&me.block->fibers[warp * 32 + i]);
+}
+
+unsigned meet_block(int identity, unsigned threads, bool mine) {
+    must(identity >= 0 && identity < 16, "a barrier of an identity that is not 0 to 15");
+    Block& block = *running->block;
+    Barrier& barrier = block.barriers[identity];
+    must(barrier.there.empty() || barrier.threads == threads, "threads meet at one barrier with different counts");
+    barrier.threads = threads, barrier.count += mine;
+    barrier.there.push_back(running);
+    if (barrier.there.size() < (threads == 0 ? block.live : threads)) wait("the others at a barrier of the block");
+    else release(barrier, block);
+    return running->count;
+}
+
+void load(void* to, const void* from, unsigned bytes) {
+    std::memcpy(to, from, bytes);
+    for (const Store& one : running->block->stores)
+        for (unsigned i = 0; i < one.bytes; ++i) {
+            const auto place = one.to + i - static_cast<const char*>(from);
+            if (place >= 0 && place < bytes) static_cast<char*>(to)[place] = one.value[i];
+        }
+}
+void store(void* to, const void* from, unsigned bytes) {
+    Block& block = *running->block;
+    Store one{static_cast<char*>(to), bytes, running->thread, block.meetings, block.warp_meetings[running->thread / 32], {}};
+    std::memcpy(one.value, from, bytes);
+    launch->together ? block.stores.push_back(one) : reach_memory(one);
+}
+void fence() {
+    Block& block = *running->block;
+    const unsigned me = running->thread;
+    send_all(block, [&](const Store& one) {
+        return one.thread == me || one.meeting < block.meetings || (one.thread / 32 == me / 32 && one.warp_meeting < block.warp_meetings[me / 32]);
+    });
+}
+void send(const void* at) {
+    send_all(*running->block, [=](const Store& one) { return one.to == at; });
+}
+void copy_later(void* to, const void* from, unsigned bytes) {
+    if (draw(2) == 0) std::memcpy(to, from, bytes);
+    else running->copies.push_back({to, from, bytes, nullptr, nullptr});
+}
+void finish_copies() {
+    for (const Copy& one : running->copies) std::memcpy(one.to, one.from, one.bytes);
+    running->copies.clear();
+}
+void copy_to_barrier(void* to, const void* from, unsigned bytes, void (*arrived)(void*, unsigned), void* barrier) {
+    running->block->copies.push_back({to, from, bytes, arrived, barrier});
+}
+
+}  // namespace emulator
+
+// Runs a whole launch. Null, or what went wrong; then memory that the kernel was given is in any state.
+extern "C" const char* emulator_launch(void (*kernel)(const void*), const void* arguments, unsigned grid_x, unsigned grid_y, unsigned threads,
+                                       unsigned shared_bytes, unsigned long long seed, int together) {
+    Launch here{};
+    launch = &here, running = nullptr, anchor = 0;
+    here.kernel = kernel, here.arguments = arguments, here.threads = threads, here.shared_bytes = shared_bytes;
+    here.random = seed * 0x2545F4914F6CDD1Dull + 1, here.together = together != 0;
+    blockDim = {threads, 1, 1}, gridDim = {grid_x, grid_y, 1};
+    dl_iterate_phdr(find_statics, &anchor);
+    if (threads == 0 || threads > 1024 || shared_bytes + here.statics_bytes > MAX_SHARED) return "more threads or shared memory than a block has";
+    for (unsigned i = 0; i < grid_x * grid_y; ++i) here.order.push_back(i);
+    for (unsigned i = grid_x * grid_y; !here.together && i-- > 1;) std::swap(here.order[i], here.order[draw(i + 1)]);
+    here.burst_bits = 1 + draw(13), here.eager = 1u << 2 * draw(4), here.slow = 4u << 2 * draw(5);
+    static char handler_stack[64 << 10];
+    stack_t other{handler_stack, 0, sizeof(handler_stack)}, before;
+    struct sigaction action{}, segv, bus;
+    action.sa_sigaction = out_of_bounds, action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaltstack(&other, &before), sigaction(SIGSEGV, &action, &segv), sigaction(SIGBUS, &action, &bus);
+    const bool failed = sigsetjmp(escape, 1) != 0;
+    if (!failed) run_all();
+    sigaltstack(&before, nullptr), sigaction(SIGSEGV, &segv, nullptr), sigaction(SIGBUS, &bus, nullptr);
+    return failed ? message : nullptr;
+}

@@ -1,0 +1,95 @@
+"""The emulator of CUDA: kernels that are right give one result in any order of threads, and each kind of fault shows."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.cuda_emulated import EMULATOR, Kernel, KernelError, build, guarded
+
+RIGHT, NO_BARRIER, NO_WAIT, NEVER_SENT, NO_ARRIVAL, APART, TOO_FAR, NOT_WRITTEN, NOT_FINISHED, PLAIN_WORDS = range(10)
+SEEDS = range(20)
+
+
+class Arguments(ctypes.Structure):
+    _fields_ = (*((name, ctypes.c_void_p) for name in ("in", "out", "words")), ("n", ctypes.c_int), ("fault", ctypes.c_int))
+
+
+@cache
+def library() -> ctypes.CDLL:
+    return build(EMULATOR / "examples.cu", ("turned", "relay", "streamed"))
+
+
+def run(name: str, given: Tensor, size: int, blocks: int, threads: int, n: int, fault: int, seed: int, together: bool) -> list[int]:
+    """What a kernel of examples.cu writes, `size` words."""
+    out, words = guarded(torch.full((size,), -2, dtype=torch.int32)), guarded(torch.zeros(blocks, dtype=torch.int32))
+    kernel = Kernel(library(), name, 256, seed, together)
+    kernel.launch((blocks, 1), threads, Arguments(given.data_ptr(), out.data_ptr(), words.data_ptr(), n, fault))
+    return out.tolist()
+
+
+def turned(fault: int, seed: int) -> list[int]:
+    return run("turned", guarded(torch.arange(320, dtype=torch.int32)), 320, 5, 64, 0, fault, seed, seed % 2 == 0)
+
+
+def relay(fault: int, seed: int) -> list[int]:
+    return run("relay", guarded(torch.ones(192, dtype=torch.int32)), 6, 6, 32, 0, fault, seed, True)
+
+
+def streamed(fault: int, seed: int) -> list[int]:
+    return run("streamed", guarded(torch.ones(3 * 7 * 32, dtype=torch.int32)), 96, 3, 64, 7, fault, seed, True)
+
+
+CASES = {
+    turned: torch.arange(320).view(5, 64).flip(1).flatten().tolist(),
+    relay: [32, 64, 96, 128, 160, 192],
+    streamed: [7] * 96,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_kernel_that_is_right_gives_one_result_in_any_order(case) -> None:
+    assert [seed for seed in SEEDS if case(RIGHT, seed) != CASES[case]] == []
+
+
+@pytest.mark.parametrize(
+    ("case", "fault"),
+    [(turned, NO_BARRIER), (turned, NOT_WRITTEN), (relay, NO_WAIT), (relay, NO_BARRIER), (relay, PLAIN_WORDS), (streamed, NO_WAIT)],
+)
+def test_a_race_gives_other_results_with_some_seeds(case, fault: int) -> None:
+    assert sum(_differs(case, fault, seed) for seed in SEEDS) > 1
+
+
+def _differs(case, fault: int, seed: int) -> bool:
+    try:
+        return case(fault, seed) != CASES[case]
+    except KernelError:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("case", "fault", "said"),
+    [
+        (relay, NEVER_SENT, r"nothing changes any more: block \(3, 0\), thread 0 waits for what another thread writes"),
+        (streamed, NO_ARRIVAL, "nothing changes any more: block .* thread 0 waits for what another thread writes"),
+        (turned, APART, "the lanes of a warp meet at different instructions"),
+        (turned, TOO_FAR, "outside of a tensor or of shared memory"),
+        (turned, NOT_FINISHED, "asynchronous copies were waited for"),
+    ],
+)
+def test_what_a_gpu_would_not_survive_is_an_error(case, fault: int, said: str) -> None:
+    for seed in range(3):
+        with pytest.raises(KernelError, match=said):
+            case(fault, seed)
+
+
+def test_a_structure_of_another_size_is_refused() -> None:
+    class Longer(ctypes.Structure):
+        _fields_ = (*Arguments._fields_, ("more", ctypes.c_longlong))
+
+    with pytest.raises(KernelError, match="takes a structure of 32 bytes, not of 40"):
+        Kernel(library(), "relay", 0).launch((1, 1), 32, Longer())
