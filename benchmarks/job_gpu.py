@@ -2,7 +2,9 @@
 
     python -m benchmarks.job_gpu --sizes 0b6 1b7 --paths folder s3 --gpus 1 2
     python -m benchmarks.job_gpu --tree ../nightjar-before --sizes 0b6          # another version of the packages
+    python -m benchmarks.job_gpu --sizes 0b6 --paths folder s3 --gpus 1 8 --faults --engine-last --minutes 9
     python -m benchmarks.job_gpu --device cpu --tiny --paths folder s3
+    python -m benchmarks.job_gpu --device cpu --instant 9 --paths folder s3 --gpus 1 8 --items 3000
 
 Rows of the path "engine" are `benchmarks.qwen3_tts`, the closed loop, one process for each GPU. Those of "folder" are `nightjar run` with
 no setting, those of "s3" `nightjar submit` and `nightjar worker` with PostgreSQL, Valkey and SeaweedFS on this machine. The jobs read a
@@ -10,7 +12,12 @@ checkpoint from disk; their texts say how long each utterance is (`benchmarks.pl
 
 `job_audio_s_per_s` is steady: the audio that was committed between two commits, the first after which twice as many items were done as the
 engine has slots, and the last before which one and a half times as many were left, by the ledger's own times; over the time between them.
-`first_audio_s` is the time from the start of the command to the first audio file in the store.
+`first_audio_s` is the time from the start of the command to the first audio file in the store. Cores, memory, threads, bytes a second and
+`saturation` are of the same span: how much of what each part of the host can do was in use, and `verdict` says which part is full.
+
+`--faults` adds a job with services on the largest number of GPUs, in which an engine's process is killed and a GPU is gone
+(`benchmarks.job_faults`). `--instant` runs jobs with a voice that costs nothing, for the path around the engine. With `--minutes`, what no
+longer fits is left out, and a job that does not end in time is interrupted; its row has what was committed.
 """
 
 from __future__ import annotations
@@ -18,23 +25,24 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from benchmarks import planted
+from benchmarks import instant, job_faults, planted
 from benchmarks.gpu import Bench, Row, parser
+from benchmarks.host_use import disk_mb_per_s
 from benchmarks.job_paths import Finished, Ran, run_into_folder, run_with_services
+from benchmarks.job_rows import Commit, compare_with_engine, compare_with_one_gpu, ended, slots_of, steady, table, used
 from benchmarks.qwen3_load import FRAMES_PER_SECOND, Load
+from benchmarks.saturation import shares, verdict
 from benchmarks.sentences import sentences
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -45,35 +53,10 @@ SENTENCES = sentences(200)
 CACHES = ("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """What one commit of the ledger added: items and their seconds of audio."""
-
-    at: float
-    items: int
-    audio_seconds: float
-
-
-def steady(commits: Sequence[Commit], slots: int) -> dict[str, Any]:
-    """The rate between the ramp and the tail, and the span it was measured in; {} where the job was too short for one.
-
-    The ramp are the first 2 * slots items, the tail the last 1.5 * slots. Both ends of the span are commits, so that what one commit
-    gathered is never counted without its time.
-    """
-    total, done = sum(commit.items for commit in commits), 0
-    first = last = None
-    for index, commit in enumerate(commits):
-        done += commit.items
-        if first is None and done >= 2 * slots:
-            first = index
-        if total - done >= 1.5 * slots:
-            last = index
-    if first is None or last is None or last <= first:
-        return {}
-    since, until = commits[first].at, commits[last].at
-    audio = sum(commit.audio_seconds for commit in commits[first + 1 : last + 1])
-    items = sum(commit.items for commit in commits[first + 1 : last + 1])
-    return {"audio_s_per_s": audio / (until - since), "items_per_s": items / (until - since), "since": since, "until": until}
+#: Seconds that a part should have left at least to be begun: opening a model, and what comes after a job.
+LEAST_SECONDS = 25.0
+#: The rate of an engine in reproducible mode, by the usual one.
+REPRODUCIBLE_RATE = 0.75
 
 
 def lengths(load: Load, count: int, seed: int = 0) -> list[int]:
@@ -106,31 +89,55 @@ class JobBench:
         self.options, self.folder = options, folder
         self.tree: Path = options.tree.resolve()
         self.load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.window_seconds)
-        self.slots = 8 if options.tiny else options.slots
+        if options.instant:
+            self.load = Load(options.instant, options.instant, 1.0)
+        self.slots = 8 if options.tiny or options.instant else options.slots
+        self.ends_at = time.monotonic() + 60 * options.minutes
         facts = {
             "tree": options.tree.name if options.tree != REPOSITORY else "",
             "cores": os.cpu_count(),
             "load_s": [self.load.shortest, self.load.longest],
         }
-        self.bench = Bench("job_h200", options, **facts)
+        earlier: dict[str, list[Row]] = json.loads(options.add.read_text(encoding="utf-8")) if options.add else {}
+        self.bench = Bench("job_h200", options, **(earlier | facts))
+        self.bench.rows += earlier.get("rows", [])
+        self.disk = disk_mb_per_s(folder, 4096 if self.bench.on_gpu else 64)
+        self.bench.keep(disk_alone_mb_per_s=self.disk, left_out=[])
         self.voices = folder / "voices"
         self.engine_rates: dict[tuple[str, int], float] = {}
 
     @property
     def environment(self) -> dict[str, str]:
-        """Of a process that has the packages of the tree and the planted voices."""
+        """Of a process that has the packages of the tree and the voices."""
         path = [str(self.voices), str(self.tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        sound = {instant.SECONDS: str(self.options.instant)} if self.options.instant else {}
+        return {**os.environ, **sound, "PYTHONPATH": os.pathsep.join(path)}
+
+    @property
+    def seconds_left(self) -> float:
+        return self.ends_at - time.monotonic()
+
+    def attempt(self, part: str, work: Callable[[], object]) -> None:
+        """Does a part, if there is time for it."""
+        if self.seconds_left < LEAST_SECONDS:
+            self.bench.found["left_out"].append(part)
+            self.bench.write()
+            return
+        self.bench.attempt(part, work)
 
     def prepare(self, size: str) -> None:
         """Writes the checkpoint of a size, and the voices that open it, in a process that leaves no memory of the device taken."""
+        if self.options.instant:
+            instant.install(self.voices)
+            return
         texts, checkpoint = self.folder / "texts", self.folder / size
         texts.write_text("\n".join(text_of(frames, number) for number, frames in enumerate(lengths(self.load, 400))), encoding="utf-8")
         command = [sys.executable, "-m", "benchmarks.random_checkpoint", size, str(checkpoint), "--texts", str(texts)]
         began = time.perf_counter()
         subprocess.run([*command, "--device", self.options.device], cwd=REPOSITORY, check=True)
-        planted.install(self.voices, f"planted-{size}", checkpoint)
-        planted.install(self.voices, f"planted-{size}-speech", checkpoint, audio=True)
+        device = "" if self.bench.on_gpu else "cpu"
+        planted.install(self.voices, f"planted-{size}", checkpoint, device=device)
+        planted.install(self.voices, f"planted-{size}-speech", checkpoint, audio=True, device=device)
         gigabytes = sum(file.stat().st_size for file in checkpoint.rglob("*.safetensors")) / 1e9
         self.bench.keep(**{f"checkpoint_{size}": {"written_s": time.perf_counter() - began, "gb": gigabytes}})
 
@@ -153,46 +160,86 @@ class JobBench:
         for gpu in range(gpus):
             found.append(self.folder / f"engine-{size}-{gpus}-{gpu}.json")
             chosen = {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.bench.on_gpu else {}
-            running.append(
-                subprocess.Popen(
-                    [*command, "--json", str(found[-1])], cwd=self.tree, env=self.environment | chosen, stdout=subprocess.DEVNULL
-                )
-            )
-        failed = [process.wait() for process in running]
+            words = [*command, "--json", str(found[-1])]
+            running.append(subprocess.Popen(words, cwd=self.tree, env=self.environment | chosen, stdout=subprocess.DEVNULL))
+        try:
+            failed = [process.wait(max(self.seconds_left, 1.0)) for process in running]
+        finally:
+            for process in running:
+                process.kill()
         if any(failed):
             raise RuntimeError(f"The engine alone ended with status {failed}.")
         rows = [json.loads(path.read_text(encoding="utf-8"))["rows"][-1] for path in found]
         rate = sum(row["audio_s_per_s"] for row in rows)
         self.engine_rates[size, gpus] = rate
         kept = ("wrong_lengths", "spread", "process_cpu_share", "gpu_busy_nvml", "open_s")
-        self.bench.add(
-            {"path": "engine", "size": size, "gpus": gpus, "slots": self.slots, "engine_audio_s_per_s": rate}
-            | {name: rows[0].get(name) for name in kept}
-        )
+        row: Row = {"path": "engine", "size": size, "gpus": gpus, "slots": self.slots, "engine_audio_s_per_s": rate}
+        self._add(row | {name: rows[0].get(name) for name in kept})
 
     def job(self, path: str, size: str, gpus: int, qa: str = "off", cold: bool = False) -> None:
         """The row of one job."""
-        rate = self.engine_rates.get((size, gpus)) or self.options.expected * gpus
         seconds = self.options.cold_seconds if cold else self.options.seconds
+        frames = self._lengths(size, gpus, seconds, cold=cold)
+        asked = self._asked(path, size, gpus, qa, frames)
+        if cold:
+            caches = {name: str(asked.folder / "cache" / name) for name in CACHES}
+            asked = replace(asked, environment=asked.environment | caches, profile_seconds=0.0)
+        try:
+            finished = run_into_folder(asked) if path == "folder" else self._with_services(asked)
+            self._add(self._row(path, size, gpus, qa, cold, frames, finished))
+        finally:
+            shutil.rmtree(asked.folder, ignore_errors=True)
+
+    def faults(self, size: str, gpus: int) -> None:
+        """The row of a job whose workers meet faults."""
+        from benchmarks.services import audio_keys, read_object, running_services
+
+        if gpus < 2:
+            raise ValueError("A job with faults needs two GPUs: one of them is gone after a while.")
+        frames = self._lengths(size, gpus, self.options.fault_seconds * REPRODUCIBLE_RATE)
+        asked = self._asked("faults", size, gpus, "off", frames)
+        environment = asked.environment | job_faults.REPRODUCIBLE
+        asked = replace(asked, environment=environment, profile_seconds=0.0, worker_options=("--model", asked.model))
+        faults = job_faults.Faults(self.voices, len(frames), killed=str(gpus - 2), hidden=str(gpus - 1))
+        other = replace(asked, folder=asked.folder.with_name(f"{asked.folder.name}-disturbed"), look=faults.look, until=faults.over)
+        other.folder.mkdir()
+        try:
+            with running_services(asked.folder / "services") as services:
+                undisturbed = run_with_services(asked, services)
+                disturbed = run_with_services(replace(other, most_seconds=self._limit), services)
+                row: Row = {"path": "faults", "size": size, "gpus": gpus, "slots": slots_of(disturbed.said)}
+                row |= {"command_s": disturbed.seconds, "undisturbed_s": undisturbed.seconds, "status": disturbed.status}
+                row |= job_faults.found_of(undisturbed.made, disturbed.made, len(frames), faults)
+                parts = services.job_parts(other.name)
+                keys = set(audio_keys(services, parts))
+                row |= job_faults.checked(disturbed.made.objects, keys, lambda key: read_object(services, parts, key))
+        finally:
+            planted.show_all(self.voices)
+            for folder in (asked.folder, other.folder):
+                shutil.rmtree(folder, ignore_errors=True)
+        self._add(row | {"nothing_lost": job_faults.nothing_lost(row)})
+
+    @property
+    def _limit(self) -> float:
+        """Seconds that a command may take; what comes after it takes some too."""
+        return max(1.0, min(self.options.limit, self.seconds_left - LEAST_SECONDS / 2))
+
+    def _lengths(self, size: str, gpus: int, seconds: float, cold: bool = False) -> list[int]:
+        """Frames of each item of a job that takes the engine so long."""
+        if self.options.items:
+            return lengths(self.load, self.options.items)
+        rate = self.engine_rates.get((size, gpus)) or self.options.expected * gpus
         mean = (self.load.shortest + self.load.longest) / 2
-        count = self.options.items or round(seconds * rate / mean)
-        if not self.options.items and not cold:
-            count += 3 * self.slots * gpus
-        frames = lengths(self.load, count)
+        return lengths(self.load, round(seconds * rate / mean) + (0 if cold else 3 * self.slots * gpus))
+
+    def _asked(self, path: str, size: str, gpus: int, qa: str, frames: Sequence[int]) -> Ran:
         source = self.folder / "input.jsonl"
         write_input(source, frames)
         work = Path(tempfile.mkdtemp(prefix=f"{path}-", dir=self.folder))
-        environment = self.environment
-        if cold:
-            environment |= {name: str(work / "cache" / name) for name in CACHES}
-        name = f"planted-{size}" + ("-speech" if qa != "off" else "")
-        on_gpu, profile = self.bench.on_gpu, 0.0 if cold else self.options.profile
-        ran = Ran(source, work, name, qa, gpus, environment, self.options.limit, on_gpu, profile, 1.0 if self.options.tiny else 12.0)
-        try:
-            finished = run_into_folder(ran) if path == "folder" else self._with_services(ran)
-            self.bench.add(self._row(path, size, gpus, qa, cold, frames, finished))
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+        model = instant.NAME if self.options.instant else f"planted-{size}" + ("-speech" if qa != "off" else "")
+        settle = 1.0 if self.options.tiny else 12.0
+        ran = Ran(source, work, model, qa, gpus, self.environment, self._limit, self.bench.on_gpu, self.options.profile, settle)
+        return replace(ran, speaks=not self.options.instant)
 
     def _with_services(self, ran: Ran) -> Finished:
         from benchmarks.services import running_services
@@ -201,10 +248,6 @@ class JobBench:
             return run_with_services(ran, services)
 
     def _row(self, path: str, size: str, gpus: int, qa: str, cold: bool, frames: Sequence[int], finished: Finished) -> Row:
-        commits = [Commit(*one) for one in finished.made.commits]
-        engine = self.engine_rates.get((size, gpus))
-        asked = sum(frames) / FRAMES_PER_SECOND
-        made = sum(commit.audio_seconds for commit in commits)
         row: Row = {
             "path": path,
             "size": size,
@@ -215,77 +258,51 @@ class JobBench:
         }
         if qa != "off":
             row["audio"] = "planted: a speech-like signal in the place of the noise, as long"
-        row |= {
-            "items": len(frames),
-            "status": finished.status,
-            "failed": finished.made.failed,
-            "repeated_draws": finished.made.repeated_draws,
-            "asked_audio_s": asked,
-            "made_audio_s": made,
-        }
-        row |= {"first_audio_s": finished.first_audio_seconds, "command_s": finished.seconds}
-        found = {} if cold else steady(commits, self.slots * gpus)
+        row |= ended(frames, finished)
+        found = {} if cold else steady([Commit(*one) for one in finished.made.commits], self.slots * gpus)
         if found:
-            rate = found["audio_s_per_s"]
-            row |= {"job_audio_s_per_s": rate, "engine_audio_s_per_s": engine, "share": rate / engine if engine else None}
-            one = next(
-                (other for other in self.bench.rows if _variant(other) == (path, size, 1, qa) and "job_audio_s_per_s" in other), None
-            )
-            if gpus > 1 and one is not None:
-                row["times_one_gpu"] = rate / one["job_audio_s_per_s"]
-            row |= {"items_per_s": found["items_per_s"], "steady_s": found["until"] - found["since"]}
-            row |= finished.use.between(found["since"], found["until"])
-            if finished.beside is not None:
-                row["services_cores"] = finished.beside.between(found["since"], found["until"])["cores_of"]
+            row |= {"job_audio_s_per_s": found["audio_s_per_s"], "items_per_s": found["items_per_s"]}
+            row |= {"objects_per_s": found["items_per_s"], "steady_s": found["until"] - found["since"]}
+            row |= used(finished, found["since"], found["until"], gpus)
+            row["saturation"] = shares(row, os.cpu_count() or 1, self.disk)
+            row["verdict"] = verdict(row["saturation"])
         if finished.profiles:
             row["profiles"] = {"of": finished.profiles}
         return row | {"worker_said": finished.said}
 
+    def _add(self, row: Row) -> None:
+        rows = [*self.bench.rows, row]
+        compare_with_one_gpu(rows)
+        compare_with_engine(rows)
+        self.bench.add(row)
+
     def measure(self) -> int:
         options = self.options
-        sizes = ["tiny"] if options.tiny else options.sizes
+        sizes = ["instant"] if options.instant else ["tiny"] if options.tiny else options.sizes
         for size in sizes:
-            self.bench.attempt(f"checkpoint {size}", lambda size=size: self.prepare(size))
+            self.attempt(f"checkpoint {size}", lambda size=size: self.prepare(size))
             if options.cold:
-                self.bench.attempt(f"cold {size}", lambda size=size: self.job("folder", size, 1, cold=True))
+                self.attempt(f"cold {size}", lambda size=size: self.job("folder", size, 1, cold=True))
+            if not options.engine_last:
+                self._engines(size)
             for gpus in options.gpus:
-                if not options.skip_engine:
-                    self.bench.attempt(f"engine {size} {gpus}", lambda size=size, gpus=gpus: self.engine(size, gpus))
                 for path in options.paths:
                     for qa in options.qa:
                         part = f"{path} {size} {gpus} {qa}"
-                        self.bench.attempt(part, lambda path=path, size=size, gpus=gpus, qa=qa: self.job(path, size, gpus, qa))
+                        self.attempt(part, lambda path=path, size=size, gpus=gpus, qa=qa: self.job(path, size, gpus, qa))
+            if options.faults:
+                gpus = max(options.gpus)
+                self.attempt(f"faults {size} {gpus}", lambda size=size, gpus=gpus: self.faults(size, gpus))
+            if options.engine_last:
+                self._engines(size)
             shutil.rmtree(self.folder / size, ignore_errors=True)
         print(table(self.bench.rows))
-        print(f"faults: {', '.join(self.bench.faults) or 'none'}")
+        print(f"left out: {', '.join(self.bench.found['left_out']) or 'nothing'}; faults: {', '.join(self.bench.faults) or 'none'}")
         return 1 if self.bench.faults else 0
 
-
-def _variant(row: Row) -> tuple[Any, ...]:
-    return row["path"], row["size"], row["gpus"], row.get("qa")
-
-
-def slots_of(said: Sequence[str]) -> int | None:
-    """The slots of a worker's engine by its own words, `engine ready: ..., 512 slots`; None where it does not say."""
-    found = (re.search(r"engine ready: .*?(\d+) slots", line) for line in said)
-    return next((int(one[1]) for one in found if one), None)
-
-
-def table(rows: Sequence[Row]) -> str:
-    """The rows as lines; a row without a figure leaves its place empty."""
-
-    def cell(value: float | None, width: int, form: str) -> str:
-        return f"{'' if value is None else format(value, form):>{width}}"
-
-    titles = f"{'audio-s/s':>10}{'engine':>9}{'share':>7}{'times 1':>8}{'first s':>9}{'cores':>7}{'failed':>8}"
-    lines = [f"{'path':8}{'size':6}{'GPUs':>5}{'slots':>6} {'qa':6}{'start':6}{titles}"]
-    for row in rows:
-        name = f"{row['path']:8}{row['size']:6}{row['gpus']:5}{row['slots'] or '':>6} {row.get('qa', ''):6}{row.get('start', ''):6}"
-        rates = f"{cell(row.get('job_audio_s_per_s'), 10, ',.0f')}{cell(row.get('engine_audio_s_per_s'), 9, ',.0f')}"
-        shares = f"{cell(row.get('share'), 7, '.0%')}{cell(row.get('times_one_gpu'), 8, '.2f')}"
-        rest = f"{cell(row.get('first_audio_s'), 9, '.1f')}{cell(row.get('cpu_cores'), 7, '.2f')}{cell(row.get('failed'), 8, 'd')}"
-        lines.append(name + rates + shares + rest)
-    return "\n".join(lines)
+    def _engines(self, size: str) -> None:
+        for gpus in [] if self.options.skip_engine or self.options.instant else self.options.gpus:
+            self.attempt(f"engine {size} {gpus}", lambda gpus=gpus: self.engine(size, gpus))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -301,6 +318,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--items", type=int, help="items of a job, instead of --seconds")
     made.add_argument("--window-seconds", type=float, default=3.0, help="seconds of each of three windows of the engine alone")
     made.add_argument("--expected", type=float, default=2400.0, help="audio-s/s of one GPU, where the engine alone is not measured")
+    made.add_argument("--faults", action="store_true", help="a job whose workers meet faults too, on the largest number of GPUs")
+    made.add_argument("--fault-seconds", type=float, default=30.0, help="seconds that job would take at the engine's speed")
+    made.add_argument("--instant", type=float, default=0.0, metavar="SECONDS", help="a voice that costs nothing, with so long a sound")
+    made.add_argument("--minutes", type=float, default=60.0, help="minutes for everything")
+    made.add_argument("--add", type=Path, metavar="JSON", help="a result of this machine whose rows are kept")
+    made.add_argument("--engine-last", action="store_true", help="measure the engine alone after the jobs")
     made.add_argument("--skip-engine", action="store_true", help="leave the engine alone out")
     made.add_argument("--cold", action="store_true", help="first a short job with new folders for every cache of kernels")
     made.add_argument("--cold-seconds", type=float, default=2.0, help="seconds of that job at the engine's speed")

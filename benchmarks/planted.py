@@ -6,11 +6,14 @@ speech are replaced by as many of a speech-like signal, so that noise passes the
 
 `install` writes this file into a folder as what pip would write of a package, beside a JSON file that names the checkpoint. So it imports
 nothing of the benchmarks, and works with any version of the packages below.
+
+`hide` takes a GPU from the processes that open such a voice from then on: they see an index that no host has, so CUDA itself finds nothing.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from concurrent.futures import Future
 from dataclasses import replace
@@ -24,6 +27,9 @@ from numpy.typing import NDArray
 from pipelines.registry import ENTRY_POINT_GROUP, FAMILIES, ModelCard, recognise
 from pipelines.request import Pipeline, Speech, SynthesisRequest
 
+#: A file beside the voices with the names of GPUs that are hidden.
+_HIDDEN = "hidden"
+_NO_SUCH_GPU = "63"
 #: Seconds of the planted signal: no utterance is longer.
 _LONGEST_SECONDS = 30
 
@@ -94,15 +100,38 @@ def load(**options: Any) -> Pipeline:
     from pipelines.qwen3_tts.pipeline import PipelineOptions
 
     found = _installed()
+    if found["device"] and not _is_hidden():
+        options["device"] = found["device"]
     return _planted_class(found["audio"])(Path(found["checkpoint"]), read_options(PipelineOptions, options))
 
 
-def install(folder: Path, name: str, checkpoint: Path, *, audio: bool = False) -> None:
-    """Writes what pip would write of a package with a voice of this name; `folder` belongs into a process's PYTHONPATH."""
+def _is_hidden() -> bool:
+    """Whether this process's GPU is hidden; if so, CUDA will not find one."""
+    hidden = Path(__file__).with_name(_HIDDEN)
+    if not hidden.exists() or os.environ.get("CUDA_VISIBLE_DEVICES") not in hidden.read_text(encoding="utf-8").split():
+        return False
+    os.environ["CUDA_VISIBLE_DEVICES"] = _NO_SUCH_GPU
+    return True
+
+
+def hide(folder: Path, gpu: str) -> None:
+    """Hides a GPU, as CUDA_VISIBLE_DEVICES names it, from the voices of a folder."""
+    with (folder / _HIDDEN).open("a", encoding="utf-8") as file:
+        file.write(f"{gpu}\n")
+
+
+def show_all(folder: Path) -> None:
+    """Hides no GPU any more."""
+    (folder / _HIDDEN).unlink(missing_ok=True)
+
+
+def install(folder: Path, name: str, checkpoint: Path, *, audio: bool = False, device: str = "") -> None:
+    """Writes what pip would write of a package with a voice of this name; `folder` belongs into a process's PYTHONPATH. `device`: on which
+    it is opened; empty: as any model."""
     module = name.replace("-", "_")
     info = folder / f"{module}-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
     (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{name} = {module}\n")
     shutil.copyfile(__file__, folder / f"{module}.py")
-    (folder / f"{module}.json").write_text(json.dumps({"checkpoint": str(checkpoint.absolute()), "audio": audio}))
+    (folder / f"{module}.json").write_text(json.dumps({"checkpoint": str(checkpoint.absolute()), "audio": audio, "device": device}))

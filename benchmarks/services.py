@@ -50,12 +50,17 @@ class Services:
         keys = {"aws_access_key_id": _KEY, "aws_secret_access_key": _SECRET}
         return boto3.client("s3", endpoint_url=self.s3_endpoint, region_name="us-east-1", **keys)
 
-    def new_job_parts(self, name: str) -> dict[str, str]:
-        """The variables of a new database and a new prefix of the bucket."""
-        with psycopg.connect(self.database_url, autocommit=True) as connection:
-            connection.execute(f'CREATE DATABASE "{name}"'.encode())
+    def job_parts(self, name: str) -> dict[str, str]:
+        """The variables of a database and a prefix of the bucket of this name."""
         database = f"{self.database_url.rpartition('/')[0]}/{name}"
         return {**self.environment, "SPEECH_DATABASE_URL": database, "SPEECH_STORE_URL": f"s3://{_BUCKET}/{name}"}
+
+    def new_job_parts(self, name: str) -> dict[str, str]:
+        """The same, where the database is new and the broker empty."""
+        with psycopg.connect(self.database_url, autocommit=True) as connection:
+            connection.execute(f'CREATE DATABASE "{name}"'.encode())
+        redis.Redis.from_url(self.environment["SPEECH_BROKER_URL"]).flushall()
+        return self.job_parts(name)
 
     def start(self, name: str, command: list[str], ready: Callable[[], bool], user: int | None = None) -> None:
         """Starts a server, as another user where one is given, and returns once it answers. Raises `RuntimeError` with its last words."""
@@ -174,9 +179,24 @@ def _has_bucket(services: Services) -> bool:
 
 def first_audio(services: Services, parts: Mapping[str, str]) -> bool:
     """Whether the store of these variables has an audio object."""
-    prefix = parts["SPEECH_STORE_URL"].removeprefix(f"s3://{_BUCKET}/")
-    pages = services.s3().get_paginator("list_objects_v2").paginate(Bucket=_BUCKET, Prefix=f"{prefix}/jobs/")
-    return any("/audio/" in one["Key"] for page in pages for one in page.get("Contents", []))
+    return next(audio_keys(services, parts), None) is not None
+
+
+def audio_keys(services: Services, parts: Mapping[str, str]) -> Iterator[str]:
+    """The keys of the audio objects in the store of these variables, as the ledger names them."""
+    prefix = _prefix(parts)
+    pages = services.s3().get_paginator("list_objects_v2").paginate(Bucket=_BUCKET, Prefix=f"{prefix}jobs/")
+    keys = (one["Key"] for page in pages for one in page.get("Contents", []))
+    return (key.removeprefix(prefix) for key in keys if "/audio/" in key)
+
+
+def read_object(services: Services, parts: Mapping[str, str], key: str) -> bytes:
+    """The bytes of an object in the store of these variables."""
+    return services.s3().get_object(Bucket=_BUCKET, Key=_prefix(parts) + key)["Body"].read()
+
+
+def _prefix(parts: Mapping[str, str]) -> str:
+    return parts["SPEECH_STORE_URL"].removeprefix(f"s3://{_BUCKET}/") + "/"
 
 
 def _free_port() -> int:

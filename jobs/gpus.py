@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from pipelines.engine_choice import VISIBLE
 from pipelines.errors import ConfigError, ErrorCode
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ALL = "all"
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: A worker with fewer cores would wait for them: its engine's thread takes one, everything else the others.
 LEAST_CORES = 2
 LIST_SECONDS = 60

@@ -12,11 +12,14 @@ from pipelines.errors import ConfigError, ErrorCode
 
 #: What `SPEECH_ENGINE__KIND` and the option `engine` of such a model take.
 EngineKind = Literal["auto", "native", "vllm"]
+#: What CUDA shows a process, and the values that show it nothing.
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+NO_GPU = ("", "-1")
 
 
 def has_gpu() -> bool:
     """Whether CUDA will find a device; asking it takes seconds, and memory of the device."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES", "0") not in ("", "-1") and Path("/dev/nvidiactl").exists()
+    return os.environ.get(VISIBLE, "0") not in NO_GPU and Path("/dev/nvidiactl").exists()
 
 
 def automatic_engine(device: str | None = None) -> Literal["native", "vllm"]:

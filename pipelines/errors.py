@@ -146,7 +146,7 @@ class NoAudioError(SynthesisError):
 
 
 class EngineCrashError(NightjarError):
-    """The process that held the engine ended with requests in it (`worker.crash`); says nothing about any one of them."""
+    """The process that held the engine ended with requests in it, or its GPU is gone (`worker.crash`); says nothing about any request."""
 
 
 class StoreError(NightjarError):

@@ -23,7 +23,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
 from jobs.store.base import ObjectStore
-from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, NightjarError, NotFoundError
+from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, NightjarError, NotFoundError, SynthesisError
 from pipelines.registry import describe
 from pipelines.request import Pipeline, engine_info
 from worker.demand import SHARDS_AT_START, Demand
@@ -232,15 +232,16 @@ class Runtime:
         preload = self.options.preload
         try:
             return (None if preload is None else preload.take(model)) or open_model(self.settings, model)
-        except EngineCrashError as error:
+        except (EngineCrashError, SynthesisError) as error:
             if self._end_without_engine(error):
                 # No item was in the engine: the shard goes back as it was.
                 raise LeaseGoneError(GoneReason.DRAINED) from error
             raise
 
-    def _end_without_engine(self, error: EngineCrashError) -> bool:
-        """An engine that dies while it opens says that its GPU is broken, or its model. A worker that went on would fail every shard that
-        it takes; the process that started it starts it again after a pause, and in the end no more."""
+    def _end_without_engine(self, error: NightjarError) -> bool:
+        """An engine that dies while it opens, or finds no memory, says that its GPU is broken, gone or full, or its model broken. A worker
+        that went on would fail every shard that it takes; the process that started it starts it again after a pause, and in the end no
+        more."""
         ends = self._up and is_watched()
         if ends:
             self._end_with(error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -17,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipelines.engine_choice import EngineKind, automatic_engine
-from pipelines.errors import ConfigError, ErrorCode, ModelError
+from pipelines.engine_choice import NO_GPU, VISIBLE, EngineKind, automatic_engine
+from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError
 from pipelines.vllm_engine.options import VllmOptions
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -259,14 +260,28 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
 
     On a GPU attention does without cuDNN, in the whole process: cuDNN builds a plan for every new shape, for up to half a second, and
     batches of utterances have new shapes all the time.
-    Raises `ConfigError` (`config.invalid`) for a device that is not there.
+    Raises `ConfigError` (`config.invalid`) for a device that is not there, and `EngineCrashError` as `_best_device`.
     """
-    device = _known_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _known_device(name or _best_device())
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     if device.type == "cpu" or threads:
         torch.set_num_threads(threads or 1)
     return device
+
+
+def _best_device() -> str:
+    """Raises `EngineCrashError` (`worker.crash`) where this process was given a GPU that is gone.
+
+    A worker that went on with the CPU would take as many items as on its GPU, and finish hardly any of them.
+    """
+    if torch.cuda.is_available():
+        return "cuda"
+    given = os.environ.get(VISIBLE, "")
+    if given in NO_GPU:
+        return "cpu"
+    message = f"PyTorch does not find the GPU that this process was given ({VISIBLE}={given})."
+    raise EngineCrashError(ErrorCode.WORKER_CRASH, message, f"See `nvidia-smi`. To work on the CPU, set {VISIBLE} to nothing.")
 
 
 def _known_device(name: str) -> torch.device:
