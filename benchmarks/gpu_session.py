@@ -4,6 +4,8 @@
     NIGHTJAR_COMMIT=... NIGHTJAR_REFERENCE_SITE=/tmp/reference python -m benchmarks.gpu_session --out $OUT --steps speed
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps engines
     NIGHTJAR_COMMIT=... NIGHTJAR_VLLM_SITE=/tmp/vllm python -m benchmarks.gpu_session --out $OUT --steps spark fish
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "eight 0.6B"
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "eight 1.7B"
     python -m benchmarks.gpu_session --out /tmp/out --device cpu --tiny
 
 Every step is a process of its own with a limit of its own, and all share the minutes of the whole. Each writes its JSON into the folder
@@ -27,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks.job_rows import table as job_table
 from benchmarks.qwen3_tts import headlines, table
 from benchmarks.roofline import device_named, frame_floor
 
@@ -91,6 +94,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("plots", "speed", ("benchmarks.plots", str(out / "qwen3_tts.json"), str(out / "qwen3_tts_1b7.json")), 20),
         Step("newcomers sooner", "tune", (*sooner, "--json", str(out / "sooner.json")), 70),
         *engine_steps(device, tiny, out),
+        *eight_steps(device, tiny, out),
     ]
 
 
@@ -124,6 +128,20 @@ def engine_steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("agreement", "engines", agreement, 120),
         Step("spark", "spark", spark, 540, site=VLLM_SITE),
         Step("fish", "fish", fish, 540, site=VLLM_SITE),
+    ]
+
+
+def eight_steps(device: str, tiny: bool, out: Path) -> list[Step]:
+    """A job on all GPUs of a host with eight: rows of one GPU and of eight, folder and S3, faults, and the engine alone for comparison."""
+    job = ("benchmarks.job_gpu", "--device", device, "--paths", "folder", "s3", "--faults", "--engine-last", "--minutes", "8.8")
+    if tiny:
+        small = (*job, "--tiny", "--gpus", "1", "3", "--items", "150", "--skip-engine", "--json", str(out / "job_h200_x8.json"))
+        return [Step("eight tiny", "eight", small, 300)]
+    sizes = {"0.6B": "0b6", "1.7B": "1b7"}
+    host = (*job, "--gpus", "1", "8", "--seconds", "20")
+    return [
+        Step(f"eight {name}", "eight", (*host, "--sizes", size, "--json", str(out / f"job_h200_x8_{size}.json")), 545, gpu_only=True)
+        for name, size in sizes.items()
     ]
 
 
@@ -226,6 +244,9 @@ def summary(out: Path) -> list[str]:
     lines += [f"agreement {row['model']:6}{row['rows']:5} {row['verdict']}" for row in read(out / "agreement.json").get("rows", [])]
     for name in ("spark", "fish"):
         lines += engine_lines(name, read(out / f"{name}.json"))
+    for name in ("job_h200_x8", "job_h200_x8_0b6", "job_h200_x8_1b7"):
+        if rows := read(out / f"{name}.json").get("rows"):
+            lines.append(job_table(rows))
     if bits := read(out / "bits.json"):
         differ = {key: len(value) for key, value in bits.items() if key.startswith("differ")}
         lines.append(f"same bits: {bits.get('same_bits')} for {bits.get('requests')} requests {differ}")
@@ -242,7 +263,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the folder for every result")
     parser.add_argument(
-        "--steps", nargs="*", default=[], help="groups or names of steps (check, speed, tune, engines, spark, fish); all without"
+        "--steps",
+        nargs="*",
+        default=[],
+        help="groups or names of steps (check, speed, tune, engines, spark, fish, eight); all but eight without",
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="minutes for everything")
     parser.add_argument("--device", default="cuda")
@@ -250,9 +274,9 @@ def main() -> int:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     out = options.out.resolve()
-    chosen = [
-        step for step in steps(options.device, options.tiny, out) if not options.steps or {step.name, step.group} & set(options.steps)
-    ]
+    known = steps(options.device, options.tiny, out)
+    wanted = set(options.steps) or {step.group for step in known} - {"eight"}
+    chosen = [step for step in known if {step.name, step.group} & wanted]
 
     def tell(outcome: Outcome) -> None:
         print(f"{outcome.name:22}{outcome.ended:10}{outcome.seconds:7.1f} s  {outcome.why}", flush=True)

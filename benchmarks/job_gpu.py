@@ -98,9 +98,7 @@ class JobBench:
             "cores": os.cpu_count(),
             "load_s": [self.load.shortest, self.load.longest],
         }
-        earlier: dict[str, list[Row]] = json.loads(options.add.read_text(encoding="utf-8")) if options.add else {}
-        self.bench = Bench("job_h200", options, **(earlier | facts))
-        self.bench.rows += earlier.get("rows", [])
+        self.bench = Bench("job_h200", options, **facts)
         self.disk = disk_mb_per_s(folder, 4096 if self.bench.on_gpu else 64)
         self.bench.keep(disk_alone_mb_per_s=self.disk, left_out=[])
         self.voices = folder / "voices"
@@ -322,7 +320,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--fault-seconds", type=float, default=30.0, help="seconds that job would take at the engine's speed")
     made.add_argument("--instant", type=float, default=0.0, metavar="SECONDS", help="a voice that costs nothing, with so long a sound")
     made.add_argument("--minutes", type=float, default=60.0, help="minutes for everything")
-    made.add_argument("--add", type=Path, metavar="JSON", help="a result of this machine whose rows are kept")
     made.add_argument("--engine-last", action="store_true", help="measure the engine alone after the jobs")
     made.add_argument("--skip-engine", action="store_true", help="leave the engine alone out")
     made.add_argument("--cold", action="store_true", help="first a short job with new folders for every cache of kernels")

@@ -1,10 +1,16 @@
-"""The rows of `benchmarks.job_gpu`: a job's steady rate, what it used meanwhile, and the table."""
+"""The rows of `benchmarks.job_gpu`: a job's steady rate, what it used meanwhile, and the table.
+
+`python -m benchmarks.job_rows RESULT.json PART.json PART.json` puts what several calls on one kind of machine found into one file.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import Row
@@ -119,3 +125,28 @@ def _fault_line(row: Row) -> str:
     what = f"{row['done']} of {row['items']} done, {row['failed']} failed, {row['other_bytes']} with other bytes"
     quarantine = "quarantined" if row["quarantined"] else "not quarantined"
     return f"faults  {row['size']:8}{row['gpus']:5}  {len(row['faults'])} faults: {kept}; {what}; the lost GPU's worker is {quarantine}"
+
+
+def merged(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result of several: facts of the first that has them, all rows and faults. Raises `ValueError` for other code or device."""
+    for name in ("commit", "device"):
+        if len(values := {part[name] for part in parts}) > 1:
+            raise ValueError(f"The parts have different values of {name!r}: {sorted(values)}.")
+    whole: dict[str, Any] = {}
+    for part in reversed(parts):
+        whole |= part
+    whole["faults"] = {name: text for part in parts for name, text in part["faults"].items()}
+    for name in ("left_out", "rows"):
+        whole[name] = [one for part in parts for one in part[name]]
+    return whole
+
+
+def main(arguments: Sequence[str]) -> None:
+    result, *parts = map(Path, arguments)
+    whole = merged([json.loads(path.read_text(encoding="utf-8")) for path in parts])
+    result.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(table(whole["rows"]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from pipelines.engine_choice import VISIBLE
+from pipelines.engine_choice import NO_GPU, VISIBLE
 from pipelines.errors import ConfigError, ErrorCode
 
 log = logging.getLogger(__name__)
@@ -111,6 +111,13 @@ def choose_gpus(wanted: str, visible: str | None = None, listing: Callable[[], S
             raise _refused(f"No GPU may be used: {VISIBLE} is {visible!r}, and {_there_is(gpus)}.")
         return tuple({device.uuid: device for _, device in allowed}.values())
     return _distinct([_find(name, gpus, allowed, visible) for name in names])
+
+
+def count_gpus(visible: str | None, devices: Path = Path("/dev")) -> int:
+    """How many GPUs this process may use; `visible` as above. Looks at the device files: the driver's own program takes a second."""
+    if visible is not None:
+        return sum(name.strip() not in NO_GPU for name in visible.split(","))
+    return len(list(devices.glob("nvidia[0-9]*")))
 
 
 def _unchecked(names: Sequence[str], reason: str) -> tuple[Device, ...]:

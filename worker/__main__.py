@@ -7,12 +7,16 @@ import signal
 import sys
 
 import click
+import structlog
 
 from jobs.child_process import say_last_words, wait_for_start
 from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail
+from jobs.gpus import VISIBLE, count_gpus
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from pipelines.errors import NightjarError
+
+log = structlog.get_logger(__name__)
 
 #: Exit codes, as those of `nightjar wait`.
 FAILED, NOT_ENDED = 1, 7
@@ -62,8 +66,10 @@ def run(gpus: str | None, model: str | None, preload: str | None, supervise: boo
       nightjar worker --gpu all
     """
     settings = _settings()
+    if gpus is None and (count := count_gpus(os.environ.get(VISIBLE))) > 1:
+        log.warning("this worker uses one GPU; --gpu all uses every one", gpus=count)
     if gpus is not None or supervise:
-        from jobs.gpus import VISIBLE, choose_gpus
+        from jobs.gpus import choose_gpus
         from jobs.worker_group import plan_workers
         from worker.supervisor import supervise as run_all
 

@@ -20,7 +20,7 @@ from jobs.cli.spec import dry_run_option, job_options, submit_options, take_spec
 from jobs.cli.submit import dry_run_of
 from jobs.console import Interrupted, Output, check_interrupts, undisturbed
 from jobs.embedded import EmbeddedHome, embedded_settings
-from jobs.gpus import VISIBLE, choose_gpus
+from jobs.gpus import VISIBLE, choose_gpus, count_gpus
 from jobs.ledger.records import Job
 from jobs.ledger.status import JobStatus
 from jobs.settings import Settings, load_settings
@@ -133,6 +133,8 @@ def run(source: str, gpus: str | None, dry_run: bool, home: str | None, output: 
         from jobs.voices import voice_folder
 
     spec = resolve(wanted, given["input_format"], voice_folder(settings))
+    if gpus is None and settings.chosen_engine(spec.card) != "cpu" and (count := count_gpus(os.environ.get(VISIBLE))) > 1:
+        output.note(f"This run uses one of {count} GPUs. Give --gpu all to use all of them.")
     if (lack := lacking_meters(wanted.quality, output.note)) is not None:
         raise lack
     check_source(source)

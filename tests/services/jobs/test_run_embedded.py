@@ -209,6 +209,16 @@ def test_wrong_gpus_are_refused_before_anything_is_written(shell: Shell) -> None
     assert not (shell.folder / "out").exists()
 
 
+@pytest.mark.parametrize(("visible", "says"), [("0,1", True), ("1", False), ("", False)])
+def test_a_run_on_one_of_several_gpus_says_how_to_use_all(shell: Shell, visible: str, says: bool) -> None:
+    write_input(shell.folder / "in.jsonl", 1)
+    model = str(Path(__file__).parents[2] / "golden/qwen3_tts/checkpoint-custom")
+    run = shell.run("run", "in.jsonl", "--model", model, "--dry-run", CUDA_VISIBLE_DEVICES=visible)
+    assert run.returncode == 0, run.stderr
+    assert ("This run uses one of 2 GPUs. Give --gpu all to use all of them." in run.stderr) is says
+    assert "GPUs" not in shell.run("run", "in.jsonl", "--dry-run", CUDA_VISIBLE_DEVICES=visible).stderr
+
+
 def variables(pid: int) -> dict[str, str]:
     """The environment of a process."""
     text = Path(f"/proc/{pid}/environ").read_text()

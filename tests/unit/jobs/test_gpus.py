@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.gpus import Gpu, NotListedError, choose_gpus, list_gpus, share_cores
+from jobs.gpus import Gpu, NotListedError, choose_gpus, count_gpus, list_gpus, share_cores
 from jobs.settings import Settings, load_settings
 from jobs.worker_group import core_text, plan_workers
 from pipelines.errors import ConfigError, ErrorCode
@@ -198,3 +198,10 @@ def test_pinning_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = choose_gpus("0,1", None, lambda: TWO)
     assert [plan.cores for plan in plan_workers(load_settings(), devices)] == [None, None]
     assert None not in [plan.cores for plan in plan_workers(Settings(), devices)]
+
+
+def test_gpus_are_counted_without_the_driver(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert count_gpus(None, tmp_path) == 3
+    assert [count_gpus(visible, tmp_path) for visible in ("", "-1", "3", "0,1", f"{UUIDS[0]}, {UUIDS[1]}")] == [0, 0, 1, 2, 2]
