@@ -133,7 +133,7 @@ def engine_steps(device: str, tiny: bool, out: Path) -> list[Step]:
 
 def eight_steps(device: str, tiny: bool, out: Path) -> list[Step]:
     """A job on all GPUs of a host with eight: rows of one GPU and of eight, folder and S3, faults, and the engine alone for comparison."""
-    job = ("benchmarks.job_gpu", "--device", device, "--paths", "folder", "s3", "--faults", "--engine-last", "--minutes", "8.8")
+    job = ("benchmarks.job_gpu", "--device", device, "--paths", "folder", "s3", "--faults", "--memory", "--engine-last", "--minutes", "8.8")
     if tiny:
         small = (*job, "--tiny", "--gpus", "1", "3", "--items", "150", "--skip-engine", "--json", str(out / "job_h200_x8.json"))
         return [Step("eight tiny", "eight", small, 300)]
@@ -143,6 +143,11 @@ def eight_steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step(f"eight {name}", "eight", (*host, "--sizes", size, "--json", str(out / f"job_h200_x8_{size}.json")), 545, gpu_only=True)
         for name, size in sizes.items()
     ]
+
+
+def named(known: Sequence[Step], names: Sequence[str]) -> list[Step]:
+    """The steps of these names and groups; without any, all that need no more than one GPU."""
+    return [step for step in known if ({step.name, step.group} & set(names) if names else step.group != "eight")]
 
 
 def run(step: Step, device: str, left_s: float, out: Path, log: TextIO) -> Outcome:
@@ -274,9 +279,7 @@ def main() -> int:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     out = options.out.resolve()
-    known = steps(options.device, options.tiny, out)
-    wanted = set(options.steps) or {step.group for step in known} - {"eight"}
-    chosen = [step for step in known if {step.name, step.group} & wanted]
+    chosen = named(steps(options.device, options.tiny, out), options.steps)
 
     def tell(outcome: Outcome) -> None:
         print(f"{outcome.name:22}{outcome.ended:10}{outcome.seconds:7.1f} s  {outcome.why}", flush=True)

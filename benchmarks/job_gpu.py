@@ -53,6 +53,8 @@ SENTENCES = sentences(200)
 CACHES = ("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH", "XDG_CACHE_HOME")
 
 
+#: A folder that no disk holds up.
+MEMORY = Path("/dev/shm")
 #: Seconds that a part should have left at least to be begun: opening a model, and what comes after a job.
 LEAST_SECONDS = 25.0
 #: The rate of an engine in reproducible mode, by the usual one.
@@ -183,7 +185,7 @@ class JobBench:
             caches = {name: str(asked.folder / "cache" / name) for name in CACHES}
             asked = replace(asked, environment=asked.environment | caches, profile_seconds=0.0)
         try:
-            finished = run_into_folder(asked) if path == "folder" else self._with_services(asked)
+            finished = self._with_services(asked) if path == "s3" else run_into_folder(asked)
             self._add(self._row(path, size, gpus, qa, cold, frames, finished))
         finally:
             shutil.rmtree(asked.folder, ignore_errors=True)
@@ -233,7 +235,7 @@ class JobBench:
     def _asked(self, path: str, size: str, gpus: int, qa: str, frames: Sequence[int]) -> Ran:
         source = self.folder / "input.jsonl"
         write_input(source, frames)
-        work = Path(tempfile.mkdtemp(prefix=f"{path}-", dir=self.folder))
+        work = Path(tempfile.mkdtemp(prefix=f"{path}-", dir=MEMORY if path == "memory" else self.folder))
         model = instant.NAME if self.options.instant else f"planted-{size}" + ("-speech" if qa != "off" else "")
         settle = 1.0 if self.options.tiny else 12.0
         ran = Ran(source, work, model, qa, gpus, self.environment, self._limit, self.bench.on_gpu, self.options.profile, settle)
@@ -291,6 +293,9 @@ class JobBench:
             if options.faults:
                 gpus = max(options.gpus)
                 self.attempt(f"faults {size} {gpus}", lambda size=size, gpus=gpus: self.faults(size, gpus))
+            if options.memory:
+                gpus = max(options.gpus)
+                self.attempt(f"memory {size} {gpus}", lambda size=size, gpus=gpus: self.job("memory", size, gpus))
             if options.engine_last:
                 self._engines(size)
             shutil.rmtree(self.folder / size, ignore_errors=True)
@@ -318,6 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--expected", type=float, default=2400.0, help="audio-s/s of one GPU, where the engine alone is not measured")
     made.add_argument("--faults", action="store_true", help="a job whose workers meet faults too, on the largest number of GPUs")
     made.add_argument("--fault-seconds", type=float, default=30.0, help="seconds that job would take at the engine's speed")
+    made.add_argument("--memory", action="store_true", help="a folder in memory too, on the largest number of GPUs: no disk holds it up")
     made.add_argument("--instant", type=float, default=0.0, metavar="SECONDS", help="a voice that costs nothing, with so long a sound")
     made.add_argument("--minutes", type=float, default=60.0, help="minutes for everything")
     made.add_argument("--engine-last", action="store_true", help="measure the engine alone after the jobs")

@@ -29,6 +29,8 @@ _ATTEMPTS = "SELECT outcome, count(*) FROM attempts GROUP BY outcome"
 _DONE = "SELECT count(*) FROM artifacts WHERE kind = 'audio'"
 _ENDED = "SELECT 1 FROM jobs WHERE finished_at IS NOT NULL"
 _POLL_SECONDS = 0.05
+#: How long a command that is interrupted may take to end.
+_DRAIN_SECONDS = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,7 @@ class Watched:
                 break
             except subprocess.TimeoutExpired:
                 self.process.send_signal(number)
-                most_seconds = 60.0
+                most_seconds = _DRAIN_SECONDS
         else:
             status = self.process.wait()
         if self._seconds is None:

@@ -97,7 +97,8 @@ def compare_with_engine(rows: Sequence[Row]) -> None:
 
 
 def _variant(row: Row) -> tuple[Any, ...]:
-    return row["path"], row["size"], row.get("qa")
+    path = "folder" if row["path"] == "memory" else row["path"]
+    return path, row["size"], row.get("qa")
 
 
 def table(rows: Sequence[Row]) -> str:

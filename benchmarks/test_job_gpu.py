@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import job_faults, job_gpu, job_rows, planted
+from benchmarks import gpu_session, job_faults, job_gpu, job_rows, planted
 from benchmarks.host_use import HostUse, Reading, rates
 from benchmarks.job_faults import Faults
 from benchmarks.job_paths import Made
@@ -149,3 +149,12 @@ def test_parts_of_one_result_are_put_together(tmp_path: Path) -> None:
     assert (whole["faults"], whole["left_out"], whole["checkpoint_1b7"]) == ({"s3 1b7": "Traceback"}, ["engine 1b7 8"], {})
     with pytest.raises(ValueError, match="commit"):
         job_rows.merged([part, other | {"commit": "e"}])
+
+
+def test_a_session_takes_the_steps_of_eight_gpus_only_by_name(tmp_path: Path) -> None:
+    known = gpu_session.steps("cuda", False, tmp_path)
+    assert {"eight"} == {step.group for step in known} - {step.group for step in gpu_session.named(known, [])}
+    (step,) = gpu_session.named(known, ["eight 1.7B"])
+    assert step.arguments[step.arguments.index("--sizes") + 1] == "1b7"
+    # Within a call of ten minutes, and the benchmark ends by itself before the session ends it.
+    assert 60 * float(step.arguments[step.arguments.index("--minutes") + 1]) < step.limit_s < 600
