@@ -26,8 +26,6 @@ from pipelines.nn.checkpoint import Checkpoint, NativeModelOptions
 _DECODED_FRAME_BYTES = 4 * 2 * 96 * 2048
 #: Of a prefix: as many as make two that are equal by chance no matter.
 _DIGEST_BYTES = 32
-#: Requests that wait for a slot on a CPU.
-_CPU_WAITING_ROOM = 64
 
 
 def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype, context: int) -> EngineOptions:
@@ -38,12 +36,8 @@ def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.de
     return plan_engine(
         memory_needs(config, dtype, options.page_size),
         device,
-        context_of(options.max_context or context, config.max_positions),
-        slots=options.slots,
-        streams=options.streams,
-        pages=options.pages,
-        page_size=options.page_size,
-        memory_share=options.memory_share,
+        context_of(options.context(context), config.max_positions),
+        **options.sizes,
         frame_seconds=1 / config.frames_per_second,
     )
 
@@ -78,9 +72,8 @@ def open_host(
 ) -> NativeHost[Prompt]:
     """The engine of a loaded model, whose speech goes on to `stage`. Raises `ConfigError` for an executor that the device cannot have."""
     executor = open_executor(model, sizes, options.executor, options.reproducible, options.streams)
-    waiting_room = options.waiting_room or (sizes.slots if model.device.type == "cuda" else _CPU_WAITING_ROOM)
     ids = np.array([*config.semantic, config.end], np.int64)
-    engine = Engine(executor, sizes, waiting_room, stage)
+    engine = Engine(executor, sizes, options.room(sizes.slots, model.device), stage)
     prefixes = partial(shared_prefixes, semantic=config.semantic)
     return NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar
 
 import msgspec
 import torch
@@ -324,56 +324,83 @@ def take_engine(options: Mapping[str, Any]) -> tuple[Literal["native", "vllm"], 
     return automatic_engine(rest.get("device")) if chosen == "auto" else chosen, rest
 
 
-@dataclass(frozen=True, slots=True)
-class NativeModelOptions:
-    """How a checkpoint whose LM runs on our own engine is opened; None means the best for the device."""
+#: Requests that wait for a slot on a CPU.
+_CPU_WAITING_ROOM = 64
 
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a checkpoint is opened, on either engine; None means the best for the device."""
+
+    #: On vLLM of the codec and the reference encoder: vLLM takes the device it was built for.
     device: str | None = None
     dtype: Precision | None = None
     codec_dtype: Precision | None = None
-    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels; "auto": graphs on a CUDA device with Triton.
-    executor: Literal["auto", "eager", "graph"] = "auto"
-    #: A request's tokens are the same bits alone and in any company, for some throughput.
+    #: A request's codes are the same bits alone and in any company, for some throughput. Refused by vLLM.
     reproducible: bool = False
     #: Sequences that run at once, and that wait before `submit` blocks.
     slots: int | None = None
     waiting_room: int | None = None
-    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances.
-    streams: int = 0
-    #: Share of the GPU's memory for all of it: weights, KV cache, codec and graphs.
+    #: Share of the GPU's memory: on our own engine for all of it, weights, KV cache, codec and graphs; on vLLM for the LM.
     memory_share: float | None = None
-    #: KV pages of `page_size` positions.
-    pages: int | None = None
-    page_size: int = 64
     max_context: int | None = None
     #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of failing.
     keep_unfinished: bool = False
-    #: CPU threads; results in float32 on CPU are the same bits in any batch with one.
+    #: CPU threads, on vLLM of the codec and the reference encoder; results in float32 on CPU are the same bits in any batch with one.
     threads: int | None = None
+
+    def context(self, default: int) -> int:
+        """Positions of a sequence at most; `default`: where nobody chose."""
+        return default if self.max_context is None else self.max_context
+
+
+class EngineSizes(TypedDict):
+    """What `pipelines.engine.opening.plan_engine` asks of a person's choice."""
+
+    slots: int | None
+    streams: int
+    pages: int | None
+    page_size: int
+    memory_share: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class TokenModelOptions:
+class NativeModelOptions(ModelOptions):
+    """How a checkpoint whose LM runs on our own engine is opened; None means the best for the device."""
+
+    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels; "auto": graphs on a CUDA device with Triton.
+    executor: Literal["auto", "eager", "graph"] = "auto"
+    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU everything that they, or any
+    #: request, need is compiled and captured before the pipeline is open, which takes a while.
+    streams: int = 0
+    #: KV pages of `page_size` positions.
+    pages: int | None = None
+    page_size: int = 64
+
+    @property
+    def sizes(self) -> EngineSizes:
+        """The sizes of the engine as far as they were chosen."""
+        return {
+            "slots": self.slots,
+            "streams": self.streams,
+            "pages": self.pages,
+            "page_size": self.page_size,
+            "memory_share": self.memory_share,
+        }
+
+    def room(self, slots: int, device: torch.device) -> int:
+        """How many requests may wait for one of so many slots."""
+        return self.waiting_room or (slots if device.type == "cuda" else _CPU_WAITING_ROOM)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenModelOptions(ModelOptions):
     """How a checkpoint whose LM runs on vLLM is opened; None means the best for the device. The LM's are those of `VllmOptions`."""
 
-    #: Of the codec and the reference encoder; vLLM takes the device it was built for.
-    device: str | None = None
-    codec_dtype: Precision | None = None
-    dtype: Precision | None = None
-    memory_share: float | None = None
-    #: Only refused: vLLM has no such mode.
-    reproducible: bool = False
     cpu_kv_gib: int = 1
-    slots: int | None = None
-    waiting_room: int | None = None
-    max_context: int | None = None
     step_tokens: int | None = None
     tensor_parallel: int = 1
     eager: bool | None = None
-    #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of failing.
-    keep_unfinished: bool = False
-    #: CPU threads of the codec and the reference encoder.
-    threads: int | None = None
 
     def vllm(self, memory_share: float, context: int, max_positions: int) -> VllmOptions:
         """What vLLM is told, with a model's own memory share and context where nothing was asked for.
@@ -389,7 +416,7 @@ class TokenModelOptions:
             cpu_kv_gib=self.cpu_kv_gib,
             max_sequences=self.slots,
             waiting_room=self.waiting_room,
-            max_context=min(self.max_context or context, max_positions),
+            max_context=min(self.context(context), max_positions),
             step_tokens=self.step_tokens,
             tensor_parallel=self.tensor_parallel,
             eager=self.eager,

@@ -24,7 +24,7 @@ from pipelines.engine.opening import check_executor, open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, ModelError, NightjarError, SynthesisError
-from pipelines.nn.checkpoint import Checkpoint, open_device, precision, read_options, type_name
+from pipelines.nn.checkpoint import Checkpoint, NativeModelOptions, open_device, precision, read_options, type_name
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
@@ -106,47 +106,26 @@ log = logging.getLogger(__name__)
 
 #: Positions and frames of what is said before the first request; a stream has chunks of every size in it.
 _WARM_POSITIONS, _WARM_FRAMES = 32, 28
-#: Requests that wait for a slot on a CPU.
-_CPU_WAITING_ROOM = 64
+#: Positions of an utterance where nobody chose.
+_CONTEXT = 8192
 #: Hard default of the published API; a larger max_new_tokens of generation_config.json is not speech but a runaway.
 MAX_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineOptions:
+class PipelineOptions(NativeModelOptions):
     """How a checkpoint is opened; None means the best for the device."""
 
-    device: str | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     codec_dtype: Literal["float32", "bfloat16"] | None = None
-    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels; "auto": graphs on a CUDA device with Triton.
-    executor: Literal["auto", "eager", "graph"] = "auto"
-    #: Graphs only: a request's codes are the same bits alone and in any company, for some throughput.
-    reproducible: bool = False
-    #: Utterances that run at once, and that wait before `submit` blocks.
-    slots: int | None = None
-    waiting_room: int | None = None
-    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU everything that they, or any
-    #: request, need is compiled and captured before the pipeline is open, which takes a while.
-    streams: int = 0
     #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into batches of like lengths. Not
     #: measured yet.
     codec_rows: int = 0
-    #: Share of the GPU's memory for all of it: weights, KV cache, codec and graphs.
-    memory_share: float | None = None
-    #: KV pages of `page_size` positions.
-    pages: int | None = None
-    page_size: int = 64
-    max_context: int = 8192
     #: Whether the whole text stands before the first frame; None: the published default of the mode.
     text_first: bool | None = None
-    #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of failing.
-    keep_unfinished: bool = False
     #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in memory alone.
     voice_cache: str | None = None
     voice_cache_mib: int = 256
-    #: CPU threads; results in float32 on CPU are the same bits in any batch with one.
-    threads: int | None = None
 
 
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
@@ -194,8 +173,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             self.codec.decoder.prepare_streams(sizes.slots + LATE_STATES)
         self.codec.decoder.prepare_utterances(options.codec_rows)
         stage = open_stage(self.codec.decoder, sizes.decode_frames)
-        waiting_room = options.waiting_room or (sizes.slots if device.type == "cuda" else _CPU_WAITING_ROOM)
-        self.engine = Engine(executor, sizes, waiting_room, stage)
+        self.engine = Engine(executor, sizes, options.room(sizes.slots, device), stage)
         super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)
         if options.streams and device.type == "cuda":
             self.warm_up()
@@ -329,12 +307,8 @@ def _sizes(
         config,
         device,
         dtype,
-        slots=options.slots,
-        streams=options.streams,
-        pages=options.pages,
-        page_size=options.page_size,
-        max_context=options.max_context,
-        memory_share=options.memory_share,
+        **options.sizes,
+        max_context=options.context(_CONTEXT),
         weight_bytes=weight_bytes,
         stream_bytes=graphs + steps,
         state_bytes=state,

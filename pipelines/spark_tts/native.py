@@ -26,8 +26,6 @@ CONTEXT = 8192
 CHUNK_TOKENS, FIRST_TOKENS = (8, 16, 32, 64, 96), (8, 16, 32)
 #: Of BiCodec's decoder in bfloat16: four tensors of its widest part. Computed, not measured.
 _DECODED_TOKEN_BYTES = 4 * 61_440
-#: Requests that wait for a slot on a CPU.
-_CPU_WAITING_ROOM = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +42,12 @@ def plan_sizes(config: SparkConfig, options: NativeModelOptions, device: torch.d
 
     Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short.
     """
-    context = context_of(options.max_context or CONTEXT, config.lm.max_positions)
+    context = context_of(options.context(CONTEXT), config.lm.max_positions)
     sizes = plan_engine(
         memory_needs(config, dtype, options.page_size),
         device,
         context,
-        slots=options.slots,
-        streams=options.streams,
-        pages=options.pages,
-        page_size=options.page_size,
-        memory_share=options.memory_share,
+        **options.sizes,
         frame_seconds=1 / config.tokens_per_second,
     )
     return replace(sizes, chunk_frames=CHUNK_TOKENS, first_frames=FIRST_TOKENS)
@@ -86,7 +80,6 @@ def load_lm(config: SparkConfig, vocabulary: Vocabulary, sizes: EngineOptions, d
 def open_host(lm: NativeLm, options: NativeModelOptions, stage: CodecStage[Voice]) -> NativeHost[Prompt]:
     """The engine of a loaded LM, whose speech goes on to `stage`. Raises `ConfigError` for an executor that the device cannot have."""
     executor = open_executor(lm.model, lm.sizes, options.executor, options.reproducible, options.streams)
-    waiting_room = options.waiting_room or (lm.sizes.slots if lm.model.device.type == "cuda" else _CPU_WAITING_ROOM)
-    engine = Engine(executor, lm.sizes, waiting_room, stage)
+    engine = Engine(executor, lm.sizes, options.room(lm.sizes.slots, lm.model.device), stage)
     drawable = lm.drawable
     return NativeHost(engine, drawable.ids, drawable.ends, lambda request: Prompt(np.asarray(request.prompt_ids, np.int64)))

@@ -1,14 +1,66 @@
-"""Devices that models are opened on."""
+"""What models are opened with: the options that they share, and devices."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
 
-from pipelines.errors import EngineCrashError
-from pipelines.nn.checkpoint import open_device
+from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
+from pipelines.fish_speech.pipeline import FishOptions
+from pipelines.nn.checkpoint import ModelOptions, NativeModelOptions, TokenModelOptions, open_device, read_options
+from pipelines.qwen3_tts.pipeline import PipelineOptions
+from pipelines.speechlm.pipeline import SpeechLmOptions
+
+DOCS = Path(__file__).parents[3] / "docs" / "models.md"
+
+
+def names(kind: type) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def test_the_table_of_options_is_that_of_the_classes() -> None:
+    table = DOCS.read_text().split("## Options for opening a model")[1].split("\n## ")[0]
+    rows = [row.split(" | ") for row in table.splitlines() if row.startswith("| `")]
+    told = {
+        engine: {name for row in rows if row[2].strip("`") == engine for name in re.findall(r"`(\w+)`", row[0])}
+        for engine in ("both", "native", "vllm")
+    }
+    both, native, vllm = names(ModelOptions), names(NativeModelOptions), names(TokenModelOptions)
+    assert told == {"both": both, "native": native - both, "vllm": vllm - both}
+
+
+def test_families_have_the_options_of_their_engine_and_few_of_their_own() -> None:
+    assert names(PipelineOptions) - names(NativeModelOptions) == {"codec_rows", "text_first", "voice_cache", "voice_cache_mib"}
+    assert names(FishOptions) - names(TokenModelOptions) == {"share_prefixes"}
+    assert names(TokenModelOptions) < names(SpeechLmOptions)
+    own, shared = (read_options(kind, {}) for kind in (PipelineOptions, NativeModelOptions))
+    assert all(getattr(own, name) == getattr(shared, name) for name in names(NativeModelOptions))
+
+
+@pytest.mark.parametrize("kind", [PipelineOptions, NativeModelOptions, TokenModelOptions])
+@pytest.mark.parametrize(("option", "value"), [("slot", 3), ("slots", "many"), ("dtype", "float8"), ("threads", 1.5)])
+def test_what_no_model_takes_is_refused_by_all(kind: type, option: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_options(kind, {option: value})
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+def test_qwen3_tts_has_no_float16() -> None:
+    for option in ("dtype", "codec_dtype"):
+        with pytest.raises(ConfigError, match="float16"):
+            read_options(PipelineOptions, {option: "float16"})
+
+
+def test_who_waits_for_a_slot() -> None:
+    device = torch.device("cuda")
+    assert [NativeModelOptions().room(512, device), NativeModelOptions().room(512, torch.device("cpu"))] == [512, 64]
+    assert NativeModelOptions(waiting_room=7).room(512, device) == 7
+    assert [NativeModelOptions(max_context=context).context(300) for context in (None, 0, 100)] == [300, 0, 100]
 
 
 @pytest.fixture
