@@ -57,18 +57,8 @@ __device__ __forceinline__ float rounded(float v) {
     return __uint_as_float(static_cast<uint32_t>(r) << 16);
 }
 
-// Words that blocks of one running kernel send each other. Neither side may use plain accesses for them.
-__device__ __forceinline__ uint32_t load_acquire(const uint32_t* from) {
-    uint32_t v;
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-    return v;
-}
-__device__ __forceinline__ void store_release(uint32_t* to, uint32_t v) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
-}
-__device__ __forceinline__ void add_release(uint32_t* to, uint32_t v) {
-    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(v) : "memory");
-}
+// Words that blocks of one running kernel send each other, for which neither side uses plain accesses. Two stores are in order only with
+// __threadfence() between them.
 __device__ __forceinline__ uint32_t load4_relaxed(const void* from) {
     uint32_t v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
@@ -89,9 +79,6 @@ __device__ __forceinline__ void store4_relaxed(void* to, uint32_t v) {
 }
 __device__ __forceinline__ void store8_relaxed(void* to, uint2 v) {
     asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1,%2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory");
-}
-__device__ __forceinline__ void store16_relaxed(void* to, uint4 v) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // Barriers in shared memory that count threads and bytes (mbarrier), and the copies that arrive at them.

@@ -70,21 +70,22 @@ class Kernel:
 def build(source: Path, kernels: Iterable[str], edits: Mapping[str, str] | None = None) -> ctypes.CDLL:
     """The library of one source for the emulator. Skips the test where there is no g++.
 
-    kernels: those that will be launched; edits: text of the source to replace, each of which stands there once.
+    kernels: those that will be launched; edits: text to replace, each of which stands once in the source and its headers.
     """
     if shutil.which(_COMPILER) is None:
         pytest.skip("needs g++")
-    text = source.read_text()
+    # The emulator's own header stands in for the one of the same name.
+    texts = {path.name: path.read_text() for path in (source, *binaries.SOURCES.glob("*.cuh"), *EMULATOR.glob("*.cuh"))}
     for old, new in (edits or {}).items():
-        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {source.name}"
-        text = text.replace(old, new)
-    entries = "".join(_ENTRY.format(name) for name in kernels)
+        found = [name for name, text in texts.items() for _ in range(text.count(old))]
+        assert len(found) == 1, f"{old!r} stands in {found}"
+        texts[found[0]] = texts[found[0]].replace(old, new)
+    texts[source.name] += _ENTRIES.format(entries="".join(_ENTRY.format(name) for name in kernels))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for header in (*binaries.SOURCES.glob("*.cuh"), *EMULATOR.glob("*.cuh")):  # the emulator's own stand in for those of the same name
-            shutil.copy(header, folder)
-        (folder / "kernel.cpp").write_text(f'#line 1 "{source.name}"\n{text}\n{_ENTRIES.format(entries=entries)}')
-        command = [_COMPILER, *_FLAGS, "-include", EMULATOR / "emulator.h", folder / "kernel.cpp", EMULATOR / "emulator.cpp"]
+        for file, text in texts.items():
+            (folder / file).write_text(text)
+        command = [_COMPILER, *_FLAGS, "-include", EMULATOR / "emulator.h", EMULATOR / "emulator.cpp", "-x", "c++", folder / source.name]
         done = subprocess.run([*command, "-o", folder / "kernel.so"], capture_output=True, text=True, timeout=300, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"g++ failed on {source.name}: {done.stderr[-2000:]}")
@@ -96,9 +97,9 @@ def _library(name: str) -> ctypes.CDLL:
     return build(binaries.SOURCES / f"{name}.cu", lm_cuda.kernels_of(name))
 
 
-def kernels(name: str, seed: int = 0, together: bool = False) -> dict[str, Kernel]:
+def kernels(name: str, seed: int = 0) -> dict[str, Kernel]:
     """The kernels of one source of `kernels.binaries.NAMES`, which are built once in a session."""
-    return {kernel: Kernel(_library(name), kernel, size, seed, together) for kernel, size in lm_cuda.kernels_of(name).items()}
+    return {kernel: Kernel(_library(name), kernel, size, seed) for kernel, size in lm_cuda.kernels_of(name).items()}
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> None:

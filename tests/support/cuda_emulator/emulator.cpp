@@ -15,7 +15,7 @@ uint3 threadIdx, blockIdx, blockDim, gridDim;
 namespace {
 
 constexpr size_t PAGE = 4096, STACK = 64 << 10, MAX_SHARED = 227 << 10;
-constexpr unsigned long long CANARY = 0x5AFE57AC5AFE57ACull, PATIENCE = 20000;  // turns a thread without any change: a deadlock
+constexpr unsigned long long CANARY = 0x5AFE57AC5AFE57ACull, PATIENCE = 4000;  // looks of each thread without any change: a deadlock
 constexpr int POISON = 0xff;                                                    // NaN as a float, -1 as an integer
 
 struct Copy { void* to; const void* from; unsigned bytes; void (*arrived)(void*, unsigned); void* barrier; };
@@ -64,7 +64,7 @@ struct Launch {
     Block* current = nullptr;
     char* statics = nullptr;
     size_t statics_bytes = 0;
-    unsigned long long random, turns = 0, changed = 0;
+    unsigned long long random, turns = 0, looks = 0;  // looks: since something changed
     bool together;
     unsigned burst_bits, eager, slow;  // how long blocks run alone; how often the last thread goes on first; how long stores take
 } *launch;
@@ -173,7 +173,7 @@ void activate(Block* block) {  // static shared memory is at one address for all
 }
 
 void reach_memory(const Store& one) {
-    if (std::memcmp(one.to, one.value, one.bytes) != 0) launch->changed = launch->turns;
+    if (std::memcmp(one.to, one.value, one.bytes) != 0) launch->looks = 0;
     std::memcpy(one.to, one.value, one.bytes);
 }
 
@@ -203,7 +203,7 @@ void retire(Fiber& fiber) {
     emulator::must(*reinterpret_cast<unsigned long long*>(fiber.stack) == CANARY, "more than 64 KiB of stack");
     emulator::must(fiber.copies.empty(), "the thread returned before its asynchronous copies were waited for");
     running = nullptr;
-    block.live -= 1, launch->changed = launch->turns;
+    block.live -= 1, launch->looks = 0;
     Barrier& barrier = block.barriers[0];
     if (block.live > 0 && barrier.threads == 0 && barrier.there.size() == block.live) release(barrier, block);
 }
@@ -245,7 +245,7 @@ void run_all() {
             if (!launch->together) launch->blocks.clear(), launch->current = nullptr;
             launch->blocks.emplace_back();
             start(launch->blocks.back(), launch->order[launch->next], launch->together ? launch->next : 0);
-            launch->next += 1, live_blocks += 1, launch->changed = launch->turns, block = nullptr;
+            launch->next += 1, live_blocks += 1, launch->looks = 0, block = nullptr;
         }
         if (live_blocks == 0) return;
         auto runs = [](const Block& one) { return !(one.ready.empty() && one.copies.empty() && one.stores.empty()); };
@@ -262,7 +262,7 @@ void run_all() {
             emulator::must(block->copies.empty(), "a block returned before its bulk copies arrived");
             if (block->stores.empty()) live_blocks -= 1, block = nullptr;
         }
-        if (launch->turns - launch->changed > PATIENCE * launch->threads * live_blocks) deadlock("nothing changes any more");
+        if (launch->looks > PATIENCE * launch->threads * live_blocks) deadlock("nothing changes any more");
     }
 }
 
@@ -292,8 +292,11 @@ void fail(const char* what) {
     say(what);
     siglongjmp(escape, 1);
 }
-void pause() { leave(); }
-void progress() { launch->changed = launch->turns; }
+void pause() {
+    launch->looks += 1;
+    leave();
+}
+void progress() { launch->looks = 0; }
 unsigned lane() { return running->thread % 32; }
 unsigned long long turns() { return launch->turns; }
 char* dynamic_shared() { return running->block->memory; }

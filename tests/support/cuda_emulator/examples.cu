@@ -9,7 +9,7 @@ struct Args {
     int n, fault;
 };
 
-enum Fault { RIGHT = 0, NO_BARRIER, NO_WAIT, NEVER_SENT, NO_ARRIVAL, APART, TOO_FAR, NOT_WRITTEN, NOT_FINISHED, PLAIN_WORDS };
+enum Fault { RIGHT = 0, NO_BARRIER, NO_WAIT, NEVER_SENT, NO_ARRIVAL, APART, TOO_FAR, NOT_WRITTEN, NOT_FINISHED, NO_FENCE };
 
 }  // namespace
 
@@ -33,7 +33,8 @@ extern "C" __global__ void relay(const Args p) {
     uint32_t *sums = p.out, *sent = p.words;
     const unsigned block = blockIdx.x;
     if (block > 0 && threadIdx.x == 0) {
-        while (p.fault != NO_WAIT && load_acquire(sent + block - 1) == 0) {}
+        while (p.fault != NO_WAIT && load4_relaxed(sent + block - 1) == 0) {}
+        __threadfence();
         before = load4_relaxed(sums + block - 1);
     }
     __syncthreads();
@@ -42,8 +43,8 @@ extern "C" __global__ void relay(const Args p) {
     if (threadIdx.x == 17) store4_relaxed(sums + block, mine);
     if (p.fault != NO_BARRIER) __syncthreads();
     if (threadIdx.x == 0 && !(p.fault == NEVER_SENT && block == 2)) {
-        if (p.fault == PLAIN_WORDS) store4_relaxed(sent + block, 1);
-        else store_release(sent + block, 1);
+        if (p.fault != NO_FENCE) __threadfence();
+        store4_relaxed(sent + block, 1);
     }
 }
 

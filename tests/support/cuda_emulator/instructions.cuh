@@ -91,16 +91,6 @@ inline uint32_t times(uint32_t a, uint32_t b) {
 }
 inline float rounded(float v) { return __uint_as_float(static_cast<uint32_t>(emulator::nearest_bf16(v)) << 16); }
 
-inline uint32_t load_acquire(const uint32_t* from) { return emulator::seen<uint32_t>(from); }
-inline void store_release(uint32_t* to, uint32_t v) {
-    emulator::fence();
-    emulator::shown(to, v);
-    emulator::fence();
-}
-inline void add_release(uint32_t* to, uint32_t v) {
-    emulator::fence();
-    atomicAdd(to, v);
-}
 inline uint32_t load4_relaxed(const void* from) { return emulator::seen<uint32_t>(from); }
 inline uint2 load8_relaxed(const void* from) { return emulator::seen<uint2>(from); }
 inline uint4 load16_relaxed(const void* from) {
@@ -110,11 +100,6 @@ inline uint4 load16_relaxed(const void* from) {
 }
 inline void store4_relaxed(void* to, uint32_t v) { emulator::shown(to, v); }
 inline void store8_relaxed(void* to, uint2 v) { emulator::shown(to, v); }
-inline void store16_relaxed(void* to, uint4 v) {
-    emulator::must_align(to, 16);
-    emulator::shown(to, make_uint2(v.x, v.y));
-    emulator::shown(static_cast<uint2*>(to) + 1, make_uint2(v.z, v.w));
-}
 
 inline void arrivals_init(unsigned long long* barrier, uint32_t threads) {
     emulator::must_align(barrier, 8);

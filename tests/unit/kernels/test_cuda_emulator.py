@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.cuda_emulated import EMULATOR, Kernel, KernelError, build, guarded
 
-RIGHT, NO_BARRIER, NO_WAIT, NEVER_SENT, NO_ARRIVAL, APART, TOO_FAR, NOT_WRITTEN, NOT_FINISHED, PLAIN_WORDS = range(10)
+RIGHT, NO_BARRIER, NO_WAIT, NEVER_SENT, NO_ARRIVAL, APART, TOO_FAR, NOT_WRITTEN, NOT_FINISHED, NO_FENCE = range(10)
 SEEDS = range(20)
 
 
@@ -58,7 +58,7 @@ def test_a_kernel_that_is_right_gives_one_result_in_any_order(case) -> None:
 
 @pytest.mark.parametrize(
     ("case", "fault"),
-    [(turned, NO_BARRIER), (turned, NOT_WRITTEN), (relay, NO_WAIT), (relay, NO_BARRIER), (relay, PLAIN_WORDS), (streamed, NO_WAIT)],
+    [(turned, NO_BARRIER), (turned, NOT_WRITTEN), (relay, NO_WAIT), (relay, NO_BARRIER), (relay, NO_FENCE), (streamed, NO_WAIT)],
 )
 def test_a_race_gives_other_results_with_some_seeds(case, fault: int) -> None:
     assert sum(_differs(case, fault, seed) for seed in SEEDS) > 1
