@@ -25,7 +25,8 @@ from benchmarks.process_use import family
 REPRODUCIBLE = {"SPEECH_ENGINE__REPRODUCIBLE": "true"}
 #: Objects that are read back from the store.
 _READ_BACK = 2000
-_QUARANTINED = "worker quarantined"
+#: What the log says when the worker of a GPU that is gone has noticed it, and when the supervisor gives it up.
+NOTICED, QUARANTINED = "does not find the GPU", "worker quarantined"
 
 
 @dataclass(slots=True)
@@ -41,8 +42,11 @@ class Faults:
     hidden: str
     kill_after: float = 0.1
     hide_after: float = 0.2
+    #: The workers go on after the job's end until their log says this.
+    awaited: str = QUARANTINED
     happened: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    #: Unix time at which the supervisor was seen to have given up a worker.
+    #: Unix times at which the log was seen to say so.
+    noticed_at: float | None = None
     quarantined_at: float | None = None
 
     def look(self, root: int, done: int) -> None:
@@ -55,10 +59,12 @@ class Faults:
             self._end("it was hidden", self.hidden, engine, done)
 
     def over(self, said: str) -> bool:
-        """Whether the supervisor has given up the worker of the GPU that is gone, by its log, or nothing is gone."""
-        if self.quarantined_at is None and _QUARANTINED in said:
+        """Whether the workers' log says what is awaited of the GPU that is gone; True where none is."""
+        if self.noticed_at is None and NOTICED in said:
+            self.noticed_at = time.time()
+        if self.quarantined_at is None and QUARANTINED in said:
             self.quarantined_at = time.time()
-        return self.quarantined_at is not None or len(self.happened) < 2
+        return self.awaited in said or len(self.happened) < 2
 
     def _end(self, what: str, gpu: str, engine: int, done: int) -> None:
         with suppress(ProcessLookupError):
@@ -98,6 +104,7 @@ def found_of(undisturbed: Made, disturbed: Made, items: int, faults: Faults) -> 
     ended = faults.quarantined_at
     return {
         "faults": faults.happened,
+        "noticed": faults.noticed_at is not None,
         "quarantined": ended is not None,
         "quarantined_s": None if ended is None or gone_at is None else ended - gone_at,
         "items": items,

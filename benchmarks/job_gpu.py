@@ -200,7 +200,8 @@ class JobBench:
         asked = self._asked("faults", size, gpus, "off", frames)
         environment = asked.environment | job_faults.REPRODUCIBLE
         asked = replace(asked, environment=environment, profile_seconds=0.0, worker_options=("--model", asked.model))
-        faults = job_faults.Faults(self.voices, len(frames), killed=str(gpus - 2), hidden=str(gpus - 1))
+        awaited = job_faults.NOTICED if self.options.fault_noticed else job_faults.QUARANTINED
+        faults = job_faults.Faults(self.voices, len(frames), killed=str(gpus - 2), hidden=str(gpus - 1), awaited=awaited)
         other = replace(asked, folder=asked.folder.with_name(f"{asked.folder.name}-disturbed"), look=faults.look, until=faults.over)
         other.folder.mkdir()
         try:
@@ -323,6 +324,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--expected", type=float, default=2400.0, help="audio-s/s of one GPU, where the engine alone is not measured")
     made.add_argument("--faults", action="store_true", help="a job whose workers meet faults too, on the largest number of GPUs")
     made.add_argument("--fault-seconds", type=float, default=30.0, help="seconds that job would take at the engine's speed")
+    made.add_argument(
+        "--fault-noticed", action="store_true", help="wait until the lost GPU is noticed, not until its worker is quarantined"
+    )
     made.add_argument("--memory", action="store_true", help="a folder in memory too, on the largest number of GPUs: no disk holds it up")
     made.add_argument("--instant", type=float, default=0.0, metavar="SECONDS", help="a voice that costs nothing, with so long a sound")
     made.add_argument("--minutes", type=float, default=60.0, help="minutes for everything")

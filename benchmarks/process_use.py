@@ -181,12 +181,15 @@ def _name(pid: int) -> str:
         return ""
     if not words or words[0].startswith("["):  # a title, such as Celery's
         return ""
+    program = Path(words[0].partition(":")[0]).name
+    if not program.startswith("python"):
+        return program
     if "-m" in words:
         at = words.index("-m") + 1
         return " ".join(words[at : at + (2 if words[at] in ("jobs", "worker") else 1)])
     if "-c" in words:
         return words[words.index("-c") + 1].partition("(")[0][:60]
-    return Path(words[0].partition(":")[0]).name
+    return program
 
 
 def _open_nvml() -> Any:

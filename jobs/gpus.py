@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,12 +32,21 @@ _ADVICE = "Give the indexes that `nvidia-smi` shows, for example --gpu 0,1, or -
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as `nvidia-smi` lists it. `bus_id` is its PCI address as in /sys, empty if unknown; `mig_ids` are its MIG instances."""
+    """A GPU as `nvidia-smi` lists it. `bus_id` is its PCI address as in /sys, empty if unknown; `mig_ids` are its MIG instances.
+
+    Where another GPU is lost, CUDA may count the others in another way than `nvidia-smi`: `sure` says whether the index is that of CUDA.
+    """
 
     index: int
     uuid: str
     bus_id: str = ""
     mig_ids: tuple[str, ...] = ()
+    sure: bool = True
+
+    @property
+    def name(self) -> str:
+        """What CUDA finds it by."""
+        return str(self.index) if self.sure else self.uuid
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +65,25 @@ class NotListedError(Exception):
 def list_gpus() -> tuple[Gpu, ...]:
     """Every GPU that the driver shows, in the order of `nvidia-smi`, which is that of the PCI bus. Raises `NotListedError`.
 
-    The driver's own program is asked: torch takes seconds to import, and would start CUDA in a process that only starts others.
+    The driver's own program is asked: torch takes seconds to import, and would start CUDA in a process that only starts others. Where it
+    fails because of one GPU, those that it lists all the same are there.
     """
     gpus: list[Gpu] = []
-    bus_ids = dict(line.split(", ", 1) for line in _nvidia_smi("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader") if ", " in line)
-    for line in _nvidia_smi("-L"):
+    bus_ids: dict[str, str] = {}
+    with suppress(NotListedError):
+        lines, _ = _nvidia_smi("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader")
+        bus_ids = dict(line.split(", ", 1) for line in lines if ", " in line)
+    lines, sure = _nvidia_smi("-L")
+    for line in lines:
         if (gpu := _GPU_LINE.match(line)) is not None:
-            gpus.append(Gpu(int(gpu[1]), gpu[2], _sys_address(bus_ids.get(gpu[2], ""))))
+            gpus.append(Gpu(int(gpu[1]), gpu[2], _sys_address(bus_ids.get(gpu[2], "")), sure=sure))
         elif (mig := _MIG_LINE.match(line)) is not None and gpus:
-            last = gpus[-1]
-            gpus[-1] = Gpu(last.index, last.uuid, last.bus_id, (*last.mig_ids, mig[1]))
+            gpus[-1] = replace(gpus[-1], mig_ids=(*gpus[-1].mig_ids, mig[1]))
     return tuple(gpus)
 
 
-def _nvidia_smi(*arguments: str) -> list[str]:
+def _nvidia_smi(*arguments: str) -> tuple[list[str], bool]:
+    """Its lines, and whether it ended well. Raises `NotListedError` where it did not and names no GPU."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=LIST_SECONDS, check=False)
     except FileNotFoundError:
@@ -77,8 +92,10 @@ def _nvidia_smi(*arguments: str) -> list[str]:
         raise NotListedError(f"`nvidia-smi` could not be run: {error}") from None
     if done.returncode != 0:
         said = " ".join((done.stdout + done.stderr).split())
-        raise NotListedError(f"`nvidia-smi` ended with status {done.returncode}: {said[:300]}")
-    return done.stdout.splitlines()
+        if "GPU-" not in done.stdout:
+            raise NotListedError(f"`nvidia-smi` ended with status {done.returncode}: {said[:300]}")
+        log.warning("A GPU may be lost: `nvidia-smi` ended with status %d: %s", done.returncode, said[:1000])
+    return done.stdout.splitlines(), done.returncode == 0
 
 
 def _sys_address(bus_id: str) -> str:
@@ -149,7 +166,7 @@ def _find(name: str, gpus: Sequence[Gpu], allowed: Sequence[tuple[Gpu, Device]],
 def _named(name: str, gpus: Sequence[Gpu]) -> tuple[Gpu, Device] | None:
     """What CUDA finds under a name: an index, a UUID or MIG id, or the beginning of only one of them."""
     if name.isdigit():
-        return next(((gpu, Device(str(gpu.index), gpu.uuid, gpu.bus_id)) for gpu in gpus if gpu.index == int(name)), None)
+        return next(((gpu, Device(gpu.name, gpu.uuid, gpu.bus_id)) for gpu in gpus if gpu.index == int(name)), None)
     found: list[tuple[Gpu, Device]] = []
     for gpu in gpus:
         if name.startswith(f"MIG-{gpu.uuid}/"):
@@ -162,7 +179,7 @@ def _named(name: str, gpus: Sequence[Gpu]) -> tuple[Gpu, Device] | None:
 def _allowed(gpus: Sequence[Gpu], visible: str | None) -> list[tuple[Gpu, Device]]:
     """The devices that CUDA_VISIBLE_DEVICES allows. CUDA ignores what follows a name that it does not know, and so does this."""
     if visible is None:
-        whole = [(gpu, Device(str(gpu.index), gpu.uuid, gpu.bus_id)) for gpu in gpus if not gpu.mig_ids]
+        whole = [(gpu, Device(gpu.name, gpu.uuid, gpu.bus_id)) for gpu in gpus if not gpu.mig_ids]
         return whole + [(gpu, Device(mig, mig, gpu.bus_id)) for gpu in gpus for mig in gpu.mig_ids]
     allowed: list[tuple[Gpu, Device]] = []
     for name in visible.split(","):

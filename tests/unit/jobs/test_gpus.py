@@ -205,3 +205,17 @@ def test_gpus_are_counted_without_the_driver(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert count_gpus(None, tmp_path) == 3
     assert [count_gpus(visible, tmp_path) for visible in ("", "-1", "3", "0,1", f"{UUIDS[0]}, {UUIDS[1]}")] == [0, 0, 1, 2, 2]
+
+
+def test_the_others_are_found_where_one_gpu_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA may count without the lost one, so the others go by their UUIDs."""
+    for name, value in install_nvidia_smi(tmp_path, 4, lost=1).items():
+        monkeypatch.setenv(name, value)
+    assert [gpu.index for gpu in list_gpus()] == [0, 2, 3]
+    assert [device.name for device in choose_gpus("all")] == [UUIDS[0], UUIDS[2], UUIDS[3]]
+    assert [device.name for device in choose_gpus("3,0")] == [UUIDS[3], UUIDS[0]]
+    with pytest.raises(ConfigError, match="GPU 1 does not exist; this host has 0, 2 and 3"):
+        choose_gpus("0,1")
+    assert "A GPU may be lost: `nvidia-smi` ended with status 15" in caplog.text
