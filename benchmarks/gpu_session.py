@@ -136,9 +136,9 @@ def eight_steps(device: str, tiny: bool, out: Path) -> list[Step]:
     job = ("benchmarks.job_gpu", "--device", device, "--paths", "folder", "s3", "--faults", "--memory", "--engine-last", "--minutes", "8.8")
     if tiny:
         small = (*job, "--tiny", "--gpus", "1", "3", "--items", "150", "--skip-engine", "--json", str(out / "job_h200_x8.json"))
-        return [Step("eight tiny", "eight", small, 300)]
+        return [Step("eight tiny", "eight", small, 545)]
     sizes = {"0.6B": "0b6", "1.7B": "1b7"}
-    host = (*job, "--gpus", "1", "8", "--seconds", "20")
+    host = (*job, "--gpus", "1", "8", "--seconds", "15")
     return [
         Step(f"eight {name}", "eight", (*host, "--sizes", size, "--json", str(out / f"job_h200_x8_{size}.json")), 545, gpu_only=True)
         for name, size in sizes.items()

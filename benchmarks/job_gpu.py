@@ -284,8 +284,9 @@ class JobBench:
             self.attempt(f"checkpoint {size}", lambda size=size: self.prepare(size))
             if options.cold:
                 self.attempt(f"cold {size}", lambda size=size: self.job("folder", size, 1, cold=True))
-            if not options.engine_last:
-                self._engines(size)
+            # That of one GPU comes first in any case: it fills the caches of kernels.
+            first = options.gpus[:1] if options.engine_last else options.gpus
+            self._engines(size, first)
             for gpus in options.gpus:
                 for path in options.paths:
                     for qa in options.qa:
@@ -297,15 +298,14 @@ class JobBench:
             if options.memory:
                 gpus = max(options.gpus)
                 self.attempt(f"memory {size} {gpus}", lambda size=size, gpus=gpus: self.job("memory", size, gpus))
-            if options.engine_last:
-                self._engines(size)
+            self._engines(size, options.gpus[len(first) :])
             shutil.rmtree(self.folder / size, ignore_errors=True)
         print(table(self.bench.rows))
         print(f"left out: {', '.join(self.bench.found['left_out']) or 'nothing'}; faults: {', '.join(self.bench.faults) or 'none'}")
         return 1 if self.bench.faults else 0
 
-    def _engines(self, size: str) -> None:
-        for gpus in [] if self.options.skip_engine or self.options.instant else self.options.gpus:
+    def _engines(self, size: str, counts: Sequence[int]) -> None:
+        for gpus in [] if self.options.skip_engine or self.options.instant else counts:
             self.attempt(f"engine {size} {gpus}", lambda gpus=gpus: self.engine(size, gpus))
 
 
@@ -323,14 +323,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--window-seconds", type=float, default=3.0, help="seconds of each of three windows of the engine alone")
     made.add_argument("--expected", type=float, default=2400.0, help="audio-s/s of one GPU, where the engine alone is not measured")
     made.add_argument("--faults", action="store_true", help="a job whose workers meet faults too, on the largest number of GPUs")
-    made.add_argument("--fault-seconds", type=float, default=30.0, help="seconds that job would take at the engine's speed")
+    made.add_argument("--fault-seconds", type=float, default=16.0, help="seconds that job would take at the engine's speed")
     made.add_argument(
         "--fault-noticed", action="store_true", help="wait until the lost GPU is noticed, not until its worker is quarantined"
     )
     made.add_argument("--memory", action="store_true", help="a folder in memory too, on the largest number of GPUs: no disk holds it up")
     made.add_argument("--instant", type=float, default=0.0, metavar="SECONDS", help="a voice that costs nothing, with so long a sound")
     made.add_argument("--minutes", type=float, default=60.0, help="minutes for everything")
-    made.add_argument("--engine-last", action="store_true", help="measure the engine alone after the jobs")
+    made.add_argument(
+        "--engine-last", action="store_true", help="measure the engine alone after the jobs, but on the first number of GPUs before"
+    )
     made.add_argument("--skip-engine", action="store_true", help="leave the engine alone out")
     made.add_argument("--cold", action="store_true", help="first a short job with new folders for every cache of kernels")
     made.add_argument("--cold-seconds", type=float, default=2.0, help="seconds of that job at the engine's speed")
