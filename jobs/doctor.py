@@ -133,7 +133,7 @@ def _workers(settings: Settings) -> Finding:
         return Finding("workers", Health.WARN, message, "`nightjar workers` says why, and what to do.")
     if live or settings.database_url is None:
         return Finding("workers", Health.OK, f"{len(live)} at work")
-    return Finding("workers", Health.WARN, "No worker is at work.", "Start one with `nightjar worker`; nightjar wait until then.")
+    return Finding("workers", Health.WARN, "No worker is at work.", "Start one with `nightjar worker`. Until then jobs wait.")
 
 
 def _broker(settings: Settings) -> Finding:

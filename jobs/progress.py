@@ -18,6 +18,8 @@ from jobs.status import items_per_second, rtfx
 if TYPE_CHECKING:
     from jobs.ingest import IngestProgress
 
+#: A narrower terminal has no room for a bar beside the counts.
+BAR_COLUMNS = 80
 #: A stream that is no terminal gets a line this often.
 LINE_SECONDS = 30.0
 #: An ingest that takes no longer needs no line.
@@ -114,7 +116,17 @@ class Progress:
 
 def _bar():
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+    from rich.table import Column
+    from rich.text import Text
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[facts]}"))
-    return Progress(*columns, console=Console(stderr=True), transient=True)
+    class Facts(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(task.fields["facts"], no_wrap=True, overflow="ellipsis")
+
+    console = Console(stderr=True)
+    narrow = console.width < BAR_COLUMNS
+    state, count = TextColumn("{task.description}"), MofNCompleteColumn(table_column=Column(no_wrap=True))
+    facts = Facts(table_column=Column(no_wrap=not narrow))
+    columns = (state, count, facts) if narrow else (SpinnerColumn(), state, BarColumn(), count, facts)
+    return Progress(*columns, console=console, transient=True)

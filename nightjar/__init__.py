@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nightjar.job import Item, Job, Report
-    from nightjar.runs import JobOptions, find_job, run, submit
+    from nightjar.options import JobOptions
+    from nightjar.runs import find_job, run, submit
     from nightjar.voice import Sound, Voice, open_model
     from pipelines.errors import ErrorCode, InputError, NightjarError
 
@@ -39,7 +40,8 @@ __all__ = [
 
 _MODULES = {
     "nightjar.job": ("Item", "Job", "Report"),
-    "nightjar.runs": ("JobOptions", "find_job", "run", "submit"),
+    "nightjar.options": ("JobOptions",),
+    "nightjar.runs": ("find_job", "run", "submit"),
     "nightjar.voice": ("Sound", "Voice", "open_model"),
     "pipelines.errors": ("ErrorCode", "InputError", "NightjarError"),
 }

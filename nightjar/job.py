@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from html import escape
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -209,20 +210,18 @@ class Job:
 
         `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no item is left.
         """
-        from datasets import Dataset
-
-        files: Any = self._exported_files("parquet", to, where, "data/*.parquet")
-        return cast("datasets.Dataset", Dataset.from_parquet(files))
+        library = _library("datasets")
+        files = self._exported_files("parquet", to, where, "data/*.parquet")
+        return cast("datasets.Dataset", library.Dataset.from_parquet(files))
 
     def to_lhotse(self, to: str | Path | None = None, *, where: str | None = None) -> lhotse.CutSet:
         """The items as cuts of Lhotse with recordings and supervisions, read from a Lhotse export in `to`.
 
         `where` is a filter, as in `items`. Waits for the end of the job. Raises `config.invalid` where no item is left.
         """
-        from lhotse import CutSet
-
+        library = _library("lhotse")
         (file,) = self._exported_files("lhotse", to, where, "*/*cuts.jsonl.gz", absolute=True)
-        return cast("lhotse.CutSet", CutSet.from_file(file))
+        return cast("lhotse.CutSet", library.CutSet.from_file(file))
 
     def push_to_hub(
         self, repository: str, *, private: bool | None = None, to: str | Path | None = None, where: str | None = None, **options: Any
@@ -377,6 +376,15 @@ class Job:
 
     def _stopped_by_interrupts(self) -> AbstractContextManager[object]:
         return nullcontext() if self._thread is None else _Stopping(self)
+
+
+def _library(name: str) -> Any:
+    """A library that Nightjar does not install. Raises `model.missing_extra`."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        message = f"This needs the library {error.name}."
+        raise ConfigError(ErrorCode.MODEL_MISSING_EXTRA, message, f"Install it with: pip install {error.name}.") from None
 
 
 def _filter(text: str | None) -> Where | None:

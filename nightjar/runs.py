@@ -5,10 +5,10 @@ from __future__ import annotations
 import getpass
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Unpack
 
 import msgspec
 
@@ -17,65 +17,22 @@ from jobs.embedded import embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus
 from jobs.ingest import SubmitOptions, no_items
 from jobs.ingest import submit as ingest
-from jobs.input_format import AskedFormat
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec, JobState, Reading
 from jobs.local_run import LocalRun
 from jobs.quality import quality_of
 from jobs.recent_jobs import settings_for_job
-from jobs.settings import Settings, load_settings
+from jobs.settings import Settings, load_settings, sqlite_path
 from jobs.source import check_source
 from jobs.spec import ResolvedSpec, resolve
 from jobs.store import is_remote, open_store
-from jobs.turns import Speak
 from jobs.voices import voice_folder
 from nightjar.inputs import written_input
 from nightjar.job import Job
 from nightjar.local import LocalThread
-from pipelines.errors import ConfigError, ErrorCode
+from nightjar.options import JobOptions, checked_generation, checked_options
+from pipelines.errors import ErrorCode, NotFoundError
 from pipelines.request import Generation, SpokenRole
-
-
-class JobOptions(TypedDict, total=False):
-    """What one may say about a job: the options of `nightjar run` and `nightjar submit`, with their defaults."""
-
-    #: Name of a model, or the folder of a checkpoint.
-    model: str
-    voice: str
-    language: str
-    instruct: str
-    #: Role (`user`, `assistant`) -> voice.
-    voice_of: Mapping[SpokenRole, str]
-    #: Speaker -> voice; `*` is every other speaker.
-    voice_for: Mapping[str, str]
-    #: Other keys of `generation`, such as `temperature` or `max_seconds`.
-    generation: Mapping[str, Any]
-    speak: Speak
-    seed: int
-    #: `wav`, `flac`, `mp3` or `opus`.
-    format: str
-    #: Hz of the audio, 8000 to 48000; without it the model's own rate.
-    sample_rate: int
-    #: `off`, `basic` or `strict`; `qa_config` is a TOML file with changes, `qa_set` changes such as `bounds.pause.high=2`.
-    qa: Literal["off", "basic", "strict"]
-    qa_config: str | Path
-    qa_set: Iterable[str]
-    #: Only the first records, or so many of all, chosen by `seed`.
-    limit: int
-    sample: int
-    #: Field -> column of a table, such as `{"text": "sentence"}`.
-    columns: Mapping[str, str]
-    input_format: AskedFormat
-    on_error: Literal["skip", "abort"]
-    pack: bool
-    name: str
-    labels: Mapping[str, str]
-    priority: int
-    weight: int
-    max_attempts: int
-    max_in_flight: int
-    error_budget: float
-    idempotency_key: str
 
 
 def run(
@@ -135,6 +92,10 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
     Raises `NotFoundError`.
     """
     settings = settings_for_job(job, None if out is None else str(out))
+    ledger_file = sqlite_path(settings.ledger_url)
+    if ledger_file is not None and not ledger_file.exists():
+        message = f"There is no ledger at {ledger_file}."
+        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "Name the folder of the job with `out`, or set SPEECH_DATABASE_URL.")
     with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
         return Job(ledger.find_job(job), settings)
@@ -152,18 +113,16 @@ def _input(source: str | Path | Iterable[Any], spec: JobSpec, settings: Settings
 
 def _job_options(options: JobOptions) -> tuple[JobSpec, SubmitOptions]:
     """What of the options is the job's spec, and what is not. Raises `config.invalid`."""
-    given: dict[str, Any] = dict(options)
-    roles: dict[SpokenRole, Generation] = {role: Generation(voice=voice) for role, voice in dict(given.pop("voice_of", {})).items()}
+    given = checked_options(options)
+    roles: dict[SpokenRole, Generation] = {role: Generation(voice=voice) for role, voice in given.pop("voice_of", {}).items()}
     asked = {**given.pop("generation", {}), **{key: given.pop(key) for key in ("voice", "language", "instruct") if key in given}}
-    try:
-        generation = Generation(**asked, roles=roles or None)
-    except TypeError as error:
-        known = ", ".join(Generation.__struct_fields__)
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"The generation is not valid: {error}.", f"Its keys are: {known}.") from None
+    generation = checked_generation(asked)
+    if roles:
+        generation = msgspec.structs.replace(generation, roles=roles)
     columns, voices = given.pop("columns", None), given.pop("voice_for", None)
     qa_config = given.pop("qa_config", None)
     spec = JobSpec(
-        given.pop("model", "hibari"),
+        str(given.pop("model", "hibari")),
         generation=generation,
         seed=given.pop("seed", 0),
         format=given.pop("format", "wav"),
@@ -173,17 +132,13 @@ def _job_options(options: JobOptions) -> tuple[JobSpec, SubmitOptions]:
         reading=Reading(
             limit=given.pop("limit", None),
             sample=given.pop("sample", None),
-            columns=None if columns is None else dict(columns),
-            voices=None if voices is None else dict(voices),
+            columns=columns,
+            voices=voices,
         ),
         sample_rate=given.pop("sample_rate", msgspec.UNSET),
     )
     given.setdefault("input_format", "auto")
-    try:
-        return spec, SubmitOptions(owner=_owner(), **given)
-    except TypeError as error:
-        known = ", ".join(JobOptions.__annotations__)
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"An option is not known: {error}.", f"The options are: {known}.") from None
+    return spec, SubmitOptions(owner=_owner(), **given)
 
 
 def _resolved(spec: JobSpec, options: SubmitOptions, settings: Settings, *, fetch: bool, here: bool = True) -> ResolvedSpec:

@@ -12,13 +12,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
 from pipelines.stored_voices import in_voice_of
-from pipelines.validation import own_voice
+from pipelines.validation import check_seed, own_voice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,7 +97,6 @@ class Voice:
 
     def _request(self, text: str, asked: dict[str, Any]) -> SynthesisRequest:
         reference = asked.pop("reference", None)
-        seed = asked.pop("seed", None) or 0
         unknown = sorted(asked.keys() - set(Generation.__struct_fields__))
         if unknown:
             known = ", ".join(("reference", *Generation.__struct_fields__))
@@ -103,7 +104,14 @@ class Voice:
         messages = [Message("user", "text", text)]
         if reference is not None:
             messages.insert(0, Message("user", "audio", reference if isinstance(reference, bytes) else _read(Path(reference))))
-        messages, generation = self._in_voice(messages, Generation(**asked))
+        try:
+            wanted = msgspec.convert(asked, Generation)
+        except msgspec.ValidationError as error:
+            message = f"The settings cannot be used: {error}."
+            raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Give numbers and texts as docs/submit.md says.") from None
+        seed = wanted.seed or 0
+        check_seed(seed)
+        messages, generation = self._in_voice(messages, msgspec.structs.replace(wanted, seed=None))
         return SynthesisRequest(uuid.uuid4().hex, tuple(messages), generation, seed)
 
     def _in_voice(self, messages: list[Message], generation: Generation) -> tuple[list[Message], Generation]:
@@ -120,12 +128,12 @@ class Voice:
         return in_voice_of(messages, generation, voice.recording, voice.text)
 
 
-def open_model(model: str = "hibari", **options: Any) -> Voice:
+def open_model(model: str | Path = "hibari", **options: Any) -> Voice:
     """Opens a model by its name or the folder of its checkpoint; `options` are those of its family, such as `device="cuda"`.
 
     Raises `ModelError`.
     """
-    return Voice(describe(model), open_pipeline(model, **options))
+    return Voice(describe(str(model)), open_pipeline(str(model), **options))
 
 
 def _read(path: Path) -> bytes:

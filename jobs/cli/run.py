@@ -55,7 +55,9 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[Signals]:
-        before = {number: signal.signal(number, self) for number in _SIGNALS}
+        # `nohup` has SIGHUP ignored, so that the run outlives its terminal.
+        heard = [number for number in _SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self) for number in heard}
         try:
             check_interrupts()
             yield self

@@ -191,8 +191,9 @@ def test_one_text_whole_and_as_a_stream(tmp_path: Path) -> None:
         assert sum(len(piece.samples) for piece in pieces) == len(whole.samples)
         with pytest.raises(nightjar.InputError, match="colour"):
             voice.speak("Hi.", colour="red")
-        with pytest.raises(nightjar.InputError):
-            voice.speak("Hi.", voice="nobody")
+        for wrong in ({"voice": "nobody"}, {"voice": 7}, {"temperature": "hot"}, {"seed": "x"}, {"seed": -1}):
+            with pytest.raises(nightjar.InputError):
+                voice.speak("Hi.", **wrong)
         with pytest.raises(nightjar.InputError, match="cannot be read"):
             voice.speak("Hi.", reference=tmp_path / "none.wav")
     assert soundfile.info(whole.save(tmp_path / "a.flac")).duration == pytest.approx(whole.seconds)

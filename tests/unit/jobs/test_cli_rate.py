@@ -60,3 +60,13 @@ def test_only_a_long_ingest_tells_how_far_it_is(
         for lines in (10, 20, 30):
             progress.reading(IngestProgress(lines, lines, 0, lines * 5, 300))
     assert capsys.readouterr().err == said
+
+
+def test_a_narrow_terminal_shows_all_of_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    bar = follow._bar()  # pyright: ignore[reportPrivateUsage]
+    bar.add_task("running", total=1000, completed=997, facts="2 failed, 10.00 items/s, RTFx 20.0, 5 s to go")
+    with bar.console.capture() as shown:
+        bar.console.print(bar.get_renderable())
+    (line,) = shown.get().splitlines()
+    assert "997/1000 2 failed" in line

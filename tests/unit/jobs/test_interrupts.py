@@ -32,3 +32,16 @@ def test_a_swallowed_interrupt_ends_the_run_that_follows() -> None:
         signal.signal(signal.SIGINT, before)
         note_interrupts()
         signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize(("before", "heard"), [(signal.SIG_DFL, True), (signal.SIG_IGN, False)])
+def test_a_run_under_nohup_outlives_its_terminal(before: signal.Handlers, heard: bool) -> None:
+    kept = signal.signal(signal.SIGHUP, before)
+    signals = Signals()
+    try:
+        with signals.installed():
+            assert (signal.getsignal(signal.SIGHUP) == signals) is heard
+            assert signal.getsignal(signal.SIGTERM) == signals
+        assert signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, kept)

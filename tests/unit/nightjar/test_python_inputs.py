@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import datasets
@@ -18,8 +18,10 @@ from lhotse import CutSet, MonoCut, SupervisionSegment, SupervisionSet
 import nightjar
 from jobs.ledger.records import Reading
 from nightjar.inputs import written_input
+from nightjar.job import Job
 from nightjar.runs import _job_options  # pyright: ignore[reportPrivateUsage]
-from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.errors import ConfigError, ErrorCode, InputError, NotFoundError
+from pipelines.request import Generation
 
 COSTLY = ("torch", "vllm", "celery", "transformers", "sqlalchemy", "numpy", "datasets", "lhotse")
 
@@ -128,9 +130,64 @@ def test_names_of_splits_and_columns_are_not_taken_for_texts(tmp_path: Path, rec
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"colour": "red"}, "colour"), ({"generation": {"warmth": 3}}, "warmth"), ({"qa_set": ["no pair"]}, "no pair")],
+    [
+        ({"colour": "red"}, "colour"),
+        ({"generation": {"warmth": 3}}, "warmth"),
+        ({"generation": {"temperature": "hot"}}, "temperature"),
+        ({"qa_set": ["no pair"]}, "no pair"),
+        ({"qa_set": "bounds.pause.high=2"}, "qa_set"),
+        ({"qa": "loose"}, "'off', 'basic' or 'strict'"),
+        ({"on_error": "stop"}, "'skip' or 'abort'"),
+        ({"input_format": "xlsx"}, "input_format is 'xlsx'"),
+        ({"voice": 7}, "voice is 7"),
+        ({"voice_of": {"robot": "heart"}}, "'user' or 'assistant'"),
+        ({"labels": {"corpus": 1}}, "labels.corpus is 1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"limit": 2.5}, "limit is 2.5"),
+        ({"priority": 101}, "priority is 101"),
+        ({"weight": 0}, "weight is 0"),
+        ({"max_attempts": 101}, "max_attempts is 101"),
+        ({"max_in_flight": 0}, "max_in_flight is 0"),
+        ({"error_budget": 7}, "error_budget is 7"),
+        ({"idempotency_key": ""}, "idempotency_key is ''"),
+    ],
 )
-def test_options_that_do_not_exist_are_refused(options: Any, words: str) -> None:
+def test_options_that_do_not_exist_or_cannot_be_used_are_refused(options: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         _job_options(options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+def test_options_are_those_of_the_command_and_none_is_the_default(tmp_path: Path) -> None:
+    nothing: Any = dict.fromkeys(nightjar.JobOptions.__annotations__)
+    assert _job_options(nothing) == _job_options({})
+    options: nightjar.JobOptions = {
+        "model": tmp_path,
+        "voice": "heart",
+        "voice_of": MappingProxyType({"assistant": "sky"}),
+        "generation": {"temperature": 1},
+        "labels": {"corpus": "evening"},
+        "limit": 3,
+        "priority": -100,
+        "idempotency_key": "a",
+    }
+    spec, submitted = _job_options(options)
+    assert (spec.model, spec.generation.voice, spec.generation.temperature) == (str(tmp_path), "heart", 1.0)
+    assert spec.generation.roles == {"assistant": Generation(voice="sky")}
+    assert (spec.reading, submitted.labels, submitted.priority) == (Reading(limit=3), {"corpus": "evening"}, -100)
+
+
+def test_a_job_is_not_found_where_there_is_no_ledger(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="There is no ledger") as caught:
+        nightjar.find_job("01m8", out=tmp_path)
+    assert "`out`" in caught.value.advice
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job.__new__(Job)
+    for name, call in (("datasets", job.to_datasets), ("lhotse", job.to_lhotse)):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ConfigError, match=f"needs the library {name}") as caught:
+            call()
+        assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
