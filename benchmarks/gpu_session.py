@@ -6,6 +6,8 @@
     NIGHTJAR_COMMIT=... NIGHTJAR_VLLM_SITE=/tmp/vllm python -m benchmarks.gpu_session --out $OUT --steps spark fish
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "eight 0.6B"
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "eight 1.7B"
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps megakernel
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "megakernel soak"
     python -m benchmarks.gpu_session --out /tmp/out --device cpu --tiny
 
 Every step is a process of its own with a limit of its own, and all share the minutes of the whole. Each writes its JSON into the folder
@@ -37,6 +39,8 @@ from benchmarks.roofline import device_named, frame_floor
 LEAST_SECONDS = 2.0
 #: The folder that vLLM is installed in, which other steps do not see.
 VLLM_SITE = "NIGHTJAR_VLLM_SITE"
+#: Groups that run when they are named.
+_ASKED_FOR = ("eight", "megakernel")
 MODEL_SIZES = {"0.6b": "0b6", "1.7b": "1b7"}
 
 
@@ -95,6 +99,19 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("newcomers sooner", "tune", (*sooner, "--json", str(out / "sooner.json")), 70),
         *engine_steps(device, tiny, out),
         *eight_steps(device, tiny, out),
+        *megakernel_steps(common, out),
+    ]
+
+
+def megakernel_steps(common: tuple[str, ...], out: Path) -> list[Step]:
+    """Issue 24: the persistent kernel of the code predictor beside the graph; then 100,000 launches with delays, which take minutes."""
+    tests = ("pytest", "-m", "gpu", "tests/gpu/test_persistent_gpu.py", "-q", "-rs", "--timeout=250", "-p", "no:cacheprovider")
+    measured = ("benchmarks.megakernel", *common, "--part", "codes,times", "--json", str(out / "megakernel.json"))
+    soak = ("benchmarks.megakernel", *common, "--part", "soak", "--frames", "50000", "--json", str(out / "megakernel_soak.json"))
+    return [
+        Step("tests of the megakernel", "megakernel", tests, 200, gpu_only=True),
+        Step("megakernel", "megakernel", measured, 200, gpu_only=True),
+        Step("megakernel soak", "megakernel", soak, 500, gpu_only=True),
     ]
 
 
@@ -146,8 +163,8 @@ def eight_steps(device: str, tiny: bool, out: Path) -> list[Step]:
 
 
 def named(known: Sequence[Step], names: Sequence[str]) -> list[Step]:
-    """The steps of these names and groups; without any, all that need no more than one GPU."""
-    return [step for step in known if ({step.name, step.group} & set(names) if names else step.group != "eight")]
+    """The steps of these names and groups; without any, all that are not for a host of eight or a trial."""
+    return [step for step in known if ({step.name, step.group} & set(names) if names else step.group not in _ASKED_FOR)]
 
 
 def run(step: Step, device: str, left_s: float, out: Path, log: TextIO) -> Outcome:
@@ -271,7 +288,7 @@ def main() -> int:
         "--steps",
         nargs="*",
         default=[],
-        help="groups or names of steps (check, speed, tune, engines, spark, fish, eight); all but eight without",
+        help="groups or names of steps (check, speed, tune, engines, spark, fish, eight, megakernel); all but the last two without",
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="minutes for everything")
     parser.add_argument("--device", default="cuda")

@@ -215,7 +215,7 @@ def test_every_step_of_a_session_is_a_module_that_exists(tmp_path: Path) -> None
         for step in gpu_session.steps("cpu" if tiny else "cuda", tiny, tmp_path):
             path = Path(__file__).parents[1] / step.arguments[0].replace(".", "/")
             assert step.arguments[0] == "pytest" or path.with_suffix(".py").exists() or (path / "__main__.py").exists()
-            assert step.group in ("check", "speed", "tune", "engines", "spark", "fish", "eight")
+            assert step.group in ("check", "speed", "tune", "engines", "spark", "fish", "eight", "megakernel")
 
 
 def test_summary_of_a_folder(tmp_path: Path) -> None:

@@ -171,7 +171,7 @@ class Settings(SettingsGroup):
         else:
             options = self.engine.model_dump(exclude_defaults=True, exclude={"kind", *_NATIVE_ONLY})
             options |= self.vllm.model_dump(exclude_defaults=True)
-            options["eager"] = {"auto": None, "eager": True, "graph": False}[self.engine.executor]
+            options["eager"] = {"auto": None, "eager": True}.get(self.engine.executor, False)
         if card.engines:
             options["engine"] = engine
         return {name: value for name, value in options.items() if value is not None}

@@ -107,9 +107,10 @@ class EngineSettings(SettingsGroup):
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="Data type of the weights. Unset: bfloat16 on a GPU, float32 on a CPU."
     )
-    executor: Literal["auto", "eager", "graph"] = Field(
+    executor: Literal["auto", "eager", "graph", "megakernel"] = Field(
         default="auto",
-        description="How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower. `auto`: the best.",
+        description="How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower. `auto`: the best. "
+        "`megakernel`: as `graph`, and one persistent kernel for one or two Qwen3-TTS utterances at a time; not measured yet.",
     )
 
     voice_cache: Path | None = Field(

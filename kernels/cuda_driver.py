@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from functools import cache
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
 
 class _Attribute(ctypes.Structure):
@@ -94,15 +96,33 @@ class Kernel:
     def __init__(self, function: ctypes.c_void_p, name: str, shared_bytes: int, device: int) -> None:
         self._function, self._name, self._shared_bytes, self._device = function, name, shared_bytes, device
 
-    def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int, programmatic: bool) -> None:
+    def resident_blocks(self, threads: int) -> int:
+        """Blocks of so many threads that its device holds at once while nothing else runs there."""
+        each, processors = ctypes.c_int(), ctypes.c_int()
+        with _on(self._device):
+            asked = (self._function, threads, ctypes.c_size_t(self._shared_bytes))
+            code = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(each), *asked)
+            _check(code, f"The occupancy of {self._name}")
+            _check(_driver().cuDeviceGetAttribute(ctypes.byref(processors), _MULTIPROCESSORS, self._device), "The size of the device")
+        return each.value * processors.value
+
+    def launch(
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: ctypes.Structure,
+        stream: int,
+        programmatic: bool = False,
+        cooperative: bool = False,
+    ) -> None:
         """Starts grid[0] x grid[1] blocks of `threads` on a stream of its device. Raises RuntimeError when the driver refuses.
 
-        programmatic: the kernel may start before those ahead of it in the stream are over (programmatic dependent launch).
+        programmatic: the kernel may start before those ahead of it in the stream are over (programmatic dependent launch); cooperative:
+        its blocks run all at once or not at all.
         """
-        attribute = _Attribute(_PROGRAMMATIC, b"", (1,))
-        config = _Config(
-            (*grid, 1), (threads, 1, 1), self._shared_bytes, stream or None, ctypes.pointer(attribute), 1 if programmatic else 0
-        )
+        chosen = [kind for kind, wanted in ((_PROGRAMMATIC, programmatic), (_COOPERATIVE, cooperative)) if wanted]
+        attributes = (_Attribute * max(1, len(chosen)))(*[_Attribute(kind, b"", (1,)) for kind in chosen])
+        config = _Config((*grid, 1), (threads, 1, 1), self._shared_bytes, stream or None, attributes, len(chosen))
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         with _on(self._device):
             _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None), f"A launch of {self._name}")

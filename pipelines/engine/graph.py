@@ -312,13 +312,16 @@ class GraphExecutor:
         """Captures one frame of the dead slot, which no frame changes."""
         self._write_rows([self.state.dead] * bucket)
         rows, codes, flags = self._rows[:bucket], self._codes[:bucket], self._flags[:bucket]
-        frame = FusedFrame(
-            self._tensors, self.state.tensors(), self.kv.k, self.kv.v, bucket, plan_for(bucket, self._tensors.backbone.hidden)
-        )
+        frame = self._new_frame(bucket)
         graph = capture(lambda: frame.run(rows, codes, flags), self._pool, self._aside)
         self._graphs[bucket], self._frames[bucket] = graph, frame
         self._buckets.captured.add(bucket)
         return graph
+
+    def _new_frame(self, bucket: int) -> FusedFrame:
+        """What runs frames of a bucket."""
+        plan = plan_for(bucket, self._tensors.backbone.hidden)
+        return FusedFrame(self._tensors, self.state.tensors(), self.kv.k, self.kv.v, bucket, plan)
 
 
 class _OnTheWay:

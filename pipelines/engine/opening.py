@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: Executors that can be asked for; "auto" is never `megakernel`, which was not measured yet.
+ExecutorKind = Literal["auto", "eager", "graph", "megakernel"]
 _CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
 #: Positions below which no prompt has room for a second of speech.
 _LEAST_CONTEXT = 64
@@ -88,7 +90,7 @@ def memory_budget(device: torch.device, share: float | None) -> int:
 
 def check_executor(
     device: torch.device,
-    kind: Literal["auto", "eager", "graph"],
+    kind: ExecutorKind,
     reproducible: bool,
     page_size: int = 64,
     stacks: Sequence[Heads] = (),
@@ -99,15 +101,15 @@ def check_executor(
     if kind == "eager" and reproducible and on_gpu:
         advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", advice)
-    if kind == "graph" and not on_gpu:
+    if kind in ("graph", "megakernel") and not on_gpu:
         advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.", advice)
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"The {kind} executor needs a CUDA device.", advice)
     if on_gpu and kind != "eager" and (page_size > LARGEST_PAGE or page_size & (page_size - 1)):
         message = (
             f"The kernels of graphs need pages of a power of two of positions, and a maximum of {LARGEST_PAGE}; page_size is {page_size}."
         )
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the option page_size out, or set it to 64.")
-    if on_gpu and (kind == "graph" or reproducible):
+    if on_gpu and (kind in ("graph", "megakernel") or reproducible):
         if (fault := _unknown_heads(stacks)) is not None:
             advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it, and unset SPEECH_ENGINE__REPRODUCIBLE."
             raise ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run this model. {fault}", advice)
@@ -122,7 +124,7 @@ def _unknown_heads(stacks: Iterable[Heads]) -> str | None:
 def open_executor(
     model: FrameModel,
     sizes: EngineOptions,
-    kind: Literal["auto", "eager", "graph"] = "auto",
+    kind: ExecutorKind = "auto",
     reproducible: bool = False,
     streams: int = 0,
 ) -> FrameExecutor:
@@ -135,10 +137,10 @@ def open_executor(
     check_executor(model.device, kind, reproducible, sizes.page_size, model.tensors.stacks)
     if kind != "eager" and model.device.type == "cuda":
         with on_device(model.device):
-            executor, fault = _open_graphs(model, sizes, reproducible, streams > 0)
+            executor, fault = _open_graphs(model, sizes, reproducible, streams > 0, kind == "megakernel")
         if executor is not None:
             return executor
-        if kind == "graph" or reproducible:
+        if kind in ("graph", "megakernel") or reproducible:
             raise _no_graphs(fault)
         log.warning(
             "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower.%s",
@@ -151,13 +153,15 @@ def _no_graphs(fault: str | None) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run here. {fault}", TRITON_ADVICE)
 
 
-def _open_graphs(model: FrameModel, sizes: EngineOptions, reproducible: bool, streams: bool) -> tuple[FrameExecutor | None, str | None]:
+def _open_graphs(
+    model: FrameModel, sizes: EngineOptions, reproducible: bool, streams: bool, persistent: bool
+) -> tuple[FrameExecutor | None, str | None]:
     """The graph executor, or None and why its kernels cannot be made. Raises what a lack of memory raises."""
     fault = _unknown_heads(model.tensors.stacks) or triton_fault()
     if fault is not None:
         return None, fault
     try:
-        executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible, streams)
+        executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible, streams, persistent)
         executor.warm(everything=streams)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
@@ -175,8 +179,14 @@ def graph_executor(
     max_context: int,
     reproducible: bool = False,
     first_on_device: bool = False,
+    persistent: bool = False,
 ) -> GraphExecutor:
-    """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor` for `reproducible` and what it raises."""
-    from pipelines.engine.graph import GraphExecutor
+    """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor` for `reproducible` and what it raises.
 
-    return GraphExecutor(model, slots, pages, page_size, max_context, reproducible, first_on_device)
+    persistent: `MegakernelExecutor`.
+    """
+    if persistent:
+        from pipelines.engine.megakernel import MegakernelExecutor as Chosen
+    else:
+        from pipelines.engine.graph import GraphExecutor as Chosen
+    return Chosen(model, slots, pages, page_size, max_context, reproducible, first_on_device)

@@ -39,13 +39,22 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute,
     if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES) return CUDA_ERROR_INVALID_VALUE;
     return value > 227 * 1024 ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
 }
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction function, int threads, size_t shared) {
+    if (function != (CUfunction)(current + 200)) return CUDA_ERROR_INVALID_HANDLE;
+    return *blocks = shared > 114 * 1024 ? 1 : 2048 / threads, CUDA_SUCCESS;
+}
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+    if (attribute != CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) return CUDA_ERROR_INVALID_VALUE;
+    return *value = 132 - device, CUDA_SUCCESS;
+}
 CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void** parameters, void** extra) {
     if (extra != NULL || function != (CUfunction)(current + 200)) return CUDA_ERROR_INVALID_HANDLE;
     SAY("launch %u %u %u x %u %u %u shared %u stream %zu", c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
         c->sharedMemBytes, (size_t)c->hStream);
     for (unsigned i = 0; i < c->numAttrs; ++i) {
-        if (c->attrs[i].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) return CUDA_ERROR_INVALID_VALUE;
-        SAY(" programmatic %d", c->attrs[i].value.programmaticStreamSerializationAllowed);
+        if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) SAY(" cooperative %d", c->attrs[i].value.cooperative);
+        else if (c->attrs[i].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) return CUDA_ERROR_INVALID_VALUE;
+        else SAY(" programmatic %d", c->attrs[i].value.programmaticStreamSerializationAllowed);
     }
     SAY(" first %zx\n", *(size_t*)parameters[0]);
     return CUDA_SUCCESS;

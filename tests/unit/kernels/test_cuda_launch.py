@@ -66,6 +66,15 @@ def test_a_launch_is_what_the_driver_reads(said: Callable[[], list[str]]) -> Non
     ]
 
 
+def test_a_cooperative_launch_says_so_and_its_room_is_known(said: Callable[[], list[str]]) -> None:
+    module = cuda_driver.Module(b"code", 1)
+    assert module.kernel("name", 200_000).resident_blocks(288) == 131
+    kernel = module.kernel("name", 4096)
+    assert kernel.resident_blocks(512) == 4 * 131
+    kernel.launch((128, 1), 288, Arguments(1), 7, cooperative=True)
+    assert said()[-1] == "launch 128 1 1 x 288 1 1 shared 4096 stream 7 cooperative 1 first 1"
+
+
 def test_what_the_driver_refuses_is_an_error_with_its_name(said: Callable[[], list[str]]) -> None:
     with pytest.raises(RuntimeError, match=r"machine code was refused: CUDA_ERROR_INVALID_IMAGE \(200\)"):
         cuda_driver.Module(b"bad", 0)

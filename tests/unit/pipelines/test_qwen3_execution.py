@@ -170,3 +170,27 @@ def test_a_warm_decoder_has_decoded() -> None:
     before = decoder.decode([torch.ones(4, 16, dtype=torch.int64)])[0]
     decoder.warm()
     assert torch.equal(decoder.decode([torch.ones(4, 16, dtype=torch.int64)])[0], before)
+
+
+def test_the_megakernel_is_refused_on_a_cpu_and_never_replaced_in_silence(model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="The megakernel executor needs a CUDA device"):
+        open_executor(model, SIZES, "megakernel")
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    monkeypatch.setattr(opening, "triton_fault", lambda: "Triton is not installed.")
+    with pytest.raises(ConfigError, match=r"The graph executor cannot run here\. Triton is not installed"):
+        open_executor(model, SIZES, "megakernel")
+
+
+def test_only_who_asks_for_the_megakernel_gets_it(gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def opened(*arguments: object) -> None:
+        asked.append(arguments[-1])
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(opening, "triton_fault", lambda: None)
+    monkeypatch.setattr(opening, "graph_executor", opened)
+    for kind in ("auto", "graph", "megakernel"):
+        with pytest.raises(torch.OutOfMemoryError):
+            open_executor(gpu_model, SIZES, kind)
+    assert asked == [False, False, True]

@@ -1,0 +1,83 @@
+// What the persistent kernel is given, how it is cut, and what a block keeps in shared memory.
+#pragma once
+#include "common.cuh"
+#include "persistent_draw.cuh"
+
+namespace {
+
+struct Args {
+    const char* weights;  // [blocks], each the chunks of its layers, then those of its heads
+    const bf16 *norms, *rope, *x, *inputs, *table, *text;  // norms: of each layer input, post, q, k; the last one; widths filled up
+    const long long *rows, *seeds, *top_k, *starts, *trailing;
+    long long *codes, *frames, *positions;
+    const int* finite;
+    unsigned char* flags;
+    const float *temperature, *top_p;
+    const unsigned char* greedy;
+    bf16* state_inputs;
+    uint2* packets;
+    uint32_t* control;  // the last epoch, the first fault
+    long long end, dead;
+    int talker, trailing_width, patience, gap, delay, silent;
+    unsigned seed;
+    float eps, scale;
+};
+
+enum Flag { ENDED = 1, NOT_FINITE = 2, FAILED = 4 };
+enum Control { EPOCH = 0, FAULT = 1 };
+
+__device__ constexpr int most(int a, int b) { return a > b ? a : b; }
+__device__ constexpr int parts(int whole, int part) { return (whole + part - 1) / part; }
+
+// Sizes of a predictor, and how it is cut: TILES 512-byte tiles a warp in a chunk of the ring.
+template <int WIDTH_, int INNER_, int HEADS_, int KV_, int HEAD_, int CODES_, int LAYERS_, int BEHIND_, int BLOCKS_, int WARPS_, int TILES_,
+          int STAGES_, int ROWS_>
+struct Shape {
+    static constexpr int WIDTH = WIDTH_, INNER = INNER_, HEADS = HEADS_, KV = KV_, HEAD = HEAD_, CODES = CODES_, LAYERS = LAYERS_;
+    static constexpr int BEHIND = BEHIND_, BLOCKS = BLOCKS_, WARPS = WARPS_, TILES = TILES_, STAGES = STAGES_, ROWS = ROWS_;
+    static constexpr int THREADS = WARPS * 32, TOKENS = 2 * ROWS, SPAN = BEHIND + 1, MIXED = HEADS * HEAD, QKV = (HEADS + 2 * KV) * HEAD;
+    static constexpr int SLICE = HEAD / (BLOCKS / HEADS), CHUNK = WARPS * TILES * 512;
+    static_assert(BLOCKS % HEADS == 0 && HEAD % (BLOCKS / HEADS) == 0 && SLICE % 2 == 0 && HEAD % 8 == 0 && HEAD <= 128, "blocks of a head");
+    static_assert((HEAD & (HEAD - 1)) == 0 && WIDTH % 4 == 0 && INNER % 4 == 0 && CODES % 4 == 0 && WARPS % ROWS == 0, "packets in pairs");
+
+    // Groups of 8 rows that a block has of a matrix of n rows; blocks of 32 along an inner size that a warp has; chunks of a product.
+    __device__ static constexpr int groups(int n) { return parts(n, BLOCKS * 8); }
+    __device__ static constexpr int steps(int inner) { return parts(inner, WARPS * 32); }
+    __device__ static constexpr int chunks(int inner, int groups) { return parts(steps(inner) * groups, TILES); }
+    static constexpr int LAYER_CHUNKS = chunks(WIDTH, groups(QKV)) + chunks(MIXED, groups(WIDTH)) + chunks(WIDTH, 2 * groups(INNER)) +
+                                        chunks(INNER, groups(WIDTH));
+    static constexpr int HEAD_CHUNKS = chunks(WIDTH, groups(CODES)), BLOCK_CHUNKS = LAYERS * LAYER_CHUNKS + BEHIND * HEAD_CHUNKS;
+    static constexpr int LARGEST_SLICE = 32 * most(steps(WIDTH), most(steps(MIXED), steps(INNER)));
+    static constexpr int OUTPUTS = 8 * most(most(groups(QKV), 2 * groups(INNER)), most(groups(CODES), groups(WIDTH)));
+    static_assert(TOKENS * groups(WIDTH) * 4 <= THREADS, "one pair of the state a thread");
+    static constexpr int NORM = steps(WIDTH) * WARPS * 32, LAYER_NORMS = 2 * NORM + 2 * HEAD;
+
+    // Where the packets of each exchange begin: [token][pair].
+    static constexpr int QKV_AT = 0, MIXED_AT = QKV_AT + TOKENS * QKV / 2, MIDDLE_AT = MIXED_AT + TOKENS * MIXED / 2;
+    static constexpr int INNER_AT = MIDDLE_AT + TOKENS * WIDTH / 2, STATE_AT = INNER_AT + TOKENS * INNER / 2;
+    static constexpr int LOGITS_AT = STATE_AT + TOKENS * WIDTH / 2;
+    using Drawer = Team<WARPS / ROWS, 4 * parts(CODES, 4 * THREADS / ROWS)>;
+};
+
+// What a row's slot says; in shared memory, since it is needed seldom.
+struct Request {
+    long long slot, frame, text;
+    unsigned long long seed;
+    DrawSettings settings;
+};
+
+template <class S>
+struct Shared {
+    char ring[S::STAGES * S::CHUNK];
+    bf16 slices[S::WARPS][S::TOKENS][S::LARGEST_SLICE + 32];  // what a warp multiplies
+    bf16 keys[S::LAYERS][S::ROWS][S::SPAN][S::HEAD], values[S::LAYERS][S::ROWS][S::SPAN][S::SLICE], queries[S::TOKENS][S::HEAD];
+    float partial[2][S::WARPS][S::TOKENS][S::OUTPUTS];
+    float squares[S::WARPS][S::TOKENS];
+    float scores[S::TOKENS][S::SPAN];
+    typename S::Drawer::Board boards[S::ROWS];
+    unsigned long long full[S::STAGES], empty[S::STAGES];
+    Request requests[S::ROWS];
+    int codes[S::ROWS][S::BEHIND + 1], fine[S::ROWS];
+};
+
+}  // namespace

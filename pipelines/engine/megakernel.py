@@ -1,0 +1,90 @@
+"""Frames of one or two rows with one persistent kernel behind code 0; everything else is the graph executor's. Not measured yet."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from kernels.lm_frame import FusedFrame, plan_for
+from kernels.lm_persistent import FAILED, ROWS, PersistentFrame, Predictor, PredictorRun, known
+from kernels.toolchain import first_line
+from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames
+from pipelines.engine.graph import GraphExecutor
+
+log = logging.getLogger(__name__)
+
+
+class PersistentKernelError(RuntimeError):
+    """Blocks of the persistent kernel waited for each other in vain; from now on frames run without it."""
+
+    def __init__(self) -> None:
+        super().__init__("Blocks of the persistent kernel waited for each other in vain; from now on frames run without it")
+
+
+class MegakernelExecutor(GraphExecutor):
+    """The graph executor whose graphs of one and two rows have a cooperative launch in the place of the predictor's kernels.
+
+    Where there is no such kernel for a model or a device, a warning says so and all graphs are plain. When a launch gives up, the frames
+    under way raise `PersistentKernelError`, which fails requests that may be tried again, and from then on all graphs are plain.
+    """
+
+    name = "megakernel"
+    _predictor: Predictor | None = None
+    _plain = False
+
+    def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
+        return _Watched(super().frames(slots, count, settings), self)
+
+    def give_up(self) -> None:
+        """Forgets the graphs with a persistent kernel; plain ones take their place when they are needed."""
+        torch.cuda.synchronize(self.kv.k.device)  # nothing under way may use what goes now
+        self._plain, self._predictor = True, None
+        for bucket in ROWS:
+            self._graphs.pop(bucket, None)
+            self._frames.pop(bucket, None)
+            self._buckets.captured.discard(bucket)
+
+    def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
+        try:
+            return super()._capture(bucket)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if self._plain or bucket not in ROWS:
+                raise
+            log.warning("there is no persistent kernel here (%s); frames run in plain graphs", first_line(error))
+            self.give_up()
+        return super()._capture(bucket)
+
+    def _new_frame(self, bucket: int) -> FusedFrame:
+        predictor = self._packed() if bucket in ROWS and not self._plain else None
+        if predictor is None:
+            return super()._new_frame(bucket)
+        plan = plan_for(bucket, self._tensors.backbone.hidden)
+        return PersistentFrame(PredictorRun(predictor, bucket), self.state.tensors(), self.kv.k, self.kv.v, plan)
+
+    def _packed(self) -> Predictor | None:
+        """The weights as the kernel reads them, made when they are first needed; None where there is no kernel for the model."""
+        if self._predictor is None:
+            if known(self._tensors):
+                self._predictor = Predictor(self._tensors)
+            else:
+                log.warning("there is no persistent kernel for this model; frames run in plain graphs")
+                self._plain = True
+        return self._predictor
+
+
+class _Watched:
+    """Frames that may turn out void."""
+
+    def __init__(self, pending: PendingFrames, executor: MegakernelExecutor) -> None:
+        self._pending, self._executor = pending, executor
+
+    def result(self) -> FrameCodes:
+        made = self._pending.result()
+        if (made.flags & FAILED).any():
+            self._executor.give_up()
+            raise PersistentKernelError
+        return made

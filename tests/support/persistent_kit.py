@@ -1,0 +1,183 @@
+"""The persistent kernel on a CPU: launches of `kernels.lm_persistent` in the emulator, and the same frame of the twin."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass, replace
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels import binaries, lm_persistent, reference
+from kernels.dummy import TINY, Maker, Shape
+from kernels.frame import FrameTensors, StateTensors
+from kernels.lm_persistent import Cut, Predictor, PredictorRun, kernel_name
+from kernels.reference import ENDED, NOT_FINITE, depth_frame, next_inputs
+from kernels.sampler import DrawFlags, frame_noise
+from tests.support import cuda_emulated
+
+SMALLEST = replace(TINY, layers=1)
+#: The predictor of the golden checkpoints, which fills no tile.
+GOLDEN = Shape(
+    hidden=40, inter=96, layers=1, heads=4, kv_heads=2, head_dim=32, vocab=1280, width=40, width_inter=80, predictor_layers=2, codes=256,
+    codebooks=16, control=1024,
+)  # fmt: skip
+#: Three query heads a kv head, groups that are not full, chunks that a product leaves unfinished.
+ODD = Shape(
+    hidden=56, inter=64, layers=1, heads=6, kv_heads=2, head_dim=16, vocab=96, width=72, width_inter=104, predictor_layers=3, codes=60,
+    codebooks=4, control=32,
+)  # fmt: skip
+#: Four blocks a head, each with a quarter of the values.
+SHARED = Shape(
+    hidden=96, inter=64, layers=1, heads=2, kv_heads=2, head_dim=64, vocab=96, width=96, width_inter=64, predictor_layers=2, codes=100,
+    codebooks=6, control=32,
+)  # fmt: skip
+#: As little as a frame can be, so that many of them pass in a second.
+LEAST = Shape(
+    hidden=32, inter=32, layers=1, heads=2, kv_heads=1, head_dim=16, vocab=64, width=32, width_inter=32, predictor_layers=1, codes=32,
+    codebooks=3, control=32,
+)  # fmt: skip
+#: What any settings need.
+ANY_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
+_PUBLISHED = "KERNELS(persistent_published, 232448, 1024, 3072, 16, 8, 128, 2048, 5, 15, 128, 8, 4, 8)"
+#: Kernels for these tests alone, in the place of the published ones, which take long to build.
+_MORE = """
+KERNELS(persistent_odd, 49152, 72, 104, 6, 2, 16, 60, 3, 3, 6, 4, 3, 2)
+KERNELS(persistent_shared, 49152, 96, 64, 2, 2, 64, 100, 2, 5, 8, 2, 2, 3)
+KERNEL(persistent_least_1, 16384, false, 32, 32, 2, 1, 16, 32, 1, 2, 2, 1, 1, 2, 1)
+KERNEL(persistent_least_1_tested, 16384, true, 32, 32, 2, 1, 16, 32, 1, 2, 2, 1, 1, 2, 1)
+"""
+CUTS = {
+    **{key: cut for key, cut in lm_persistent.CUTS.items() if "published" not in cut.name},
+    (72, 104, 6, 2, 16, 60, 3, 3): Cut("persistent_odd", 6, 4, 3, 49_152),
+    (96, 64, 2, 2, 64, 100, 2, 5): Cut("persistent_shared", 8, 2, 2, 49_152),
+    (32, 32, 2, 1, 16, 32, 1, 2): Cut("persistent_least", 2, 1, 1, 16_384),
+}
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The kernels for small shapes, built for the emulator."""
+    names = [kernel_name(cut, rows, tested) for cut in CUTS.values() for rows in (1, 2) for tested in (False, True)]
+    known = [name for name in names if "least_2" not in name]
+    return cuda_emulated.build(binaries.SOURCES / "persistent.cu", known, {_PUBLISHED: _MORE})
+
+
+class Emulated:
+    """A kernel as `lm_persistent` launches it, in the order of threads that `seed` gives."""
+
+    seed = 0
+
+    def __init__(self, name: str, shared_bytes: int) -> None:
+        self._name, self._shared_bytes = name, shared_bytes
+
+    def resident_blocks(self, threads: int) -> int:
+        return 132
+
+    def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int, cooperative: bool) -> None:
+        kernel = cuda_emulated.Kernel(library(), self._name, self._shared_bytes, Emulated.seed, together=cooperative)
+        kernel.launch(grid, threads, arguments)
+
+
+def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm_persistent, "CUTS", CUTS)
+    monkeypatch.setattr(lm_persistent, "_kernel", lambda name, shared_bytes, _device: Emulated(name, shared_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A frame behind code 0: where it starts."""
+
+    weights: FrameTensors
+    state: StateTensors
+    rows: Tensor
+    hidden: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a frame leaves."""
+
+    codes: Tensor
+    flags: Tensor
+    inputs: Tensor
+    positions: Tensor
+    frames: Tensor
+
+
+def case(shape: Shape, rows: int, seed: int = 0, greedy: bool = False, top_p: bool = True, device: str = "cpu") -> Case:
+    maker = Maker(device, torch.bfloat16, seed)
+    weights = maker.frame(shape, positions=64, text_ids=512)
+    slots = 3
+    state = maker.state(shape, slots, slots * 9 + 1, 16, maker.integers(0, 60, slots), greedy, top_p)
+    depth = weights.depth
+    assert depth is not None
+    hidden = maker.normal(rows, depth.stack.hidden)
+    first = maker.integers(0, shape.vocab - shape.control, rows)
+    return Case(weights, state, torch.randperm(slots, device=device, generator=maker.generator)[:rows], hidden, first)
+
+
+def copied(state: StateTensors) -> StateTensors:
+    return replace(state, inputs=state.inputs.clone(), positions=state.positions.clone(), frames=state.frames.clone())
+
+
+def launched(run: PredictorRun, one: Case) -> Made:
+    """A frame of the kernel."""
+    depth, state = one.weights.depth, copied(one.state)
+    assert depth is not None
+    x = torch.cat((one.hidden, depth.inputs[one.first + depth.starts[0]]))
+    codes = torch.full((len(one.rows), one.weights.codebooks), -1, device=x.device)
+    codes[:, 0] = one.first
+    finite = torch.ones(len(one.rows), dtype=torch.int32, device=x.device)
+    flags = torch.full((len(one.rows),), 99, dtype=torch.uint8, device=x.device)
+    run.launch(x, one.rows, codes, finite, flags, state)
+    return Made(codes, flags, state.inputs, state.positions, state.frames)
+
+
+def twin(one: Case, forced: Tensor | None = None) -> tuple[Made, Tensor]:
+    """The frame in single PyTorch ops, and its logits float32 [codebooks behind, rows, codes]."""
+    depth, state, rows = one.weights.depth, copied(one.state), one.rows
+    assert depth is not None
+    noise = frame_noise(state.seeds[rows], state.frames[rows], one.weights.codebooks)
+    settings = state.residual.rows(rows)
+    bare = replace(depth, project=None)  # the states are given as the projection left them
+    codes, finite, logits = depth_frame(bare, one.hidden, one.first, noise[:, 1:], settings, ANY_DRAWS, forced=forced)
+    fed = codes if forced is None else forced
+    text = state.trailing[rows, state.frames[rows].clamp(max=state.trailing.shape[1] - 1)]
+    state.inputs[rows] = next_inputs(one.weights.feedback, fed, text)
+    alive = (rows != state.dead).long()
+    state.positions[rows] += alive
+    state.frames[rows] += alive
+    flags = (one.first == one.weights.draw.ends[0]).to(torch.uint8) * ENDED + (~finite).to(torch.uint8) * NOT_FINITE
+    return Made(codes, flags, state.inputs, state.positions, state.frames), logits
+
+
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin's products and attention are exact before they are rounded, so that the order of a sum is not in the way."""
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert bias is None
+        return functional.linear(x.double(), weight.double()).to(x.dtype)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options: bool | float) -> Tensor:
+        return functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), **options).to(q.dtype)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(reference, "functional", SimpleNamespace(linear=linear, scaled_dot_product_attention=attention))
+
+
+def last_logits(run: PredictorRun, one: Case) -> Tensor:
+    """Those of the last codebook, float32 [rows, codes], as blocks sent them to each other."""
+    depth = one.weights.depth
+    assert depth is not None
+    rows, codes = len(one.rows), depth.heads.shape[1]
+    sent = run.packets[len(run.packets) - rows * codes :][: rows * codes // 2, 0]
+    return sent.contiguous().view(torch.bfloat16).view(rows, codes).float()
+
+
+def run_of(one: Case, **options: object) -> PredictorRun:
+    return PredictorRun(Predictor(one.weights), len(one.rows), **options)  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""The executor `megakernel`: which frames it makes, and how it becomes the graph executor where it must."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from kernels.dummy import Maker
+from kernels.lm_frame import FusedFrame
+from kernels.lm_persistent import FAILED, PersistentFrame
+from pipelines.engine import megakernel
+from pipelines.engine.buckets import Buckets
+from pipelines.engine.executor import FrameCodes, FrameSettings
+from pipelines.engine.graph import GraphExecutor
+from pipelines.engine.megakernel import MegakernelExecutor, PersistentKernelError
+from tests.support import persistent_kit
+from tests.support.persistent_kit import ANY_DRAWS, SMALLEST, Emulated
+
+SETTINGS = FrameSettings(64, ANY_DRAWS, ANY_DRAWS)
+
+
+class Unmade(MegakernelExecutor):
+    """An executor with all that frames are made of, on a CPU; a captured graph is its frame."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        maker = Maker("cpu", dtype)
+        self._tensors = maker.frame(SMALLEST)
+        k, v = maker.caches(SMALLEST, 9, 16)
+        self.kv = SimpleNamespace(k=k, v=v)  # type: ignore[assignment]
+        slots = maker.state(SMALLEST, 2, 9, 16, torch.zeros(2, dtype=torch.int64))
+        self.state = SimpleNamespace(tensors=lambda: slots)  # type: ignore[assignment]
+        self._graphs, self._frames, self._buckets = {}, {}, Buckets((1, 2, 4))
+        self.flags = np.zeros((1, 2), np.uint8)
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(self: Unmade, bucket: int) -> FusedFrame:
+        self._graphs[bucket] = self._frames[bucket] = self._new_frame(bucket)  # type: ignore[assignment]
+        self._buckets.captured.add(bucket)
+        return self._frames[bucket]
+
+    def frames(self: Unmade, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(result=lambda: FrameCodes(np.zeros((1, 2, 5), np.int64), self.flags))
+
+    persistent_kit.emulate(monkeypatch)
+    monkeypatch.setattr(GraphExecutor, "_capture", capture)
+    monkeypatch.setattr(GraphExecutor, "frames", frames)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+
+
+def kinds(executor: Unmade) -> list[type]:
+    return [type(executor._capture(bucket)) for bucket in (1, 2, 4)]
+
+
+def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> None:
+    executor = Unmade()
+    assert kinds(executor) == [PersistentFrame, PersistentFrame, FusedFrame]
+    one, two = (executor._frames[bucket] for bucket in (1, 2))
+    assert isinstance(one, PersistentFrame)
+    assert isinstance(two, PersistentFrame)
+    assert one.behind.predictor is two.behind.predictor
+    assert one.behind.control is not two.behind.control
+
+
+def test_a_model_without_a_kernel_has_plain_frames_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert kinds(Unmade(torch.float32)) == [FusedFrame] * 3
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_a_device_without_room_has_plain_frames_and_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(Emulated, "resident_blocks", lambda *_: 1)
+    assert kinds(Unmade()) == [FusedFrame] * 3
+    (record,) = caplog.records
+    assert "holds 1 of them at once" in record.getMessage()
+
+
+def test_a_lack_of_memory_is_not_a_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(megakernel, "Predictor", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        Unmade()._capture(1)
+
+
+def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow() -> None:
+    executor = Unmade()
+    kinds(executor)
+    assert executor.frames([0], 1, SETTINGS).result().flags.tolist() == [[0, 0]]
+    executor.flags[0, 0] = FAILED
+    with pytest.raises(PersistentKernelError):
+        executor.frames([0], 1, SETTINGS).result()
+    assert executor._buckets.captured == {4}
+    assert set(executor._graphs) == {4}
+    assert kinds(executor) == [FusedFrame] * 3
