@@ -21,9 +21,12 @@ from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P
 
 _GRID = tl.constexpr(float(1 << 30))
 _WHOLE = tl.constexpr(float(1 << 23))
+_WEIGHT = tl.constexpr(tl.int64)
 _RETRY_TEMPERATURE, _RETRY_TOP_P = tl.constexpr(RETRY_TEMPERATURE), tl.constexpr(RETRY_TOP_P)
 #: Which codebook of a frame a launch draws: the first one, one between, the last one, or the only one.
 FIRST, MIDDLE, LAST, ONLY = 0, 1, 2, 3
+#: Codes up to which weights have 64 bits.
+_WIDEST = 8192
 #: The row of text that the next input takes: none, that of the request's text id, or that of code 0.
 _NO_TEXT, _TEXT_BY_ID, _TEXT_BY_CODE = 0, 1, 2
 
@@ -51,10 +54,10 @@ def _philox_word(seed, frame, codebook):
 
 
 @triton.jit
-def _quantized(share):
+def _quantized(share, KIND: tl.constexpr = _WEIGHT):
     scaled = share * _GRID
     near = (scaled + _WHOLE) - _WHOLE
-    return tl.where(scaled < _WHOLE, near, scaled).to(tl.int64)
+    return tl.where(scaled < _WHOLE, near, scaled).to(KIND)
 
 
 @triton.jit
@@ -99,6 +102,54 @@ def _weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr, HALF: tl
         likeliest = tl.max(tl.where((weights == tl.max(weights)) & (at < VOCAB), at, -1))
         likely = tl.where(removed & (at != likeliest), 0.0, likely)
         weights = _quantized(likely / tl.sum(likely))
+    return weights
+
+
+@triton.jit
+def _wide_weights(value, at, temperature, top_k, top_p, VOCAB: tl.constexpr):
+    """`_weights` of so many codes that 64-bit ones would not stay in registers: int32, which holds all of a row together.
+
+    A halving ends as soon as no further step can change which codes are kept.
+    """
+    order = _ordered(tl.math.div_rn(value, tl.zeros_like(value) + temperature), False)
+    count = tl.where(top_k > 0, tl.minimum(top_k, VOCAB), VOCAB).to(tl.int32)
+    inside = tl.sum((order >= 0).to(tl.int32))
+    threshold = tl.where(inside >= count, 0, -(1 << 31)).to(tl.int32)
+    inside = tl.where(inside >= count, inside, order.numel).to(tl.int32)
+    step = tl.full((), 1 << 30, tl.int32)
+    while (inside != count) & (count < VOCAB) & (step > 0):
+        found = tl.sum((order >= threshold + step).to(tl.int32))
+        threshold = tl.where(found >= count, threshold + step, threshold)
+        inside = tl.where(found >= count, found, inside)
+        step = step >> 1
+    # The order of a value says its bits, so only one of both is kept.
+    scaled = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    likely = tl.where((order >= threshold) & (at < VOCAB), tl.exp(scaled - tl.max(scaled)), 0.0)
+    weights = _quantized(likely / tl.sum(likely), tl.int32)
+    if top_p < 1.0:
+        total = tl.sum(weights).to(tl.int64)
+        limit = (1.0 - top_p.to(tl.float64)) * total.to(tl.float64)
+        below = tl.full((), -1, tl.int32)
+        mass, more = total * 0, total
+        step = tl.full((), 1 << 30, tl.int32)
+        # Those at most `below` have no more than the limit together. With others, which have `more` together, they have more: those are one
+        # alone where they have less than two that are above `below`.
+        while (more - mass >= 2 * (below.to(tl.int64) + 1)) & (step > 0):
+            found = tl.sum(tl.where(weights <= below + step, weights, 0)).to(tl.int64)
+            fits = found.to(tl.float64) <= limit
+            below = tl.where(fits, below + step, below)
+            mass = tl.where(fits, found, mass)
+            more = tl.where(fits, more, found)
+            step = step >> 1
+        edge = tl.min(tl.where(weights <= below, 0x7FFFFFFF, weights))
+        removed = weights <= below
+        room = (limit.to(tl.int64) - mass) // edge
+        if room > 0:
+            tied = (weights == edge) & (at < VOCAB)
+            removed |= tied & (tl.cumsum(tied.to(tl.int32), 0) <= room)
+        likeliest = tl.max(tl.where((weights == tl.max(weights)) & (at < VOCAB), at, -1))
+        likely = tl.where(removed & (at != likeliest), 0.0, likely)
+        weights = _quantized(likely / tl.sum(likely), tl.int32)
     return weights
 
 
@@ -156,7 +207,7 @@ def _draw_code(
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, CODEBOOKS: tl.constexpr, WIDTH: tl.constexpr, TALKER: tl.constexpr,
     SPREAD: tl.constexpr, STAGE: tl.constexpr, HALF: tl.constexpr, COPY_HIDDEN: tl.constexpr, PDL: tl.constexpr,
     OTHER_END: tl.constexpr, NUCLEUS: tl.constexpr, WINDOW: tl.constexpr, WINDOW_BLOCK: tl.constexpr, TEXT: tl.constexpr,
-    SCALE: tl.constexpr,
+    SCALE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -190,12 +241,14 @@ def _draw_code(
     else:
         if NUCLEUS:
             weights = _nucleus_weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB, HALF)
+        elif WIDE:
+            weights = _wide_weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB)
         else:
             weights = _weights(value, at, tl.load(temperature + slot), tl.load(top_k + slot), tl.load(top_p + slot), VOCAB, HALF)
         total = tl.cumsum(weights, 0)
         word = _philox_word(tl.load(seeds + slot), frame, frame * 0 + codebook)
         place = (word * tl.sum(weights)) >> 32
-        code = tl.sum((total <= place).to(tl.int64))
+        code = tl.sum((total <= place.to(weights.dtype)).to(weights.dtype)).to(tl.int64)
         if draws_first and WINDOW > 0:  # noqa: SIM102 - what is known while it compiles stands apart
             if tl.max((latest == code).to(tl.int32)) != 0:
                 code = _drawn_again(value, at, tl.load(top_k + slot), tl.load(seeds + slot), frame, CODEBOOKS, VOCAB, HALF, NUCLEUS)
@@ -278,8 +331,13 @@ def draw(
         state_inputs, recent if rules.window else None, count, codebook, end, suppress_from, dead, trailing_width, vocab, block, codebooks,
         width, talker, spread, stage, stage in (MIDDLE, LAST) and logits.dtype == torch.bfloat16, bool(copy_hidden), pdl,
         rules.ends[1] if len(rules.ends) > 1 else -1, rules.nucleus_first, rules.window, triton.next_power_of_2(max(rules.window, 1)), by,
-        1.0 if feedback is None else feedback.scale, num_warps=_warps(vocab), **launch(pdl),
+        1.0 if feedback is None else feedback.scale, _is_wide(vocab), num_warps=_warps(vocab), **launch(pdl),
     )  # fmt: skip
+
+
+def _is_wide(vocab: int) -> bool:
+    """Whether a row has more codes than registers have room for with 64-bit weights."""
+    return vocab > _WIDEST
 
 
 def _warps(vocab: int) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from kernels import lm_sampler
 from kernels.dummy import FISH, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table
@@ -109,6 +110,24 @@ def test_first_draws_are_the_twins_whatever_the_settings(nucleus_first: bool) ->
     codes, _ = draws.run()
     assert codes.tolist() == wanted.tolist()
     assert repeated.sum() >= 3
+
+
+@pytest.mark.parametrize("vocab", [80, SPARK.vocab])
+def test_draws_of_a_wide_head_are_the_twins_whatever_the_settings(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the published head is drawn, also where few codes have many ties."""
+    monkeypatch.setattr(lm_sampler, "_WIDEST", min(lm_sampler._WIDEST, vocab - 1))
+    rows = 240 if not INTERPRETED else 45 if vocab == 80 else 24
+    draws = Draws(dataclasses.replace(TINY_SPARK, layers=1, vocab=vocab), rows)
+    first = draws.state.first
+    lm_checks.vary_draws(draws.maker, first)
+    draws.logits[::3] = draws.logits[::3].round()
+    draws.logits[4::9] = 0.25
+    first.top_p[:rows:5], first.top_p[3:rows:5] = torch.linspace(0.05, 0.98, -(-rows // 5)), 0.0
+    first.top_k[2:rows:7], first.top_k[5:rows:7] = 0, 1
+    wanted, _ = draws.wanted(lm_checks.clone_state(draws.state))
+    codes, _ = draws.run()
+    assert codes.tolist() == wanted.tolist()
+    assert len(set(codes.tolist())) > rows // 3
 
 
 def test_both_ends_can_be_drawn_and_nothing_else_beyond_the_speech() -> None:
