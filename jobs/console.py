@@ -84,6 +84,14 @@ def note_interrupts() -> None:
     _interrupts.clear()
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _noted)
+        others = sys.unraisablehook
+
+        def said(lost: sys.UnraisableHookArgs) -> None:
+            if not (_interrupts and lost.exc_type is KeyboardInterrupt):
+                others(lost)
+
+        # Python prints what was raised where nobody can catch it, as in what runs when an object is freed.
+        sys.unraisablehook = said
 
 
 def _noted(number: int, frame: FrameType | None) -> None:
