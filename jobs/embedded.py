@@ -328,8 +328,13 @@ def _no_plain_file(path: Path) -> StoreError:
 
 
 def _write_own(path: Path, record: Mapping[str, object]) -> None:
-    with os.fdopen(_open_own(path, os.O_WRONLY | os.O_TRUNC), "w") as file:
+    """Whoever reads it finds the whole record or the one before it. Refuses what `_open_own` refuses."""
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise _no_plain_file(path)
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with os.fdopen(_open_own(unfinished, os.O_WRONLY | os.O_TRUNC), "w") as file:
         json.dump(record, file)
+    unfinished.replace(path)
 
 
 def _read_processes(path: Path) -> list[tuple[str, int]]:

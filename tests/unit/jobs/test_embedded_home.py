@@ -66,11 +66,24 @@ def test_a_planted_log_is_refused(state: Path, how: str, name: str) -> None:
 
 
 @PLANTED
-def test_a_planted_record_is_refused(state: Path, how: str) -> None:
-    plant(state / "broker.json", how)
+@pytest.mark.parametrize("name", ["broker.json", "broker.json.unfinished"])
+def test_a_planted_record_is_refused(state: Path, how: str, name: str) -> None:
+    plant(state / name, how)
     with pytest.raises(StoreError) as caught:
         _write_own(state / "broker.json", {"pid": 1})
     check(state, caught.value)
+
+
+def test_a_record_is_there_whole_while_it_is_written(state: Path) -> None:
+    class Unwritable:
+        """JSON has no word for it."""
+
+    _write_own(state / "worker.json", {"pids": [1]})
+    with pytest.raises(TypeError):
+        _write_own(state / "worker.json", {"pids": [2, Unwritable()]})
+    assert json.loads((state / "worker.json").read_text()) == {"pids": [1]}
+    _write_own(state / "worker.json", {"pids": [3]})
+    assert json.loads((state / "worker.json").read_text()) == {"pids": [3]}
 
 
 def test_the_worker_of_a_killed_run_is_known_and_its_leases_end_at_once(state: Path) -> None:
