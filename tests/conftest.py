@@ -31,16 +31,49 @@ if not os.environ.get("NIGHTJAR_RANDOM_EXAMPLES"):
 
 pytest_sessionfinish = skips.pytest_sessionfinish
 
-#: The folders here, each a tier and its marker. Those whose files take longest begin first, so that no process is left with one of them.
+#: The folders here, each a tier and its marker.
 TIERS = ("vllm", "parity", "faults", "services", "gpu", "unit")
+#: Files that take longest, half a minute of a core or more, as patterns. They begin first, the longest before all others, so that no
+#: process is left with one of them; benchmarks begin with them.
+LONGEST = (
+    "services/jobs/test_run_*.py",
+    "services/test_docs_commands.py",
+    "vllm/test_job.py",
+    "vllm/test_fish.py",
+    "faults/test_bad_luck.py",
+    "vllm/test_speechlm.py",
+    "vllm/test_host.py",
+    "vllm/test_speechlm_pairs.py",
+    "services/nightjar/test_python_jobs.py",
+    "faults/test_chaos.py",
+    "vllm/test_fish_job.py",
+    "services/worker/test_engine_crash.py",
+    "services/worker/test_qwen3_job.py",
+    "parity/test_qwen3_golden.py",
+    "parity/test_fish_golden.py",
+    "services/test_wheel.py",
+    "services/worker/test_worker_process.py",
+    "parity/test_spark_golden.py",
+    "vllm/test_spark.py",
+    "services/jobs/test_s3_store.py",
+    "parity/test_kernels_interpreted.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    tiers = {item: item.path.relative_to(here).parts[0] for item in items if item.path.is_relative_to(here)}
-    for item, tier in tiers.items():
-        item.add_marker(tier)
-    items.sort(key=lambda item: TIERS.index(tiers[item]) if item in tiers else len(TIERS))
+    paths = {item: item.path.relative_to(here) for item in items if item.path.is_relative_to(here)}
+    for item, path in paths.items():
+        item.add_marker(path.parts[0])
+
+    def place(item: pytest.Item) -> tuple[int, int]:
+        path = paths.get(item)
+        if path is None:
+            return 0, 0
+        longest = (index for index, pattern in enumerate(LONGEST) if path.match(pattern))
+        return next(longest, len(LONGEST)), TIERS.index(path.parts[0])
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST
 from tests.support.skips import AllowedSkip, allowed_skips, unlisted
 
 TESTS = """
@@ -64,3 +65,8 @@ def test_a_whole_run_fails_on_an_unlisted_skip(tmp_path: Path, processes: str, i
     )
     assert done.returncode == status, done.stdout
     assert "SKIP THAT tests/skips.toml DOES NOT LIST: tests/test_some.py::test_does_not: Skipped: too tired" in done.stdout
+
+
+def test_files_that_begin_first_are_there() -> None:
+    tests = Path(__file__).parents[1]
+    assert [pattern for pattern in LONGEST if not any(tests.glob(pattern))] == []
