@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,14 +20,17 @@ CLOSED_PORT = 9
 def call(folder: Path, *arguments: str, stdin: str | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
     clean["XDG_STATE_HOME"] = str(folder / "state")
-    done = _run(folder, arguments, clean | environment, stdin)
+    done = run_command(folder, arguments, clean | environment, stdin)
     assert "Traceback" not in done.stderr
     return done
 
 
-def _run(folder: Path, arguments: tuple[str, ...], environment: dict[str, str], stdin: str | None) -> subprocess.CompletedProcess[str]:
+def run_command(
+    folder: Path, arguments: Sequence[str], environment: dict[str, str], stdin: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `nightjar` in a folder to its end, with these variables and no others."""
     command = [*JOBS, *arguments]
-    if not is_like_this_process(environment):
+    if not is_like_this_process(environment, but_for_paths=True):
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, input=stdin, timeout=400, check=False)
     with TemporaryDirectory() as kept:
         files = [Path(kept, name) for name in ("stdin", "stdout", "stderr")]

@@ -77,10 +77,20 @@ class Forked:
         self.send_signal(signal.SIGTERM)
 
 
-def is_like_this_process(environment: Mapping[str, str]) -> bool:
-    """Whether these variables set Python itself up as it is here: what was imported before is what would be imported."""
+def is_like_this_process(environment: Mapping[str, str], *, but_for_paths: bool = False) -> bool:
+    """Whether these variables set Python itself up as it is here: what was imported before is what would be imported.
+
+    With `but_for_paths` they may name further folders to import from, which `Forked` adds; not such as change how Python starts.
+    """
     here, there = ({name: value for name, value in one.items() if name.startswith("PYTHON")} for one in (os.environ, environment))
+    if but_for_paths and not any(Path(folder, "sitecustomize.py").exists() for folder in _paths(environment)):
+        for one in (here, there):
+            one.pop("PYTHONPATH", None)
     return here == there
+
+
+def _paths(environment: Mapping[str, str]) -> list[str]:
+    return list(filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)))
 
 
 def _run(
@@ -107,6 +117,7 @@ def _run(
     sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     sys.argv[1:] = arguments
+    sys.path[:0] = [folder for folder in _paths(environment) if folder not in sys.path]
     ready.send(True)
     ready.close()
     try:

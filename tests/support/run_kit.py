@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -15,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cli_kit import JOBS, run_command
 from tests.support.slow_voice import install
 
-JOBS = [sys.executable, "-m", "jobs"]
 #: A run of the slow voice whose worker is given up after seconds.
 SLOW = ("run", "in.jsonl", "--model", "slow")
 WORDS = ["the early train", "crosses", "a quiet river", "while", "the baker", "opens", "his small shop", "and", "rain falls", "again"]
@@ -55,15 +54,7 @@ class Shell:
         )
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*JOBS, *arguments],
-            cwd=self.folder,
-            env=self.environment | environment,
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=False,
-        )
+        return run_command(self.folder, arguments, self.environment | environment)
 
     def processes(self, words: str = "") -> list[int]:
         """Ids of the live processes of this test whose command line holds `words`."""

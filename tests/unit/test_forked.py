@@ -55,6 +55,19 @@ def test_a_signal_ends_it(folder: Path) -> None:
     process.kill()
 
 
-def test_another_python_is_no_fork_of_this_one() -> None:
+def test_it_imports_from_folders_that_only_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "module_of_this_test.py").write_text("print('found')")
+    files = {"stdout": tmp_path / "stdout", "stderr": tmp_path / "stderr"}
+    process = Forked("module_of_this_test", (), cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "elsewhere")}, **files)
+    assert (process.wait(240), files["stdout"].read_text()) == (0, "found\n"), files["stderr"].read_text()
+
+
+def test_another_python_is_no_fork_of_this_one(tmp_path: Path) -> None:
     assert is_like_this_process({**os.environ, "SPEECH_HOME": "x"})
-    assert not is_like_this_process({**os.environ, "PYTHONPATH": "/elsewhere"})
+    elsewhere = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    assert not is_like_this_process(elsewhere)
+    assert is_like_this_process(elsewhere, but_for_paths=True)
+    assert not is_like_this_process({**elsewhere, "PYTHONHASHSEED": "1"}, but_for_paths=True)
+    (tmp_path / "sitecustomize.py").touch()
+    assert not is_like_this_process(elsewhere, but_for_paths=True)
