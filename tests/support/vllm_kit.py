@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipelines.errors import NightjarError
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
+from tests.support.forked_cores import forked_pids, template_pids
 from tests.support.golden_checkpoint import whole
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "spark"
@@ -72,8 +73,10 @@ def core_pids(parent: int) -> list[int]:
     children = [int(pid) for pid in _read(f"/proc/{parent}/task/{parent}/children").split()] + _of_threads(parent)
     named = [pid for pid in set(children) if CORE in _read(f"/proc/{pid}/cmdline") or CORE in _read(f"/proc/{pid}/comm")]
     found = [pid for pid in named if is_running(pid)]
-    for child in set(children):
+    for child in set(children) - set(template_pids()):
         found += core_pids(child)
+    if parent == os.getpid():
+        found += filter(is_running, forked_pids())
     return sorted(set(found))
 
 
