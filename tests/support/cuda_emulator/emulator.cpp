@@ -14,7 +14,7 @@ uint3 threadIdx, blockIdx, blockDim, gridDim;
 
 namespace {
 
-constexpr size_t PAGE = 4096, STACK = 64 << 10, MAX_SHARED = 227 << 10;
+constexpr size_t PAGE = 4096, STACK = 64 << 10, MAX_SHARED = 227 << 10, SHARED_PAGES = 228 << 10;
 constexpr unsigned long long CANARY = 0x5AFE57AC5AFE57ACull, PATIENCE = 4000;  // looks of each thread without any change: a deadlock
 constexpr int POISON = 0xff;                                                    // NaN as a float, -1 as an integer
 
@@ -126,15 +126,12 @@ void release(Barrier& barrier, Block& block) {
     barrier.there.clear(), barrier.count = 0;
 }
 
-char* guarded(size_t bytes) {  // memory whose end is followed by a page that nothing may touch
-    const size_t whole = (bytes + PAGE - 1) / PAGE * PAGE;
-    char* from = static_cast<char*>(mmap(nullptr, whole + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    mprotect(from + whole, PAGE, PROT_NONE);
-    return from + whole;
-}
-
-char* at(std::vector<char*>& pool, size_t index, size_t bytes) {
-    while (pool.size() <= index) pool.push_back(guarded(bytes));
+char* mapped(std::vector<char*>& pool, size_t index, size_t bytes) {  // whole pages, given out once and kept
+    while (pool.size() <= index) {
+        void* fresh = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        emulator::must(fresh != MAP_FAILED, "no memory for so many threads");
+        pool.push_back(static_cast<char*>(fresh));
+    }
     return pool[index];
 }
 
@@ -146,7 +143,9 @@ void poison(Block& block) {
 void start(Block& block, unsigned number, size_t place) {
     block.index = {number % gridDim.x, number / gridDim.x, 0};
     block.live = launch->threads;
-    block.memory = at(kept.shared, place, MAX_SHARED) - launch->shared_bytes;
+    char* shared = mapped(kept.shared, place, SHARED_PAGES + PAGE) + SHARED_PAGES;
+    mprotect(shared, PAGE, PROT_NONE);  // nothing may touch what follows the end
+    block.memory = shared - launch->shared_bytes;
     block.pending.assign((launch->threads + 31) / 32, 0), block.warp_meetings = block.pending;
     poison(block);
     block.fibers.resize(launch->threads);
@@ -154,7 +153,7 @@ void start(Block& block, unsigned number, size_t place) {
         Fiber& fiber = block.fibers[i];
         fiber.started = fiber.over = false;
         fiber.block = &block, fiber.thread = i, fiber.waits = nullptr;
-        fiber.stack = at(kept.stacks, place * launch->threads + i, STACK) - STACK;
+        fiber.stack = mapped(kept.stacks, place * launch->threads + i, STACK);
         *reinterpret_cast<unsigned long long*>(fiber.stack) = CANARY;
         getcontext(&fiber.start);
         fiber.start.uc_stack = {fiber.stack, 0, STACK};
