@@ -40,15 +40,18 @@ class Services:
     folders: list[Path] = field(default_factory=list[Path])
     database_url: str = ""
     s3_endpoint: str = ""
+    _client: Any = None
 
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self.processes]
 
     def s3(self) -> Any:
-        """A client of the S3 server."""
-        keys = {"aws_access_key_id": _KEY, "aws_secret_access_key": _SECRET}
-        return boto3.client("s3", endpoint_url=self.s3_endpoint, region_name="us-east-1", **keys)
+        """The client of the S3 server. One is made, as that takes tens of milliseconds."""
+        if self._client is None:
+            keys = {"aws_access_key_id": _KEY, "aws_secret_access_key": _SECRET}
+            self._client = boto3.client("s3", endpoint_url=self.s3_endpoint, region_name="us-east-1", **keys)
+        return self._client
 
     def job_parts(self, name: str) -> dict[str, str]:
         """The variables of a database and a prefix of the bucket of this name."""
