@@ -3,6 +3,8 @@
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps check
     NIGHTJAR_COMMIT=... NIGHTJAR_REFERENCE_SITE=/tmp/reference python -m benchmarks.gpu_session --out $OUT --steps speed
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps engines
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "codec ways"
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "codec gathered" "codec continuous" "codec fused"
     NIGHTJAR_COMMIT=... NIGHTJAR_VLLM_SITE=/tmp/vllm python -m benchmarks.gpu_session --out $OUT --steps spark fish
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "eight 0.6B"
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "eight 1.7B"
@@ -81,6 +83,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
     small = (*throughput, "--sizes", "0b6", "--codec", *slots, *more, "--json", str(out / "qwen3_tts.json"))
     large = (*throughput, "--sizes", "1b7", *slots, "--reproducible", "512", "--json", str(out / "qwen3_tts_1b7.json"))
     sooner = (*throughput, "--sizes", "0b6", "--slots", "4" if tiny else "512", "--parts", "all", "--admit-turns", "2")
+    continuous = (*throughput, "--sizes", "0b6", "--slots", "4" if tiny else "512", "--reproducible", "4" if tiny else "512")
     soak = ("benchmarks.qwen3_tts_soak", *common, "--count", "20" if tiny else "10000", "--json", str(out / "soak.json"))
     bits = ("benchmarks.qwen3_tts_bits", *common, "--json", str(out / "bits.json"))
     reference = ("benchmarks.qwen3_tts_reference", *common, "--json", str(out / "reference.json"))
@@ -97,6 +100,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("throughput 1.7B", "speed", large, 140, gpu_only=True),
         Step("plots", "speed", ("benchmarks.plots", str(out / "qwen3_tts.json"), str(out / "qwen3_tts_1b7.json")), 20),
         Step("newcomers sooner", "tune", (*sooner, "--json", str(out / "sooner.json")), 70),
+        *codec_steps(device, tiny, out, continuous),
         *engine_steps(device, tiny, out),
         *eight_steps(device, tiny, out),
         *megakernel_steps(common, out),
@@ -112,6 +116,25 @@ def megakernel_steps(common: tuple[str, ...], out: Path) -> list[Step]:
         Step("tests of the megakernel", "megakernel", tests, 200, gpu_only=True),
         Step("megakernel", "megakernel", measured, 200, gpu_only=True),
         Step("megakernel soak", "megakernel", soak, 500, gpu_only=True),
+    ]
+
+
+def codec_steps(device: str, tiny: bool, out: Path, throughput: tuple[str, ...]) -> list[Step]:
+    """Whole utterances gathered and as a continuous batch, the front plain and fused: the codec, then the LM with each."""
+    files = (f"tests/gpu/test_codec_{name}.py" for name in ("kernels", "front_kernels", "continuous", "streams"))
+    tests = ("pytest", "-m", "gpu", *files, "-q", "-rs", "-n", "6", "--timeout=250", "-p", "no:cacheprovider")
+    common = ("--device", device, *(["--tiny"] if tiny else []))
+    return [
+        Step("codec tests", "tune", tests, 250, gpu_only=True),
+        Step("codec ways", "tune", ("benchmarks.codec_stage", *common, "--json", str(out / "codec_stage.json")), 240),
+        *(
+            Step(f"codec {name}", "tune", (*throughput, *more, "--json", str(out / f"codec_{name}.json")), 120)
+            for name, more in (
+                ("gathered", ("--parts", "all")),
+                ("continuous", ("--parts", "all", "--codec-rows", "4" if tiny else "256")),
+                ("fused", ("--parts", "all", "--codec-rows", "4" if tiny else "256", "--codec-fused-front")),
+            )
+        ),
     ]
 
 
@@ -263,6 +286,16 @@ def summary(out: Path) -> list[str]:
     lines += frame_lines(read(out / "lm_gpu.json"))
     for row in read(out / "codec_gpu.json").get("decode", {}).get("times", []):
         lines.append(f"codec {row['rows']:3} x {row['frames']:3} frames {row['graph_us']:7.2f} us a frame (floor 6.28)")
+    for row in read(out / "codec_stage.json").get("rows", []):
+        if row["part"] in ("host to host", "step"):
+            about = f"codec {row['part']:13}{row['way']:10}{row['front']:7}{row.get('lengths', ''):7}"
+            threads = f"  threads {row['thread_share']:.0%} of a core" if "thread_share" in row else ""
+            lines.append(f"{about}{row['us_per_frame']:7.2f} us a frame{threads}")
+        elif row["part"] == "error":
+            lines.append(f"codec error {row['way']:24}{row['relative_rms']:8.4f}")
+    for name in ("gathered", "continuous", "fused"):
+        if rows := read(out / f"codec_{name}.json").get("rows"):
+            lines += [f"codec {name}:", table(rows)]
     lines += [f"agreement {row['model']:6}{row['rows']:5} {row['verdict']}" for row in read(out / "agreement.json").get("rows", [])]
     for name in ("spark", "fish"):
         lines += engine_lines(name, read(out / f"{name}.json"))

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu import Bench, Row, memory, parser
-from benchmarks.qwen3_load import FRAMES_PER_SECOND, MAX_TOKENS, ClosedLoop, Load, Pool, Tally, Watched, profile, requests
+from benchmarks.gpu import Bench, Row, ThreadUse, memory, parser
+from benchmarks.qwen3_load import FRAMES_PER_SECOND, MAX_TOKENS, ClosedLoop, Load, Tally, Watched, profile, requests
 from benchmarks.roofline import device_named, floor_ms, mean_context
 from pipelines.engine.opening import open_executor
 from pipelines.errors import NightjarError
@@ -41,7 +41,7 @@ MAX_CONTEXT = 4096
 SETTLE_SECONDS = 60.0
 
 
-def codec_alone(decoder: CodecDecoder, pool: Pool, seconds: float, at_once: int = 512) -> dict[str, Any]:
+def codec_alone(decoder: CodecDecoder, pool: Sequence[tuple[object, int]], seconds: float, at_once: int = 512) -> dict[str, Any]:
     """Whole utterances from codes on the host to samples on the host, through the engine's own stage, which always has more to do."""
     draw, size = np.random.default_rng(0), decoder.config.codebook_size
     codes = [draw.integers(0, size, (frames, decoder.config.num_quantizers)) for _, frames in pool]
@@ -63,16 +63,21 @@ def codec_alone(decoder: CodecDecoder, pool: Pool, seconds: float, at_once: int 
     feed = itertools.cycle(codes)
     for one in itertools.islice(feed, 2 * at_once):
         order(one)
-    before, began = tally.frames, time.perf_counter()
+    before, began, threads = tally.frames, time.perf_counter(), ThreadUse()
     for one in feed:
         if tally.frames > before and time.perf_counter() - began >= seconds:
             break
         order(one)
-    took, frames = time.perf_counter() - began, tally.frames - before
+    took, frames, shares = time.perf_counter() - began, tally.frames - before, threads.shares()
     stage.close()
     rate = frames / took
     figures = {"us_per_frame": 1e6 / rate, "ms_per_frame": 1000 / rate, "frames_per_s": rate, "audio_s_per_s": rate / FRAMES_PER_SECOND}
-    return {**figures, "seconds": took, "wrong_lengths": tally.wrong}
+    return {
+        **figures,
+        "seconds": took,
+        "wrong_lengths": tally.wrong,
+        "thread_cpu_share": {name: s for name, s in shares.items() if s >= 0.01},
+    }
 
 
 class Throughput:
@@ -101,7 +106,7 @@ class Throughput:
         opened = time.perf_counter() - began
         pool = requests(self.model, self.load, max(4 * slots, 64), min(MAX_TOKENS, options.pages * PAGE_SIZE - 64))
         context = mean_context((len(request.prompt), frames) for request, frames in pool)
-        decoder = dummy_decoder(self.decoder.config, device, self.decoder.dtype, reproducible=True) if reproducible else self.decoder
+        decoder = self.fixed_decoder() if reproducible else self.decoder
         for part in parts:
             loop = ClosedLoop(executor, options, pool, decoder if part == "all" else None)
             try:
@@ -117,6 +122,15 @@ class Throughput:
             finally:
                 loop.close()
             self.bench.add(row)
+
+    def fixed_decoder(self) -> CodecDecoder:
+        """The decoder of reproducible mode."""
+        chosen = self.bench.options
+        made = dummy_decoder(
+            self.decoder.config, self.bench.device, self.decoder.dtype, reproducible=True, fused_front=chosen.codec_fused_front
+        )
+        made.prepare_utterances(chosen.codec_rows)
+        return made
 
     def codec(self, tiny: bool) -> None:
         """The row of the codec alone."""
@@ -178,6 +192,8 @@ def main() -> int:
     made.add_argument("--windows", type=int, default=5)
     made.add_argument("--turns", type=int, help="frames a scheduling turn, instead of the engine's choice")
     made.add_argument("--admit-turns", type=int, help="turns that newcomers may wait for company, instead of the engine's choice")
+    made.add_argument("--codec-rows", type=int, default=0, help="rows of the codec's continuous batch; 0: gathered batches")
+    made.add_argument("--codec-fused-front", action="store_true", help="the codec's front on fused kernels")
     made.add_argument("--codec", action="store_true", help="measure the codec alone first")
     made.add_argument("--reference", type=Path, help="JSON of the reference implementation's rows")
     options = made.parse_args()
@@ -185,7 +201,9 @@ def main() -> int:
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)
     limits = {"shortest_s": load.shortest, "longest_s": load.longest, "window_s": load.seconds, "windows": windows}
     bench = Bench("qwen3_tts", options, load=limits)
-    decoder = dummy_decoder(TINY_CODEC if options.tiny else PUBLISHED_CODEC, bench.device, bench.dtype)
+    config = TINY_CODEC if options.tiny else PUBLISHED_CODEC
+    decoder = dummy_decoder(config, bench.device, bench.dtype, fused_front=options.codec_fused_front)
+    decoder.prepare_utterances(options.codec_rows)
     if options.reference and options.reference.exists():
         for row in json.loads(options.reference.read_text(encoding="utf-8"))["rows"]:
             if row["size"] in sizes:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import (
+    codec_stage,
     fish_speech,
     gpu_session,
     job_gpu,
@@ -234,10 +235,25 @@ def test_summary_of_a_folder(tmp_path: Path) -> None:
 def test_the_codec_alone_is_measured_through_its_stage() -> None:
     decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
     pool = [(None, frames) for frames in (3, 5, 2)]
-    found = codec_alone(decoder, pool, 0.05, at_once=2)  # type: ignore[arg-type]
+    found = codec_alone(decoder, pool, 0.05, at_once=2)
     assert found["wrong_lengths"] == 0
     assert found["us_per_frame"] == pytest.approx(1e6 / found["frames_per_s"])
     assert found["audio_s_per_s"] > 0
+
+
+def test_the_codecs_stage_is_measured_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tmp_path / "found.json"
+    monkeypatch.setattr("sys.argv", ["codec_stage", "--device", "cpu", "--tiny", "--json", str(found)])
+    assert codec_stage.main() == 0
+    rows = json.loads(found.read_text())["rows"]
+    ways = {(row["way"], row["front"], row["lengths"]) for row in rows if row["part"] == "host to host"}
+    assert ways == {(way, front, lengths) for way in ("gathered", "4x4") for front in ("plain", "fused") for lengths in ("equal", "mixed")}
+    assert all(row["wrong_lengths"] == 0 for row in rows if row["part"] == "host to host")
+    errors = {row["way"]: row["relative_rms"] for row in rows if row["part"] == "error"}
+    assert len(errors) == 5
+    assert max(errors.values()) < 1e-4, "in float32 all ways are one"
+    (host,) = (row for row in rows if row["part"] == "host")
+    assert host["rows"] == host["frames"] == 4
 
 
 def options(tmp_path: Path, **more: object) -> Namespace:

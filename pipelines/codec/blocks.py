@@ -151,13 +151,13 @@ class UpsampleLayers:
     """Steps repeated by each factor in turn, a ConvNeXt block behind each: [B, T, channels] -> [B, T * factors, channels]."""
 
     def __init__(self, load: CodecLoader, layout: StateLayout, channels: int, factors: Sequence[int]) -> None:
-        self._layers = [
+        self.layers = [
             (Repeat(load.at(f"{i}.0.conv."), channels, factor), ConvNeXt(load.at(f"{i}.1."), layout, channels))
             for i, factor in enumerate(factors)
         ]
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        for repeat, convnext in self._layers:
+        for repeat, convnext in self.layers:
             x = convnext(repeat(x), past)
         return x
 

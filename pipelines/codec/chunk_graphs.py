@@ -119,8 +119,7 @@ class ChunkGraphs:
         self._pack(buffer.read[:used], rows, frames, states, codes)
         self._inputs[:used].copy_(buffer.inputs[:used], non_blocking=True)
         self.graph(rows, frames)()
-        heard = len(states) * frames * self._shape.samples_per_frame
-        buffer.samples[:heard].copy_(self._samples[:heard], non_blocking=True)
+        self._fetch(buffer, len(states) * frames * self._shape.samples_per_frame)
         for state, one in zip(states, codes):
             state.frames += len(one)
         return buffer
@@ -144,6 +143,10 @@ class ChunkGraphs:
         waves = self._run(codes.view(rows, frames, -1), past)
         self.arena.values.index_copy_(0, numbers, past.after)
         self._samples[: waves.numel()].view_as(waves).copy_(waves)
+
+    def _fetch(self, buffer: Buffer, samples: int) -> None:
+        """Sends so many samples on their way to the host."""
+        buffer.samples[:samples].copy_(self._samples[:samples], non_blocking=True)
 
     def _captured(self, work: Callable[[], None]) -> Callable[[], None]:
         """What repeats this work."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels.registry import on_device
+from pipelines.codec.chunk_graphs import Codes
 from pipelines.codec.lane import Arrivals, Done, failure, fault_of, received, tell, too_late
 from pipelines.codec.transfer import Samples, SamplesOnTheWay
 from pipelines.errors import NightjarError
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 #: Steps that a device may have to do at once: one that it decodes, and one that keeps it busy after that. Beside streams one alone.
 _MAX_STARTED = 2
+
 T = TypeVar("T")
 
 
@@ -51,7 +53,7 @@ class Steps(Protocol[T]):
         """Gives back what the state holds."""
         ...
 
-    def step(self, states: Sequence[T], codes: Sequence[Tensor]) -> SamplesOnTheWay:
+    def step(self, states: Sequence[T], codes: Sequence[Codes]) -> SamplesOnTheWay:
         """Starts the next frames of each; moves the states on."""
         ...
 
@@ -59,9 +61,12 @@ class Steps(Protocol[T]):
 @dataclass(slots=True, eq=False)
 class _Utterance(Generic[T]):
     codes: Tensor
+    #: The same memory.
+    values: Codes
     start: T | None
     done: Done
-    samples: Samples
+    #: Those that it will have, from when it gets a row.
+    samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
     state: T | None = None
     #: Frames that were started, and samples that are there.
     started: int = 0
@@ -123,11 +128,10 @@ class ContinuousLane(Generic[T]):
 
     def put(self, codes: Tensor, done: Done, start: T | None = None) -> None:
         """Has an utterance [frames, codebooks] decoded."""
-        samples = np.empty(len(codes) * self._steps.samples_per_frame, np.float32)
         with self._wake:
             closed = self._closing
             if not closed:
-                self._waiting.append(_Utterance(codes, start, done, samples))
+                self._waiting.append(_Utterance(codes, codes.numpy(), start, done))
                 self._waiting_frames += len(codes)
                 self._arrivals.note(time.monotonic())
                 self._wake.notify()
@@ -210,12 +214,13 @@ class ContinuousLane(Generic[T]):
             one.tell(failure(error))
         else:
             one.start = None
+            one.samples = np.empty(len(one.codes) * self._steps.samples_per_frame, np.float32)
             self._inside.append(one)
 
     def _step(self) -> None:
         """Starts the next frames of all that have a row. A step that fails is told to all of them: their states are lost."""
         group, frames = self._inside, self._steps.frames
-        parts = [one.codes[one.started : one.started + frames] for one in group]
+        parts = [one.values[one.started : one.started + frames] for one in group]
         try:
             outcome = self._steps.step([one.state for one in group if one.state is not None], parts)
         except Exception as error:

@@ -93,50 +93,46 @@ class TransformerLayer:
     """RMSNorm, attention, layer scale; RMSNorm, SwiGLU, layer scale. It keeps the last window - 1 rotated keys and values."""
 
     def __init__(self, weights: LayerWeights, layout: StateLayout, head_dim: int, kv_width: int, window: int, eps: float) -> None:
-        self._weights = weights
-        self._eps = eps
-        self._head_dim = head_dim
+        self.weights, self.eps = weights, eps
+        self.head_dim, self.kv_width = head_dim, kv_width
         self._widths = (len(weights.qkv) - 2 * kv_width, kv_width, kv_width)
-        self._span = layout.add(window - 1, 2 * kv_width)
+        self.span = layout.add(window - 1, 2 * kv_width)
 
     def __call__(self, x: Tensor, cosine: Tensor, sine: Tensor, attend: WindowAttention, past: Past | None) -> Tensor:
         """x: [B, T, dim] -> [B, T, dim]."""
-        weights = self._weights
-        x = x + weights.scale1 * self._attention(rms_norm(x, weights.norm1, self._eps), cosine, sine, attend, past)
-        gate, up = linear(rms_norm(x, weights.norm2, self._eps), weights.gate_up).chunk(2, dim=-1)
+        weights = self.weights
+        x = x + weights.scale1 * self._attention(rms_norm(x, weights.norm1, self.eps), cosine, sine, attend, past)
+        gate, up = linear(rms_norm(x, weights.norm2, self.eps), weights.gate_up).chunk(2, dim=-1)
         return x + weights.scale2 * linear(silu(gate) * up, weights.down)
 
     def _attention(self, x: Tensor, cosine: Tensor, sine: Tensor, attend: WindowAttention, past: Past | None) -> Tensor:
-        weights = self._weights
+        weights = self.weights
         query, key, value = linear(x, weights.qkv, weights.qkv_bias).split(self._widths, dim=-1)
         query = rotate(self._heads(query), cosine, sine)
         key = rotate(self._heads(key), cosine, sine)
         if past is not None:
             pairs = torch.cat((key.transpose(1, 2).flatten(2), value), dim=-1)
-            flat_key, value = torch.cat((past.swap(self._span, pairs), pairs), dim=1).chunk(2, dim=-1)
+            flat_key, value = torch.cat((past.swap(self.span, pairs), pairs), dim=1).chunk(2, dim=-1)
             key = self._heads(flat_key)
         attended = attend(query, key, self._heads(value))
         return linear(attended.transpose(1, 2).flatten(2), weights.out, weights.out_bias)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self._head_dim)).transpose(1, 2)
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class WindowTransformer:
     """A causal sliding-window transformer: [B, T, dim] -> [B, T, dim]. Positions count its own steps."""
 
     def __init__(self, layers: Sequence[TransformerLayer], norm: Tensor, eps: float, window: int, rotary: Rotary) -> None:
-        self._layers = layers
-        self._norm = norm
-        self._eps = eps
-        self._window = window
-        self._rotary = rotary
+        self.layers, self.norm, self.eps = layers, norm, eps
+        self.window, self.rotary = window, rotary
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
         offsets = torch.arange(x.shape[1], device=x.device)[None]
         positions = offsets if past is None else past.positions[:, None] + offsets
-        cosine, sine = self._rotary(positions, x.dtype)
-        attend = WindowAttention(positions, self._window, past is not None, x.dtype)
-        for layer in self._layers:
+        cosine, sine = self.rotary(positions, x.dtype)
+        attend = WindowAttention(positions, self.window, past is not None, x.dtype)
+        for layer in self.layers:
             x = layer(x, cosine, sine, attend, past)
-        return rms_norm(x, self._norm, self._eps)
+        return rms_norm(x, self.norm, self.eps)

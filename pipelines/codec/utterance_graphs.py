@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipelines.codec.blocks import Past
-from pipelines.codec.chunk_graphs import ChunkGraphs, launch_bytes
+from pipelines.codec.chunk_graphs import ChunkGraphs, Codes, launch_bytes
 from pipelines.codec.states import CodecShape, CodecState
 from pipelines.codec.transfer import SamplesOnTheWay, recorded
 
@@ -57,10 +57,10 @@ class UtteranceGraphs(ChunkGraphs):
         state.close()
 
     @torch.inference_mode()
-    def step(self, states: Sequence[CodecState], codes: Sequence[Tensor]) -> SamplesOnTheWay:
+    def step(self, states: Sequence[CodecState], codes: Sequence[Codes]) -> SamplesOnTheWay:
         """Starts a step and moves the states on. codes: [n, codebooks] each, n at most `frames`; fewer only at the end of an utterance."""
         with self.on_stream():
-            buffer = self.launch(states, [one.numpy() for one in codes], self.frames)
+            buffer = self.launch(states, codes, self.frames)
             event = recorded() if self._stream is not None else None
         parts = [[self.heard(buffer, row, self.frames, len(one))] for row, one in enumerate(codes)]
         return SamplesOnTheWay(parts, event, lambda: self.take_back([buffer]))

@@ -13,6 +13,7 @@ from kernels.codec_ops import snake_parameters
 from pipelines.codec.blocks import CausalConv, ConvStack, Past, StateLayout, UpsampleLayers
 from pipelines.codec.decoder import CausalDecoder
 from pipelines.codec.fused import prepared_stack
+from pipelines.codec.fused_front import FusedFront, prepared_front
 from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer
 from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource
 from pipelines.qwen3_tts.codec_config import CodecConfig, CodecDecoderConfig
@@ -43,19 +44,19 @@ class SlidingTransformer:
 
     def __init__(self, load: CodecLoader, layout: StateLayout, config: CodecDecoderConfig) -> None:
         latent, hidden, window = config.latent_dim, config.hidden_size, config.sliding_window
-        self._in = load("input_proj.weight", hidden, latent), load("input_proj.bias", hidden)
-        self._out = load("output_proj.weight", latent, hidden), load("output_proj.bias", latent)
+        self.entry = load("input_proj.weight", hidden, latent), load("input_proj.bias", hidden)
+        self.exit = load("output_proj.weight", latent, hidden), load("output_proj.bias", latent)
         norm, eps, kv_width = load("norm.weight", hidden), config.rms_norm_eps, config.num_key_value_heads * config.head_dim
         layers = [
             TransformerLayer(_layer(load.at(f"layers.{i}."), config), layout, config.head_dim, kv_width, window, eps)
             for i in range(config.num_hidden_layers)
         ]
-        self._layers = WindowTransformer(
+        self.layers = WindowTransformer(
             layers, norm, eps, window, lambda positions, dtype: rotary(positions, config.head_dim, config.rope_theta, dtype)
         )
 
     def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        return linear(self._layers(linear(x, *self._in), past), *self._out)
+        return linear(self.layers(linear(x, *self.entry), past), *self.exit)
 
 
 def _layer(load: CodecLoader, config: CodecDecoderConfig) -> LayerWeights:
@@ -82,7 +83,10 @@ def _layer(load: CodecLoader, config: CodecDecoderConfig) -> LayerWeights:
 
 
 class CodecDecoder(CausalDecoder):
-    """Codes [frames, codebooks] to 24 kHz audio. `fused` as for `pipelines.codec.fused.prepared_stack`."""
+    """Codes [frames, codebooks] to 24 kHz audio. `fused` as for `pipelines.codec.fused.prepared_stack`.
+
+    `fused_front`: what stands in front of the convolution stack runs on fused ops too, which is not measured yet.
+    """
 
     def __init__(
         self,
@@ -92,6 +96,7 @@ class CodecDecoder(CausalDecoder):
         dtype: torch.dtype = torch.float32,
         fused: bool | None = None,
         reproducible: bool = False,
+        fused_front: bool = False,
     ) -> None:
         super().__init__(device, dtype, config.num_quantizers, config.samples_per_frame, config.codebook_size - 1, reproducible)
         self.config = config
@@ -102,12 +107,18 @@ class CodecDecoder(CausalDecoder):
         self._pre_conv = CausalConv(load.at("pre_conv.conv."), layout, config.codebook_dim, latent, PRE_CONV_KERNEL)
         self._transformer = SlidingTransformer(load.at("pre_transformer."), layout, config)
         self._upsample = UpsampleLayers(load.at("upsample."), layout, latent, config.upsampling_ratios)
+        self._front: FusedFront | None = None
+        if fused_front:
+            parts = (self._pre_conv, self._transformer.entry, self._transformer.layers, self._transformer.exit, self._upsample)
+            self._front = prepared_front(*parts, self.device)
         stack = ConvStack(load.at("decoder."), layout, latent, config.decoder_dim, config.upsample_rates, tanh=False)
         self._stack = prepared_stack(stack, self.device, dtype, fused)
         self.state_size = layout.size
 
     def _run(self, codes: Tensor, past: Past | None) -> Tensor:
         x = embedding(codes.long() + self._offsets, self._table).sum(dim=2)
+        if self._front is not None:
+            return self._stack(self._front(x, past), past)
         x = self._transformer(self._pre_conv(x, past), past)
         return self._stack(self._upsample(x, past), past)
 
@@ -142,7 +153,11 @@ class Codec:
 
 
 def load_codec(
-    folder: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, reproducible: bool = False
+    folder: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    reproducible: bool = False,
+    fused_front: bool = False,
 ) -> Codec:
     """Loads a `speech_tokenizer` folder. The decoder runs in `dtype`; the encoder always in float32, since codes are not continuous.
 
@@ -153,7 +168,7 @@ def load_codec(
         checkpoint.ignore("*rotary_emb*")
         codec = Codec(
             config,
-            CodecDecoder(config.decoder, checkpoint, device, dtype, reproducible=reproducible),
+            CodecDecoder(config.decoder, checkpoint, device, dtype, reproducible=reproducible, fused_front=fused_front),
             CodecEncoder(config, checkpoint, device),
         )
         checkpoint.finish()

@@ -101,10 +101,16 @@ def dummy_model(size: str, device: torch.device, dtype: torch.dtype, max_context
 
 @torch.inference_mode()
 def dummy_decoder(
-    shape: CodecDecoderConfig, device: torch.device, dtype: torch.dtype, fused: bool | None = None, *, reproducible: bool = False
+    shape: CodecDecoderConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    fused: bool | None = None,
+    *,
+    reproducible: bool = False,
+    fused_front: bool = False,
 ) -> CodecDecoder:
     """A codec decoder of this shape."""
-    return CodecDecoder(shape, DummyWeights(device, codec_values), device, dtype, fused, reproducible=reproducible)
+    return CodecDecoder(shape, DummyWeights(device, codec_values), device, dtype, fused, reproducible, fused_front)
 
 
 def as_published(name: str, noise: Tensor) -> Tensor:

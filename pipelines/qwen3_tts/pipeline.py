@@ -121,6 +121,8 @@ class PipelineOptions(NativeModelOptions):
     #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into batches of like lengths. Not
     #: measured yet.
     codec_rows: int = 0
+    #: Whether what stands in front of the codec's convolutions runs on fused kernels as well. Not measured yet.
+    codec_fused_front: bool = False
     #: Whether the whole text stands before the first frame; None: the published default of the mode.
     text_first: bool | None = None
     #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in memory alone.
@@ -153,7 +155,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         stacks = (self.config.talker, self.config.predictor)
         check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
         sizes = _sizes(self.config, options, device, dtype, codec_dtype)
-        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible)
+        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, options.codec_fused_front)
         _check_codec(self.config, self.codec)
         wait_for_codec = start_warming(self.codec.decoder)
         self._frontend = Frontend(folder, self.config)

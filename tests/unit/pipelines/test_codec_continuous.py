@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipelines.codec.chunk_graphs import Codes
 from pipelines.codec.continuous_lane import ContinuousLane
 from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import Arena, CodecState
@@ -44,7 +46,7 @@ class Spoiled(UtteranceGraphs):
         with torch.inference_mode():
             self.arena.values.fill_(math.nan)
 
-    def step(self, states: list[CodecState], codes: list[Tensor]) -> SamplesOnTheWay:
+    def step(self, states: Sequence[CodecState], codes: Sequence[Codes]) -> SamplesOnTheWay:
         self.steps += 1
         if self.steps == self.broken:
             raise RuntimeError("the device is lost")
@@ -116,6 +118,8 @@ def test_with_one_size_of_steps_an_utterance_is_the_same_bits_in_any_company() -
     for item, one, other in zip(items, together, backwards):
         (alone,) = uttered(Continuous(4, fixed=True), [item])
         assert isinstance(alone, np.ndarray)
+        assert isinstance(one, np.ndarray)
+        assert isinstance(other, np.ndarray)
         assert np.array_equal(one, alone)
         assert np.array_equal(other, alone)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipelines.codec import continuous_lane
+from pipelines.codec.chunk_graphs import Codes
 from pipelines.codec.continuous_lane import ContinuousLane
 from pipelines.codec.lane import FEW_UTTERANCES
 from pipelines.codec.transfer import SamplesOnTheWay
@@ -48,7 +49,7 @@ class Sums:
     def leave(self, state: Sum) -> None:
         self.inside -= 1
 
-    def step(self, states: Sequence[Sum], codes: Sequence[Tensor]) -> SamplesOnTheWay:
+    def step(self, states: Sequence[Sum], codes: Sequence[Codes]) -> SamplesOnTheWay:
         self.gate.wait(240)
         self.steps.append([int(one[0, 0]) for one in codes])
         parts = []
@@ -163,7 +164,7 @@ def test_a_fault_that_shows_late_is_told_once_to_all_of_its_step_and_the_lane_go
             raise RuntimeError("the device is lost")
 
     class Late(Sums):
-        def step(self, states: Sequence[Sum], codes: Sequence[Tensor]) -> SamplesOnTheWay:
+        def step(self, states: Sequence[Sum], codes: Sequence[Codes]) -> SamplesOnTheWay:
             samples = super().step(states, codes)
             if len(self.steps) == 1:
                 samples.event = Broken()

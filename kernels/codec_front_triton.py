@@ -1,0 +1,372 @@
+# ruff: noqa: N803
+"""Triton kernels of what stands in front of the codec's convolution stack, and their launches on a GPU; twins: `kernels.codec_front`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import codec_front
+from kernels.codec_front import GELU, SWIGLU
+from kernels.compile_together import on_grid
+from kernels.registry import LIBRARY
+
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTile:
+    """How a product is cut: rows x columns x depth of a tile, pipeline stages, warps."""
+
+    rows: int
+    columns: int
+    depth: int
+    stages: int
+    warps: int
+
+
+#: Not measured yet. SwiGLU has two accumulators of its columns.
+PRODUCT, PRODUCT_SWIGLU = ProductTile(128, 128, 64, 3, 8), ProductTile(128, 64, 64, 3, 8)
+#: Queries and keys of a tile of attention; steps of a tile of the depthwise convolution.
+QUERIES, KEYS, STEPS = 64, 32, 4
+
+
+@triton.jit
+def _product(a, b, total, FAST: tl.constexpr):
+    """total + a @ b; the interpreter multiplies in float32, since it cannot in bfloat16."""
+    return tl.dot(a, b, total) if FAST else tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def product_kernel(
+    x,
+    w,
+    bias,
+    residual,
+    out,
+    rows,
+    eps,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    CURVED: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """[rows, K] @ [K, N], with RMSNorm in front and bias, activation and residual behind; a norm needs the sum of squares alone."""
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    width: tl.constexpr = 2 * N if GATED else N
+    pid = tl.program_id(0)
+    first = pid // (GROUP * n_tiles) * GROUP
+    size = tl.minimum(tl.cdiv(rows, BM) - first, GROUP)
+    start = (first + pid % (GROUP * n_tiles) % size) * BM
+    columns = pid % (GROUP * n_tiles) // size * BN + tl.arange(0, BN)
+    at = start + tl.arange(0, BM)
+    depth = tl.arange(0, BK)
+    x_at = x + at.to(tl.int64)[:, None] * K + depth[None, :]
+    w_at = w + depth[:, None] * width + columns[None, :]
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    if GATED:
+        up = tl.zeros((BM, BN), dtype=tl.float32)
+    squares = tl.zeros((BM,), dtype=tl.float32)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        piece = tl.load(x_at + k, mask=(at < rows)[:, None], other=0.0)
+        total = _product(piece, tl.load(w_at + k * width, mask=(columns < N)[None, :], other=0.0), total, FAST)
+        if GATED:
+            up = _product(piece, tl.load(w_at + k * width + N, mask=(columns < N)[None, :], other=0.0), up, FAST)
+        if NORM:
+            wide = piece.to(tl.float32)
+            squares += tl.sum(wide * wide, axis=1)
+    if NORM:
+        scale = tl.math.rsqrt(squares / K + eps)[:, None]
+        total *= scale
+        if GATED:
+            up *= scale
+    if bias is not None:
+        total += tl.load(bias + columns, mask=columns < N, other=0.0)[None, :]
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * up
+    if CURVED:
+        total = 0.5 * total * (1.0 + tl.math.erf(total * 0.7071067811865476))
+    inside = (at < rows)[:, None] & (columns < N)[None, :]
+    place = at.to(tl.int64)[:, None] * N + columns[None, :]
+    if residual is not None:
+        total += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _attend(queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST: tl.constexpr):
+    """One block of keys, both halves [BK, D / 2], and values [BK, D] into the running maximum, sum of shares and weighted sum."""
+    score = _product(queries_low, tl.trans(low), tl.zeros(seen.shape, dtype=tl.float32), FAST)
+    score = tl.where(seen, _product(queries_high, tl.trans(high), score, FAST) * scale, -1e30)
+    higher = tl.maximum(most, tl.max(score, axis=1))
+    shares = tl.where(seen, tl.exp(score - higher[:, None]), 0.0)
+    fade = tl.exp(most - higher)
+    return higher, share * fade + tl.sum(shares, axis=1), _product(shares.to(values.dtype), values, total * fade[:, None], FAST)
+
+
+@triton.jit
+def _turned(base, at, inside, half, cosine, sine, H: tl.constexpr, WIDTH: tl.constexpr):
+    """Both halves of a rotated head: of the steps `at`, [BLOCK, H] each."""
+    place = base + at[:, None] * WIDTH + half[None, :]
+    low = tl.load(place, mask=inside[:, None], other=0.0)
+    high = tl.load(place + H, mask=inside[:, None], other=0.0)
+    c = tl.load(cosine + at[:, None] * H + half[None, :], mask=inside[:, None], other=0.0)
+    s = tl.load(sine + at[:, None] * H + half[None, :], mask=inside[:, None], other=0.0)
+    wide_low = low.to(tl.float32)
+    wide_high = high.to(tl.float32)
+    return (wide_low * c - wide_high * s).to(low.dtype), (wide_high * c + wide_low * s).to(low.dtype)
+
+
+@triton.jit
+def window_kernel(
+    qkv,
+    past,
+    kept,
+    positions,
+    cosine,
+    sine,
+    out,
+    steps,
+    past_stride,
+    kept_stride,
+    table_stride,
+    scale,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    H: tl.constexpr,
+    EARLIER: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Rotary embedding and attention of one head over a tile of queries; the first head of a group writes what the next chunk needs.
+
+    H is half a head's width.
+    """
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    group: tl.constexpr = HEADS // KV_HEADS
+    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * 2 * H
+    pair: tl.constexpr = 2 * KV_HEADS * 2 * H
+    kv = head // group
+    half = tl.arange(0, H)
+    whole = tl.arange(0, 2 * H)
+    at = tile * BM + tl.arange(0, BM)
+    inside = at < steps
+    base = qkv + row * steps * width
+    own_keys = base + (HEADS + kv) * 2 * H
+    own_values = base + (HEADS + KV_HEADS + kv) * 2 * H
+    cosine += row * table_stride
+    sine += row * table_stride
+    queries_low, queries_high = _turned(base + head * 2 * H, at, inside, half, cosine, sine, H, width)
+    most = tl.full((BM,), -1e30, dtype=tl.float32)
+    share = tl.zeros((BM,), dtype=tl.float32)
+    total = tl.zeros((BM, 2 * H), dtype=tl.float32)
+    if past is not None:
+        there = EARLIER - tl.load(positions + row)
+        old_keys = past + row * past_stride + kv * 2 * H
+        for start in tl.range(tl.minimum(tile * BM, EARLIER) // BK * BK, EARLIER, BK):
+            j = start + tl.arange(0, BK)
+            old = (j < EARLIER)[:, None]
+            low = tl.load(old_keys + j[:, None] * pair + half[None, :], mask=old, other=0.0)
+            high = tl.load(old_keys + j[:, None] * pair + H + half[None, :], mask=old, other=0.0)
+            values = tl.load(old_keys + KV_HEADS * 2 * H + j[:, None] * pair + whole[None, :], mask=old, other=0.0)
+            seen = (j[None, :] >= at[:, None]) & (j < EARLIER)[None, :] & (j >= there)[None, :]
+            most, share, total = _attend(queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST)
+    begin = tl.maximum(tile * BM - EARLIER, 0) // BK * BK
+    for start in tl.range(begin, tl.minimum(steps, tile * BM + BM), BK):
+        j = start + tl.arange(0, BK)
+        low, high = _turned(own_keys, j, j < steps, half, cosine, sine, H, width)
+        values = tl.load(own_values + j[:, None] * width + whole[None, :], mask=(j < steps)[:, None], other=0.0)
+        distance = at[:, None] - j[None, :]
+        seen = (distance >= 0) & (distance <= EARLIER)
+        most, share, total = _attend(queries_low, queries_high, low, high, values, seen, most, share, total, scale, FAST)
+    to = out + row * steps * (HEADS * 2 * H) + head * 2 * H
+    tl.store(to + at[:, None] * (HEADS * 2 * H) + whole[None, :], (total / share[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+    if kept is not None:  # noqa: SIM102 - known when it is compiled, what follows is not
+        if head % group == 0:
+            new_keys = kept + row * kept_stride + kv * 2 * H
+            slot = at - steps + EARLIER
+            stays = (inside & (slot >= 0))[:, None]
+            low, high = _turned(own_keys, at, inside, half, cosine, sine, H, width)
+            tl.store(new_keys + slot[:, None] * pair + half[None, :], low, mask=stays)
+            tl.store(new_keys + slot[:, None] * pair + H + half[None, :], high, mask=stays)
+            values = tl.load(own_values + at[:, None] * width + whole[None, :], mask=inside[:, None], other=0.0)
+            tl.store(new_keys + KV_HEADS * 2 * H + slot[:, None] * pair + whole[None, :], values, mask=stays)
+            if tile == 0:
+                gap: tl.constexpr = KV_HEADS * 2 * H
+                for start in tl.range(steps, EARLIER, BK):
+                    j = start + tl.arange(0, BK)
+                    moves = (j < EARLIER)[:, None]
+                    source = past + row * past_stride + kv * 2 * H + j[:, None] * pair + whole[None, :]
+                    target = new_keys + (j - steps)[:, None] * pair + whole[None, :]
+                    tl.store(target, tl.load(source, mask=moves, other=0.0), mask=moves)
+                    tl.store(target + gap, tl.load(source + gap, mask=moves, other=0.0), mask=moves)
+
+
+@triton.jit
+def depthwise_norm_kernel(
+    x, history, weight, bias, out, steps, history_stride, eps, TAPS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr
+):
+    """A causal depthwise convolution over a tile of steps with all their channels, and LayerNorm."""
+    row = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BM + tl.arange(0, BM)
+    channel = tl.arange(0, BC)
+    known = channel < C
+    total = tl.zeros((BM, BC), dtype=tl.float32) + tl.load(bias + channel, mask=known, other=0.0)[None, :]
+    for tap in tl.static_range(TAPS):
+        moved = at - (TAPS - 1 - tap)
+        inside = ((moved >= 0) & (moved < steps))[:, None] & known[None, :]
+        value = tl.load(x + row * steps * C + moved[:, None] * C + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        if history is not None:
+            before = (moved < 0)[:, None] & known[None, :]
+            place = history + row * history_stride + (moved + TAPS - 1)[:, None] * C + channel[None, :]
+            value += tl.load(place, mask=before, other=0.0).to(tl.float32)
+        total += value * tl.load(weight + tap * C + channel, mask=known, other=0.0)[None, :]
+    mean = tl.sum(total, axis=1) / C
+    centred = tl.where(known[None, :], total - mean[:, None], 0.0)
+    scale = tl.math.rsqrt(tl.sum(centred * centred, axis=1) / C + eps)
+    place = row * steps * C + at[:, None] * C + channel[None, :]
+    tl.store(out + place, (centred * scale[:, None]).to(out.dtype.element_ty), mask=(at < steps)[:, None] & known[None, :])
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float | None, activation: int) -> Tensor:
+    """`codec_product`, where K is a multiple of 16."""
+    gated = activation == SWIGLU
+    depth, wide = weight.shape
+    columns = wide // 2 if gated else wide
+    x, count = x.contiguous(), x.numel() // depth
+    out = x.new_empty(*x.shape[:-1], columns)
+    tile = PRODUCT_SWIGLU if gated else PRODUCT
+    tall = min(tile.rows, max(64, triton.next_power_of_2(count)))
+    step = min(tile.depth, depth & -depth)
+    on_grid(product_kernel, (triton.cdiv(count, tall) * triton.cdiv(columns, tile.columns),))(
+        x,
+        weight,
+        bias,
+        residual,
+        out,
+        count,
+        eps or 0.0,
+        K=depth,
+        N=columns,
+        NORM=eps is not None,
+        GATED=gated,
+        CURVED=activation == GELU,
+        BM=tall,
+        BN=tile.columns,
+        BK=step,
+        GROUP=8,
+        STAGES=tile.stages,
+        FAST=not INTERPRETED,
+        num_warps=tile.warps,
+    )
+    return out
+
+
+def window_attention(
+    qkv: Tensor,
+    past: Tensor | None,
+    kept: Tensor | None,
+    positions: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
+    heads: int,
+    kv_heads: int,
+    window: int,
+) -> Tensor:
+    """`codec_window_attention`, for heads whose width is a power of two of at least 32."""
+    rows, steps, width = qkv.shape
+    dim = width // (heads + 2 * kv_heads)
+    qkv, cosine, sine = qkv.contiguous(), cosine.contiguous(), sine.contiguous()
+    out = qkv.new_empty(rows, steps, heads * dim)
+    queries = min(QUERIES, max(16, triton.next_power_of_2(steps)))
+    on_grid(window_kernel, (triton.cdiv(steps, queries), heads, rows))(
+        qkv,
+        past,
+        kept,
+        positions,
+        cosine,
+        sine,
+        out,
+        steps,
+        0 if past is None else past.stride(0),
+        0 if kept is None else kept.stride(0),
+        0 if len(cosine) == 1 else cosine.stride(0),
+        1 / math.sqrt(dim),
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        H=dim // 2,
+        EARLIER=window - 1,
+        BM=queries,
+        BK=KEYS,
+        FAST=not INTERPRETED,
+        num_warps=4,
+    )
+    return out
+
+
+def depthwise_norm(x: Tensor, history: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """`codec_depthwise_norm`."""
+    rows, steps, channels = x.shape
+    x, out = x.contiguous(), torch.empty(rows, steps, channels, dtype=x.dtype, device=x.device)
+    on_grid(depthwise_norm_kernel, (triton.cdiv(steps, STEPS), rows))(
+        x,
+        history,
+        weight,
+        bias,
+        out,
+        steps,
+        0 if history is None else history.stride(0),
+        eps,
+        TAPS=len(weight),
+        C=channels,
+        BM=STEPS,
+        BC=triton.next_power_of_2(channels),
+        num_warps=4,
+    )
+    return out
+
+
+def _product_on_gpu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, eps: float | None, activation: int) -> Tensor:
+    fits = x.dtype == torch.bfloat16 and len(weight) % 16 == 0
+    return (product if fits else codec_front.codec_product)(x, weight, bias, residual, eps, activation)
+
+
+def _attention_on_gpu(
+    qkv: Tensor,
+    past: Tensor | None,
+    kept: Tensor | None,
+    positions: Tensor | None,
+    cosine: Tensor,
+    sine: Tensor,
+    heads: int,
+    kv_heads: int,
+    window: int,
+) -> Tensor:
+    dim = qkv.shape[2] // (heads + 2 * kv_heads)
+    fits = qkv.dtype == torch.bfloat16 and dim >= 32 and dim & (dim - 1) == 0 and window > 1
+    run = window_attention if fits else codec_front.codec_window_attention
+    return run(qkv, past, kept, positions, cosine, sine, heads, kv_heads, window)
+
+
+def _depthwise_on_gpu(x: Tensor, history: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return (depthwise_norm if x.dtype == torch.bfloat16 else codec_front.codec_depthwise_norm)(x, history, weight, bias, eps)
+
+
+LIBRARY.impl("codec_product", _product_on_gpu, "CUDA")
+LIBRARY.impl("codec_window_attention", _attention_on_gpu, "CUDA")
+LIBRARY.impl("codec_depthwise_norm", _depthwise_on_gpu, "CUDA")
