@@ -93,13 +93,15 @@ def evaluate(source: str, server: str, to: Path, output: Output, **given: Any) -
 
 
 async def _evaluate(settings: Settings, source: str, server: str, to: Path, given: dict[str, Any], output: Output) -> Tally:
+    # It says which library is missing, so it comes before all that needs one.
+    asked = _client(settings, server, given)
     from jobs.evaluation.run import AnswerFile, Evaluation
     from jobs.references import ReferenceReader
     from jobs.source import open_source
     from jobs.store import open_store
 
     begin = time.monotonic()
-    async with _client(settings, server, given) as client:
+    async with asked as client:
         options = await _request_options(client, given)
         with open_source(source, settings.s3) as opened, AnswerFile(to, options) as answers:
             reader = ReferenceReader(opened.folder, settings.audio_roots, open_store(settings.effective_store_url, settings.s3))

@@ -12,6 +12,7 @@ import msgspec
 from jobs.cli.context import json_option
 from jobs.console import NamedPath, Output
 from jobs.formatting import counted
+from pipelines.errors import ErrorCode, ModelError
 from pipelines.registry import ModelCard, describe, list_models
 
 
@@ -37,9 +38,13 @@ def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
     Examples:
       nightjar models convert base.pt --like folder-with-config-and-tokenizer --out speechlm-base
     """
-    import torch
+    try:
+        import torch
 
-    from pipelines.speechlm.weights import convert as write
+        from pipelines.speechlm.weights import convert as write
+    except ModuleNotFoundError as error:
+        message = f"Converting a checkpoint needs the library {error.name}."
+        raise ModelError(ErrorCode.MODEL_MISSING_EXTRA, message, "Install it with: pip install 'nightjar-speech[gpu]'.") from error
 
     count = write(source, like, out, None if dtype == "same" else getattr(torch, dtype))
     Output(as_json=False).line(f"{count} tensors written to {out}.")
