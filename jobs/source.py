@@ -251,7 +251,7 @@ def reading(uri: str) -> Generator[None, None, None]:
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
         raise _unreadable(uri, f"is a damaged compressed file ({error})", "Copy it again.") from error
     except IsADirectoryError as error:
-        raise _unreadable(uri, "is a folder", "Give one file, plain, .gz or .zst.") from error
+        raise _unreadable(uri, "is a folder", "Give one file, plain, .gz or .zst; of a Kaldi folder its `text`.") from error
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise _unreadable(uri, f"cannot be read: {reason}", "Check the path and its permissions.") from error

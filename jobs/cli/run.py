@@ -140,9 +140,9 @@ def run(source: str, gpus: str | None, dry_run: bool, home: str | None, output: 
     if (lack := lacking_meters(wanted.quality, output.note)) is not None:
         raise lack
     check_source(source)
-    if dry_run:
-        return dry_run_of(settings, source, spec, output, abort=given["on_error"] == "abort")
     options = submit_options(given)
+    if dry_run:
+        return dry_run_of(settings, source, spec, output, abort=options.on_error == "abort")
 
     with Signals().installed() as signals, Progress(quiet=output.quiet) as progress:
         result = run_locally(LocalRun(chosen, settings, source, spec, options, devices), _Events(signals, progress))

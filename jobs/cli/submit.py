@@ -57,9 +57,9 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
         )
         output.note(f"{lack.message} {outcome}. {lack.advice}")
     check_source(source)
-    if dry_run:
-        return dry_run_of(settings, source, spec, output, abort=given["on_error"] == "abort")
     options = submit_options(given)
+    if dry_run:
+        return dry_run_of(settings, source, spec, output, abort=options.on_error == "abort")
 
     from jobs import dispatch
     from jobs.ingest import submit as ingest

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from jobs.cli import cli
 from jobs.ledger.records import JobSpec, NewJob
-from pipelines.errors import ConfigError
+from pipelines.errors import ConfigError, InputError
 from worker.__main__ import cli as worker_cli
 
 OPTIONS = ["error-budget", "temperature", "top-p", "repetition-penalty", "cfg", "max-seconds", "text-temperature", "audio-temperature"]
@@ -44,3 +44,14 @@ def test_the_ledger_takes_no_budget_that_is_none(budget: float) -> None:
 
 def test_budgets_that_are_some_are_taken() -> None:
     assert [NewJob(JobSpec("m"), "", "", "", "", "", error_budget=budget).error_budget for budget in (None, 0.0, 1.0)] == [None, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+def test_a_dry_run_refuses_what_the_run_would(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"example_id": "a", "messages": [["user", "text", "Hello."]]}\n')
+    done = CliRunner().invoke(cli, [command, "in.jsonl", "--dry-run", "--label", "corpus"])
+    assert (done.exit_code, "'corpus' is not KEY=VALUE" in done.output) == (2, True), done.output
+    done = CliRunner().invoke(cli, [command, str(tmp_path), "--dry-run"], standalone_mode=False)
+    assert isinstance(done.exception, InputError)
+    assert "of a Kaldi folder its `text`" in done.exception.advice
