@@ -174,10 +174,11 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 class GpuUse:
-    """The driver's own count of the time in which any kernel ran, sampled until `stop`."""
+    """The driver's own count of the time in which any kernel ran, and the device's clock and power, sampled until `stop`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._samples, self._done = device, list[int](), threading.Event()
+        self._clocks, self._milliwatts = list[int](), list[int]()
         self._thread = threading.Thread(target=self._watch, name="gpu-use", daemon=True)
         if device.type == "cuda":
             self._thread.start()
@@ -189,10 +190,19 @@ class GpuUse:
             self._thread.join()
         return sum(self._samples) / len(self._samples) / 100 if self._samples else None
 
+    def clocks(self) -> dict[str, float]:
+        """After `stop`: the lowest, the median and the highest clock of the multiprocessors in MHz, and the mean power in W."""
+        if not self._clocks:
+            return {}
+        found = {"least_mhz": min(self._clocks), "mhz": statistics.median(self._clocks), "most_mhz": max(self._clocks)}
+        return {**found, "watts": statistics.mean(self._milliwatts) / 1000}
+
     def _watch(self) -> None:
         while not self._done.wait(0.25):
             try:
                 self._samples.append(torch.cuda.utilization(self._device))
+                self._clocks.append(torch.cuda.clock_rate(self._device))
+                self._milliwatts.append(torch.cuda.power_draw(self._device))
             except (ModuleNotFoundError, RuntimeError) as error:
                 print(f"no count of the GPU's use: {error}")
                 return

@@ -1,6 +1,8 @@
 """One scripted run on a GPU machine: tests, conformance, bits, kernels, reference, throughput, soak; one failure stops nothing.
 
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps check
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "rows 0.6B"
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "rows 1.7B"
     NIGHTJAR_COMMIT=... NIGHTJAR_REFERENCE_SITE=/tmp/reference python -m benchmarks.gpu_session --out $OUT --steps speed
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps engines
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "codec ways"
@@ -35,6 +37,7 @@ from typing import Any, TextIO
 
 from benchmarks.job_rows import table as job_table
 from benchmarks.qwen3_tts import headlines, table
+from benchmarks.qwen3_tts_rows import split_lines
 from benchmarks.roofline import device_named, frame_floor
 
 #: Seconds that a step should have left at least to be started.
@@ -98,6 +101,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("throughput 0.6B", "speed", small, 250),
         Step("soak", "speed", soak, 80),
         Step("throughput 1.7B", "speed", large, 140, gpu_only=True),
+        *row_steps(common, tiny, out),
         Step("plots", "speed", ("benchmarks.plots", str(out / "qwen3_tts.json"), str(out / "qwen3_tts_1b7.json")), 20),
         Step("newcomers sooner", "tune", (*sooner, "--json", str(out / "sooner.json")), 70),
         *codec_steps(device, tiny, out, continuous),
@@ -245,6 +249,16 @@ def read(path: Path) -> dict[str, Any]:
         return {}
 
 
+def row_steps(common: tuple[str, ...], tiny: bool, out: Path) -> list[Step]:
+    """512 to 1,024 slots and both ways to prefill, in `tune`; each of the two needs a session of its own."""
+    chosen = ("--slots", "4", "6", "--more-text", "0", "40", "--spare", "4") if tiny else ("--lm", "512", "1024", "--spare", "512", "1024")
+    rows = ("benchmarks.qwen3_tts_rows", *common, *chosen)
+    return [
+        Step("rows 0.6B", "tune", (*rows, "--sizes", "0b6", "--json", str(out / "qwen3_tts_rows.json")), 520),
+        Step("rows 1.7B", "tune", (*rows, "--sizes", "1b7", "--json", str(out / "qwen3_tts_rows_1b7.json")), 520, gpu_only=True),
+    ]
+
+
 def frame_lines(result: dict[str, Any]) -> list[str]:
     """Frames by batch: milliseconds, the device's floor, and its share."""
     device = device_named(result.get("device", ""))
@@ -283,6 +297,8 @@ def summary(out: Path) -> list[str]:
     for name in ("qwen3_tts.json", "qwen3_tts_1b7.json", "sooner.json"):
         if rows := read(out / name).get("rows"):
             lines += [table(rows), *headlines(rows)]
+    for name in ("qwen3_tts_rows.json", "qwen3_tts_rows_1b7.json"):
+        lines += split_lines(read(out / name).get("rows", []))
     lines += frame_lines(read(out / "lm_gpu.json"))
     for row in read(out / "codec_gpu.json").get("decode", {}).get("times", []):
         lines.append(f"codec {row['rows']:3} x {row['frames']:3} frames {row['graph_us']:7.2f} us a frame (floor 6.28)")

@@ -56,11 +56,13 @@ class Load:
     longest: float
     seconds: float
     windows: int = 1
+    #: Text tokens of every prompt beside those of its speech.
+    more_text: int = 0
 
     @property
     def positions(self) -> int:
         """Positions of the longest utterance, its prompt included."""
-        return round(self.longest * (FRAMES_PER_SECOND + TOKENS_PER_SECOND)) + 32
+        return round(self.longest * (FRAMES_PER_SECOND + TOKENS_PER_SECOND)) + 32 + self.more_text
 
 
 def requests(
@@ -72,7 +74,7 @@ def requests(
     for index in range(count):
         seconds = float(draw.uniform(load.shortest, load.longest))
         frames = max(round(seconds * FRAMES_PER_SECOND), 3)
-        body = draw.integers(0, 150_000, max(round(seconds * TOKENS_PER_SECOND), 1)).tolist()
+        body = draw.integers(0, 150_000, max(round(seconds * TOKENS_PER_SECOND), 1) + load.more_text).tolist()
         prompt = build_prompt(model.config, PromptParts([151644, 77091, 198], body, language="english", speaker="ryan"))
         made.append((GenerationRequest(str(index), prompt, SamplingParams(min_new_tokens=frames), index, most_tokens), frames))
     return made
@@ -252,6 +254,7 @@ class ClosedLoop:
             "process_cpu_share": (time.process_time() - began) / found["seconds"],
             "thread_cpu_share": {name: share for name, share in shares.items() if share >= 0.01},
             "gpu_busy_nvml": busy,
+            **({"clocks": clocks} if (clocks := use.clocks()) else {}),
             **watched,
         }
 

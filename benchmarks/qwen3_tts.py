@@ -91,20 +91,22 @@ class Throughput:
         self.limits = device_named(bench.found["device"])
         self.model: Qwen3TTSModel = dummy_model(size, bench.device, bench.dtype, MAX_CONTEXT, ends=True)
 
-    def measure(self, slots: int, parts: Sequence[str], windows: int, *, sampled: bool = False, reproducible: bool = False) -> None:
-        """Rows of the parts "all" (with the codec) and "lm" (without it) with so many slots."""
+    def measure(
+        self, slots: int, parts: Sequence[str], windows: int, *, sampled: bool = False, reproducible: bool = False, **sizes: Any
+    ) -> None:
+        """Rows of the parts "all" (with the codec) and "lm" (without it) with so many slots; `sizes`: more of `EngineOptions`."""
         gc.collect()
         self.bench.clean()
         device = self.bench.device
+        pages = (slots + sizes.get("spare_slots", 0)) * -(-self.load.positions // PAGE_SIZE)
         options = engine_options(
-            self.model.config, self.model.device, self.model.dtype, slots=slots, pages=slots * -(-self.load.positions // PAGE_SIZE),
-            page_size=PAGE_SIZE, max_context=MAX_CONTEXT,
-        )  # fmt: skip
-        options = replace(options, **self.overrides)
+            self.model.config, self.model.device, self.model.dtype, slots=slots, pages=pages, page_size=PAGE_SIZE, max_context=MAX_CONTEXT
+        )
+        options = replace(options, **self.overrides, **sizes)
         began = time.perf_counter()
         executor = Watched(open_executor(self.model, options, reproducible=reproducible and self.bench.on_gpu))
         opened = time.perf_counter() - began
-        pool = requests(self.model, self.load, max(4 * slots, 64), min(MAX_TOKENS, options.pages * PAGE_SIZE - 64))
+        pool = requests(self.model, self.load, max(4 * slots, 64), min(MAX_TOKENS, options.pages * PAGE_SIZE - 64 - self.load.more_text))
         context = mean_context((len(request.prompt), frames) for request, frames in pool)
         decoder = self.fixed_decoder() if reproducible else self.decoder
         for part in parts:
@@ -113,7 +115,7 @@ class Throughput:
                 settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
                 row: Row = {"size": self.size, "part": part, "slots": slots, "frames_per_turn": options.frames_per_turn}
                 row |= {"admit_turns": options.admit_turns, "settled": settled}
-                row |= {"reproducible": reproducible, "open_s": opened, "context": context}
+                row |= {"reproducible": reproducible, "open_s": opened, "context": context, **sizes}
                 row |= loop.measure(self.load.seconds, windows) | memory(device)
                 row["floor_ms"] = floor_ms(part, self.size, slots, context, self.limits)
                 row["floor_share"] = share(row)

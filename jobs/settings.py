@@ -55,7 +55,7 @@ NOT_SETTINGS = frozenset({"SPEECH_CONFIG", "SPEECH_DEBUG"})
 
 #: Of `engine`: what Qwen3-TTS alone has, which keeps cloned voices; what the engine vllm has not, or has by another name.
 _QWEN3_ONLY = {"voice_cache", "voice_cache_mib", "codec_rows"}
-_NATIVE_ONLY = {"executor", *_QWEN3_ONLY}
+_NATIVE_ONLY = {"executor", "prefill", *_QWEN3_ONLY}
 
 
 class Settings(SettingsGroup):

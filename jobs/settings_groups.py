@@ -104,6 +104,11 @@ class EngineSettings(SettingsGroup):
         default=None, description="Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."
     )
     max_context: PositiveInt | None = Field(default=None, description="Maximum positions of an utterance: prompt and speech.")
+    prefill: Literal["padded", "packed"] = Field(
+        default="padded",
+        description="Engine `native`, graphs: how prompts are computed. `packed`: one after the other, without padding; not measured yet, "
+        "and not for `reproducible`.",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="Data type of the weights. Unset: bfloat16 on a GPU, float32 on a CPU."
     )

@@ -1,6 +1,9 @@
-"""The Triton kernel between a prefilled layer's packed projection and its attention; its twin is `kernels.layers.qk_norm_rope_append`."""
+"""Prefill in fused kernels, padded and packed, and the one between a layer's projection and its attention, whose twin is
+`kernels.layers.qk_norm_rope_append`."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
@@ -10,6 +13,8 @@ from torch import Tensor
 from kernels.attention import attend_padded, padded_places
 from kernels.frame import StackTensors
 from kernels.lm_triton import add_norm, swiglu
+from kernels.varlen_attention import PackedPrompts
+from kernels.varlen_triton import QueryTiles, packed_attention
 
 # ruff: noqa: N803
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false
@@ -78,20 +83,53 @@ def prefill_padded(
     embeddings: [runs, new, hidden], kept as they are; caches: [layers, pages, kv_heads, page_size, head_dim].
     """
     runs, new, hidden = embeddings.shape
-    positions, held, offsets = padded_places(pages, counts, new, start, k_cache.shape[3], scratch)
-    x = embeddings.reshape(runs * new, hidden).clone()
+    places = padded_places(pages, counts, new, start, k_cache.shape[3], scratch)
+
+    def attend(layer: int, q: Tensor) -> Tensor:
+        return attend_padded(q, k_cache[layer], v_cache[layer], pages, start, stack.scale)
+
+    _write(embeddings.reshape(runs * new, hidden), places, stack, k_cache, v_cache, attend)
+
+
+def prefill_packed(embeddings: Tensor, prompts: PackedPrompts, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int) -> None:
+    """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only what is behind them is padding.
+
+    embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total` and on the number of runs only.
+    """
+    places = prompts.places(len(embeddings), k_cache.shape[3], scratch)
+    tiles = QueryTiles(prompts, len(embeddings), stack.heads, stack.kv_heads)
+    # Behind the last run nothing is written: zeros stay there in all layers, so that the scratch page stays finite.
+    mixed = embeddings.new_zeros(len(embeddings), stack.heads * stack.head_dim)
+
+    def attend(layer: int, q: Tensor) -> Tensor:
+        return packed_attention(q, k_cache[layer], v_cache[layer], prompts, tiles, stack.scale, mixed)
+
+    _write(embeddings, places, stack, k_cache, v_cache, attend)
+
+
+def _write(
+    embeddings: Tensor,
+    places: tuple[Tensor, Tensor, Tensor],
+    stack: StackTensors,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    attend: Callable[[int, Tensor], Tensor],
+) -> None:
+    """All layers over embeddings [n, hidden] at these places; attend: (layer, q [n, heads, head_dim]) -> [n, heads * head_dim]."""
+    positions, held, offsets = places
+    x = embeddings.clone()
     normed, pending = torch.empty_like(x), None
-    q = x.new_empty(runs * new, stack.heads, k_cache.shape[4])
+    q = x.new_empty(len(x), stack.heads, k_cache.shape[4])
     for index, layer in enumerate(stack.layers):
         ready, weight = add_norm(x, pending, layer.input_norm, stack.eps, normed), layer.qkv.t()
         packed = torch.mm(ready, weight) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, ready, weight)
-        keys, values = k_cache[index], v_cache[index]
         norm_rope_append(
-            packed, layer.q_norm, layer.k_norm, stack.eps, stack.rope_table, positions, keys, values, held, offsets, q, stack.wide_rope
-        )
+            packed, layer.q_norm, layer.k_norm, stack.eps, stack.rope_table, positions, k_cache[index], v_cache[index], held, offsets, q,
+            stack.wide_rope,
+        )  # fmt: skip
         if index == len(stack.layers) - 1:
             return
-        pending = torch.mm(attend_padded(q, keys, values, pages, start, stack.scale), layer.o.t())
+        pending = torch.mm(attend(index, q), layer.o.t())
         both = torch.mm(add_norm(x, pending, layer.post_norm, stack.eps, normed), layer.gate_up.t())
         act = both.new_empty(len(both), layer.down.shape[1])
         pending = torch.mm(swiglu(both, act), layer.down.t())

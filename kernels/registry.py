@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 P = ParamSpec("P")
@@ -40,6 +42,12 @@ def op(schema: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def to_device(made: Tensor, device: torch.device) -> Tensor:
     """A host tensor on the device; the host does not wait for the work before it."""
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+def send(values: NDArray[np.int64], target: Tensor) -> None:
+    """Writes values of the host into a tensor of the device; the host does not wait for the work before it."""
+    made = torch.from_numpy(values)
+    target.copy_(made.pin_memory() if target.is_cuda else made, non_blocking=True)
 
 
 def on_device(device: torch.device | None) -> torch.cuda.device:

@@ -3,13 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.attention import paged_prefill_attention
 from kernels.registry import to_device
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPrompts:
+    """Chunks of prompts one after the other in one row of positions, as tensors of the device: what a graph reads anew at each replay.
+
+    table: int64 [slots, pages of a slot]; owners, starts, counts: int64 [runs], of each chunk the slot, the position of its first token in
+    the prompt, and its tokens, 0 for a run that is not in use. Any start and any count will do.
+    """
+
+    table: Tensor
+    owners: Tensor
+    starts: Tensor
+    counts: Tensor
+
+    def firsts(self) -> Tensor:
+        """Where each run begins in the row, and where the last one ends: int64 [runs + 1]."""
+        return torch.nn.functional.pad(self.counts.cumsum(0), (1, 0))
+
+    def places(self, total: int, page_size: int, scratch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Position, page and offset of each of `total` tokens, [total]; what lies behind the last run goes to the scratch page."""
+        firsts, token = self.firsts(), torch.arange(total, device=self.counts.device)
+        run = torch.searchsorted(firsts[1:], token, right=True).clamp(max=len(self.counts) - 1)
+        real = token < firsts[-1]
+        positions = torch.where(real, self.starts[run] + token - firsts[run], 0)
+        pages = torch.where(real, self.table[self.owners[run], positions // page_size], scratch)
+        return positions, pages, positions % page_size
+
+
+def attend_packed(q: Tensor, k_cache: Tensor, v_cache: Tensor, prompts: PackedPrompts, scale: float) -> Tensor:
+    """Causal attention of packed prompts over their pages, which hold the new positions too: the twin of `kernels.varlen_triton`.
+
+    q: [total, heads, head_dim]; caches of one layer: [pages, kv_heads, page_size, head_dim]. Returns [total, heads * head_dim], zeros
+    behind the last run. Reads the runs on the host.
+    """
+    used = [(run, start, count) for run, (start, count) in enumerate(zip(prompts.starts.tolist(), prompts.counts.tolist())) if count]
+    counts, out = [count for _, _, count in used], torch.zeros_like(q).flatten(1)
+    if counts:
+        tables = prompts.table[prompts.owners[[run for run, _, _ in used]]]
+        lengths = [start + count for _, start, count in used]
+        out[: sum(counts)] = paged_prefill_attention(q[: sum(counts)], k_cache, v_cache, tables, counts, lengths, scale)
+    return out
 
 
 class PackedRuns:

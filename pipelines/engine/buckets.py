@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 #: Sizes of the batch that a CUDA graph is captured for; others are filled up with the dead slot. The default of slots is one of them.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
+#: Sizes beyond them, of engines that are asked for more slots: not measured yet.
+WIDE_BUCKETS = (640, 768, 896, 1024)
 #: Beyond the largest: multiples of this.
 _STEP = 128
+#: How graphs prefill prompts: padded to shapes of whole pages, or one after the other in one row of positions.
+Prefill = Literal["padded", "packed"]
+#: (prompts, pages of new positions, pages before them) that a padded prefill is captured for.
+SHAPES = ((8, 1, 0), (16, 1, 0), (32, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
+#: The same for one newcomer or a few, where a chunk's bits may depend on the shape.
+SMALL_SHAPES = ((1, 1, 0), (2, 1, 0), (4, 1, 0), (1, 2, 0), (1, 4, 0))
+#: Positions of all prompts together that a packed prefill is captured for.
+PACKED_SIZES = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
 #: Of these one is captured before the first batch, beside the largest: a single request and a few have theirs at once.
 _FIRST = (1, 8)
 #: Turns in a larger bucket after which a capture pays: it takes the time of about so many frames of a large batch.
@@ -22,8 +33,14 @@ def bucket_of(rows: int, buckets: Sequence[int]) -> int:
 
 def buckets_for(slots: int) -> tuple[int, ...]:
     """The buckets of an engine with so many slots."""
-    largest = bucket_of(slots, BUCKETS)
-    return (*(bucket for bucket in BUCKETS if bucket < largest), largest)
+    sizes = (*BUCKETS, *WIDE_BUCKETS)
+    largest = bucket_of(slots, sizes)
+    return (*(bucket for bucket in sizes if bucket < largest), largest)
+
+
+def prefill_graphs(prefill: Prefill) -> int:
+    """The number of graphs that prefill prompts."""
+    return len(PACKED_SIZES) if prefill == "packed" else len(SHAPES) + len(SMALL_SHAPES)
 
 
 class Buckets:

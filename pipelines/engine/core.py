@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from kernels.reference import ENDED, NOT_FINITE
 from kernels.sampler import DrawFlags
+from pipelines.engine.buckets import Prefill
 from pipelines.engine.executor import FrameExecutor, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import Placement
@@ -69,6 +70,11 @@ class EngineOptions:
     frame_seconds: float = 0.08
     #: Slots that whole utterances leave free for streams.
     stream_slots: int = 0
+    #: Slots beside `slots` whose requests are prefilled and have no row in a frame yet: one of them takes the row of a request that ends in
+    #: the next turn. Not measured yet.
+    spare_slots: int = 0
+    #: How graphs prefill prompts; "packed" was not measured yet, and is not for reproducible mode.
+    prefill: Prefill = "padded"
     #: Sizes of a stream's chunks, and those of them that the first one may have; see `TurnPlanner`.
     chunk_frames: tuple[int, ...] = CHUNK_FRAMES
     first_frames: tuple[int, ...] = FIRST_FRAMES
@@ -103,6 +109,8 @@ class EngineCore:
         self._turns: deque[_Turn] = deque()
         self._since_admission = 0
         self._drawn: tuple[list[Utterance], DrawFlags, DrawFlags] | None = None
+        #: Rows of a frame at most.
+        self._rows = executor.state.slots - options.spare_slots
         self.planner = TurnPlanner(
             executor.batch_sizes, options.frame_seconds, executor.reproducible, options.chunk_frames, options.first_frames
         )
@@ -187,7 +195,7 @@ class EngineCore:
         """Starts a turn of whole utterances; also returns whether prompts were prefilled."""
         self._admit()
         prefilled = self._prefill()
-        return self._start_frames(self.scheduler.ready(), self.options.frames_per_turn, True), prefilled
+        return self._start_frames(self.scheduler.ready()[: self._rows], self.options.frames_per_turn, True), prefilled
 
     def _stream_turn(self, batch: bool) -> tuple[_Turn | None, bool]:
         """Starts the turn that `TurnPlanner` plans, after newcomers among the streams were prefilled; also returns whether prompts were."""
@@ -204,7 +212,7 @@ class EngineCore:
             self._admit()
             prefilled = self._prefill(scheduler.whole, _WHOLE_SHARE) or prefilled
             rows += [one for one in scheduler.ready() if one.listening is None]
-        return self._start_frames(rows, 1, plan.together), prefilled
+        return self._start_frames(rows[: self._rows], 1, plan.together), prefilled
 
     def fail_all(self, error: NightjarError) -> None:
         """Ends every request, running or waiting, with this error."""

@@ -14,7 +14,7 @@ from kernels.attention import attend_padded, padded_places, paged_prefill_attent
 from kernels.frame import FrameTensors
 from kernels.reference import FrameOutput, TokenPositions, run_frame, run_stack
 from kernels.registry import to_device
-from kernels.varlen_attention import PackedRuns
+from kernels.varlen_attention import PackedPrompts, PackedRuns, attend_packed
 from pipelines.engine.executor import FrameSettings, PrefillRun
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
 
@@ -89,6 +89,16 @@ class FrameModel:
             return attend_padded(q, kv.k[layer], kv.v[layer], pages, start, scale)
 
         self._write(embeddings.flatten(0, 1), places, kv, attend)
+
+    def prefill_packed(self, embeddings: Tensor, prompts: PackedPrompts, kv: PagedKV) -> None:
+        """`prefill` of chunks one after the other in a row of a length that depends on no prompt: embeddings [total, hidden], finite
+        everywhere. The twin of `kernels.prefill_triton.prefill_packed`."""
+        places = TokenPositions(*prompts.places(len(embeddings), kv.page_size, SCRATCH_PAGE))
+
+        def attend(layer: int, q: Tensor) -> Tensor:
+            return attend_packed(q, kv.k[layer], kv.v[layer], prompts, self.tensors.backbone.scale)
+
+        self._write(embeddings, places, kv, attend)
 
     def frame(self, rows: Tensor, settings: FrameSettings, state: SlotState, kv: PagedKV, forced: Tensor | None = None) -> FrameOutput:
         """One frame of the slots `rows` [n] (filled up with the dead slot): backbone, draws, next input; updates `state`.

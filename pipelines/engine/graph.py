@@ -14,20 +14,18 @@ from torch import Tensor
 
 from kernels.cuda_graphs import FRAME_PRIORITY, capture
 from kernels.lm_frame import FusedFrame, plan_for, runs_cuda
-from kernels.prefill_triton import prefill_padded
-from kernels.registry import to_device
-from pipelines.engine.buckets import Buckets, buckets_for
+from kernels.prefill_triton import prefill_packed, prefill_padded
+from kernels.registry import send, to_device
+from kernels.varlen_attention import PackedPrompts
+from pipelines.engine.buckets import SHAPES, SMALL_SHAPES, Buckets, Prefill, buckets_for
 from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.frame_model import FrameModel
+from pipelines.engine.packed_prefill import PackedPrefills
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
 from pipelines.errors import ConfigError, ErrorCode
 
 log = logging.getLogger(__name__)
 
-#: (prompts, pages of new positions, pages before them) that a graph is captured for, by pages, then prompts.
-SHAPES = ((8, 1, 0), (16, 1, 0), (32, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
-#: The same for one newcomer or a few, where a chunk's bits may depend on the shape.
-SMALL_SHAPES = ((1, 1, 0), (2, 1, 0), (4, 1, 0), (1, 2, 0), (1, 4, 0))
 #: Up to so many prompts are copied into a graph's inputs one by one.
 _FEW = 4
 #: Bytes between what kernels write for the host: flags, then codes.
@@ -133,7 +131,7 @@ class PrefillGraphs:
         new, empty = len(graph.embeddings) // rows, rows - len(runs)
         counts = [len(run.embeddings) for run in runs]
         slots = [*(run.slot for run in runs), *[self._state.dead] * empty]
-        _send(np.array((slots, [*counts, *[0] * empty]), np.int64), graph.owners)
+        send(np.array((slots, [*counts, *[0] * empty]), np.int64), graph.owners)
         if len(runs) <= _FEW:
             for row, run in enumerate(runs):
                 graph.embeddings[row * new : row * new + len(run.embeddings)].copy_(run.embeddings)
@@ -169,12 +167,6 @@ class PrefillGraphs:
         return capture(work, self._pool, self._aside).replay
 
 
-def _send(values: NDArray[np.int64], target: Tensor) -> None:
-    """Writes values of the host into a tensor of the device; the host does not wait for the work before it."""
-    made = torch.from_numpy(values)
-    target.copy_(made.pin_memory() if target.is_cuda else made, non_blocking=True)
-
-
 class GraphExecutor:
     """The `FrameExecutor` for a GPU: the frame of `model` in fused kernels, captured once a bucket.
 
@@ -195,8 +187,12 @@ class GraphExecutor:
         max_context: int,
         reproducible: bool = False,
         first_on_device: bool = False,
+        prefill: Prefill = "padded",
+        spare_slots: int = 0,
     ) -> None:
-        """`first_on_device`: its work goes before that of other CUDA streams.
+        """`first_on_device`: its work goes before that of other CUDA streams. `prefill`: "packed" is not for `reproducible`.
+
+        `spare_slots`: slots beside those that have a row in a frame.
 
         Raises `ConfigError` (`config.invalid`) when the model is not on a CUDA device.
         """
@@ -205,7 +201,7 @@ class GraphExecutor:
         self._model = model
         self.reproducible = reproducible
         self.kv = model.make_kv(pages, page_size)
-        self.state = model.make_state(slots, self.kv.pages_for(max_context), max_context)
+        self.state = model.make_state(slots + spare_slots, self.kv.pages_for(max_context), max_context)
         sizes = buckets_for(slots)
         largest = sizes[-1]
         self.batch_sizes = (largest,) if reproducible else sizes
@@ -229,10 +225,17 @@ class GraphExecutor:
         self.stream = torch.cuda.Stream(model.device, priority=priority) if first_on_device else None
         stack, cache = tensors.backbone, self.kv
 
-        def prefill(embeddings: Tensor, page_table: Tensor, counts: Tensor, start: int) -> None:
+        def padded(embeddings: Tensor, page_table: Tensor, counts: Tensor, start: int) -> None:
             prefill_padded(embeddings, page_table, counts, start, stack, cache.k, cache.v, SCRATCH_PAGE)
 
-        self.prefills = PrefillGraphs(prefill, self.state, self.kv, self._pool, "fixed" if reproducible else "free", self._aside)
+        def packed(embeddings: Tensor, prompts: PackedPrompts) -> None:
+            prefill_packed(embeddings, prompts, stack, cache.k, cache.v, SCRATCH_PAGE)
+
+        self.prefills: PrefillGraphs | PackedPrefills
+        if prefill == "packed":
+            self.prefills = PackedPrefills(packed, self.state, lambda work: capture(work, self._pool, self._aside).replay)
+        else:
+            self.prefills = PrefillGraphs(padded, self.state, self.kv, self._pool, "fixed" if reproducible else "free", self._aside)
         self._running: list[int] = []
 
     @torch.inference_mode()
@@ -305,7 +308,7 @@ class GraphExecutor:
 
     def _write_rows(self, rows: list[int]) -> None:
         if rows != self._running:
-            _send(np.array(rows, np.int64), self._rows[: len(rows)])
+            send(np.array(rows, np.int64), self._rows[: len(rows)])
             self._running = rows
 
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from pipelines.codec.decoder import BATCH_FRAMES
-from pipelines.engine.buckets import BUCKETS
+from pipelines.engine.buckets import BUCKETS, Prefill, buckets_for, prefill_graphs
 from pipelines.errors import ConfigError, ErrorCode
 
 #: Share of the free memory that an engine takes where nobody says how much; the rest is for what the allocator cannot use.
@@ -18,8 +19,12 @@ TYPICAL_POSITIONS = 512
 LEAST_POSITIONS = 256
 #: The codec's largest batch takes this part of the memory, but has at least so many frames; a multiple of the step.
 _DECODE_PART, _LEAST_DECODE_FRAMES, _FRAME_STEP = 8, 512, 64
-#: CUDA's context and libraries; workspaces and inputs of all graphs. Measured on an H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
-LIBRARY_BYTES, _GRAPH_BYTES = 1 << 30, 3 << 29
+#: CUDA's context and libraries; workspaces and inputs of all graphs of an engine as it is by default, and of each one more. Measured on an
+#: H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
+LIBRARY_BYTES, _GRAPH_BYTES, _MORE_GRAPH_BYTES = 1 << 30, 3 << 29, 1 << 26
+_DEFAULT_GRAPHS = len(BUCKETS) + prefill_graphs("padded")
+#: Rows of a slot in the buffers of all graphs that `MemoryNeeds.slot` counts.
+_SLOT_ROWS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    budget: int, needs: MemoryNeeds, page_size: int, max_context: int, slots: int | None = None, pages: int | None = None
+    budget: int,
+    needs: MemoryNeeds,
+    page_size: int,
+    max_context: int,
+    slots: int | None = None,
+    pages: int | None = None,
+    prefill: Prefill = "padded",
 ) -> MemoryPlan:
     """Sizes of an engine that may take `budget` bytes.
 
@@ -60,7 +71,10 @@ def plan_memory(
     free = budget - LIBRARY_BYTES - _GRAPH_BYTES - needs.weights - 2 * decode_frames * needs.decoded_frame
 
     def holds(positions: int) -> int:
-        return free // (needs.slot + math.ceil(min(positions, max_context) / page_size) * needs.page)
+        """The largest number of slots with room for so many positions each."""
+        each = math.ceil(min(positions, max_context) / page_size) * needs.page
+        tried = range(1, free // (needs.slot + each) + 1)
+        return bisect_right(tried, free, key=lambda count: slots_bytes(needs, count, prefill) + count * each)
 
     most = holds(LEAST_POSITIONS)
     if most < 1:
@@ -73,12 +87,23 @@ def plan_memory(
         message = f"{slots} slots do not fit into the GPU's memory: the engine may take {_gib(budget)}, which hold {most} slots."
         advice = f"Set SPEECH_ENGINE__SLOTS to {most} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
-    return MemoryPlan(slots, pages or _pages(free, needs, slots, page_size, max_context), decode_frames)
+    room = (free - slots_bytes(needs, slots, prefill)) // needs.page
+    return MemoryPlan(slots, pages or _pages(room, slots, page_size, max_context), decode_frames)
 
 
-def _pages(free: int, needs: MemoryNeeds, slots: int, page_size: int, max_context: int) -> int:
-    """KV pages for so many slots: what they typically need, and half of the rest, up to all that they could ever need."""
-    room = (free - slots * needs.slot) // needs.page
+def slots_bytes(needs: MemoryNeeds, slots: int, prefill: Prefill = "padded") -> int:
+    """Bytes of so many slots without their pages, and of what graphs take beyond those of an engine as it is by default.
+
+    Every bucket has buffers of its own. A slot counts for `_SLOT_ROWS` rows in them, which is less than all buckets have where there are
+    many large ones, or where the largest is far above the slots.
+    """
+    buckets = buckets_for(slots)
+    graphs = max(len(buckets) + prefill_graphs(prefill) - _DEFAULT_GRAPHS, 0)
+    return max(slots * needs.slot, math.ceil(sum(buckets) * needs.slot / _SLOT_ROWS)) + graphs * _MORE_GRAPH_BYTES
+
+
+def _pages(room: int, slots: int, page_size: int, max_context: int) -> int:
+    """KV pages for so many slots where `room` fit: what they typically need, and half of the rest, up to all that they could ever need."""
     typical = slots * math.ceil(min(TYPICAL_POSITIONS, max_context) / page_size)
     return min(room if room <= typical else typical + (room - typical) // 2, slots * math.ceil(max_context / page_size))
 

@@ -12,6 +12,7 @@ import torch
 from kernels.frame import Heads, fused_fault
 from kernels.registry import on_device
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
+from pipelines.engine.buckets import BUCKETS, Prefill
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.executor import FrameExecutor
@@ -28,11 +29,14 @@ log = logging.getLogger(__name__)
 #: Executors that can be asked for; "auto" is never `megakernel`, which was not measured yet.
 ExecutorKind = Literal["auto", "eager", "graph", "megakernel"]
 _CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
+_DEFAULTS = EngineOptions()
 #: Positions below which no prompt has room for a second of speech.
 _LEAST_CONTEXT = 64
 #: On a GPU: turns that a newcomer may wait while most slots are taken, and frames a turn.
 _ADMIT_TURNS = 4
 _FRAMES_PER_TURN = 2
+#: Positions of prompts that a turn prefills for each slot, where there are more slots than were measured.
+_WIDE_PREFILL = 8
 
 
 def context_of(max_context: int, max_positions: int) -> int:
@@ -54,7 +58,8 @@ def plan_engine(
     pages: int | None = None,
     page_size: int = 64,
     memory_share: float | None = None,
-    frame_seconds: float = EngineOptions.frame_seconds,
+    frame_seconds: float = _DEFAULTS.frame_seconds,
+    prefill: Prefill = "padded",
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `needs` are those of its weights too.
 
@@ -64,7 +69,7 @@ def plan_engine(
         slots = slots or _CPU_SLOTS
         pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
         return EngineOptions(slots, pages, page_size, context, frame_seconds=frame_seconds, stream_slots=min(streams, slots // 2))
-    plan = plan_memory(memory_budget(device, memory_share), needs, page_size, context, slots, pages)
+    plan = plan_memory(memory_budget(device, memory_share), needs, page_size, context, slots, pages, prefill)
     return EngineOptions(
         plan.slots,
         plan.pages,
@@ -75,6 +80,8 @@ def plan_engine(
         decode_frames=plan.decode_frames,
         frame_seconds=frame_seconds,
         stream_slots=min(streams, plan.slots // 2),
+        prefill=prefill,
+        prefill_tokens=_DEFAULTS.prefill_tokens if plan.slots <= BUCKETS[-1] else _WIDE_PREFILL * plan.slots,
     )
 
 
@@ -94,6 +101,7 @@ def check_executor(
     reproducible: bool,
     page_size: int = 64,
     stacks: Sequence[Heads] = (),
+    prefill: Prefill = "padded",
 ) -> None:
     """Raises `ConfigError` (`config.invalid`) for an executor that a device, or a model of these stacks, cannot have, before anything is
     loaded."""
@@ -101,6 +109,9 @@ def check_executor(
     if kind == "eager" and reproducible and on_gpu:
         advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The eager executor is not reproducible on a GPU.", advice)
+    if prefill == "packed" and reproducible and on_gpu:
+        advice = "Unset SPEECH_ENGINE__PREFILL, or unset SPEECH_ENGINE__REPRODUCIBLE."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill is not reproducible.", advice)
     if kind in ("graph", "megakernel") and not on_gpu:
         advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"The {kind} executor needs a CUDA device.", advice)
@@ -134,7 +145,7 @@ def open_executor(
     Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
     Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` on a GPU without them.
     """
-    check_executor(model.device, kind, reproducible, sizes.page_size, model.tensors.stacks)
+    check_executor(model.device, kind, reproducible, sizes.page_size, model.tensors.stacks, sizes.prefill)
     if kind != "eager" and model.device.type == "cuda":
         with on_device(model.device):
             executor, fault = _open_graphs(model, sizes, reproducible, streams > 0, kind == "megakernel")
@@ -146,7 +157,7 @@ def open_executor(
             "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower.%s",
             fault, "" if _unknown_heads(model.tensors.stacks) else f" {TRITON_ADVICE}",
         )  # fmt: skip
-    return EagerExecutor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
+    return EagerExecutor(model, sizes.slots + sizes.spare_slots, sizes.pages, sizes.page_size, sizes.max_context)
 
 
 def _no_graphs(fault: str | None) -> ConfigError:
@@ -161,7 +172,10 @@ def _open_graphs(
     if fault is not None:
         return None, fault
     try:
-        executor = graph_executor(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible, streams, persistent)
+        executor = graph_executor(
+            model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible, streams, persistent, sizes.prefill,
+            sizes.spare_slots,
+        )  # fmt: skip
         executor.warm(everything=streams)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
         raise
@@ -180,6 +194,8 @@ def graph_executor(
     reproducible: bool = False,
     first_on_device: bool = False,
     persistent: bool = False,
+    prefill: Prefill = "padded",
+    spare_slots: int = 0,
 ) -> GraphExecutor:
     """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor` for `reproducible` and what it raises.
 
@@ -189,4 +205,4 @@ def graph_executor(
         from pipelines.engine.megakernel import MegakernelExecutor as Chosen
     else:
         from pipelines.engine.graph import GraphExecutor as Chosen
-    return Chosen(model, slots, pages, page_size, max_context, reproducible, first_on_device)
+    return Chosen(model, slots, pages, page_size, max_context, reproducible, first_on_device, prefill, spare_slots)

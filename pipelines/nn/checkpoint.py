@@ -362,6 +362,7 @@ class EngineSizes(TypedDict):
     pages: int | None
     page_size: int
     memory_share: float | None
+    prefill: Literal["padded", "packed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +378,8 @@ class NativeModelOptions(ModelOptions):
     #: KV pages of `page_size` positions.
     pages: int | None = None
     page_size: int = 64
+    #: Graphs only: prompts padded to shapes of whole pages, or one after the other, which was not measured yet and is not reproducible.
+    prefill: Literal["padded", "packed"] = "padded"
 
     @property
     def sizes(self) -> EngineSizes:
@@ -387,6 +390,7 @@ class NativeModelOptions(ModelOptions):
             "pages": self.pages,
             "page_size": self.page_size,
             "memory_share": self.memory_share,
+            "prefill": self.prefill,
         }
 
     def room(self, slots: int, device: torch.device) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
+from pipelines.engine.buckets import Prefill
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.memory import MemoryNeeds
 from pipelines.engine.opening import context_of, plan_engine
@@ -45,6 +46,7 @@ def engine_options(
     weight_bytes: int = 0,
     stream_bytes: int = 0,
     state_bytes: int = 0,
+    prefill: Prefill = "padded",
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `weight_bytes`: its codec's too.
 
@@ -55,7 +57,8 @@ def engine_options(
     needs = memory_needs(config, dtype, page_size, context, weight_bytes + stream_bytes)
     needs = replace(needs, slot=needs.slot + state_bytes)
     return plan_engine(
-        needs, device, context, slots=slots, streams=streams, pages=pages, page_size=page_size, memory_share=memory_share
+        needs, device, context, slots=slots, streams=streams, pages=pages, page_size=page_size, memory_share=memory_share,
+        prefill=prefill,
     )  # fmt: skip
 
 

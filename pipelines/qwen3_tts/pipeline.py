@@ -153,7 +153,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self.config = Qwen3TTSConfig.from_folder(folder)
         codec_dtype = precision(options.codec_dtype or options.dtype, device)
         stacks = (self.config.talker, self.config.predictor)
-        check_executor(device, options.executor, options.reproducible, options.page_size, stacks)
+        check_executor(device, options.executor, options.reproducible, options.page_size, stacks, options.prefill)
         sizes = _sizes(self.config, options, device, dtype, codec_dtype)
         self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, options.codec_fused_front)
         _check_codec(self.config, self.codec)

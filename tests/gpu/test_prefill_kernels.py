@@ -13,10 +13,13 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from kernels.dummy import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from kernels.layers import qk_norm_rope_append, rope_table
-from kernels.prefill_triton import norm_rope_append, prefill_padded
+from kernels.prefill_triton import norm_rope_append, prefill_packed, prefill_padded
+from kernels.varlen_attention import PackedPrompts, attend_packed
+from kernels.varlen_triton import QueryTiles, packed_attention
 from pipelines.engine.executor import PrefillRun
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.graph import PrefillGraphs, Sharing
+from pipelines.engine.opening import graph_executor
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV
 from pipelines.qwen3_tts.dummy import dummy_model
 
@@ -130,6 +133,84 @@ def test_fused_prefill_is_the_twins(kind: str, start: int) -> None:
     narrow = model_of(kind, torch.bfloat16)
     plain, mine = (float((written(narrow, counts, start, fused) - wide).norm()) for fused in (False, True))
     assert mine <= (4.5 if INTERPRETED else 1.5) * plain
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.bfloat16], ids=["wide", "half"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "page"), [(16, 8, 128, 64), (14, 2, 64, 64), (32, 8, 128, 64), (4, 2, 32, 8), (16, 1, 16, 128)]
+)
+def test_packed_attention_is_its_twin(dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, page: int) -> None:
+    """Runs of no, one and many tokens from any position on, over pages in any order; behind them nothing is written."""
+    counts, starts = ([5, 0, 40, 1, 9], [0, 0, 3, 2 * page, page + 1]) if INTERPRETED else ([5, 0, 700, 1, 93], [0, 0, 67, 3 * page, 33])
+    total, pages = sum(counts) + 9, -(-max(map(sum, zip(counts, starts))) // page)
+    table = (torch.randperm(6 * pages, generator=torch.Generator().manual_seed(3)) + 1).view(6, pages).to(DEVICE)
+    prompts = PackedPrompts(table, *(torch.tensor(each, device=DEVICE) for each in ([3, 0, 1, 5, 2], starts, counts)))
+    k, v = (rand(6 * pages + 1, kv_heads, page, head_dim, seed=seed).to(dtype) for seed in (1, 2))
+    q, out = rand(total, heads, head_dim, seed=4).to(dtype), torch.full((total, heads * head_dim), 7.0, device=DEVICE, dtype=dtype)
+    packed_attention(q, k, v, prompts, QueryTiles(prompts, total, heads, kv_heads), head_dim**-0.5, out)
+    wide = attend_packed(q.float(), k.float(), v.float(), prompts, head_dim**-0.5)[:-9]
+    assert bool((out[-9:] == 7).all())
+    torch.testing.assert_close(out[:-9].float(), wide, rtol=1e-3, atol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def packed_chunks(model: FrameModel, prefilled: bool) -> tuple[PagedKV, Tensor, list[PrefillRun]]:
+    """Pages that hold what comes before each run, their table, and runs of several lengths from several positions on."""
+    counts, starts = [5, PAGE + 5, 1, 2 * PAGE], [0, 3, 2 * PAGE + 1, PAGE]
+    hidden, pages = model.tensors.backbone.hidden, -(-max(map(sum, zip(counts, starts))) // PAGE)
+    kv, state = model.make_kv(len(counts) * pages, PAGE), model.make_state(len(counts), pages, 4)
+    state.write_pages([(slot, list(range(1 + slot * pages, 1 + (slot + 1) * pages)), 0) for slot in range(len(counts))])
+    before = [PrefillRun(slot, 0, rand(start, hidden, seed=40 + slot).to(model.dtype)) for slot, start in enumerate(starts) if start]
+    runs = [
+        PrefillRun(slot, start, rand(count, hidden, seed=60 + slot).to(model.dtype))
+        for slot, (count, start) in enumerate(zip(counts, starts))
+    ]
+    for each in (before, runs) if prefilled else (before,):
+        model.prefill(each, state, kv)
+    return kv, state.page_table, runs
+
+
+def written_packed(model: FrameModel, fused: bool) -> Tensor:
+    kv, table, runs = packed_chunks(model, prefilled=not fused)
+    if fused:
+        rows = torch.cat([run.embeddings for run in runs] + [rand(7, model.tensors.backbone.hidden, seed=9).to(model.dtype)])
+        before = rows.clone()
+        told = [[run.slot for run in runs] + [0], [run.start for run in runs] + [0], [len(run.embeddings) for run in runs] + [0]]
+        prompts = PackedPrompts(table, *(torch.tensor(each, device=DEVICE) for each in told))
+        prefill_packed(rows, prompts, model.tensors.backbone, kv.k, kv.v, SCRATCH_PAGE)
+        assert torch.equal(rows, before)
+        assert bool(torch.isfinite(kv.k).all())
+    return torch.stack((kv.k[:, 1:], kv.v[:, 1:])).float()
+
+
+@pytest.mark.parametrize("kind", ["talker", "spark", "fish"])
+def test_fused_packed_prefill_is_the_plain_one(kind: str) -> None:
+    exact = model_of(kind, torch.float32)
+    wide = written_packed(exact, fused=False)
+    assert float((written_packed(exact, fused=True) - wide).norm()) <= 1e-3 * float(wide.norm())
+    del exact
+    if INTERPRETED:
+        return  # its products do not know bfloat16
+    narrow = model_of(kind, torch.bfloat16)
+    plain, mine = (float((written_packed(narrow, fused) - wide).norm()) for fused in (False, True))
+    assert mine <= 1.5 * plain
+
+
+@on_gpu
+def test_graphs_of_packed_prompts_equal_the_plain_prefill() -> None:
+    """Through the graph executor: prompts of any lengths, and a second chunk of each from any position on."""
+    model = dummy_model("tiny", torch.device("cuda"), torch.float32, 2048)
+    counts = [5, 64, 9, 65, 200, 300, 1000, 1100] + [20] * 40
+    executor = graph_executor(model, len(counts), 130, 64, 2048, prefill="packed")
+    plain = model.make_kv(130, 64)
+    pages = iter(range(1, 131))
+    executor.state.write_pages([(slot, [next(pages) for _ in range(-(-count // 64))], 0) for slot, count in enumerate(counts)])
+    prompts = [rand(count, 64, seed=slot) for slot, count in enumerate(counts)]
+    for cut in (slice(0, 7), slice(7, None)):
+        runs = [PrefillRun(slot, cut.start, prompt[cut]) for slot, prompt in enumerate(prompts) if len(prompt) > cut.start]
+        model.prefill(runs, executor.state, plain)
+        executor.prefill(runs)
+    for mine, theirs in ((executor.kv.k, plain.k), (executor.kv.v, plain.v)):
+        torch.testing.assert_close(mine[:, 1:], theirs[:, 1:], rtol=1e-3, atol=1e-3)
 
 
 @on_gpu

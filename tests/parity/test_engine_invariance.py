@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -67,3 +68,31 @@ def run_mix(rng: random.Random, kind: str) -> None:
         delivered = np.concatenate(heard.chunks[request]) if len(codes) else codes
         np.testing.assert_array_equal(delivered, codes)
     assert core.scheduler.kv.free == core.scheduler.kv.pages
+
+
+@pytest.mark.parametrize("slots", [600, 1024])
+def test_alone_equals_in_a_batch_of_more_rows_than_the_default_has(slots: int) -> None:
+    """More requests than slots, all of different lengths; a few of those in the first, the last and the later places are run alone."""
+    rng = random.Random(slots)
+    model = golden_model("custom", codebooks=2)
+    members = [replace(random_request(rng, model, str(index)), max_tokens=rng.randint(2, 5)) for index in range(slots + 40)]
+    heard = Recorder()
+    core = make_core(model, heard, slots=slots, pages=16 * slots, prefill_tokens=8 * slots, frames_per_turn=2)
+    core.executor.lag = 1
+    for request in members:
+        core.add(request)
+    core.step()
+    assert len(core.scheduler.running) == slots
+    running = slots
+    while core.busy:
+        core.step()
+        running = max(running, len(core.scheduler.running))
+    assert running == slots
+    assert not heard.errors
+    assert len(heard.codes) == len(members)
+    for request in [*members[:4], *members[510:516], *members[slots - 4 :: 5]]:
+        codes, finish = run_alone(model, request)
+        np.testing.assert_array_equal(heard.codes[request], codes)
+        assert heard.finish[request] == finish
+    assert core.scheduler.kv.free == core.scheduler.kv.pages
+    assert core.scheduler.free_slots == slots

@@ -203,11 +203,13 @@ ALL_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
 
 
 def check_frame(
-    maker: Maker, shape: Shape, batch: int, plan: Plan, name: str, exact: bool = False, frames: int = 2, longest_context: int = 200
-) -> list[dict[str, float | str]]:
+    maker: Maker, shape: Shape, batch: int, plan: Plan, name: str, exact: bool = False, frames: int = 2, longest_context: int = 200,
+    greedy: int = 0,
+) -> list[dict[str, float | str]]:  # fmt: skip
     """Some frames: codes teacher-force the twins, whose bf16 error against float32 bounds the fused frame's.
 
-    `exact`: nothing is forced, all codes must be the twin's, and every row has other draw settings.
+    `exact`: nothing is forced, all codes must be the twin's, and every row has other draw settings, but for the first `greedy` slots, which
+    take the likeliest codes.
     """
     device, weights = maker.device, maker.frame(shape)
     contexts = maker.integers(0, longest_context, batch)
@@ -216,6 +218,7 @@ def check_frame(
     state.frames[0] = 0  # a request's first frame
     if exact:
         vary_draws(maker, state.first, state.residual)
+        state.first.greedy[:greedy] = state.residual.greedy[:greedy] = 1
     k, v = maker.caches(shape, pages, 16)
     twin, wide = clone_state(state), dataclasses.replace(clone_state(state), inputs=state.inputs.float().clone())
     k2, v2, k3, v3 = k.clone(), v.clone(), k.float().clone(), v.float().clone()

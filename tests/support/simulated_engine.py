@@ -62,13 +62,17 @@ class SimulatedDevice:
 
     name, kernels, reproducible, lag, stream = "simulated", "plain", False, 1, None
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, spare_slots: int = 0) -> None:
+        """`spare_slots`: slots beside those that have a row in a frame."""
         self.now = 0.0
+        #: Rows of all frames together, and how many had a request.
+        self.rows = self.taken = 0
         #: Frames of each request by its seed, its last one included, which says that it has ended.
         self.frames_of: dict[int, int] = {}
         self.batch_sizes = buckets_for(slots)
-        self.kv = PagedKV(1, slots * 8, 1, 64, 1, torch.float32, torch.device("cpu"))
-        self.state = SimulatedSlots(slots, self.frames_of)
+        self.kv = PagedKV(1, (slots + spare_slots) * 8, 1, 64, 1, torch.float32, torch.device("cpu"))
+        self.state = SimulatedSlots(slots + spare_slots, self.frames_of)
+        self._rows = slots
         self._free = 0.0
 
     def clock(self) -> float:
@@ -88,6 +92,8 @@ class SimulatedDevice:
 
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> SimulatedFrames:
         self.now += HOST_MS / 1000
+        self.rows += count * self._rows
+        self.taken += count * len(slots)
         done = self._work(count * float(np.interp(bucket_of(len(slots), self.batch_sizes), list(FRAME_MS), list(FRAME_MS.values()))))
         flags = np.zeros((count, len(slots)), np.uint8)
         left = self.state.left
@@ -138,11 +144,12 @@ class Listener:
 class Simulation:
     """An engine, its streams and its batch work; `run` lets it go on until everything that came is over."""
 
-    def __init__(self, slots: int = 512, stream_slots: int = 0) -> None:
-        self.device = SimulatedDevice(slots)
+    def __init__(self, slots: int = 512, stream_slots: int = 0, spare_slots: int = 0) -> None:
+        self.device = SimulatedDevice(slots, spare_slots)
         sizes = EngineOptions(
-            slots, slots * 8, 64, 512, frames_per_turn=2, admit_turns=4, frame_seconds=FRAME_SECONDS, stream_slots=stream_slots
-        )
+            slots, (slots + spare_slots) * 8, 64, 512, frames_per_turn=2, admit_turns=4, frame_seconds=FRAME_SECONDS,
+            stream_slots=stream_slots, spare_slots=spare_slots,
+        )  # fmt: skip
         self.core = EngineCore(self.device, sizes, self, self.device.clock)  # pyright: ignore[reportArgumentType]
         self.listeners: dict[GenerationRequest, Listener] = {}
         #: Frames of whole utterances that are over, and how many were given.

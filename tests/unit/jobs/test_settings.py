@@ -135,11 +135,12 @@ def test_an_engine_is_told_what_was_set_and_nothing_else() -> None:
 
 def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
     spark = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, family="spark_tts", engines=("native", "vllm"))
-    asked = {"engine": {"slots": 5, "voice_cache": "/voices"}, "vllm": {"step_tokens": 64}}
+    asked = {"engine": {"slots": 5, "voice_cache": "/voices", "prefill": "packed"}, "vllm": {"step_tokens": 64}}
     automatic = load_settings(**asked)
-    assert automatic.engine_options(spark) == {"engine": "native", "slots": 5}, "it keeps no voices"
+    packed = {"slots": 5, "prefill": "packed"}
+    assert automatic.engine_options(spark) == {"engine": "native", **packed}, "it keeps no voices"
     assert automatic.engine_options(replace(spark, engine="vllm")) == {"engine": "vllm", "slots": 5, "step_tokens": 64}
-    for kind, options in (("native", {"slots": 5}), ("vllm", {"slots": 5, "step_tokens": 64})):
+    for kind, options in (("native", packed), ("vllm", {"slots": 5, "step_tokens": 64})):
         chosen = load_settings(**asked | {"engine": asked["engine"] | {"kind": kind}})
         assert chosen.engine_options(spark) == {"engine": kind, **options}
         assert chosen.engine_options(replace(spark, engine="vllm")) == {"engine": kind, **options}

@@ -6,10 +6,22 @@ import random
 
 import pytest
 
-from pipelines.engine.buckets import ASKS, BUCKETS, Buckets, bucket_of, buckets_for
+from pipelines.engine.buckets import ASKS, BUCKETS, WIDE_BUCKETS, Buckets, bucket_of, buckets_for
 
 
-@pytest.mark.parametrize(("slots", "last"), [(1, [1]), (100, [64, 128]), (128, [64, 128]), (512, [384, 512]), (513, [512, 640])])
+@pytest.mark.parametrize(
+    ("slots", "last"),
+    [
+        (1, [1]),
+        (100, [64, 128]),
+        (128, [64, 128]),
+        (512, [384, 512]),
+        (513, [512, 640]),
+        (900, [640, 768, 896, 1024]),
+        (1024, [896, 1024]),
+        (1025, [1024, 1152]),
+    ],
+)
 def test_an_engine_has_the_buckets_up_to_one_that_holds_its_slots(slots: int, last: list[int]) -> None:
     assert list(buckets_for(slots))[-len(last) :] == last
     assert bucket_of(slots, buckets_for(slots)) == last[-1]
@@ -30,6 +42,12 @@ def test_a_size_that_is_asked_for_often_is_captured_and_then_used() -> None:
     buckets.captured.add(32)
     assert buckets.choose(20) == 32
     assert buckets.choose(33) == 128, "each size is asked for by itself"
+
+
+def test_an_engine_of_the_default_slots_has_no_wide_bucket() -> None:
+    assert buckets_for(BUCKETS[-1]) == BUCKETS
+    assert not set(WIDE_BUCKETS) & set(buckets_for(BUCKETS[-1]))
+    assert buckets_for(WIDE_BUCKETS[-1]) == (*BUCKETS, *WIDE_BUCKETS)
 
 
 def test_idle_turns_capture_what_is_left_one_by_one() -> None:
@@ -56,10 +74,10 @@ def test_a_size_without_memory_is_served_by_larger_ones_and_never_tried_again() 
 @pytest.mark.parametrize("seed", range(5))
 def test_whatever_was_captured_a_batch_fits_its_size(seed: int) -> None:
     rng = random.Random(seed)
-    buckets = Buckets(BUCKETS)
+    buckets = Buckets(buckets_for((BUCKETS[-1], 1024)[seed % 2]))
     buckets.captured.update(buckets.first)
     for _ in range(500):
-        rows = rng.randint(1, BUCKETS[-1])
+        rows = rng.randint(1, buckets.sizes[-1])
         size = buckets.choose(rows)
         assert size is not None
         assert size >= rows

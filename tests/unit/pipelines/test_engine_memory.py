@@ -12,9 +12,9 @@ from kernels.dummy import Shape
 from pipelines.codec.stream_graphs import graph_bytes
 from pipelines.codec.utterance_graphs import utterance_bytes
 from pipelines.engine import opening
-from pipelines.engine.buckets import BUCKETS
-from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory
-from pipelines.engine.opening import check_executor
+from pipelines.engine.buckets import BUCKETS, buckets_for
+from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory, slots_bytes
+from pipelines.engine.opening import check_executor, plan_engine
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts import pipeline as qwen3
@@ -85,6 +85,35 @@ def test_more_slots_than_the_memory_holds_are_refused_with_the_number_that_fits(
         planned(24, needs, most + 1)
 
 
+@pytest.mark.parametrize("size", ["0b6", "1b7"])
+def test_wide_engines_count_the_rows_of_all_their_graphs(size: str, tmp_path: Path) -> None:
+    needs = published_needs(tmp_path, size)
+    #: Rows that a slot's bytes stand for, in the buffers of all graphs.
+    row = needs.slot / 3
+    for slots in (1, 100, 512, 513, 640, 700, 896, 1000, 1024):
+        plan, buckets = planned(141, needs, slots), buckets_for(slots)
+        counted = slots_bytes(needs, slots)
+        assert counted >= sum(buckets) * row
+        graphs = (
+            counted + plan.pages * needs.page + needs.weights + 2 * plan.decode_frames * needs.decoded_frame + LIBRARY_BYTES + (3 << 29)
+        )
+        assert graphs <= 0.9 * 141e9
+    assert slots_bytes(needs, 512) == 512 * needs.slot, "the default is what was measured"
+    assert slots_bytes(needs, 1024) > 1.5 * 1024 * needs.slot
+    assert slots_bytes(needs, 1024) - slots_bytes(needs, 1024, "packed") == 3 << 26, "a packed prefill has fewer graphs"
+
+
+def test_all_slots_that_are_said_to_fit_do(tmp_path: Path) -> None:
+    for gigabytes in (24, 80, 141, 300):
+        needs = published_needs(tmp_path, "0b6")
+        with pytest.raises(ConfigError) as caught:
+            planned(gigabytes, needs, 100_000)
+        most = int(caught.value.message.split("hold ")[1].split()[0])
+        assert planned(gigabytes, needs, most).pages * PAGE_SIZE >= most * 256
+        with pytest.raises(ConfigError):
+            planned(gigabytes, needs, most + 1)
+
+
 def test_a_model_that_does_not_fit_at_all_says_what_it_needs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"it needs \d\.\d GiB, and the engine may take 5\.0 GiB"):
         planned(6, published_needs(tmp_path, "1b7"))
@@ -120,6 +149,17 @@ def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Pat
     assert (plain.stream_slots, streams.stream_slots) == (0, 16)
     assert streams.pages < plain.pages
     assert engine_options(config, device, torch.bfloat16, slots=8, streams=16).stream_slots == 4
+
+
+def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """1,024 utterances of 9 s end at 9 a frame: with prompts of 228 positions a turn of two frames needs about 4,200."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
+    needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
+    sizes = [plan_engine(needs, device, CONTEXT, slots=slots).prefill_tokens for slots in (None, 512, 640, 1024)]
+    assert sizes == [2048, 2048, 5120, 8192]
+    plain = plan_engine(needs, device, CONTEXT)
+    assert (plain.prefill, plain.spare_slots, plain.frame_seconds) == ("padded", 0, 0.08)
+    assert plan_engine(needs, device, CONTEXT, prefill="packed").prefill == "packed"
 
 
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
@@ -172,6 +212,8 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float]
         ({"device": "gpu"}, "There is no device 'gpu'."),
         ({"executor": "eager", "reproducible": True}, "The eager executor is not reproducible on a GPU"),
         ({"reproducible": True}, r"The graph executor cannot run here\. Triton cannot make kernels here"),
+        ({"prefill": "packed", "reproducible": True}, "The packed prefill is not reproducible"),
+        ({"prefill": "short"}, "wrong value: Invalid enum value 'short'"),
         ({"page_size": 48}, "pages of a power of two of positions, and a maximum of 1024; page_size is 48"),
         ({"page_size": 2048, "executor": "graph"}, "page_size is 2048"),
         ({"device": "cpu", "executor": "graph"}, "The graph executor needs a CUDA device"),

@@ -1,0 +1,132 @@
+"""Prefill of prompts one after the other in a row of positions, as CUDA graphs: one graph for each length of the row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.registry import send
+from kernels.varlen_attention import PackedPrompts
+from pipelines.engine.buckets import PACKED_SIZES, Buckets
+from pipelines.engine.executor import PrefillRun
+from pipelines.engine.state import SlotState
+
+log = logging.getLogger(__name__)
+
+#: Positions for each chunk that a row has room for, and the fewest chunks that any row has room for: the others follow in the next row.
+_RUN_POSITIONS, _LEAST_RUNS = 8, 8
+
+#: Prefills embeddings [total, hidden] of these prompts.
+Work = Callable[[Tensor, PackedPrompts], None]
+#: What replays a piece of work.
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A captured prefill and its inputs: embeddings [total, hidden]; slots, first positions and counts, int64 [3, runs]."""
+
+    replay: Callable[[], None]
+    embeddings: Tensor
+    runs: Tensor
+
+
+class PackedPrefills:
+    """Prefills chunks of any lengths, from any position on. Only what is behind the last chunk of a row is padding.
+
+    A graph is captured when `Buckets` has it due. Chunks of one call may be of any slots, but not two of one slot.
+    """
+
+    def __init__(self, work: Work, state: SlotState, capture: Capture, sizes: Sequence[int] = PACKED_SIZES) -> None:
+        """`sizes`: positions of the rows that a graph is captured for."""
+        self._work, self._state, self._capture = work, state, capture
+        self._buckets = Buckets(sizes)
+        self._rows: dict[int, _Row] = {}
+
+    def warm(self) -> None:
+        """Captures the longest row, which can take all others' place."""
+        self._row(self._buckets.sizes[-1])
+
+    def prepare(self) -> bool:
+        """Captures one more row; False when there is nothing left."""
+        missing = self._buckets.missing
+        if missing is not None:
+            self._may_capture(missing)
+        return missing is not None
+
+    def run(self, runs: Sequence[PrefillRun]) -> list[PrefillRun]:
+        """Prefills all runs; returns those that there is no memory for a graph for, in order."""
+        left: list[PrefillRun] = []
+        for group in self._groups(runs):
+            # A piece of a long run never comes before an earlier piece that is left.
+            row = None if left else self._chosen(group)
+            if row is None:
+                left += group
+            else:
+                self._replay(row, group)
+        return left
+
+    def _groups(self, runs: Iterable[PrefillRun]) -> list[list[PrefillRun]]:
+        """Runs in groups that fit the longest row, in order; longer runs in pieces, each after the one before it."""
+        longest = self._buckets.sizes[-1]
+        groups: list[list[PrefillRun]] = []
+        room = 0
+        for run in runs:
+            for begin in range(0, len(run.embeddings), longest):
+                piece = PrefillRun(run.slot, run.start + begin, run.embeddings[begin : begin + longest])
+                if len(piece.embeddings) > room or len(groups[-1]) == _most_runs(longest):
+                    groups.append([])
+                    room = longest
+                groups[-1].append(piece)
+                room -= len(piece.embeddings)
+        return groups
+
+    def _chosen(self, group: Sequence[PrefillRun]) -> _Row | None:
+        """The row that a group takes now; None when there is no memory for one."""
+        positions = sum(len(run.embeddings) for run in group)
+        wanted = next(size for size in self._buckets.sizes if size >= positions and _most_runs(size) >= len(group))
+        while (size := self._buckets.choose(wanted)) is not None:
+            if size in self._rows or self._may_capture(size):
+                return self._row(size)
+        return None
+
+    def _may_capture(self, size: int) -> bool:
+        """Captures a row that others, or none, can stand in for; whether there was memory for it."""
+        try:
+            self._row(size)
+        except torch.OutOfMemoryError:
+            log.warning("there is no memory for a graph of %d positions", size)
+            self._buckets.refuse(size)
+            return False
+        return True
+
+    def _row(self, size: int) -> _Row:
+        if (known := self._rows.get(size)) is not None:
+            return known
+        inputs = self._state.inputs
+        with torch.inference_mode():
+            embeddings = torch.zeros(size, inputs.shape[1], dtype=inputs.dtype, device=inputs.device)
+            runs = torch.zeros(3, _most_runs(size), dtype=torch.int64, device=inputs.device)
+            prompts = PackedPrompts(self._state.page_table, runs[0], runs[1], runs[2])
+            replay = self._capture(lambda: self._work(embeddings, prompts))
+        self._buckets.captured.add(size)
+        self._rows[size] = _Row(replay, embeddings, runs)
+        return self._rows[size]
+
+    def _replay(self, row: _Row, group: Sequence[PrefillRun]) -> None:
+        told = np.zeros(row.runs.shape, np.int64)
+        for at, run in enumerate(group):
+            told[:, at] = run.slot, run.start, len(run.embeddings)
+        send(told, row.runs)
+        torch.cat([run.embeddings for run in group], out=row.embeddings[: told[2].sum()])
+        row.replay()
+
+
+def _most_runs(size: int) -> int:
+    """Chunks that a row of so many positions has room for."""
+    return max(size // _RUN_POSITIONS, _LEAST_RUNS)

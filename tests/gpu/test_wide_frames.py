@@ -1,0 +1,33 @@
+"""Fused frames of more than 512 rows against their twin: on a GPU, or small, with TRITON_INTERPRET=1, on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from kernels.dummy import TINY, Maker
+from kernels.lm_frame import Plan
+from tests.support import lm_checks
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device, or TRITON_INTERPRET=1"),
+]
+
+
+@torch.inference_mode()
+def test_float32_frames_of_more_rows_than_the_largest_default_bucket_draw_the_codes_of_the_twin() -> None:
+    """1,024 rows on a GPU; in the interpreter a few more than 512, of which most take the likeliest code, which costs little there."""
+    rows, greedy = (515, 512) if INTERPRETED else (1022, 0)
+    small = {"hidden": 32, "inter": 32, "width": 32, "width_inter": 32, "vocab": 32, "control": 8, "codes": 16, "codebooks": 2}
+    shape = dataclasses.replace(TINY, layers=1, predictor_layers=1, heads=2, kv_heads=1, head_dim=16, **small)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    maker = Maker("cpu" if INTERPRETED else "cuda", torch.float32, seed=4)
+    plan = Plan(splits=((1 << 30, 1),), pdl=not INTERPRETED)
+    assert lm_checks.check_frame(maker, shape, rows, plan, "wide", True, 1, 14, greedy)

@@ -1,0 +1,279 @@
+"""Packed prefill: prompts in one row write what each writes alone, and speech does not depend on who shares its row."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.varlen_attention import PackedPrompts
+from pipelines.engine.buckets import PACKED_SIZES, prefill_graphs
+from pipelines.engine.core import EngineCore, EngineOptions
+from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.executor import PrefillRun
+from pipelines.engine.opening import check_executor, plan_engine
+from pipelines.engine.packed_prefill import PackedPrefills
+from pipelines.engine.scheduler import GenerationRequest
+from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
+from pipelines.errors import ConfigError
+from pipelines.nn.checkpoint import NativeModelOptions
+from tests.support.qwen3_golden import KINDS, MAX_CONTEXT, Recorder, golden_model, random_request, run_alone
+from tests.unit.pipelines.test_engine_prefix_codes import VoiceModel, requests, run
+
+PAGE = 8
+SIZES = (16, 32, 64)
+
+
+def placed(model: Any, counts: Sequence[int]) -> SlotState:
+    """A state whose slots hold enough pages for so many positions each, in no order."""
+    total = sum(-(-count // PAGE) for count in counts)
+    pages = iter((torch.randperm(total, generator=torch.Generator().manual_seed(1)) + 1).tolist())
+    state = model.make_state(len(counts), -(-max(counts) // PAGE), 4)
+    state.write_pages([(slot, [next(pages) for _ in range(-(-count // PAGE))], 0) for slot, count in enumerate(counts)])
+    return state
+
+
+def prompts_of(model: Any, counts: Sequence[int]) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return [torch.randn(count, model.config.talker.hidden, generator=draw) for count in counts]
+
+
+def assert_same(found: PagedKV, wanted: PagedKV) -> None:
+    torch.testing.assert_close(found.k[:, 1:], wanted.k[:, 1:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found.v[:, 1:], wanted.v[:, 1:], rtol=1e-4, atol=1e-4)
+    assert bool(wanted.k[:, 1:].any())
+    assert bool(torch.isfinite(found.k).all())
+    assert bool(torch.isfinite(found.v).all())
+
+
+class Rows(PackedPrefills):
+    """Does at once what a graph would do, and keeps the length and the counts of every row."""
+
+    def __init__(self, model: Any, state: SlotState, kv: PagedKV, sizes: Sequence[int] = SIZES) -> None:
+        self.replayed: list[tuple[int, list[int]]] = []
+        self.captured: list[int] = []
+
+        def work(embeddings: Tensor, prompts: PackedPrompts) -> None:
+            self.replayed.append((len(embeddings), [count for count in prompts.counts.tolist() if count]))
+            model.prefill_packed(embeddings, prompts, kv)
+
+        super().__init__(work, state, self._kept, sizes)
+
+    def _kept(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.captured.append(1)
+        return work
+
+
+def test_chunks_of_any_length_from_any_position_write_what_they_write_alone() -> None:
+    model = golden_model("base")
+    lengths, starts = [5, 30, 9, 41, 17, 8], [0, 0, 8, 21, 16, 7]
+    prompts, state = prompts_of(model, lengths), placed(model, lengths)
+    alone, packed = (model.make_kv(20, PAGE) for _ in range(2))
+    before = [PrefillRun(slot, 0, prompt[:start]) for slot, (prompt, start) in enumerate(zip(prompts, starts)) if start]
+    chunks = [PrefillRun(slot, start, prompt[start:]) for slot, (prompt, start) in enumerate(zip(prompts, starts))]
+    with torch.inference_mode():
+        for kv in (alone, packed):
+            model.prefill(before, state, kv)
+        for chunk in chunks:
+            model.prefill([chunk], state, alone)
+        rows = Rows(model, state, packed)
+        while rows.prepare():
+            pass
+        assert rows.run(chunks) == []
+    assert rows.replayed == [(64, [5, 30, 1, 20, 1, 1])]
+    assert_same(packed, alone)
+
+
+def test_only_the_tail_of_the_last_row_is_padding() -> None:
+    model = golden_model("base")
+    lengths = [7] * 30
+    state, kv = placed(model, lengths), model.make_kv(30, PAGE)
+    rows = Rows(model, state, kv)
+    with torch.inference_mode():
+        while rows.prepare():
+            pass
+        assert rows.run([PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))]) == []
+    # Nine chunks of seven positions would fit a row of 64, which has room for eight chunks.
+    assert [(size, len(counts)) for size, counts in rows.replayed] == [(64, 8), (64, 8), (64, 8), (64, 6)]
+    longer = Rows(model, state, kv, (64, 128, 256))
+    with torch.inference_mode():
+        while longer.prepare():
+            pass
+        assert longer.run([PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))]) == []
+    assert [(size, sum(counts)) for size, counts in longer.replayed] == [(256, 210)]
+
+
+def test_many_short_chunks_take_a_row_with_room_for_all_of_them() -> None:
+    model = golden_model("base")
+    lengths = [1] * 9
+    state = placed(model, lengths)
+    alone, packed = (model.make_kv(9, PAGE) for _ in range(2))
+    runs = [PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))]
+    with torch.inference_mode():
+        model.prefill(runs, state, alone)
+        rows = Rows(model, state, packed, (64, 128))
+        while rows.prepare():
+            pass
+        assert rows.run(runs) == []
+    assert rows.replayed == [(128, [1] * 9)]
+    assert_same(packed, alone)
+
+
+def test_a_prompt_longer_than_the_longest_row_goes_in_pieces() -> None:
+    model = golden_model("base")
+    lengths = [150, 5]
+    state = placed(model, lengths)
+    alone, packed = (model.make_kv(21, PAGE) for _ in range(2))
+    runs = [PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))]
+    with torch.inference_mode():
+        model.prefill(runs, state, alone)
+        rows = Rows(model, state, packed)
+        while rows.prepare():
+            pass
+        assert rows.run(runs) == []
+    assert rows.replayed == [(64, [64]), (64, [64]), (32, [22, 5])]
+    assert_same(packed, alone)
+
+
+def test_what_an_earlier_row_left_behind_reaches_nobody() -> None:
+    """The tail of a row holds embeddings of the row before, and its pages are nobody's."""
+    model = golden_model("base")
+    lengths = [60, 9]
+    state, prompts = placed(model, lengths), prompts_of(model, lengths)
+    alone, packed = (model.make_kv(12, PAGE) for _ in range(2))
+    with torch.inference_mode():
+        rows = Rows(model, state, packed, (64,))
+        for slot, prompt in enumerate(prompts):
+            model.prefill([PrefillRun(slot, 0, prompt)], state, alone)
+            rows.run([PrefillRun(slot, 0, prompt)])
+    assert rows.replayed == [(64, [60]), (64, [9])]
+    assert_same(packed, alone)
+
+
+def test_a_few_graphs_serve_every_row_and_idle_turns_capture_the_others() -> None:
+    model = golden_model("base")
+    state, kv = placed(model, [20]), model.make_kv(3, PAGE)
+    rows = Rows(model, state, kv)
+    run = PrefillRun(0, 0, prompts_of(model, [20])[0])
+    with torch.inference_mode():
+        rows.warm()
+        rows.run([run])
+        assert (rows.replayed, len(rows.captured)) == ([(64, [20])], 1)
+        while rows.prepare():
+            pass
+        rows.run([run])
+    assert (rows.replayed[-1], len(rows.captured)) == ((32, [20]), len(SIZES))
+    assert prefill_graphs("packed") == len(PACKED_SIZES)
+
+
+def test_without_memory_for_a_graph_chunks_are_left_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = golden_model("base")
+    lengths = [70, 5]
+    state, kv = placed(model, lengths), model.make_kv(20, PAGE)
+    tried: list[int] = []
+
+    def full(work: Callable[[], None]) -> Callable[[], None]:
+        tried.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    rows = Rows(model, state, kv)
+    rows._buckets.captured.add(16)
+    rows._row(16)
+    monkeypatch.setattr(rows, "_capture", full)
+    left = rows.run([PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))])
+    assert [(run.slot, run.start, len(run.embeddings)) for run in left] == [(0, 0, 64), (0, 64, 6), (1, 0, 5)]
+    before = len(tried)
+    rows.run(left[:1])
+    assert len(tried) == before, "what was refused is not tried again"
+
+
+class Packed(EagerExecutor):
+    """Frames op by op, prompts packed."""
+
+    def __init__(self, model: Any, sizes: EngineOptions) -> None:
+        super().__init__(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
+        self.rows = Rows(model, self.state, self.kv)
+
+    def prefill(self, runs: Sequence[PrefillRun]) -> None:
+        with torch.inference_mode():
+            assert self.rows.run(runs) == []
+
+
+def packed_core(model: Any, heard: Recorder, **options: Any) -> EngineCore:
+    sizes = EngineOptions(
+        **{"slots": 8, "pages": 128, "page_size": 8, "max_context": MAX_CONTEXT, "prefill_chunk": 24, "reserve_frames": 4, **options}
+    )
+    return EngineCore(Packed(model, sizes), sizes, heard)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_codes_are_those_of_the_plain_prefill_alone_and_in_any_mix(kind: str) -> None:
+    rng = random.Random(f"packed {kind}")
+    model = golden_model(kind, codebooks=3)
+    members = [random_request(rng, model, f"{kind}-{index}") for index in range(12)]
+    wanted = {request: run_alone(model, request) for request in members}
+    shared = 0
+    for _ in range(4):
+        heard = Recorder()
+        core = packed_core(model, heard, slots=rng.randint(2, 9), pages=rng.choice((24, 64)), frames_per_turn=rng.choice((1, 3)))
+        for request in rng.sample(members, len(members)):
+            core.add(request)
+        run(core)
+        assert isinstance(core.executor, Packed)
+        shared += sum(len(counts) > 1 for _, counts in core.executor.rows.replayed)
+        for request, (codes, finish) in wanted.items():
+            assert heard.finish[request] == finish
+            np.testing.assert_array_equal(heard.codes[request], codes)
+        assert core.scheduler.kv.free == core.scheduler.kv.pages
+    assert shared > 8, "nobody shared a row"
+
+
+@pytest.mark.parametrize(("slots", "spare_pages", "frames"), [(4, 80, 3), (6, 8, 24)], ids=["in a mix", "after a restart"])
+def test_codes_are_the_same_behind_prefixes_of_others_and_after_making_way(slots: int, spare_pages: int, frames: int) -> None:
+    many: list[GenerationRequest] = requests(9, 3, frames)
+    alone = {request: run_alone(VoiceModel(), request)[0] for request in many}
+    heard = Recorder()
+    pages = max(-(-request.positions // PAGE) for request in many) + spare_pages
+    core = packed_core(VoiceModel(), heard, slots=slots, pages=pages, reserve_frames=0, prefill_tokens=64)
+    for request in many:
+        core.add(request)
+    utterances = list(core.scheduler.waiting)
+    run(core)
+    for request, codes in alone.items():
+        np.testing.assert_array_equal(heard.codes[request], codes)
+    assert any(one.run > 1 for one in utterances) == (slots == 6)
+    assert isinstance(core.executor, Packed)
+    assert any(len(counts) > 1 for _, counts in core.executor.rows.replayed)
+    prompts = sum(len(request.prompt) - 1 for request in many)
+    made = sum(sum(counts) for _, counts in core.executor.rows.replayed)
+    assert slots == 6 or made < prompts - 2 * 16, "nobody shared a prefix"
+
+
+def test_the_reproducible_mode_has_no_packed_prefill() -> None:
+    with pytest.raises(ConfigError, match="The packed prefill is not reproducible") as caught:
+        check_executor(torch.device("cuda"), "auto", True, prefill="packed")
+    assert "SPEECH_ENGINE__PREFILL" in caught.value.advice
+    check_executor(torch.device("cpu"), "auto", True, prefill="packed")
+
+
+def test_every_model_on_our_engine_can_choose_it() -> None:
+    chosen, plain = NativeModelOptions(prefill="packed", slots=4), NativeModelOptions(slots=4)
+    assert (chosen.sizes["prefill"], plain.sizes["prefill"]) == ("packed", "padded")
+    assert set(chosen.sizes) <= set(inspect.signature(plan_engine).parameters)
+
+
+def test_places_of_tokens() -> None:
+    table = torch.tensor([[4, 5, 6], [7, 8, 9]])
+    prompts = PackedPrompts(table, *(torch.tensor(each) for each in ([1, 0, 0], [6, 0, 0], [4, 0, 3])))
+    positions, pages, offsets = prompts.places(10, PAGE, SCRATCH_PAGE)
+    assert positions.tolist() == [6, 7, 8, 9, 0, 1, 2, 0, 0, 0]
+    assert pages.tolist() == [7, 7, 8, 8, 4, 4, 4, 0, 0, 0]
+    assert offsets.tolist() == [6, 7, 0, 1, 0, 1, 2, 0, 0, 0]
+    assert replace(prompts, counts=torch.tensor([0, 0, 0])).places(2, PAGE, 3)[1].tolist() == [3, 3]
