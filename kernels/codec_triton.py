@@ -260,7 +260,9 @@ def head_sum_kernel(products, bias, out, steps, lead, TAPS: tl.constexpr, ROOM: 
     for tap in tl.static_range(TAPS):
         moved = lead + at - (TAPS - 1 - tap)
         wave += tl.load(base + moved * ROOM + tap, mask=(moved >= 0) & (at < steps), other=0.0)
-    tl.store(out + row.to(tl.int64) * steps + at, tl.minimum(tl.maximum(wave, -1.0), 1.0), mask=at < steps)
+    # A value that is no number stays one, so that the stage sees it.
+    wave = tl.maximum(wave, -1.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + row.to(tl.int64) * steps + at, tl.minimum(wave, 1.0, propagate_nan=tl.PropagateNan.ALL), mask=at < steps)
 
 
 @triton.jit

@@ -163,6 +163,15 @@ def test_head_and_snake() -> None:
     )
 
 
+def test_a_head_hides_no_value_that_is_no_number() -> None:
+    """The stage refuses such audio with `synth.nan`; clamped it would be a click or silence that nobody hears of."""
+    a, weight, bias = rand(2, 75, 96).bfloat16(), (rand(7, 96) / 20).bfloat16(), rand(1, scale=0.1)
+    a[1, 40, 3] = math.nan
+    lost = codec_launch.head(a, 0, weight, bias).isnan()
+    assert lost[1, 40:47].all()
+    assert int(lost.sum()) == 7
+
+
 @pytest.mark.skipif(INTERPRETED, reason="takes minutes in the interpreter; the tiles are chosen for GPUs")
 @pytest.mark.parametrize("steps", [4, 100, 700])
 @pytest.mark.parametrize("shape", list(codec_launch.TILES), ids=lambda shape: f"{shape.kind}-{shape.channels}-{shape.columns}-{shape.taps}")

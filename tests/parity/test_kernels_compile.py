@@ -1,4 +1,4 @@
-"""The kernels of the codec's front without a GPU: equal to their twins in Triton's interpreter, and compiled for sm_90 without spills."""
+"""Kernels of the codec without a GPU: the front's equal their twins in Triton's interpreter and compile for sm_90 without spills."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from triton.compiler import ASTSource
 
 from kernels import codec_front_triton as front
 from kernels.codec_front_triton import KEYS, PRODUCT, PRODUCT_SWIGLU, STEPS, ProductTile
+from kernels.codec_launch import HEAD_TAPS
+from kernels.codec_triton import head_sum_kernel
 
 #: Bytes of shared memory that a block may have.
 SHARED = 227 << 10
@@ -60,15 +62,18 @@ CASES["depthwise"] = (
 )
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("name", list(CASES))
-def test_it_fits_sm_90_without_spills(name: str, tmp_path: Path) -> None:
-    kernel, types, constants, warps = CASES[name]
+def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warps: int) -> Any:
     arguments = kernel.arg_names
     signature = {argument: "constexpr" if argument in constants else types[argument] for argument in arguments}
     aligned = {(at,): [["tt.divisibility", 16]] for at, argument in enumerate(arguments) if signature[argument].startswith("*")}
     source = ASTSource(kernel, signature, {(arguments.index(key),): value for key, value in constants.items()}, aligned)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("name", list(CASES))
+def test_it_fits_sm_90_without_spills(name: str, tmp_path: Path) -> None:
+    built = compiled(*CASES[name])
     assert built.metadata.shared <= SHARED
     text = tmp_path / "kernel.ptx"
     text.write_text(built.asm["ptx"])
@@ -77,6 +82,16 @@ def test_it_fits_sm_90_without_spills(name: str, tmp_path: Path) -> None:
     spilled = [int(count) for count in re.findall(r"(\d+) bytes spill", said)]
     assert spilled, said
     assert not any(spilled), said
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+def test_samples_that_are_no_numbers_pass_the_last_clamp() -> None:
+    """The interpreter's clamp always lets them pass; a GPU's plain one makes -1 of them."""
+    types = {"products": F32, "bias": F32, "out": F32, "steps": I32, "lead": I32}
+    text = compiled(head_sum_kernel, types, {"TAPS": 7, "ROOM": HEAD_TAPS, "BLOCK": 512}, 4).asm["ptx"]
+    assert "max.NaN.f32" in text
+    assert "min.NaN.f32" in text
+    assert not re.search(r"(max|min)[.]f32", text)
 
 
 def test_the_kernels_equal_their_twins_in_the_interpreter() -> None:

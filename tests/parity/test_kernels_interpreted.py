@@ -15,7 +15,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 @pytest.mark.parametrize(
     ("files", "chosen", "passed"),
     [
-        (["tests/gpu/test_prefill_kernels.py", "tests/gpu/test_codec_kernels.py"], "float32 or dtype0 or twins or centred or rounded", 15),
+        (
+            ["tests/gpu/test_prefill_kernels.py", "tests/gpu/test_codec_kernels.py"],
+            "float32 or dtype0 or twins or centred or rounded or head",
+            17,
+        ),
         (["tests/gpu/test_frame_kernels.py"], "not bfloat16", 14),
     ],
     ids=["prefill-and-codec", "frames"],
