@@ -73,29 +73,31 @@ def list_gpus() -> tuple[Gpu, ...]:
     with suppress(NotListedError):
         lines, _ = _nvidia_smi("--query-gpu=uuid,pci.bus_id", "--format=csv,noheader")
         bus_ids = dict(line.split(", ", 1) for line in lines if ", " in line)
-    lines, sure = _nvidia_smi("-L")
+    lines, fault = _nvidia_smi("-L")
+    if fault is not None:
+        log.warning("A GPU may be lost: %s", fault)
     for line in lines:
         if (gpu := _GPU_LINE.match(line)) is not None:
-            gpus.append(Gpu(int(gpu[1]), gpu[2], _sys_address(bus_ids.get(gpu[2], "")), sure=sure))
+            gpus.append(Gpu(int(gpu[1]), gpu[2], _sys_address(bus_ids.get(gpu[2], "")), sure=fault is None))
         elif (mig := _MIG_LINE.match(line)) is not None and gpus:
             gpus[-1] = replace(gpus[-1], mig_ids=(*gpus[-1].mig_ids, mig[1]))
     return tuple(gpus)
 
 
-def _nvidia_smi(*arguments: str) -> tuple[list[str], bool]:
-    """Its lines, and whether it ended well. Raises `NotListedError` where it did not and names no GPU."""
+def _nvidia_smi(*arguments: str) -> tuple[list[str], str | None]:
+    """Its lines, and what it says where it did not end well. Raises `NotListedError` where it did not and names no GPU."""
     try:
         done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=LIST_SECONDS, check=False)
     except FileNotFoundError:
         raise NotListedError("`nvidia-smi`, which comes with NVIDIA's driver, is not installed") from None
     except (OSError, subprocess.SubprocessError) as error:
         raise NotListedError(f"`nvidia-smi` could not be run: {error}") from None
-    if done.returncode != 0:
-        said = " ".join((done.stdout + done.stderr).split())
-        if "GPU-" not in done.stdout:
-            raise NotListedError(f"`nvidia-smi` ended with status {done.returncode}: {said[:300]}")
-        log.warning("A GPU may be lost: `nvidia-smi` ended with status %d: %s", done.returncode, said[:1000])
-    return done.stdout.splitlines(), done.returncode == 0
+    if done.returncode == 0:
+        return done.stdout.splitlines(), None
+    said = f"`nvidia-smi` ended with status {done.returncode}: {' '.join((done.stdout + done.stderr).split())[:1000]}"
+    if "GPU-" not in done.stdout:
+        raise NotListedError(said[:340])
+    return done.stdout.splitlines(), said
 
 
 def _sys_address(bus_id: str) -> str:

@@ -12,14 +12,16 @@ from pipelines.errors import ConfigError, ErrorCode
 
 #: What `SPEECH_ENGINE__KIND` and the option `engine` of such a model take.
 EngineKind = Literal["auto", "native", "vllm"]
-#: What CUDA shows a process, and the values that show it nothing.
+#: What CUDA shows a process, and the values that show it nothing; the last is that of Slurm.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-NO_GPU = ("", "-1")
+NO_GPU = ("", "-1", "NoDevFiles")
+#: Is there where NVIDIA's driver is, and stays when a GPU is lost.
+DRIVER = Path("/dev/nvidiactl")
 
 
 def has_gpu() -> bool:
     """Whether CUDA will find a device; asking it takes seconds, and memory of the device."""
-    return os.environ.get(VISIBLE, "0") not in NO_GPU and Path("/dev/nvidiactl").exists()
+    return os.environ.get(VISIBLE, "0") not in NO_GPU and DRIVER.exists()
 
 
 def automatic_engine(device: str | None = None) -> Literal["native", "vllm"]:

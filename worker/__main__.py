@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import click
 import structlog
 
-from jobs.child_process import say_last_words, wait_for_start
+from jobs.child_process import is_watched, say_last_words, wait_for_start
 from jobs.console import PROGRAM, FiniteRange, Output, exit_code, fail
 from jobs.gpus import VISIBLE, count_gpus
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from pipelines.errors import NightjarError
+from pipelines.registry import describe
 
 log = structlog.get_logger(__name__)
 
@@ -66,7 +68,7 @@ def run(gpus: str | None, model: str | None, preload: str | None, supervise: boo
       nightjar worker --gpu all
     """
     settings = _settings()
-    if gpus is None and (count := count_gpus(os.environ.get(VISIBLE))) > 1:
+    if gpus is None and (count := _gpus_beside(settings, model, private)) > 1:
         log.warning("this worker uses one GPU; --gpu all uses every one", gpus=count)
     if gpus is not None or supervise:
         from jobs.gpus import choose_gpus
@@ -85,6 +87,17 @@ def run(gpus: str | None, model: str | None, preload: str | None, supervise: boo
 
     wait_for_start()
     sys.exit(run_worker(settings, WorkerOptions(model, parent_pid, private, opening)))
+
+
+def _gpus_beside(settings: Settings, model: str | None, private: bool) -> int:
+    """How many GPUs there are, of which this worker uses one; 0 where it uses none, or several, or another process says it."""
+    count = count_gpus(os.environ.get(VISIBLE))
+    if count < 2 or private or is_watched() or settings.vllm.tensor_parallel > 1:
+        return 0
+    with suppress(NightjarError):
+        if model is not None and settings.chosen_engine(describe(model)) == "cpu":
+            return 0
+    return count
 
 
 def _given(*options: tuple[str, str | None]) -> list[str]:

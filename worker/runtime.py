@@ -76,6 +76,11 @@ class WorkerOptions:
     preload: Preload | None = None
 
 
+def _says_gpu_is_bad(error: NightjarError) -> bool:
+    """Whether an engine died while it opened, or found no memory. Another failure may be that of one model."""
+    return isinstance(error, EngineCrashError) or error.code is ErrorCode.SYNTH_OOM
+
+
 class Runtime:
     """The life of one worker process: `start`, tickets from several threads, `drain`, `stop`."""
 
@@ -233,7 +238,7 @@ class Runtime:
         try:
             return (None if preload is None else preload.take(model)) or open_model(self.settings, model)
         except (EngineCrashError, SynthesisError) as error:
-            if self._end_without_engine(error):
+            if _says_gpu_is_bad(error) and self._end_without_engine(error):
                 # No item was in the engine: the shard goes back as it was.
                 raise LeaseGoneError(GoneReason.DRAINED) from error
             raise
@@ -301,8 +306,8 @@ class Runtime:
                 step()
                 return True
             except NightjarError as error:
-                # An engine that dies while it opens its model would do so for ever: the worker cannot start.
-                if not error.code.retryable or isinstance(error, EngineCrashError):
+                # An engine that dies while it opens its model, or finds no memory, would do so for ever: the worker cannot start.
+                if not error.code.retryable or _says_gpu_is_bad(error):
                     raise
                 self.metrics.waited_for(error)
             self._draining.wait(pause_seconds)

@@ -78,13 +78,13 @@ def plan_memory(
 
     most = holds(LEAST_POSITIONS)
     if most < 1:
-        message = f"The model does not fit into the GPU's memory: it needs {_gib(budget - free)}, and the engine may take {_gib(budget)}."
+        message = f"The model does not fit into the GPU's memory: it needs {gib(budget - free)}, and the engine may take {gib(budget)}."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
     if slots is None:
         typical = max(holds(TYPICAL_POSITIONS), 1)
         slots = max(bucket for bucket in BUCKETS if bucket <= typical)
     elif slots > most:
-        message = f"{slots} slots do not fit into the GPU's memory: the engine may take {_gib(budget)}, which hold {most} slots."
+        message = f"{slots} slots do not fit into the GPU's memory: the engine may take {gib(budget)}, which hold {most} slots."
         advice = f"Set SPEECH_ENGINE__SLOTS to {most} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
     room = (free - slots_bytes(needs, slots, prefill)) // needs.page
@@ -113,5 +113,6 @@ def _decode_frames(budget: int, needs: MemoryNeeds) -> int:
     return min(max(frames - frames % _FRAME_STEP, _LEAST_DECODE_FRAMES), BATCH_FRAMES)
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """Bytes in words."""
     return f"{size / 2**30:.1f} GiB"

@@ -17,9 +17,9 @@ from pipelines.engine.core import EngineOptions
 from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.executor import FrameExecutor
 from pipelines.engine.frame_model import FrameModel
-from pipelines.engine.memory import DEFAULT_SHARE, LIBRARY_BYTES, MemoryNeeds, plan_memory
+from pipelines.engine.memory import DEFAULT_SHARE, LIBRARY_BYTES, MemoryNeeds, MemoryPlan, gib, plan_memory
 from pipelines.engine.state import LARGEST_PAGE
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 
 if TYPE_CHECKING:
     from pipelines.engine.graph import GraphExecutor
@@ -63,13 +63,14 @@ def plan_engine(
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `needs` are those of its weights too.
 
-    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold.
+    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and `SynthesisError` (`synth.oom`) where it would
+    hold them if no other program filled it.
     """
     if device.type == "cpu":
         slots = slots or _CPU_SLOTS
         pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
         return EngineOptions(slots, pages, page_size, context, frame_seconds=frame_seconds, stream_slots=min(streams, slots // 2))
-    plan = plan_memory(memory_budget(device, memory_share), needs, page_size, context, slots, pages, prefill)
+    plan = _plan_gpu(needs, device, context, slots, pages, page_size, memory_share, prefill)
     return EngineOptions(
         plan.slots,
         plan.pages,
@@ -89,10 +90,38 @@ def memory_budget(device: torch.device, share: float | None) -> int:
     """Bytes that an engine may take of a GPU now. With a share PyTorch's allocator takes no more than that in this process."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    if share is not None:
+        torch.cuda.set_per_process_memory_fraction(max(share - LIBRARY_BYTES / total, 0.0), device)
+    return _budget(free, total, share)
+
+
+def _budget(free: int, total: int, share: float | None) -> int:
     if share is None:
         return int(DEFAULT_SHARE * free)
-    torch.cuda.set_per_process_memory_fraction(max(share - LIBRARY_BYTES / total, 0.0), device)
     return min(int(share * total), free)
+
+
+def _plan_gpu(
+    needs: MemoryNeeds,
+    device: torch.device,
+    context: int,
+    slots: int | None,
+    pages: int | None,
+    page_size: int,
+    share: float | None,
+    prefill: Prefill,
+) -> MemoryPlan:
+    """The plan for what a GPU has free now; raises as `plan_engine`."""
+    budget = memory_budget(device, share)
+    try:
+        return plan_memory(budget, needs, page_size, context, slots, pages, prefill)
+    except ConfigError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        # Raises where a GPU that nobody else uses would not do either. CUDA itself takes some of it.
+        plan_memory(_budget(total - LIBRARY_BYTES, total, share), needs, page_size, context, slots, pages, prefill)
+        message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
+        advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."
+        raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
 
 
 def check_executor(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
@@ -18,9 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipelines.engine_choice import NO_GPU, VISIBLE, EngineKind, automatic_engine
+from pipelines.engine_choice import VISIBLE, EngineKind, automatic_engine, has_gpu
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError
 from pipelines.vllm_engine.options import VllmOptions
+
+log = logging.getLogger(__name__)
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _ADVICE = "Download the checkpoint again, or check that it belongs to this model family."
@@ -273,12 +276,16 @@ def open_device(name: str | None, threads: int | None = None) -> torch.device:
 def _best_device() -> str:
     """Raises `EngineCrashError` (`worker.crash`) where this process was given a GPU that is gone.
 
-    A worker that went on with the CPU would take as many items as on its GPU, and finish hardly any of them.
+    A worker that went on with the CPU would take as many items as on its GPU, and finish hardly any of them. A process that was given
+    none by name takes the CPU, with a warning where NVIDIA's driver is there.
     """
     if torch.cuda.is_available():
         return "cuda"
-    given = os.environ.get(VISIBLE, "")
-    if given in NO_GPU:
+    if torch.version.cuda is None or not has_gpu():
+        return "cpu"
+    given = os.environ.get(VISIBLE)
+    if given is None:
+        log.warning("NVIDIA's driver is here, but PyTorch finds no GPU: the model runs on the CPU. `nightjar doctor` says why.")
         return "cpu"
     message = f"PyTorch does not find the GPU that this process was given ({VISIBLE}={given})."
     raise EngineCrashError(ErrorCode.WORKER_CRASH, message, f"See `nvidia-smi`. To work on the CPU, set {VISIBLE} to nothing.")

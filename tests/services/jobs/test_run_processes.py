@@ -171,6 +171,8 @@ def test_a_run_on_one_of_several_gpus_says_how_to_use_all(shell: Shell, visible:
     assert run.returncode == 0, run.stderr
     assert ("This run uses one of 2 GPUs. Give --gpu all to use all of them." in run.stderr) is says
     assert "GPUs" not in shell.run("run", "in.jsonl", "--dry-run", CUDA_VISIBLE_DEVICES=visible).stderr
+    shared = shell.run("run", "in.jsonl", "--model", model, "--dry-run", CUDA_VISIBLE_DEVICES=visible, SPEECH_VLLM__TENSOR_PARALLEL="2")
+    assert "GPUs" not in shared.stderr
 
 
 def variables(pid: int) -> dict[str, str]:

@@ -204,7 +204,8 @@ def test_gpus_are_counted_without_the_driver(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     assert count_gpus(None, tmp_path) == 3
-    assert [count_gpus(visible, tmp_path) for visible in ("", "-1", "3", "0,1", f"{UUIDS[0]}, {UUIDS[1]}")] == [0, 0, 1, 2, 2]
+    assert [count_gpus(visible, tmp_path) for visible in ("", "-1", "NoDevFiles")] == [0, 0, 0]
+    assert [count_gpus(visible, tmp_path) for visible in ("3", "0,1", f"{UUIDS[0]}, {UUIDS[1]}")] == [1, 2, 2]
 
 
 def test_the_others_are_found_where_one_gpu_is_lost(
@@ -214,6 +215,7 @@ def test_the_others_are_found_where_one_gpu_is_lost(
     for name, value in install_nvidia_smi(tmp_path, 4, lost=1).items():
         monkeypatch.setenv(name, value)
     assert [gpu.index for gpu in list_gpus()] == [0, 2, 3]
+    assert caplog.text.count("A GPU may be lost") == 1
     assert [device.name for device in choose_gpus("all")] == [UUIDS[0], UUIDS[2], UUIDS[3]]
     assert [device.name for device in choose_gpus("3,0")] == [UUIDS[3], UUIDS[0]]
     with pytest.raises(ConfigError, match="GPU 1 does not exist; this host has 0, 2 and 3"):

@@ -162,6 +162,23 @@ def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: dict[str, float], monke
     assert plan_engine(needs, device, CONTEXT, prefill="packed").prefill == "packed"
 
 
+@pytest.mark.parametrize(("share", "slots"), [(None, None), (0.9, None), (None, 64)])
+def test_a_gpu_that_another_program_fills_is_no_wrong_setting(
+    two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, share: float | None, slots: int | None
+) -> None:
+    needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
+    plan_engine(needs, device, CONTEXT, memory_share=share, slots=slots)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5 << 30, 16 << 30))
+    with pytest.raises(SynthesisError, match=r"Another program fills the GPU: 5\.0 GiB of its 16\.0 GiB are free") as caught:
+        plan_engine(needs, device, CONTEXT, memory_share=share, slots=slots)
+    assert caught.value.code is ErrorCode.SYNTH_OOM
+    assert "nvidia-smi" in caught.value.advice
+    with pytest.raises(ConfigError, match="10000 slots do not fit"):
+        plan_engine(needs, device, CONTEXT, memory_share=share, slots=10_000)
+    with pytest.raises(ConfigError, match=r"the engine may take 1\.6 GiB"):
+        plan_engine(needs, device, CONTEXT, memory_share=0.1)
+
+
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
     decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
     graphs, state = stream_needs(TINY_CODEC, torch.float32)

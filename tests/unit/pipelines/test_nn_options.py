@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipelines import engine_choice
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
 from pipelines.fish_speech.pipeline import FishOptions
 from pipelines.nn.checkpoint import ModelOptions, NativeModelOptions, TokenModelOptions, open_device, read_options
@@ -79,16 +80,38 @@ def test_a_cpu_has_the_threads_asked_for_and_else_one() -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_process_that_was_given_a_gpu_never_works_on_the_cpu_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_given_a_gpu_never_works_on_the_cpu_instead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    (driver := tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(engine_choice, "DRIVER", driver)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(EngineCrashError, match=r"the GPU that this process was given \(CUDA_VISIBLE_DEVICES=3\)"):
         open_device(None)
     assert open_device("cpu").type == "cpu"
-    for nothing in ("", "-1"):
+    for nothing in ("", "-1", "NoDevFiles"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
         assert open_device(None).type == "cpu"
+    assert not caplog.records
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert open_device(None).type == "cpu"
+    assert "PyTorch finds no GPU: the model runs on the CPU" in caplog.text
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("cuda", "driver"), [(None, True), ("13.0", False)])
+def test_where_no_gpu_can_be_a_name_of_one_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cuda: str | None, driver: bool
+) -> None:
+    """A PyTorch for CPUs under Slurm, and a host without a driver."""
+    if driver:
+        (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(engine_choice, "DRIVER", tmp_path / "nvidiactl")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert open_device(None).type == "cpu"
 
 

@@ -1,0 +1,94 @@
+"""What a worker does where its engine cannot be opened, and when it says that it uses one of several GPUs."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+
+from jobs.settings import Settings
+from jobs.settings_groups import VllmSettings
+from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
+from pipelines.registry import register_pipeline
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import FakePipeline
+from tests.support.worker_rig import WORKER, Build, Rig
+from worker import __main__ as commands
+from worker import runtime as runtime_module
+from worker.leases import LeaseGoneError
+from worker.runtime import Runtime, WorkerOptions
+
+CRASH = EngineCrashError(ErrorCode.WORKER_CRASH, "The engine's process ended.")
+FULL = SynthesisError(ErrorCode.SYNTH_OOM, "Another program fills the GPU.")
+FAILED = SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM could not start.")
+
+
+def settings_of(rig: Rig) -> Settings:
+    """Those of a rig whose worker is of another host, and leaves."""
+    rig.ledger.retire_worker(WORKER.id)
+    return rig.settings
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, *errors: NightjarError) -> None:
+    """Models are opened with these errors, then not at all."""
+    left = list(errors)
+
+    def open_model(*_: object) -> FakePipeline:
+        if not left:
+            return FakePipeline()
+        raise left.pop(0)
+
+    monkeypatch.setattr(runtime_module, "open_model", open_model)
+
+
+@pytest.mark.parametrize(("error", "ends"), [(CRASH, True), (FULL, True), (FAILED, False)])
+def test_a_watched_worker_ends_for_its_gpu_alone(build: Build, monkeypatch: pytest.MonkeyPatch, error: NightjarError, ends: bool) -> None:
+    """A model that no worker can open ends no worker of others."""
+    signals: list[int] = []
+    monkeypatch.setattr(runtime_module, "is_watched", lambda: True)
+    monkeypatch.setattr(runtime_module.os, "kill", lambda _pid, number: signals.append(number))
+    failing(monkeypatch, error)
+    runtime = Runtime(settings_of(build()))
+    try:
+        runtime.start()
+        with pytest.raises(LeaseGoneError if ends else SynthesisError), runtime.pipelines.use("fake"):
+            pass
+        assert (signals, runtime.failure) == (([signal.SIGTERM], error) if ends else ([], None))
+    finally:
+        runtime.drain()
+        runtime.stop()
+
+
+@pytest.mark.parametrize(("error", "starts"), [(CRASH, False), (FULL, False), (FAILED, True)])
+def test_a_worker_of_one_model_does_not_wait_for_its_gpu(
+    build: Build, monkeypatch: pytest.MonkeyPatch, error: NightjarError, starts: bool
+) -> None:
+    failing(monkeypatch, error)
+    runtime = Runtime(settings_of(build()), WorkerOptions("fake"))
+    try:
+        if starts:
+            runtime.start()
+        else:
+            with pytest.raises(type(error)) as caught:
+                runtime.start()
+            assert caught.value is error
+    finally:
+        runtime.drain()
+        runtime.stop()
+
+
+def test_only_a_worker_that_leaves_gpus_idle_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    settings = Settings()
+    assert commands._gpus_beside(settings, None, False) == 2
+    assert commands._gpus_beside(settings, "no-such-model", False) == 2
+    assert commands._gpus_beside(Settings(vllm=VllmSettings(tensor_parallel=2)), None, False) == 0
+    assert commands._gpus_beside(settings, None, True) == 0
+    forget = register_pipeline("on-a-cpu", replace(fake_card(), engine="cpu"), FakePipeline)
+    try:
+        assert commands._gpus_beside(settings, "on-a-cpu", False) == 0
+    finally:
+        forget()
+    monkeypatch.setattr(commands, "is_watched", lambda: True)
+    assert commands._gpus_beside(settings, None, False) == 0
