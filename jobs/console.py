@@ -53,11 +53,13 @@ class FiniteRange(click.FloatRange):
 
 
 class NamedPath(click.Path):
-    """A path that is not empty: an empty one, as of a variable that is not set, would be the working directory."""
+    """A path that is neither empty, which would be the working directory, nor an option: a variable that is not set would make it so."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not value.strip():
             self.fail("the path is empty", param, ctx)
+        if isinstance(value, str) and value.startswith("--"):
+            self.fail(f"{value!r} looks like an option; write ./{value} for a path of this name", param, ctx)
         return super().convert(value, param, ctx)
 
 

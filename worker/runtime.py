@@ -23,7 +23,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
 from jobs.store.base import ObjectStore
-from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, NightjarError, NotFoundError, SynthesisError
+from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError, NightjarError, NotFoundError, SynthesisError
 from pipelines.registry import describe
 from pipelines.request import Pipeline, engine_info
 from worker.demand import SHARDS_AT_START, Demand
@@ -222,8 +222,8 @@ class Runtime:
     def _open(self, model: str) -> Pipeline:
         try:
             pipeline = self._opened(model)
-        except ConfigError as error:
-            if not (self._up and self.options.private):
+        except (ConfigError, ModelError) as error:
+            if error.code.retryable or not (self._up and self.options.private):
                 raise
             # The shard goes back as it was.
             self._end_with(error)

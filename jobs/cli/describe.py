@@ -135,7 +135,7 @@ def _versions(record: Provenance) -> Iterator[tuple[str, str]]:
     model = record.model
     yield "", f"{model.name}, engine {model.engine}{f', revision {model.revision}' if model.revision else ''}"
     if record.engine is not None:
-        yield "", _fields(msgspec.to_builtins(record.engine))
+        yield "", _fields({name: value for name, value in msgspec.to_builtins(record.engine).items() if value != ""})
     for file in model.files:
         yield "", f"{file.name} sha256 {file.sha256}"
     yield "", ", ".join(f"{name} {version}" for name, version in record.libraries.items())

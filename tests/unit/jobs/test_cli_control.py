@@ -48,6 +48,14 @@ def test_a_path_that_is_empty_is_wrong_usage(words: list[str], tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_option_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--out $FOLDER --dry-run` with FOLDER unset would really run, into a folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["run", "in.jsonl", "--out", "--dry-run"])
+    assert (done.exit_code, "write ./--dry-run for a path of this name" in " ".join(done.output.split())) == (2, True), done.output
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("name", ["SPEECH_HOME", "SPEECH_STORE_URL"])
 def test_a_folder_of_the_environment_that_is_empty_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "")

@@ -78,6 +78,14 @@ def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
     assert [f"{key}={value}" for key, value in sorted(job.labels.items())] == list(options["labels"])  # type: ignore[call-overload]
 
 
+def test_what_an_engine_does_not_have_is_left_out(rig: Rig) -> None:
+    job = submitted(rig, "--model", "fake")
+    put_provenance(rig.store, job, EngineInfo(slots=2))
+    text = shown(rig, job).stdout
+    assert "reproducible=" in text
+    assert "kernels" not in text
+
+
 def test_a_person_sees_what_a_job_is_made_with(rig: Rig) -> None:
     job = submitted(
         rig, "--model", "fake", "--name", "first", "--label", "corpus=evening", "--qa-set", "bounds.pause.low=0.1", "--seed", "3"
