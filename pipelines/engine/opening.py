@@ -202,8 +202,8 @@ def _open_graphs(
         return None, fault
     try:
         executor = graph_executor(
-            model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context, reproducible, streams, persistent, sizes.prefill,
-            sizes.spare_slots,
+            model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context,
+            reproducible, streams, persistent=persistent, prefill=sizes.prefill, spare_slots=sizes.spare_slots,
         )  # fmt: skip
         executor.warm(everything=streams)
     except (torch.OutOfMemoryError, torch.AcceleratorError):
