@@ -55,21 +55,22 @@ class JobOptions(TypedDict, total=False):
     max_attempts: Annotated[int, Field(ge=1, le=100)]
     max_in_flight: Annotated[int, Field(ge=1)]
     error_budget: Annotated[float, Field(ge=0, le=1)]
-    idempotency_key: Annotated[str, Field(min_length=1)]
+    idempotency_key: Annotated[str, Field(pattern=r"\S")]
 
 
 def checked_options(options: JobOptions) -> dict[str, Any]:
     """The options that are given; None counts as not given. Raises `config.invalid` for one that does not exist or cannot be used."""
-    given = {name: value for name, value in options.items() if value is not None}
+    given = plain_numbers({name: value for name, value in options.items() if value is not None})
     try:
         found = _model().model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name = ".".join(map(str, first["loc"][:2]))
+        # What follows the option is the kind that was tried, or a key.
+        name = str(first["loc"][0])
         if first["type"] == "extra_forbidden":
             known = ", ".join(JobOptions.__annotations__)
             raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no option {name!r}.", f"The options are: {known}.") from None
-        message = f"The option {name} is {first['input']!r:.100}: {first['msg'].removeprefix('Value error, ')}."
+        message = f"The option {name} is {first['input']!r:.100}: {first['msg']}."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Correct it; docs/python.md says what the options are.") from None
     values = {name: getattr(found, name) for name in given}
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
@@ -78,10 +79,15 @@ def checked_options(options: JobOptions) -> dict[str, Any]:
 def checked_generation(asked: Mapping[str, Any]) -> Generation:
     """The settings of a `generation`. Raises `config.invalid` for a key that does not exist, and for a value of a wrong type."""
     try:
-        return msgspec.convert(dict(asked), Generation)
+        return msgspec.convert(plain_numbers(asked), Generation)
     except msgspec.ValidationError as error:
         known = ", ".join(Generation.__struct_fields__)
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"The generation is not valid: {error}.", f"Its keys are: {known}.") from None
+
+
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values, with NumPy's numbers as Python's: those of an array are as good as typed ones."""
+    return {name: value.item() if hasattr(value, "item") else value for name, value in values.items()}
 
 
 @cache

@@ -16,6 +16,7 @@ import msgspec
 
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
+from nightjar.options import plain_numbers
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
@@ -105,7 +106,7 @@ class Voice:
         if reference is not None:
             messages.insert(0, Message("user", "audio", reference if isinstance(reference, bytes) else _read(Path(reference))))
         try:
-            wanted = msgspec.convert(asked, Generation)
+            wanted = msgspec.convert(plain_numbers(asked), Generation)
         except msgspec.ValidationError as error:
             message = f"The settings cannot be used: {error}."
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Give numbers and texts as docs/submit.md says.") from None

@@ -11,6 +11,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import pandas
 import pytest
 from lhotse import CutSet, MonoCut, SupervisionSegment, SupervisionSet
@@ -19,6 +20,7 @@ import nightjar
 from jobs.ledger.records import Reading
 from nightjar.inputs import written_input
 from nightjar.job import Job
+from nightjar.options import checked_generation
 from nightjar.runs import _job_options  # pyright: ignore[reportPrivateUsage]
 from pipelines.errors import ConfigError, ErrorCode, InputError, NotFoundError
 from pipelines.request import Generation
@@ -140,6 +142,8 @@ def test_names_of_splits_and_columns_are_not_taken_for_texts(tmp_path: Path, rec
         ({"on_error": "stop"}, "'skip' or 'abort'"),
         ({"input_format": "xlsx"}, "input_format is 'xlsx'"),
         ({"voice": 7}, "voice is 7"),
+        ({"model": 3}, "The option model is 3"),
+        ({"idempotency_key": " "}, "idempotency_key"),
         ({"voice_of": {"robot": "heart"}}, "'user' or 'assistant'"),
         ({"labels": {"corpus": 1}}, "labels.corpus is 1"),
         ({"seed": -1}, "seed is -1"),
@@ -156,6 +160,12 @@ def test_options_that_do_not_exist_or_cannot_be_used_are_refused(options: Any, w
     with pytest.raises(ConfigError, match=words) as caught:
         _job_options(options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    options: Any = {"seed": np.int64(3), "limit": np.int32(2), "generation": {"temperature": np.float32(0.5)}}
+    assert _job_options(options) == _job_options({"seed": 3, "limit": 2, "generation": {"temperature": 0.5}})
+    assert checked_generation({"temperature": np.float64(0.5)}) == Generation(temperature=0.5)
 
 
 def test_options_are_those_of_the_command_and_none_is_the_default(tmp_path: Path) -> None:
