@@ -65,8 +65,9 @@ def checked_options(options: JobOptions) -> dict[str, Any]:
         found = _model().model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        # What follows the option is the kind that was tried, or a key.
-        name = str(first["loc"][0])
+        # What follows the option is a key, or a type that was tried.
+        inside = isinstance(given.get(str(first["loc"][0])), Mapping)
+        name = ".".join(map(str, first["loc"][: 2 if inside else 1]))
         if first["type"] == "extra_forbidden":
             known = ", ".join(JobOptions.__annotations__)
             raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no option {name!r}.", f"The options are: {known}.") from None
