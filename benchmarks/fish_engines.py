@@ -28,8 +28,9 @@ from pipelines.fish_speech.native import prompt_of, shared_prefixes
 from pipelines.fish_speech.pipeline import FishPipeline, NativeFishStreamer, open_stage
 from pipelines.fish_speech.prompt import Vocabulary
 from pipelines.fish_speech.weights import NormedSource
-from pipelines.nn.checkpoint import Checkpoint, TokenModelOptions
+from pipelines.nn.checkpoint import Checkpoint
 from pipelines.nn.dummy import DummyWeights
+from pipelines.nn.options import TokenModelOptions
 
 #: A reference of six seconds, a text and ten seconds of speech; and positions of a page.
 CONTEXT, PAGE_SIZE = 1024, 64

@@ -45,7 +45,7 @@ LEAST_SECONDS = 2.0
 #: The folder that vLLM is installed in, which other steps do not see.
 VLLM_SITE = "NIGHTJAR_VLLM_SITE"
 #: Groups that run when they are named.
-_ASKED_FOR = ("eight", "megakernel")
+_ASKED_FOR = ("eight", "megakernel", "rows")
 MODEL_SIZES = {"0.6b": "0b6", "1.7b": "1b7"}
 
 
@@ -101,18 +101,18 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("throughput 0.6B", "speed", small, 250),
         Step("soak", "speed", soak, 80),
         Step("throughput 1.7B", "speed", large, 140, gpu_only=True),
-        *row_steps(common, tiny, out),
         Step("plots", "speed", ("benchmarks.plots", str(out / "qwen3_tts.json"), str(out / "qwen3_tts_1b7.json")), 20),
         Step("newcomers sooner", "tune", (*sooner, "--json", str(out / "sooner.json")), 70),
         *codec_steps(device, tiny, out, continuous),
         *engine_steps(device, tiny, out),
         *eight_steps(device, tiny, out),
         *megakernel_steps(common, out),
+        *row_steps(common, tiny, out),
     ]
 
 
 def megakernel_steps(common: tuple[str, ...], out: Path) -> list[Step]:
-    """Issue 24: the persistent kernel of the code predictor beside the graph; then 100,000 launches with delays, which take minutes."""
+    """The persistent kernel of the code predictor beside the graph; then 100,000 launches with delays, which take minutes."""
     tests = ("pytest", "-m", "gpu", "tests/gpu/test_persistent_gpu.py", "-q", "-rs", "--timeout=250", "-p", "no:cacheprovider")
     measured = ("benchmarks.megakernel", *common, "--part", "codes,times", "--json", str(out / "megakernel.json"))
     soak = ("benchmarks.megakernel", *common, "--part", "soak", "--frames", "50000", "--json", str(out / "megakernel_soak.json"))
@@ -250,12 +250,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def row_steps(common: tuple[str, ...], tiny: bool, out: Path) -> list[Step]:
-    """512 to 1,024 slots and both ways to prefill, in `tune`; each of the two needs a session of its own."""
+    """512 to 1,024 slots and both ways to prefill; each of the two needs a session of its own."""
     chosen = ("--slots", "4", "6", "--more-text", "0", "40", "--spare", "4") if tiny else ("--lm", "512", "1024", "--spare", "512", "1024")
     rows = ("benchmarks.qwen3_tts_rows", *common, *chosen)
     return [
-        Step("rows 0.6B", "tune", (*rows, "--sizes", "0b6", "--json", str(out / "qwen3_tts_rows.json")), 520),
-        Step("rows 1.7B", "tune", (*rows, "--sizes", "1b7", "--json", str(out / "qwen3_tts_rows_1b7.json")), 520, gpu_only=True),
+        Step("rows 0.6B", "rows", (*rows, "--sizes", "0b6", "--json", str(out / "qwen3_tts_rows.json")), 520),
+        Step("rows 1.7B", "rows", (*rows, "--sizes", "1b7", "--json", str(out / "qwen3_tts_rows_1b7.json")), 520, gpu_only=True),
     ]
 
 
@@ -337,7 +337,7 @@ def main() -> int:
         "--steps",
         nargs="*",
         default=[],
-        help="groups or names of steps (check, speed, tune, engines, spark, fish, eight, megakernel); all but the last two without",
+        help="groups or names of steps (check, speed, tune, engines, spark, fish, eight, megakernel, rows); all but the last three without",
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="minutes for everything")
     parser.add_argument("--device", default="cuda")

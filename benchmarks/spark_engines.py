@@ -22,8 +22,9 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.memory import MemoryNeeds
 from pipelines.engine.opening import open_executor, plan_engine
 from pipelines.engine.token_host import NativeHost
-from pipelines.nn.checkpoint import Checkpoint, TensorSource, TokenModelOptions
+from pipelines.nn.checkpoint import Checkpoint, TensorSource
 from pipelines.nn.dummy import DummyWeights
+from pipelines.nn.options import TokenModelOptions
 from pipelines.request import SynthesisRequest
 from pipelines.results import Meta
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec

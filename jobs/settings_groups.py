@@ -92,13 +92,14 @@ class EngineSettings(SettingsGroup):
         default="auto", description="Engine of models that both can run: `native` or `vllm`. `auto`: the one of docs/models.md."
     )
     slots: PositiveInt | None = Field(
-        default=None, description="Utterances that run at the same time. Unset: as many as the GPU's memory holds well (docs/models.md)."
+        default=None, description="Utterances that run at the same time. Unset: by the engine and the GPU's memory (docs/models.md)."
     )
     waiting_room: PositiveInt | None = Field(
         default=None, description="Maximum requests that wait in the engine for a slot. Unset: on a GPU as many as there are slots."
     )
     memory_share: Annotated[float, Field(gt=0, le=1)] | None = Field(
-        default=None, description="Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of what is free."
+        default=None,
+        description="Share of the GPU's memory for the engine (`vllm`: for the LM). Unset: 0.9 of what is free; `vllm`: by the model.",
     )
     reproducible: bool | None = Field(
         default=None, description="Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."
@@ -107,15 +108,16 @@ class EngineSettings(SettingsGroup):
     prefill: Literal["padded", "packed"] = Field(
         default="padded",
         description="Engine `native`, graphs: how prompts are computed. `packed`: one after the other, without padding; not measured yet, "
-        "and not for `reproducible`.",
+        "and refused with `reproducible` and without graphs.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None, description="Data type of the weights. Unset: bfloat16 on a GPU, float32 on a CPU."
+        default=None, description="Data type of the weights, on `vllm` of the LM's. Unset: bfloat16 on a GPU, float32 on a CPU."
     )
     executor: Literal["auto", "eager", "graph", "megakernel"] = Field(
         default="auto",
         description="How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower. `auto`: the best. "
-        "`megakernel`: as `graph`, and one persistent kernel for one or two Qwen3-TTS utterances at a time; not measured yet.",
+        "`megakernel`: as `graph`, and one persistent kernel for one or two Qwen3-TTS utterances at a time, compiled at first use "
+        "by nvcc or nvrtc; not for `reproducible`, and not measured yet.",
     )
 
     voice_cache: Path | None = Field(

@@ -9,6 +9,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,7 @@ SOURCES = Path(__file__).parent / "cuda"
 NAMES = ("skinny", "predictor_attention", "sampler")
 #: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer GPU makes its own.
 SHIPPED_TARGETS = ("sm_90a", "compute_90")
+_INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 def target_for(capability: tuple[int, int]) -> str:
@@ -32,9 +34,9 @@ def target_for(capability: tuple[int, int]) -> str:
 
 
 def file_name(name: str, target: str) -> str:
-    """The name of one source's code for one target. It changes with the sources, so code of others is never taken for this."""
-    parts = [path.read_bytes() for path in (SOURCES / f"{name}.cu", *sorted(SOURCES.glob("*.cuh")))]
-    digest = hashlib.sha256(b"\0".join([*parts, target.encode()])).hexdigest()[:16]
+    """The name of one source's code for one target. It changes with the source and its headers, so no other code is taken for it."""
+    parts = [(SOURCES / f"{name}.cu").read_text(), *(text for _, text in sorted(_headers(name).items())), target]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     return f"{name}-{target}-{digest}.{'ptx' if target.startswith('compute_') else 'cubin'}"
 
 
@@ -82,7 +84,19 @@ def _compiled(name: str, target: str, kept: Path, before: bytes | None) -> bytes
 
 def compiled(name: str, target: str) -> bytes:
     """Code of one source for a target. Raises RuntimeError with the compilers' words."""
-    return toolchain.compile_cuda(SOURCES / f"{name}.cu", {path.name: path.read_text() for path in SOURCES.glob("*.cuh")}, target)
+    return toolchain.compile_cuda(SOURCES / f"{name}.cu", _headers(name), target)
+
+
+def _headers(name: str) -> dict[str, str]:
+    """Texts of the headers that a source includes, itself or by another header, by name."""
+    found: dict[str, str] = {}
+    waiting = _INCLUDED.findall((SOURCES / f"{name}.cu").read_text())
+    while waiting:
+        header = waiting.pop()
+        if header not in found:
+            found[header] = (SOURCES / header).read_text()
+            waiting += _INCLUDED.findall(found[header])
+    return found
 
 
 def _is_own(folder: Path) -> bool:

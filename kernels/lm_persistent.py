@@ -46,7 +46,7 @@ class Cut:
 CUTS: dict[tuple[int, ...], Cut] = {
     (1024, 3072, 16, 8, 128, 2048, 5, 15): Cut("persistent_published", 128, 8, 4, 232_448),
     (64, 96, 4, 2, 32, 48, 2, 4): Cut("persistent_tiny", 4, 2, 1, 32_768),
-    (40, 80, 4, 2, 32, 256, 2, 15): Cut("persistent_golden", 8, 2, 2, 65_536),
+    (40, 80, 4, 2, 32, 256, 2, 15): Cut("persistent_golden", 4, 2, 2, 65_536),
 }
 
 
@@ -77,7 +77,16 @@ def cut_of(depth: DepthTensors) -> Cut | None:
     """How this predictor is cut; None where there is no kernel for it."""
     stack, (behind, codes, _) = depth.stack, depth.heads.shape
     inner = stack.layers[0].down.shape[1]
-    return CUTS.get((stack.hidden, inner, stack.heads, stack.kv_heads, stack.head_dim, codes, len(stack.layers), behind))
+    cut = CUTS.get((stack.hidden, inner, stack.heads, stack.kv_heads, stack.head_dim, codes, len(stack.layers), behind))
+    return cut if cut is not None and all_blocks_speak(cut.blocks, stack.hidden, inner) else None
+
+
+def all_blocks_speak(blocks: int, width: int, inner: int) -> bool:
+    """Whether each block owns rows of the state or of the inner width, as `Shape` of persistent_shape.cuh wants it.
+
+    A block without any could still read attention's result of a layer when the others write that of the next one over it.
+    """
+    return any((blocks - 1) * 8 * -(-n // (8 * blocks)) < n for n in (width, inner))
 
 
 def known(weights: FrameTensors) -> bool:

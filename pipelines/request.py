@@ -177,7 +177,8 @@ class EngineInfo:
     waiting_room: int = 0
     device: str = ""
     dtype: str = ""
-    #: How a frame is run, and what its kernels are made with (such as `fused CUDA`, `Triton`, `plain`); empty where there is no choice.
+    #: How a frame is run, and what its kernels are made with (such as `fused CUDA`, `Triton`, `plain`), then what else was chosen that
+    #: changes bits (such as `packed prefill`); empty where there is no choice.
     executor: str = ""
     kernels: str = ""
     #: Pages of the KV cache, and positions of a page; 0 where an engine has none.

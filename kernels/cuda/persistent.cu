@@ -15,4 +15,4 @@
 // width, inner, heads, kv heads, head, codes, layers, codebooks behind; blocks, warps, tiles a chunk, stages of the ring; rows.
 KERNELS(persistent_published, 232448, 1024, 3072, 16, 8, 128, 2048, 5, 15, 128, 8, 4, 8)
 KERNELS(persistent_tiny, 32768, 64, 96, 4, 2, 32, 48, 2, 4, 4, 2, 1, 3)
-KERNELS(persistent_golden, 65536, 40, 80, 4, 2, 32, 256, 2, 15, 8, 2, 2, 4)
+KERNELS(persistent_golden, 65536, 40, 80, 4, 2, 32, 256, 2, 15, 4, 2, 2, 4)

@@ -8,7 +8,7 @@
 // exchange, and every block draws the code by itself.
 //
 // A packet's place is written again only by a block that has received something from every block since the place was read, so no reader
-// can be overtaken. Epochs count exchanges over all launches, modulo 2^32: each place is written in each launch, so what it holds is
+// can be overtaken; attention's places need blocks that all own rows of the state or of the inner width (`Shape`). Epochs count exchanges over all launches, modulo 2^32: each place is written in each launch, so what it holds is
 // younger than one launch. A reader that asks `patience` times in vain reports a fault, stops waiting for anything, and goes on to the
 // end with whatever is there: all blocks end, and the flags say that the frame is void.
 #pragma once

@@ -44,6 +44,8 @@ struct Shape {
     __device__ static constexpr int groups(int n) { return parts(n, BLOCKS * 8); }
     __device__ static constexpr int steps(int inner) { return parts(inner, WARPS * 32); }
     __device__ static constexpr int chunks(int inner, int groups) { return parts(steps(inner) * groups, TILES); }
+    // Then every block has told all others something of a layer before the next one writes attention's places again.
+    static_assert((BLOCKS - 1) * 8 * groups(WIDTH) < WIDTH || (BLOCKS - 1) * 8 * groups(INNER) < INNER, "the last block owns no row");
     static constexpr int LAYER_CHUNKS = chunks(WIDTH, groups(QKV)) + chunks(MIXED, groups(WIDTH)) + chunks(WIDTH, 2 * groups(INNER)) +
                                         chunks(INNER, groups(WIDTH));
     static constexpr int HEAD_CHUNKS = chunks(WIDTH, groups(CODES)), BLOCK_CHUNKS = LAYERS * LAYER_CHUNKS + BEHIND * HEAD_CHUNKS;

@@ -148,10 +148,17 @@ class ContinuousLane(Generic[T]):
                 thread.join()
 
     def _start_steps(self) -> None:
-        with on_device(self._device):
-            while self._start_next():
-                pass
-        self._under_way.put(None)
+        try:
+            with on_device(self._device):
+                while self._start_next():
+                    pass
+        except Exception as error:
+            log.exception("the codec failed")
+            with self._wake:
+                self._closing = True
+            self._under_way.put(([*self._inside, *self._waiting], failure(error)))
+        finally:
+            self._under_way.put(None)
 
     def _start_next(self) -> bool:
         """Starts a step when it is due. False once the lane is closed and nothing is left."""
@@ -191,7 +198,8 @@ class ContinuousLane(Generic[T]):
         for one in self._inside:
             if one.over and one.state is not None:
                 self._steps.leave(one.state)
-        self._inside = [one for one in self._inside if not one.over]
+                one.state = None
+        self._inside = [one for one in self._inside if one.state is not None]
 
     def _joining(self) -> list[_Utterance[T]]:
         """Those that waited longest, as many as there are free rows."""
@@ -206,6 +214,7 @@ class ContinuousLane(Generic[T]):
             one.tell(one.samples)
             return
         try:
+            one.samples = np.empty(len(one.codes) * self._steps.samples_per_frame, np.float32)
             one.state = self._steps.enter(one.codes, one.start)
             assert one.state is not None, "a row is free"
         except Exception as error:
@@ -214,7 +223,6 @@ class ContinuousLane(Generic[T]):
             one.tell(failure(error))
         else:
             one.start = None
-            one.samples = np.empty(len(one.codes) * self._steps.samples_per_frame, np.float32)
             self._inside.append(one)
 
     def _step(self) -> None:
@@ -253,17 +261,19 @@ class ContinuousLane(Generic[T]):
 
     def _hand_on(self, group: list[_Utterance[T]], outcome: SamplesOnTheWay | NightjarError) -> None:
         """Waits for a step's samples, and tells those that are complete or that a fault has hit."""
-        error = outcome if isinstance(outcome, NightjarError) else fault_of(outcome)
+        if isinstance(outcome, NightjarError):
+            self._step_over()
+            _tell_all(group, outcome)
+            return
+        error = fault_of(outcome)
         self._step_over()
+        if error is not None:
+            _tell_all(group, error)
+            return
         for at, one in enumerate(group):
-            if one.over:
-                continue
-            if error is None and not isinstance(outcome, NightjarError):
+            if not one.over:
                 self._hear(one, outcome, at)
-            elif error is not None:
-                one.tell(error)
-        if error is None and not isinstance(outcome, NightjarError):
-            outcome.release()
+        outcome.release()
 
     def _hear(self, one: _Utterance[T], samples: SamplesOnTheWay, at: int) -> None:
         place = one.samples[one.heard : one.heard + self._steps.frames * self._steps.samples_per_frame]
@@ -272,3 +282,10 @@ class ContinuousLane(Generic[T]):
             one.tell(error)
         elif one.heard == len(one.samples):
             one.tell(one.samples)
+
+
+def _tell_all(group: Sequence[_Utterance[T]], error: NightjarError) -> None:
+    """Tells all whose receivers were told nothing yet."""
+    for one in group:
+        if not one.over:
+            one.tell(error)

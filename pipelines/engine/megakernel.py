@@ -17,31 +17,39 @@ log = logging.getLogger(__name__)
 
 
 class PersistentKernelError(RuntimeError):
-    """Blocks of the persistent kernel waited for each other in vain; from now on frames run without it."""
+    """Blocks of the persistent kernel waited for each other until their patience ended."""
 
     def __init__(self) -> None:
-        super().__init__("Blocks of the persistent kernel waited for each other in vain; from now on frames run without it")
+        super().__init__("The persistent kernel timed out; later frames run without it.")
 
 
 class MegakernelExecutor(GraphExecutor):
     """The graph executor whose graphs of one and two rows have a cooperative launch in the place of the predictor's kernels.
 
     Where there is no such kernel for a model or a device, a warning says so and all graphs are plain. When a launch gives up, the frames
-    under way raise `PersistentKernelError`, which fails requests that may be tried again, and from then on all graphs are plain.
+    under way raise `PersistentKernelError`, which fails requests that may be tried again, and from then on all graphs are plain. Where all
+    graphs are plain, `name` is that of the graph executor.
     """
 
     name = "megakernel"
     _predictor: Predictor | None = None
     _plain = False
 
+    def warm(self, everything: bool = False) -> None:
+        self._has_kernel()
+        super().warm(everything)
+
     def frames(self, slots: Sequence[int], count: int, settings: FrameSettings) -> PendingFrames:
         return _Watched(super().frames(slots, count, settings), self)
 
     def give_up(self) -> None:
-        """Forgets the graphs with a persistent kernel; plain ones take their place when they are needed."""
+        """Forgets the graphs with a persistent kernel, and logs who waited; plain ones take their place when they are needed."""
         torch.cuda.synchronize(self.kv.k.device)  # nothing under way may use what goes now
-        self._plain, self._predictor = True, None
+        self._turn_plain()
         for bucket in ROWS:
+            frame = self._frames.get(bucket)
+            if isinstance(frame, PersistentFrame) and (fault := frame.behind.fault) is not None:
+                log.warning("the persistent kernel for %d rows timed out: %s", bucket, fault)
             self._graphs.pop(bucket, None)
             self._frames.pop(bucket, None)
             self._buckets.captured.discard(bucket)
@@ -49,7 +57,7 @@ class MegakernelExecutor(GraphExecutor):
     def _capture(self, bucket: int) -> torch.cuda.CUDAGraph:
         try:
             return super()._capture(bucket)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except RuntimeError as error:
             if self._plain or bucket not in ROWS:
@@ -59,21 +67,22 @@ class MegakernelExecutor(GraphExecutor):
         return super()._capture(bucket)
 
     def _new_frame(self, bucket: int) -> FusedFrame:
-        predictor = self._packed() if bucket in ROWS and not self._plain else None
-        if predictor is None:
+        if bucket not in ROWS or not self._has_kernel():
             return super()._new_frame(bucket)
-        plan = plan_for(bucket, self._tensors.backbone.hidden)
-        return PersistentFrame(PredictorRun(predictor, bucket), self.state.tensors(), self.kv.k, self.kv.v, plan)
-
-    def _packed(self) -> Predictor | None:
-        """The weights as the kernel reads them, made when they are first needed; None where there is no kernel for the model."""
         if self._predictor is None:
-            if known(self._tensors):
-                self._predictor = Predictor(self._tensors)
-            else:
-                log.warning("there is no persistent kernel for this model; frames run in plain graphs")
-                self._plain = True
-        return self._predictor
+            self._predictor = Predictor(self._tensors)  # the weights as the kernel reads them
+        plan = plan_for(bucket, self._tensors.backbone.hidden)
+        return PersistentFrame(PredictorRun(self._predictor, bucket), self.state.tensors(), self.kv.k, self.kv.v, plan)
+
+    def _has_kernel(self) -> bool:
+        """Whether frames may have a persistent kernel; the first time, a warning where there is none for the model."""
+        if not self._plain and not known(self._tensors):
+            log.warning("there is no persistent kernel for this model; frames run in plain graphs")
+            self._turn_plain()
+        return not self._plain
+
+    def _turn_plain(self) -> None:
+        self._plain, self._predictor, self.name = True, None, GraphExecutor.name
 
 
 class _Watched:

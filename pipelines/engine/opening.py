@@ -141,6 +141,12 @@ def check_executor(
     if prefill == "packed" and reproducible and on_gpu:
         advice = "Unset SPEECH_ENGINE__PREFILL, or unset SPEECH_ENGINE__REPRODUCIBLE."
         raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill is not reproducible.", advice)
+    if prefill == "packed" and (kind == "eager" or not on_gpu):
+        advice = "Unset SPEECH_ENGINE__PREFILL; on a GPU, unset SPEECH_ENGINE__EXECUTOR instead if it is eager."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "The packed prefill needs the graph executor and a CUDA device.", advice)
+    if kind == "megakernel" and reproducible and on_gpu:
+        advice = "Set SPEECH_ENGINE__EXECUTOR to graph, or unset it; or unset SPEECH_ENGINE__REPRODUCIBLE."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "The megakernel executor is not reproducible.", advice)
     if kind in ("graph", "megakernel") and not on_gpu:
         advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it."
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"The {kind} executor needs a CUDA device.", advice)
@@ -149,12 +155,17 @@ def check_executor(
             f"The kernels of graphs need pages of a power of two of positions, and a maximum of {LARGEST_PAGE}; page_size is {page_size}."
         )
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Leave the option page_size out, or set it to 64.")
-    if on_gpu and (kind in ("graph", "megakernel") or reproducible):
+    if on_gpu and _needs_graphs(kind, reproducible, prefill):
         if (fault := _unknown_heads(stacks)) is not None:
-            advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it, and unset SPEECH_ENGINE__REPRODUCIBLE."
+            advice = "Set SPEECH_ENGINE__EXECUTOR to eager, or unset it, and unset SPEECH_ENGINE__REPRODUCIBLE and SPEECH_ENGINE__PREFILL."
             raise ConfigError(ErrorCode.CONFIG_INVALID, f"The graph executor cannot run this model. {fault}", advice)
         if (fault := triton_fault()) is not None:
             raise _no_graphs(fault)
+
+
+def _needs_graphs(kind: ExecutorKind, reproducible: bool, prefill: Prefill) -> bool:
+    """Whether a GPU's engine was asked for what the eager executor does not have."""
+    return kind in ("graph", "megakernel") or reproducible or prefill == "packed"
 
 
 def _unknown_heads(stacks: Iterable[Heads]) -> str | None:
@@ -172,7 +183,8 @@ def open_executor(
 
     The first graphs are captured before this returns; all of them where it is made for `streams`, whose frames go first on the device.
     Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
-    Raises `ConfigError` (`config.invalid`) when graphs are asked for where they cannot run, or `reproducible` on a GPU without them.
+    Raises `ConfigError` (`config.invalid`) when graphs or packed prefill are asked for where they cannot run, or `reproducible` on a GPU
+    without them.
     """
     check_executor(model.device, kind, reproducible, sizes.page_size, model.tensors.stacks, sizes.prefill)
     if kind != "eager" and model.device.type == "cuda":
@@ -180,7 +192,7 @@ def open_executor(
             executor, fault = _open_graphs(model, sizes, reproducible, streams > 0, kind == "megakernel")
         if executor is not None:
             return executor
-        if kind in ("graph", "megakernel") or reproducible:
+        if _needs_graphs(kind, reproducible, sizes.prefill):
             raise _no_graphs(fault)
         log.warning(
             "%s Frames run as single PyTorch ops (the eager executor) instead of one graph launch each, which is much slower.%s",

@@ -20,7 +20,8 @@ from pipelines.engine.token_host import NativeHost
 from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
 from pipelines.fish_speech.model import FishModel, load_weights
 from pipelines.fish_speech.prompt import Prompt, prompt_of
-from pipelines.nn.checkpoint import Checkpoint, NativeModelOptions
+from pipelines.nn.checkpoint import Checkpoint
+from pipelines.nn.options import NativeModelOptions
 
 #: Of the codec's decoder in bfloat16: four tensors of its widest part, 96 channels at every sample of a frame. Computed, not measured.
 _DECODED_FRAME_BYTES = 4 * 2 * 96 * 2048
@@ -80,10 +81,15 @@ def open_host(
 
 def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
     """The positions that other prompts begin with too, those of its voice and of its dialogue so far, known by ids and codes of frames."""
-    ids = np.asarray(prompt.ids, np.int64)
-    frames = np.cumsum((ids >= semantic.start) & (ids < semantic.stop))
-    prefixes: list[PromptPrefix] = []
-    for length in prompt.shared:
-        content = ids[:length].tobytes() + prompt.codes[: frames[length - 1]].astype(np.int64).tobytes()
-        prefixes.append(PromptPrefix(hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest(), length))
+    length = max(prompt.shared, default=0)
+    # A row a position, so that the bytes before an end do not depend on the ends before it.
+    rows = np.zeros((length, 1 + prompt.codes.shape[1]), np.int64)
+    rows[:, 0] = prompt.ids[:length]
+    frames = (rows[:, 0] >= semantic.start) & (rows[:, 0] < semantic.stop)
+    rows[frames, 1:] = prompt.codes[: np.count_nonzero(frames)]
+    hasher, start, prefixes = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, list[PromptPrefix]()
+    for end in prompt.shared:
+        hasher.update(rows[start:end].tobytes())
+        prefixes.append(PromptPrefix(hasher.copy().digest(), end))
+        start = end
     return prefixes

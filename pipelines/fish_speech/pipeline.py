@@ -21,7 +21,8 @@ from pipelines.fish_speech.multi_turn import TurnEngine, TurnPlan
 from pipelines.fish_speech.native import load_model, open_host, plan_sizes
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
 from pipelines.fish_speech.weights import check_language_model
-from pipelines.nn.checkpoint import NativeModelOptions, TokenModelOptions, open_device, precision, read_options, take_engine, type_name
+from pipelines.nn.checkpoint import open_device, precision, type_name
+from pipelines.nn.options import NativeModelOptions, TokenModelOptions, read_options, take_engine
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.tokens import TokenHost, TokenRequestInfo, Tokens, TokenStreamer, TokenUtteranceFuture, token_sampling
@@ -124,7 +125,8 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)
     config = FishConfig.from_folder(folder)
-    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.slow, config.fast])
+    stacks = [config.slow, config.fast]
+    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, stacks, chosen.prefill)
     sizes = plan_sizes(config, chosen, device, dtype, _CONTEXT)
     vocabulary = Vocabulary.from_folder(config)
     codec = load_codec(config, device, precision(chosen.codec_dtype or chosen.dtype, device), chosen.reproducible)

@@ -1,4 +1,4 @@
-"""Checkpoints as a person opens them: options, device and precision; and strict reading of safetensors, never pickle."""
+"""Checkpoints as a person opens them: device and precision; and strict reading of safetensors, never pickle."""
 
 from __future__ import annotations
 
@@ -6,22 +6,19 @@ import json
 import logging
 import math
 import os
-import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, Self
 
-import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipelines.engine_choice import VISIBLE, EngineKind, automatic_engine, has_gpu
+from pipelines.engine_choice import VISIBLE, has_gpu
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError
-from pipelines.vllm_engine.options import VllmOptions
 
 log = logging.getLogger(__name__)
 
@@ -236,26 +233,7 @@ def _check_shard(index: Path, file: str, stored: Iterable[str], files: dict[str,
         raise bad_checkpoint(f"Tensor {min(held - listed)} is in {index.parent / file} but is not listed in {index}.")
 
 
-T = TypeVar("T")
-
-#: msgspec crashes where two threads use a class for the first time at once.
-_converting = threading.Lock()
 Precision = Literal["float32", "bfloat16", "float16"]
-
-
-def read_options(kind: type[T], given: Mapping[str, Any]) -> T:
-    """The dataclass `kind` of options by name.
-
-    Raises `ConfigError` (`config.invalid`) for an option that it does not have, or a value that this one cannot have.
-    """
-    known = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
-    if unknown := sorted(set(given) - known):
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown option {unknown[0]!r}.", f"Options are: {', '.join(sorted(known))}.")
-    try:
-        with _converting:
-            return msgspec.convert(dict(given), kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"An option has a wrong value: {error}.", "Correct it, or leave it out.") from error
 
 
 def open_device(name: str | None, threads: int | None = None) -> torch.device:
@@ -317,119 +295,3 @@ def device_name(device: torch.device) -> str:
 def type_name(dtype: torch.dtype) -> str:
     """`float32` of `torch.float32`."""
     return str(dtype).removeprefix("torch.")
-
-
-@dataclass(frozen=True, slots=True)
-class _EngineOption:
-    engine: EngineKind = "auto"
-
-
-def take_engine(options: Mapping[str, Any]) -> tuple[Literal["native", "vllm"], dict[str, Any]]:
-    """The engine that the option `engine` chooses where both can run a model, and the other options. Raises as `read_options`."""
-    rest = {name: value for name, value in options.items() if name != "engine"}
-    chosen = read_options(_EngineOption, {name: value for name, value in options.items() if name == "engine"}).engine
-    return automatic_engine(rest.get("device")) if chosen == "auto" else chosen, rest
-
-
-#: Requests that wait for a slot on a CPU.
-_CPU_WAITING_ROOM = 64
-
-
-@dataclass(frozen=True, slots=True)
-class ModelOptions:
-    """How a checkpoint is opened, on either engine; None means the best for the device."""
-
-    #: On vLLM of the codec and the reference encoder: vLLM takes the device it was built for.
-    device: str | None = None
-    dtype: Precision | None = None
-    codec_dtype: Precision | None = None
-    #: A request's codes are the same bits alone and in any company, for some throughput. Refused by vLLM.
-    reproducible: bool = False
-    #: Sequences that run at once, and that wait before `submit` blocks.
-    slots: int | None = None
-    waiting_room: int | None = None
-    #: Share of the GPU's memory: on our own engine for all of it, weights, KV cache, codec and graphs; on vLLM for the LM.
-    memory_share: float | None = None
-    max_context: int | None = None
-    #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of failing.
-    keep_unfinished: bool = False
-    #: CPU threads, on vLLM of the codec and the reference encoder; results in float32 on CPU are the same bits in any batch with one.
-    threads: int | None = None
-
-    def context(self, default: int) -> int:
-        """Positions of a sequence at most; `default`: where nobody chose."""
-        return default if self.max_context is None else self.max_context
-
-
-class EngineSizes(TypedDict):
-    """What `pipelines.engine.opening.plan_engine` asks of a person's choice."""
-
-    slots: int | None
-    streams: int
-    pages: int | None
-    page_size: int
-    memory_share: float | None
-    prefill: Literal["padded", "packed"]
-
-
-@dataclass(frozen=True, slots=True)
-class NativeModelOptions(ModelOptions):
-    """How a checkpoint whose LM runs on our own engine is opened; None means the best for the device."""
-
-    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels; "auto": graphs on a CUDA device with Triton.
-    #: "megakernel": as graphs, with one persistent kernel for one or two utterances of Qwen3-TTS; not measured yet.
-    executor: Literal["auto", "eager", "graph", "megakernel"] = "auto"
-    #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU everything that they, or any
-    #: request, need is compiled and captured before the pipeline is open, which takes a while.
-    streams: int = 0
-    #: KV pages of `page_size` positions.
-    pages: int | None = None
-    page_size: int = 64
-    #: Graphs only: prompts padded to shapes of whole pages, or one after the other, which was not measured yet and is not reproducible.
-    prefill: Literal["padded", "packed"] = "padded"
-
-    @property
-    def sizes(self) -> EngineSizes:
-        """The sizes of the engine as far as they were chosen."""
-        return {
-            "slots": self.slots,
-            "streams": self.streams,
-            "pages": self.pages,
-            "page_size": self.page_size,
-            "memory_share": self.memory_share,
-            "prefill": self.prefill,
-        }
-
-    def room(self, slots: int, device: torch.device) -> int:
-        """How many requests may wait for one of so many slots."""
-        return self.waiting_room or (slots if device.type == "cuda" else _CPU_WAITING_ROOM)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenModelOptions(ModelOptions):
-    """How a checkpoint whose LM runs on vLLM is opened; None means the best for the device. The LM's are those of `VllmOptions`."""
-
-    cpu_kv_gib: int = 1
-    step_tokens: int | None = None
-    tensor_parallel: int = 1
-    eager: bool | None = None
-
-    def vllm(self, memory_share: float, context: int, max_positions: int) -> VllmOptions:
-        """What vLLM is told, with a model's own memory share and context where nothing was asked for.
-
-        Raises `ConfigError` (`config.invalid`) for the reproducible mode.
-        """
-        if self.reproducible:
-            advice = "Leave SPEECH_ENGINE__REPRODUCIBLE unset for models of this engine."
-            raise ConfigError(ErrorCode.CONFIG_INVALID, "The engine vllm has no reproducible mode.", advice)
-        return VllmOptions(
-            dtype=self.dtype,
-            memory_share=memory_share if self.memory_share is None else self.memory_share,
-            cpu_kv_gib=self.cpu_kv_gib,
-            max_sequences=self.slots,
-            waiting_room=self.waiting_room,
-            max_context=min(self.context(context), max_positions),
-            step_tokens=self.step_tokens,
-            tensor_parallel=self.tensor_parallel,
-            eager=self.eager,
-        )

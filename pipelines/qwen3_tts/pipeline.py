@@ -24,7 +24,8 @@ from pipelines.engine.opening import check_executor, open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, ModelError, NightjarError, SynthesisError
-from pipelines.nn.checkpoint import Checkpoint, NativeModelOptions, open_device, precision, read_options, type_name
+from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
+from pipelines.nn.options import NativeModelOptions, read_options
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
@@ -36,7 +37,7 @@ from pipelines.qwen3_tts.speaker import PreparedVoice, SpeakerEncoder, VoiceCach
 from pipelines.qwen3_tts.text_in import OpenText
 from pipelines.qwen3_tts.weights import take_weights
 from pipelines.recording_files import RecordingFiles
-from pipelines.request import AudioChunk, Generation, PreparedRequest, SynthesisRequest
+from pipelines.request import AudioChunk, EngineInfo, Generation, PreparedRequest, SynthesisRequest
 from pipelines.results import FinishedCodes, OnDone, RequestInfo, SpeechPipeline, Streamer, UtteranceFuture, no_audio
 from pipelines.streams import End, Heard, IdStream, TextStream
 from pipelines.validation import bounded, bounded_top_k, check_room, either, frames_within
@@ -196,6 +197,13 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
             error = refused
         if error is not None:
             log.warning("speech could not be made while the model was opened: %s", error)
+
+    @property
+    def info(self) -> EngineInfo:
+        """How the engine was opened, and what of the codec is not as by default."""
+        info, decoder = super().info, self.codec.decoder
+        chosen = {"continuous codec": decoder.utterances is not None, "fused codec front": self._options.codec_fused_front}
+        return replace(info, kernels=", ".join([info.kernels, *(name for name, on in chosen.items() if on)]))
 
     def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
         """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""

@@ -13,7 +13,8 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.memory import MemoryNeeds
 from pipelines.engine.opening import context_of, open_executor, plan_engine
 from pipelines.engine.token_host import NativeHost
-from pipelines.nn.checkpoint import Checkpoint, NativeModelOptions
+from pipelines.nn.checkpoint import Checkpoint
+from pipelines.nn.options import NativeModelOptions
 from pipelines.spark_tts.config import BICODEC, LLM, WAV2VEC2, SparkConfig
 from pipelines.spark_tts.model import Prompt, SparkModel
 from pipelines.spark_tts.prompt import Vocabulary

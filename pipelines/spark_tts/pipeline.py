@@ -13,18 +13,8 @@ from numpy.typing import NDArray
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import check_executor
 from pipelines.errors import ConfigError, ErrorCode, InputError
-from pipelines.nn.checkpoint import (
-    Checkpoint,
-    NativeModelOptions,
-    Precision,
-    TokenModelOptions,
-    open_device,
-    precision,
-    read_options,
-    require_names,
-    take_engine,
-    type_name,
-)
+from pipelines.nn.checkpoint import Checkpoint, Precision, open_device, precision, require_names, type_name
+from pipelines.nn.options import NativeModelOptions, TokenModelOptions, read_options, take_engine
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec
@@ -196,7 +186,7 @@ def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)
     config = SparkConfig.from_folder(folder)
-    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm])
+    check_executor(device, chosen.executor, chosen.reproducible, chosen.page_size, [config.lm], chosen.prefill)
     sizes = plan_sizes(config, chosen, device, dtype)
     vocabulary, references, codec = _load_parts(config, device, precision(chosen.codec_dtype or chosen.dtype, device))
     lm, stage = load_lm(config, vocabulary, sizes, device, dtype), open_stage(codec, chosen.reproducible)

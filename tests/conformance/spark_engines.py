@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from pipelines.request import Generation, Message, SynthesisRequest
-from pipelines.spark_tts.pipeline import CREATION_EXTRAS, SparkPipeline, open_pipeline
+from pipelines.spark_tts.pipeline import SparkPipeline, open_pipeline
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling, token_sampling
 from tests.conformance.token_engines import SECONDS, check_share, staggered
 from tests.support.golden_arrays import flat
@@ -175,17 +175,14 @@ def _stream(opened: Opened, case: Item) -> None:
 
 def _request(opened: Opened, case: Item) -> SynthesisRequest:
     """A case in the words of a dialogue."""
-    config = opened.golden.config
+    seconds = opened.golden.arrays(case["file"])["wav"].size / opened.pipeline.sample_rate
     messages = [Message("user", "text", case["text"])]
-    before = 1
     if "wav" in case:
         messages.insert(0, Message("user", "audio", opened.golden.wav(case["wav"])))
-    else:
-        before = config.bicodec.speaker.tokens + CREATION_EXTRAS
     generation = Generation(
         voice=f"{case['gender']}/{case['pitch']}/{case['speed']}" if "gender" in case else None,
         reference_text=case.get("ref_text"),
         temperature=0.0,
-        max_seconds=(case["max_new_tokens"] - before - 1) / config.tokens_per_second,
+        max_seconds=seconds,
     )
     return SynthesisRequest(case["name"], tuple(messages), generation)

@@ -15,9 +15,9 @@ import torch
 
 from kernels import binaries, lm_persistent, toolchain
 from kernels.dummy import SMALL, Maker, Shape
-from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Trial, epochs_of, kernel_name, known
+from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Trial, all_blocks_speak, epochs_of, kernel_name, known
 from kernels.reference import ENDED, NOT_FINITE
-from tests.support import persistent_kit
+from tests.support import cuda_emulated, persistent_kit
 from tests.support.lm_checks import vary_draws
 from tests.support.persistent_kit import GOLDEN, LEAST, ODD, SHARED, SMALLEST, Emulated, Made, case, last_logits, launched, run_of, twin
 
@@ -76,16 +76,19 @@ def test_a_row_does_not_see_its_neighbour(greedy: bool) -> None:
         assert torch.equal(made.inputs[alone.rows], together.inputs[alone.rows])
 
 
-def test_frames_follow_each_other_in_any_order_of_threads_with_stumbling_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = case(SMALLEST, 2, seed=2)
+@pytest.mark.parametrize(("shape", "orders"), [(SMALLEST, 12), (GOLDEN, 4)])
+def test_frames_follow_each_other_in_any_order_of_threads_with_stumbling_blocks(
+    shape: Shape, orders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = case(shape, 2, seed=2)
     wanted = launched(run_of(one), one)
     for delay in (0, 40):
         run = run_of(one, trial=Trial(seed=delay, delay=delay))
-        for seed in range(12):
+        for seed in range(orders):
             monkeypatch.setattr(Emulated, "seed", seed)
             assert equal(launched(run, one), wanted), f"seed {seed}, delay {delay}"
         assert run.fault is None
-        assert int(run.control[0]) == 12 * epochs_of(run.predictor.depth)
+        assert int(run.control[0]) == orders * epochs_of(run.predictor.depth)
 
 
 def test_a_thousand_frames_pass_without_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +156,23 @@ def test_models_without_a_kernel_are_not_known() -> None:
     assert not known(other)
     with pytest.raises(ValueError, match="no persistent kernel"):
         Predictor(other)
+
+
+@pytest.mark.parametrize(("blocks", "inner"), [(8, 80), (6, 104)])
+def test_a_cut_with_a_block_that_owns_no_row_is_refused(blocks: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = Maker("cpu", torch.bfloat16).frame(GOLDEN)
+    for key, cut in persistent_kit.CUTS.items():
+        assert all_blocks_speak(cut.blocks, *key[:2]), cut.name
+    (key,) = (key for key, cut in persistent_kit.CUTS.items() if cut.name == "persistent_golden")
+    monkeypatch.setitem(persistent_kit.CUTS, key, replace(persistent_kit.CUTS[key], blocks=8))
+    assert not known(weights)
+    assert not all_blocks_speak(blocks, 72 if inner == 104 else 40, inner)
+
+
+def test_a_kernel_with_a_block_that_owns_no_row_does_not_compile() -> None:
+    edits = {"32, 256, 2, 15, 4, 2, 2, 4)": "32, 256, 2, 15, 8, 2, 2, 4)"}
+    with pytest.raises(RuntimeError, match="the last block owns no row"):
+        cuda_emulated.build(binaries.SOURCES / "persistent.cu", [], edits)
 
 
 def test_weights_are_packed_once_each_and_zeros_fill_them_up() -> None:

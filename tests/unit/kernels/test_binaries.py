@@ -65,6 +65,20 @@ def test_other_sources_and_other_devices_are_other_code(machine: Path) -> None:
     assert ["-arch=sm_90a" in command for command in runs(machine)] == [True, False, True]
 
 
+def test_headers_of_other_sources_change_nothing_and_headers_of_headers_do(machine: Path) -> None:
+    def names() -> list[str]:
+        return [binaries.file_name(name, "sm_90a") for name in ("skinny", "persistent")]
+
+    found = [names()]
+    for header in ("persistent_shape.cuh", "instructions.cuh"):
+        path = machine / "sources" / header
+        path.write_text(path.read_text() + "\n")
+        found.append(names())
+    skinny, persistent = (list(column) for column in zip(*found))
+    assert skinny[0] == skinny[1] != skinny[2]
+    assert len(set(persistent)) == 3
+
+
 def test_what_the_wheel_brings_comes_first_and_newer_devices_take_its_ptx(machine: Path) -> None:
     for target in binaries.SHIPPED_TARGETS:
         assert not binaries.shipped()

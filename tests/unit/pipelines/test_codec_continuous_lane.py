@@ -204,3 +204,66 @@ def test_a_receiver_that_raises_stops_nobody_and_is_on_the_lanes_thread() -> Non
     ((_, late),) = heard.take(1)
     assert isinstance(late, NightjarError)
     assert late.code is ErrorCode.SYNTH_ABORTED
+
+
+def test_one_that_turns_over_while_places_are_freed_keeps_its_own_or_gives_it_back() -> None:
+    class Turning(continuous_lane._Utterance[Sum]):
+        """Is told of a fault by another thread, right after it was looked at."""
+
+        looks = 0
+
+        @property
+        def over(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+            Turning.looks += 1
+            return Turning.looks > 1
+
+        @over.setter
+        def over(self, value: bool) -> None: ...
+
+    steps = Sums()
+    lane = ContinuousLane(steps)
+    codes = torch.ones(3, 1, dtype=torch.int64)
+    state = steps.enter(codes, None)
+    lane._inside = [Turning(codes, codes.numpy(), None, lambda _: None, state=state)]
+    lane._drop()
+    assert (len(lane._inside), steps.inside) == (1, 1)
+    lane._drop()
+    assert (len(lane._inside), steps.inside) == (0, 0)
+    lane.close()
+
+
+def test_codes_whose_audio_has_no_room_take_no_row_and_the_lane_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(size: int, dtype: type) -> np.ndarray:
+        if size == 3:
+            raise MemoryError("no room for the audio")
+        return np.zeros(size, dtype)
+
+    steps, heard = Sums(), Heard()
+    monkeypatch.setattr(continuous_lane.np, "empty", empty)
+    lane = ContinuousLane(steps)
+    put(lane, heard, "a", 1, 2, 3)
+    put(lane, heard, "b", 1, 2)
+    found = dict(heard.take(2))
+    lane.close()
+    assert isinstance(found["a"], NightjarError)
+    assert lists([("b", found["b"])]) == [("b", [1, 3])]
+    assert steps.inside == 0
+
+
+def test_where_the_lanes_thread_fails_all_are_told_and_it_closes() -> None:
+    class Broken(Sums):
+        def leave(self, state: Sum) -> None:
+            raise RuntimeError("a place is lost")
+
+    steps, heard = Broken(), Heard()
+    steps.gate.clear()
+    lane = ContinuousLane(steps)
+    for name in "abc":
+        put(lane, heard, name, *[1] * (1 if name == "a" else 9))
+    steps.gate.set()
+    errors = [error for _, error in heard.take(3)]
+    assert all(isinstance(error, NightjarError) and error.code is ErrorCode.SYNTH_ENGINE for error in errors)
+    lane.close()
+    put(lane, heard, "late", 1)
+    ((_, late),) = heard.take(1)
+    assert isinstance(late, NightjarError)

@@ -52,6 +52,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     persistent_kit.emulate(monkeypatch)
     monkeypatch.setattr(GraphExecutor, "_capture", capture)
     monkeypatch.setattr(GraphExecutor, "frames", frames)
+    monkeypatch.setattr(GraphExecutor, "warm", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
 
 
@@ -70,33 +71,48 @@ def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> 
 
 
 def test_a_model_without_a_kernel_has_plain_frames_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert kinds(Unmade(torch.float32)) == [FusedFrame] * 3
+    executor = Unmade(torch.float32)
+    executor.warm()
+    assert executor.name == "graph"
+    assert kinds(executor) == [FusedFrame] * 3
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 def test_a_device_without_room_has_plain_frames_and_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(Emulated, "resident_blocks", lambda *_: 1)
-    assert kinds(Unmade()) == [FusedFrame] * 3
+    executor = Unmade()
+    executor.warm()
+    assert executor.name == "megakernel"
+    assert kinds(executor) == [FusedFrame] * 3
+    assert executor.name == "graph"
     (record,) = caplog.records
     assert "holds 1 of them at once" in record.getMessage()
 
 
-def test_a_lack_of_memory_is_not_a_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+def test_a_fault_of_the_device_is_not_a_missing_kernel(kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> None:
+        raise kind("CUDA error")
 
-    monkeypatch.setattr(megakernel, "Predictor", full)
-    with pytest.raises(torch.OutOfMemoryError):
+    monkeypatch.setattr(megakernel, "Predictor", fails)
+    with pytest.raises(kind):
         Unmade()._capture(1)
 
 
-def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow() -> None:
+def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(caplog: pytest.LogCaptureFixture) -> None:
     executor = Unmade()
     kinds(executor)
     assert executor.frames([0], 1, SETTINGS).result().flags.tolist() == [[0, 0]]
     executor.flags[0, 0] = FAILED
-    with pytest.raises(PersistentKernelError):
+    frame = executor._frames[2]
+    assert isinstance(frame, PersistentFrame)
+    frame.behind.control[1] = -(1 << 31) | 3 << 20 | 7
+    with pytest.raises(PersistentKernelError, match=r"The persistent kernel timed out; later frames run without it\."):
         executor.frames([0], 1, SETTINGS).result()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the persistent kernel for 2 rows timed out: Block 3 waited in vain for exchange 7."
+    ]
+    assert executor.name == "graph"
     assert executor._buckets.captured == {4}
     assert set(executor._graphs) == {4}
     assert kinds(executor) == [FusedFrame] * 3

@@ -230,6 +230,8 @@ def test_a_share_bounds_slots_pages_and_the_allocator(two_gpus: dict[str, float]
         ({"executor": "eager", "reproducible": True}, "The eager executor is not reproducible on a GPU"),
         ({"reproducible": True}, r"The graph executor cannot run here\. Triton cannot make kernels here"),
         ({"prefill": "packed", "reproducible": True}, "The packed prefill is not reproducible"),
+        ({"prefill": "packed"}, r"The graph executor cannot run here\. Triton cannot make kernels here"),
+        ({"prefill": "packed", "executor": "eager"}, "The packed prefill needs the graph executor and a CUDA device"),
         ({"prefill": "short"}, "wrong value: Invalid enum value 'short'"),
         ({"page_size": 48}, "pages of a power of two of positions, and a maximum of 1024; page_size is 48"),
         ({"page_size": 2048, "executor": "graph"}, "page_size is 2048"),

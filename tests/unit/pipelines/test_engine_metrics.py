@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, cast
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -72,5 +73,15 @@ def test_the_native_engine_on_a_cpu_says_how_it_was_opened() -> None:
             reproducible=True,
             engine="native",
         )
+    finally:
+        pipeline.close()
+
+
+def test_a_codec_that_is_not_as_by_default_is_named() -> None:
+    pipeline = open_pipeline(GOLDEN / "checkpoint-base", slots=1, pages=8, page_size=16, max_context=100, codec_fused_front=True)
+    try:
+        assert pipeline.info.kernels == "plain, fused codec front"
+        pipeline.codec.decoder.utterances = cast(Any, object())
+        assert pipeline.info.kernels == "plain, continuous codec, fused codec front"
     finally:
         pipeline.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +15,18 @@ import torch
 from torch import Tensor
 
 from kernels.varlen_attention import PackedPrompts
+from pipelines.engine import opening
 from pipelines.engine.buckets import PACKED_SIZES, prefill_graphs
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.engine import Engine
 from pipelines.engine.executor import PrefillRun
-from pipelines.engine.opening import check_executor, plan_engine
+from pipelines.engine.opening import ExecutorKind, check_executor, plan_engine
 from pipelines.engine.packed_prefill import PackedPrefills
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SCRATCH_PAGE, PagedKV, SlotState
 from pipelines.errors import ConfigError
-from pipelines.nn.checkpoint import NativeModelOptions
+from pipelines.nn.options import NativeModelOptions
 from tests.support.qwen3_golden import KINDS, MAX_CONTEXT, Recorder, golden_model, random_request, run_alone
 from tests.unit.pipelines.test_engine_prefix_codes import VoiceModel, requests, run
 
@@ -260,7 +263,31 @@ def test_the_reproducible_mode_has_no_packed_prefill() -> None:
     with pytest.raises(ConfigError, match="The packed prefill is not reproducible") as caught:
         check_executor(torch.device("cuda"), "auto", True, prefill="packed")
     assert "SPEECH_ENGINE__PREFILL" in caught.value.advice
-    check_executor(torch.device("cpu"), "auto", True, prefill="packed")
+
+
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "auto"), ("cpu", "eager"), ("cuda", "eager")])
+def test_the_packed_prefill_is_refused_where_there_are_no_graphs(device: str, kind: ExecutorKind) -> None:
+    with pytest.raises(ConfigError, match="The packed prefill needs the graph executor") as caught:
+        check_executor(torch.device(device), kind, False, prefill="packed")
+    assert "SPEECH_ENGINE__PREFILL" in caught.value.advice
+
+
+def test_the_packed_prefill_is_never_replaced_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, sizes = golden_model("base"), EngineOptions(slots=2, pages=8, page_size=16, max_context=64, prefill="packed")
+    monkeypatch.setattr(model, "device", torch.device("cuda"))
+    monkeypatch.setattr(opening, "triton_fault", lambda: "Triton is not installed.")
+    with pytest.raises(ConfigError, match=r"The graph executor cannot run here\. Triton is not installed"):
+        check_executor(model.device, "auto", False, prefill="packed")
+    monkeypatch.setattr(opening, "triton_fault", lambda: None)
+    monkeypatch.setattr(opening, "_open_graphs", lambda *_: (None, "Its kernels could not be made."))
+    with pytest.raises(ConfigError, match="Its kernels could not be made"):
+        opening.open_executor(model, sizes)
+
+
+def test_the_record_of_the_engine_names_it() -> None:
+    core = packed_core(VoiceModel(), Recorder(), slots=2, pages=24, prefill="packed")
+    with closing(Engine(core.executor, core.options)) as engine:
+        assert engine.info.kernels.endswith(", packed prefill")
 
 
 def test_every_model_on_our_engine_can_choose_it() -> None:

@@ -33,7 +33,7 @@ from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.model import FishModel, load_weights, take_weights
 from pipelines.fish_speech.native import memory_needs, plan_sizes, shared_prefixes
 from pipelines.fish_speech.prompt import Conversation, Prompt, Reference, Vocabulary, prompt_of
-from pipelines.nn.checkpoint import NativeModelOptions
+from pipelines.nn.options import NativeModelOptions
 from pipelines.registry import describe, open_pipeline
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.tokens import TokenRequest, Tokens, TokenSampling
@@ -232,6 +232,15 @@ class TestVoices:
         assert [*shared_prefixes(prompt_of(other), CONFIG.semantic)] == [prefix]
         assert not shared_prefixes(prompt_of(replace(request, shared_positions=())), CONFIG.semantic)
 
+    def test_a_prefix_is_known_by_all_that_is_in_it_wherever_shorter_ones_end(self) -> None:
+        request = asked("Good morning.", voice())
+        (length,) = request.shared_positions
+        ends = ((length,), (3, length), (3, length - 2, length))
+        found = [shared_prefixes(prompt_of(replace(request, shared_positions=each)), CONFIG.semantic) for each in ends]
+        assert len({one[-1] for one in found}) == 1
+        assert found[1][0] == found[2][0]
+        assert len({one.content for one in found[2]}) == 3
+
 
 def test_alone_is_as_together_with_any_settings() -> None:
     """Drawn and greedy, wide and narrow, with too few pages for all."""
@@ -308,6 +317,11 @@ class TestOpening:
     def test_an_unknown_option_is_named(self, engine: str) -> None:
         with pytest.raises(ConfigError, match="'slot'"):
             open_pipeline(str(whole()), engine=engine, slot=3)
+
+    def test_the_packed_prefill_is_refused_before_anything_is_loaded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fish, "load_codec", lambda *_: pytest.fail("the codec was loaded"))
+        with pytest.raises(ConfigError, match="The packed prefill"):
+            open_pipeline(str(whole()), engine="native", device="cpu", prefill="packed")
 
     def test_it_opens_for_streams(self) -> None:
         with closing(open_pipeline(str(whole()), max_context=256, streams=4, slots=6)) as pipeline:

@@ -13,7 +13,8 @@ import torch
 from pipelines import engine_choice
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
 from pipelines.fish_speech.pipeline import FishOptions
-from pipelines.nn.checkpoint import ModelOptions, NativeModelOptions, TokenModelOptions, open_device, read_options
+from pipelines.nn.checkpoint import open_device
+from pipelines.nn.options import ModelOptions, NativeModelOptions, TokenModelOptions, read_options
 from pipelines.qwen3_tts.pipeline import PipelineOptions
 from pipelines.speechlm.pipeline import SpeechLmOptions
 

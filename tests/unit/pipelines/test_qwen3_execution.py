@@ -94,7 +94,7 @@ def test_a_kernel_that_does_not_compile_falls_back_too(
 
 
 def test_a_lack_of_memory_is_not_a_missing_compiler(gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_sizes: object) -> None:
+    def full(*_sizes: object, **_modes: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(opening, "triton_fault", lambda: None)
@@ -181,11 +181,17 @@ def test_the_megakernel_is_refused_on_a_cpu_and_never_replaced_in_silence(model:
         open_executor(model, SIZES, "megakernel")
 
 
+def test_the_reproducible_mode_has_no_megakernel() -> None:
+    with pytest.raises(ConfigError, match="The megakernel executor is not reproducible") as caught:
+        opening.check_executor(torch.device("cuda"), "megakernel", True)
+    assert "SPEECH_ENGINE__REPRODUCIBLE" in caught.value.advice
+
+
 def test_only_who_asks_for_the_megakernel_gets_it(gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
-    def opened(*arguments: object) -> None:
-        asked.append(arguments[-1])
+    def opened(*_sizes: object, persistent: bool, **_modes: object) -> None:
+        asked.append(persistent)
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(opening, "triton_fault", lambda: None)

@@ -8,6 +8,7 @@ import pytest
 
 from pipelines.errors import ConfigError, ErrorCode, ModelError
 from pipelines.registry import describe, open_pipeline
+from pipelines.spark_tts import pipeline as spark
 from tests.support.vllm_kit import checkpoint
 
 
@@ -28,6 +29,13 @@ def test_an_unknown_option_is_named(engine: str) -> None:
 def test_an_engine_that_it_does_not_run_on_is_named() -> None:
     with pytest.raises(ConfigError, match="'fast'"):
         open_pipeline(str(checkpoint()), engine="fast")
+
+
+def test_the_packed_prefill_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spark, "_load_parts", lambda *_: pytest.fail("the codec was loaded"))
+    with pytest.raises(ConfigError, match="The packed prefill") as caught:
+        open_pipeline(str(checkpoint()), engine="native", device="cpu", prefill="packed")
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 
 @pytest.mark.parametrize("engine", ["native", "vllm"])
