@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
+import re
 import signal
 import socket
 import time
@@ -13,7 +13,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from jobs.embedded import EmbeddedHome, embedded_overrides
 from jobs.ledger import Ledger
@@ -154,15 +153,12 @@ def test_settings_that_do_not_let_the_model_open_end_the_run_and_fail_no_item(sh
 
 
 def test_a_checkpoint_that_cannot_be_opened_ends_the_run_and_fails_no_item(shell: Shell) -> None:
+    """The codebooks of this folder are cut: tests put them together first."""
     write_input(shell.folder / "in.jsonl", 3)
-    model = shell.folder / "model"
-    shutil.copytree(Path(__file__).parents[2] / "golden/qwen3_tts/checkpoint-custom", model)
-    weights = load_file(model / "model.safetensors")
-    name, tensor = next(iter(sorted(weights.items())))
-    save_file({**weights, name: tensor[:-1].contiguous()}, model / "model.safetensors")
-    run = shell.run("run", "in.jsonl", "--model", str(model), SPEECH_ENGINE__SLOTS="3")
+    model = str(Path(__file__).parents[2] / "golden/qwen3_tts/checkpoint-custom")
+    run = shell.run("run", "in.jsonl", "--model", model, SPEECH_ENGINE__SLOTS="3")
     assert run.returncode == 1, run.stderr
-    assert f"Tensor {name} has shape" in run.stderr
+    assert re.search(r"It said: Tensor \S+ has shape", run.stderr)
     assert {(row["state"], row["attempts"]) for row in shell.items().values()} == {("pending", 0)}
 
 
