@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pipelines.errors import EngineCrashError, ErrorCode
 from pipelines.registry import ENTRY_POINT_GROUP, FAMILIES, ModelCard, recognise
 from pipelines.request import Pipeline, Speech, SynthesisRequest
 
@@ -100,8 +101,11 @@ def load(**options: Any) -> Pipeline:
     from pipelines.qwen3_tts.pipeline import PipelineOptions
 
     found = _installed()
-    if found["device"] and not _is_hidden():
-        options["device"] = found["device"]
+    if not _is_hidden():
+        options |= {"device": found["device"]} if found["device"] else {}
+    elif found["device"] == "cpu":
+        # What a GPU's worker meets: without a driver no GPU is looked for.
+        raise EngineCrashError(ErrorCode.WORKER_CRASH, "PyTorch does not find the GPU that this process was given.")
     return _planted_class(found["audio"])(Path(found["checkpoint"]), read_options(PipelineOptions, options))
 
 

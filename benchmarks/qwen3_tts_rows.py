@@ -105,6 +105,8 @@ def main() -> int:
         codec: list[float] = []
         bench.attempt(f"{size} codec", lambda work=work, codec=codec: codec.append(_codec_us(work, options.tiny)))
         for case in cases(options.slots, options.more_text, options.spare):
+            if case.prefill == "packed" and not bench.on_gpu:
+                continue
             name = f"{size} {case.slots}+{case.spare} {case.prefill} +{case.more_text}"
             if time.monotonic() >= until:
                 left_out.append(name)
