@@ -41,7 +41,7 @@ def close(found: Tensor, wanted: Tensor, by: float = CLOSE) -> None:
 
 def test_whole_utterances_equal_the_plain_front() -> None:
     items = [codes(frames, frames) for frames in (1, 7, 90)]
-    for wave, wanted in zip(decoder(True).decode(items), decoder(False).decode(items)):
+    for wave, wanted in zip(decoder(True).decode(items), decoder(False).decode(items), strict=True):
         close(wave, wanted)
 
 
