@@ -29,7 +29,6 @@ from torch.nn.functional import embedding_bag, linear
 from benchmarks.fish_engines import NativeFish, Parts, checkpoint_parts, dummy_parts, prompt_positions, vllm_pipeline
 from benchmarks.gpu import Bench, numbers, parser
 from benchmarks.native_parts import frame_part
-from benchmarks.qwen3_load import Watched
 from benchmarks.roofline import FISH, fish_frame
 from benchmarks.speech_load import (
     PROMPT_TOKENS,
@@ -41,6 +40,7 @@ from benchmarks.speech_load import (
     spoken_request,
     stream_part,
 )
+from benchmarks.watched_executor import Watched
 from pipelines.engine.state import SamplingParams
 from pipelines.fish_speech.codec import Codec
 from pipelines.fish_speech.config import FishConfig

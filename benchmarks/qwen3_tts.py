@@ -26,8 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu import Bench, Row, ThreadUse, memory, parser
-from benchmarks.qwen3_load import FRAMES_PER_SECOND, MAX_TOKENS, ClosedLoop, Load, Tally, Watched, profile, requests
+from benchmarks.qwen3_load import FRAMES_PER_SECOND, MAX_TOKENS, ClosedLoop, Load, Tally, profile, requests
 from benchmarks.roofline import device_named, floor_ms, mean_context
+from benchmarks.watched_executor import Watched
 from pipelines.engine.opening import open_executor
 from pipelines.errors import NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder

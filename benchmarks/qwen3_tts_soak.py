@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu import Bench, parser
-from benchmarks.qwen3_load import ClosedLoop, Load, Watched, requests
+from benchmarks.qwen3_load import ClosedLoop, Load, requests
 from benchmarks.qwen3_tts import MAX_CONTEXT, PAGE_SIZE
+from benchmarks.watched_executor import Watched
 from pipelines.engine.opening import open_executor
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.execution import engine_options

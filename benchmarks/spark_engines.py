@@ -16,8 +16,8 @@ from transformers import Wav2Vec2Config, Wav2Vec2Model
 
 from benchmarks.gpu import Bench
 from benchmarks.native_parts import prepare_all
-from benchmarks.qwen3_load import Watched
 from benchmarks.speech_load import token_letters
+from benchmarks.watched_executor import Watched
 from pipelines.engine.engine import Engine
 from pipelines.engine.memory import MemoryNeeds
 from pipelines.engine.opening import open_executor, plan_engine

@@ -29,7 +29,6 @@ from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu import Bench, numbers, parser
 from benchmarks.native_parts import frame_part
-from benchmarks.qwen3_load import Watched
 from benchmarks.roofline import SPARK, spark_frame
 from benchmarks.spark_engines import TOKENS_PER_SECOND, NativeSpark, Parts, checkpoint_parts, dummy_parts, vllm_pipeline
 from benchmarks.speech_load import (
@@ -44,6 +43,7 @@ from benchmarks.speech_load import (
     spoken_request,
     stream_part,
 )
+from benchmarks.watched_executor import Watched
 from pipelines.engine.state import SamplingParams
 from pipelines.request import SynthesisRequest
 from pipelines.spark_tts.bicodec import BiCodec

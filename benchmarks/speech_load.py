@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from benchmarks.gpu import Bench, GpuUse, ThreadUse
-from benchmarks.qwen3_load import Watched
+from benchmarks.watched_executor import Watched
 from pipelines.errors import ErrorCode, NightjarError
 from pipelines.request import AudioChunk, Generation, Message, Speech, SynthesisRequest
 from pipelines.streams import End, Heard

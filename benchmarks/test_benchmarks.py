@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +14,6 @@ from benchmarks import (
     codec_stage,
     fish_speech,
     gpu_session,
-    job_gpu,
-    planted,
     plots,
     process_profile,
     qwen3_tts_reference,
@@ -25,14 +22,12 @@ from benchmarks import (
     structure,
 )
 from benchmarks.gpu import Bench, ThreadUse
-from benchmarks.gpu_session import Outcome, Step
 from benchmarks.process_use import Process
 from benchmarks.qwen3_load import Load, Mark, Tally, rates
 from benchmarks.qwen3_tts import codec_alone, headlines, share, table
 from benchmarks.qwen3_tts_bits import differing
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder
-from pipelines.request import Speech
 
 H200 = roofline.DEVICES[0]
 
@@ -194,39 +189,6 @@ def test_reference_config_fits_the_package() -> None:
     assert "model_type" not in config
 
 
-def test_a_session_goes_on_after_a_failure_and_keeps_to_its_time(tmp_path: Path) -> None:
-    chosen = [
-        Step("broken", "check", ("json.nothing_of_this_name",), 300),
-        Step("slow", "check", ("timeit", "-n", "1", "-r", "1", "import time; time.sleep(60)"), 2),
-        Step("gpu", "check", ("json.tool",), 300, gpu_only=True),
-        Step("fine", "speed", ("calendar", "2026"), 300),
-        Step("packages", "speed", ("calendar",), 300, needs="NIGHTJAR_NOTHING_OF_THIS_NAME"),
-    ]
-    told: list[Outcome] = []
-    gpu_session.run_all(chosen, "cpu", 10, tmp_path, told.append)
-    assert [outcome.ended for outcome in told] == ["failed", "too slow", "left out", "ok", "left out"]
-    kept = json.loads((tmp_path / "session.json").read_text())
-    assert [step["name"] for step in kept["steps"]] == [step.name for step in chosen]
-    assert "December" in (tmp_path / "session.log").read_text()
-    assert gpu_session.run(chosen[3], "cpu", 1.0, tmp_path, (tmp_path / "log").open("w")).why == "no time is left"
-
-
-def test_every_step_of_a_session_is_a_module_that_exists(tmp_path: Path) -> None:
-    for tiny in (False, True):
-        for step in gpu_session.steps("cpu" if tiny else "cuda", tiny, tmp_path):
-            path = Path(__file__).parents[1] / step.arguments[0].replace(".", "/")
-            assert step.arguments[0] == "pytest" or path.with_suffix(".py").exists() or (path / "__main__.py").exists()
-            assert step.group in ("check", "speed", "tune", "engines", "spark", "fish", "eight", "megakernel", "rows")
-
-
-def test_long_steps_run_when_they_are_asked_for(tmp_path: Path) -> None:
-    known = gpu_session.steps("cuda", False, tmp_path)
-    assert not {"eight", "megakernel", "rows"} & {step.group for step in gpu_session.named(known, [])}
-    assert not any(step.name.startswith("rows") for step in gpu_session.named(known, ["tune"]))
-    assert [step.name for step in gpu_session.named(known, ["rows"])] == ["rows 0.6B", "rows 1.7B"]
-    assert known[-1].group == "rows"
-
-
 def test_summary_of_a_folder(tmp_path: Path) -> None:
     assert gpu_session.summary(tmp_path) == []
     (tmp_path / "qwen3_tts.json").write_text(json.dumps({"rows": ROWS}))
@@ -314,75 +276,10 @@ def test_circles_are_found() -> None:
     assert structure.circles(edges) == [["a", "b", "c"]]
 
 
-def test_a_jobs_rate_leaves_out_the_ramp_and_the_tail() -> None:
-    # Two slots: 4 items are the ramp and the last 3 the tail. Commits of one item a second, of 2 s of audio, but for a slow start.
-    commits = [job_gpu.Commit(10.0, 3, 6.0)] + [job_gpu.Commit(20.0 + at, 1, 2.0) for at in range(10)]
-    found = job_gpu.steady(commits, 2)
-    assert (found["since"], found["until"]) == (20.0, 26.0)
-    assert (found["audio_s_per_s"], found["items_per_s"]) == (2.0, 1.0)
-    assert job_gpu.steady(commits[:2], 2) == {}
-    assert job_gpu.steady([], 2) == {}
-
-
-def test_planted_texts_say_their_frames_and_are_as_long_as_their_speech() -> None:
-    frames = job_gpu.lengths(Load(3, 15, 1), 200)
-    texts = [job_gpu.text_of(count, number) for number, count in enumerate(frames)]
-    assert [planted.planted_frames(text) for text in texts] == frames
-    characters = sum(len(text) for text in texts) / (sum(frames) / 12.5)
-    assert 14 < characters < 16
-
-
 def test_processor_time_of_a_span_is_read_between_readings() -> None:
     process = Process(1, "worker", [(10.0, 1.0), (12.0, 3.0), (14.0, 3.0)])
     assert process.seconds(11.0, 14.0) == 1.0
     assert process.seconds(9.0, 20.0) == 3.0
-
-
-def test_a_job_runs_beside_the_engine_into_a_folder_and_through_services(tmp_path: Path) -> None:
-    path = tmp_path / "job.json"
-    asked = ["--device", "cpu", "--tiny", "--items", "40", "--paths", "folder", "s3", "--folder", str(tmp_path), "--json", str(path)]
-    assert job_gpu.main(asked) == 0
-    engine, *jobs = json.loads(path.read_text())["rows"]
-    assert engine["engine_audio_s_per_s"] > 0
-    assert engine["wrong_lengths"] == 0
-    assert [job["path"] for job in jobs] == ["folder", "s3"]
-    for job in jobs:
-        assert (job["failed"], job["repeated_draws"]) == (0, 0)
-        assert job["made_audio_s"] == pytest.approx(job["asked_audio_s"])
-        assert job["first_audio_s"] < job["command_s"]
-
-
-def test_planted_audio_is_as_long_as_what_it_replaces() -> None:
-    made: Future[Speech] = Future()
-    heard = planted.with_planted_audio(made)
-    made.set_result(Speech(np.zeros(9600, np.float32), 24_000, "5 words", meta={"frames": 5}))
-    speech = heard.result(0)
-    assert (len(speech.samples), speech.text, speech.meta) == (9600, "5 words", {"frames": 5})
-    assert 0.05 < np.abs(speech.samples).max() < 0.99
-    failing: Future[Speech] = Future()
-    heard = planted.with_planted_audio(failing)
-    failing.set_exception(SynthesisError(ErrorCode.SYNTH_ABORTED, "closed"))
-    assert isinstance(heard.exception(0), SynthesisError)
-
-
-def test_table_of_jobs_leaves_out_what_a_row_has_not() -> None:
-    rows = [
-        {"path": "engine", "size": "0b6", "gpus": 2, "slots": 512, "engine_audio_s_per_s": 4800.0},
-        {"path": "folder", "size": "0b6", "gpus": 2, "slots": 512, "qa": "off", "start": "warm", "job_audio_s_per_s": 4560.0}
-        | {"engine_audio_s_per_s": 4800.0, "share": 0.95, "times_one_gpu": 1.97, "first_audio_s": 8.04, "cpu_cores": 6.5, "failed": 0},
-    ]
-    shown = job_gpu.table(rows).splitlines()
-    assert shown[1].split() == ["engine", "0b6", "2", "512", "4,800"]
-    assert shown[2].split() == ["folder", "0b6", "2", "512", "off", "warm", "4,560", "4,800", "95%", "1.97", "8.0", "6.50", "0"]
-
-
-def test_slots_of_a_job_are_those_that_its_worker_names() -> None:
-    said = [
-        '{"event": "worker up"}',
-        '{"event": "engine ready: 0b6 on NVIDIA H200, graph executor, bfloat16, 512 slots, 9000 KV pages of 64"}',
-    ]
-    assert job_gpu.slots_of(said) == 512
-    assert job_gpu.slots_of(said[:1]) is None
 
 
 def test_samples_of_threads_become_shares() -> None:

@@ -16,7 +16,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nightjar.job import Item, Job, Report
+    from nightjar.item import Item
+    from nightjar.job import Job, Report
     from nightjar.options import JobOptions
     from nightjar.runs import find_job, run, submit
     from nightjar.voice import Sound, Voice, open_model
@@ -39,7 +40,8 @@ __all__ = [
 ]
 
 _MODULES = {
-    "nightjar.job": ("Item", "Job", "Report"),
+    "nightjar.item": ("Item",),
+    "nightjar.job": ("Job", "Report"),
     "nightjar.options": ("JobOptions",),
     "nightjar.runs": ("find_job", "run", "submit"),
     "nightjar.voice": ("Sound", "Voice", "open_model"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from importlib import import_module
 from itertools import islice
@@ -28,8 +28,9 @@ from jobs.shard_file import RawLine, read_raw_shard
 from jobs.status import items_per_second, rtfx, status_view
 from jobs.store import open_store
 from jobs.where import Where, parse_where
+from nightjar.item import Item
 from nightjar.voice import Sound
-from pipelines.errors import ConfigError, ErrorCode, NightjarError, NotFoundError, ServiceError
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
 
 if TYPE_CHECKING:
     import datasets
@@ -42,55 +43,6 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.25
 _PAGE_ITEMS = 1000
 _ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One item that has ended. Its text and its audio are read when they are asked for."""
-
-    #: Unique in the job: the example id, with the turn where several are synthesized.
-    id: str
-    example_id: str
-    #: Its place in the job, from 0.
-    index: int
-    #: `done`, `failed`, `dead` or `skipped`.
-    state: str
-    #: Seconds of its audio.
-    seconds: float
-    seed: int | None
-    #: Which attempt at its speech was kept; 0 is the first.
-    draw: int | None
-    #: Name of a check or meter -> what it measured of the audio; None: it could not.
-    scores: Mapping[str, float | None]
-    #: Why it was not made: a code, and a sentence.
-    error_code: str | None
-    error: str | None
-    #: Where its audio is: a path, or an `s3://` address; None without audio, and for audio in a pack.
-    path: str | None
-    _row: ItemRow = field(repr=False)
-    _job: Job = field(repr=False)
-
-    @property
-    def audio(self) -> Sound:
-        """Its speech. Raises `store.missing` for an item without any."""
-        if self._row.artifact is None:
-            raise NotFoundError(ErrorCode.STORE_MISSING, f"The item {self.id[:100]!r} has no audio: it is {self.state}.", self.error or "")
-        return self._job.sound_of(self._row, self._row.artifact)
-
-    @property
-    def text(self) -> str:
-        """The text that its audio says."""
-        return self._job.metadata_of(self._row).text
-
-    @property
-    def speaker(self) -> str:
-        """Its voice; of a cloned one `ref-` and the beginning of the recording's hash; without either the model."""
-        return self._job.metadata_of(self._row).speaker
-
-    def _repr_html_(self) -> str:
-        scores = ", ".join(f"{name} {value:.3g}" for name, value in self.scores.items() if value is not None)
-        shown = self.audio._repr_html_() if self._row.artifact is not None else f"<p>{escape(self.error or self.state)}</p>"
-        return f"<div><code>{escape(self.id)}</code> {self.seconds:.2f} s {escape(scores)}{shown}</div>"
 
 
 @dataclass(frozen=True, slots=True)
