@@ -112,9 +112,9 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
 
 
 def megakernel_steps(common: tuple[str, ...], out: Path) -> list[Step]:
-    """The persistent kernel of the code predictor beside the graph; then 100,000 launches with delays, which take minutes."""
+    """The persistent kernel of the code predictor beside the graph, alone and in speech; then 100,000 launches with delays."""
     tests = ("pytest", "-m", "gpu", "tests/gpu/test_persistent_gpu.py", "-q", "-rs", "--timeout=250", "-p", "no:cacheprovider")
-    measured = ("benchmarks.megakernel", *common, "--part", "codes,times", "--json", str(out / "megakernel.json"))
+    measured = ("benchmarks.megakernel", *common, "--part", "codes,times,rtf", "--json", str(out / "megakernel.json"))
     soak = ("benchmarks.megakernel", *common, "--part", "soak", "--frames", "50000", "--json", str(out / "megakernel_soak.json"))
     return [
         Step("tests of the megakernel", "megakernel", tests, 200, gpu_only=True),

@@ -1,29 +1,40 @@
-"""The persistent kernel of the code predictor on a GPU: its codes and its times beside the graph's, and frames with delays.
+"""The persistent kernel of the code predictor on a GPU: its codes, its times and its speech beside the graph's, and frames with delays.
 
-    python -m benchmarks.megakernel [--part codes,times,soak] [--rows 1,2] [--frames 100000] [--gaps 0,600,900]
+    python -m benchmarks.megakernel [--part codes,times,soak,rtf] [--rows 1,2] [--frames 100000] [--gaps 900,1200]
+    python -m benchmarks.megakernel --part rtf --device cpu --tiny
 
 `codes`: from one state the graph's frame, this one's and the one of single PyTorch ops, over and over: which share of their codes is
 equal. `times`: the predictor and the whole frame at context 300, each as a replayed graph, ours for several pauses between the copies of
-the weight stream. `soak`: launches whose blocks stumble at random, which must all give the same codes. Sizes are those of Qwen3-TTS 0.6B.
+the weight stream. `soak`: launches whose blocks stumble at random, which must all give the same codes. `rtf`: one utterance after the
+other through a pipeline with each executor, in turn: text in, samples out. Sizes are those of Qwen3-TTS 0.6B.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu import Bench, graph_us, numbers, parser
+from benchmarks.random_checkpoint import FRAMES_PER_SECOND, write_checkpoint
+from kernels import lm_persistent
 from kernels.dummy import SMALL, Maker
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_frame import FusedFrame, plan_for
 from kernels.lm_persistent import GAP, PersistentFrame, Predictor, PredictorRun, Trial
 from kernels.reference import run_frame
 from kernels.sampler import DrawFlags
+from pipelines.registry import open_pipeline
+from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
 
 CONTEXT = 300
 #: Milliseconds of the predictor of one row: the graph's, and what this one aims to be below.
@@ -32,6 +43,10 @@ TODAY, AIM = 1.25, 1.15
 COMPARED, SLACK = 200, 0.03
 #: Launches of the soak between two looks at what they made.
 _LOOK = 1000
+#: Seconds of the utterances of `rtf`: the ones that are judged, and shorter ones, which show what a frame more takes.
+SPOKEN, SHORT = 10.0, 2.0
+_TINY_SPOKEN, _TINY_SHORT = 0.8, 0.4
+_TEXT = "The birch canoe slid on the smooth planks, and the boy was there when the sun rose over the quiet water."
 _ANY_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
 
 
@@ -153,32 +168,95 @@ def soak(bench: Bench, setting: Setting, frames: int) -> None:
     assert ours.behind.fault is None, ours.behind.fault
 
 
+def speech_times(pipeline: Pipeline, seconds: float, index: int) -> tuple[float, float]:
+    """Seconds that an utterance of so many takes, from its text to its samples, and those that it has."""
+    request = SynthesisRequest(f"{seconds:g}-{index}", (Message("user", "text", _TEXT),), Generation(max_seconds=seconds), seed=index)
+    began = time.perf_counter()
+    speech = pipeline.submit(request).result()
+    return time.perf_counter() - began, speech.duration_ms / 1000
+
+
+def speech_row(asked: str, opened: str, long: list[tuple[float, float]], short: list[tuple[float, float]], frame: float) -> dict[str, Any]:
+    """A row of `rtf` from pairs (took, spoken) of both lengths; `frame`: seconds of speech in one.
+
+    frame_ms: what a frame more takes, its share of the codec too. rest_ms: what a speech takes beside its frames. rtf: seconds of speech
+    in a second, of the whole way.
+    """
+    rates = [spoken / took for took, spoken in long]
+    frames = (long[0][1] - short[0][1]) / frame
+    took, brief = (statistics.median(times[0] for times in found) for found in (long, short))
+    each = (took - brief) / frames
+    return {
+        "part": "rtf", "executor": asked, "opened": opened, "frame_ms": 1000 * each, "rest_ms": 1000 * (took - each * long[0][1] / frame),
+        "rtf": statistics.median(rates), "rtf_least": min(rates), "rtf_most": max(rates), "spoken_s": long[0][1], "utterances": len(long),
+    }  # fmt: skip
+
+
+def speak(bench: Bench, executors: list[str], utterances: int) -> None:
+    """Adds a row for each executor, whose utterances take turns."""
+    tiny = bench.options.tiny
+    lm_persistent.GAP = bench.options.speech_gap
+    size, long, short = ("tiny", _TINY_SPOKEN, _TINY_SHORT) if tiny else ("0b6", SPOKEN, SHORT)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "checkpoint"
+        write_checkpoint(folder, size, bench.device, [_TEXT], long)
+        pipelines = {
+            name: open_pipeline(str(folder), executor=name, device=str(bench.device), slots=2, max_context=1024, keep_unfinished=True)
+            for name in executors
+        }
+        found: dict[tuple[str, float], list[tuple[float, float]]] = {}
+        for turn in range(-2, utterances):  # the first two make whatever was not made yet
+            for seconds in (long, short):
+                for name, pipeline in pipelines.items():
+                    times = speech_times(pipeline, seconds, turn + 2)
+                    if turn >= 0:
+                        found.setdefault((name, seconds), []).append(times)
+        for name, pipeline in pipelines.items():
+            bench.add(speech_row(name, pipeline.info.executor, found[name, long], found[name, short], 1 / FRAMES_PER_SECOND))
+            pipeline.close()
+
+
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("--part", default="codes,times,soak")
+    made.add_argument("--part", default="codes,times,soak,rtf")
     made.add_argument("--rows", type=numbers, default=[1, 2])
     made.add_argument("--frames", type=int, default=100_000, help="launches of the soak for each number of rows")
-    made.add_argument("--gaps", type=numbers, default=[GAP, 0, 500, 700, 800, 1000], help="clocks between two copies")
+    made.add_argument("--gaps", type=numbers, default=[GAP, 1000, 1100, 1200, 1300, 1400, 1600, 2000], help="clocks between two copies")
+    made.add_argument("--executors", default="graph,megakernel", help="those of `rtf`")
+    made.add_argument("--speech-gap", type=int, default=GAP, help="clocks between two copies in `rtf`")
+    made.add_argument("--utterances", type=int, default=11, help="utterances of `rtf` for each executor and length")
     return run(made.parse_args())
 
 
 def run(options: argparse.Namespace) -> int:
     bench = Bench("megakernel", options, today_ms=TODAY, aim_ms=AIM)
-    if not bench.on_gpu:
+    parts = options.part.split(",")
+    if bench.on_gpu:
+        measure_kernel(bench, [part for part in parts if part != "rtf"])
+    elif parts != ["rtf"]:
         print("the persistent kernel needs a GPU; its tests run it on a CPU in an emulator")
-        return bench.end()
-    with torch.inference_mode():
-        weights = Maker(str(bench.device), torch.bfloat16).frame(SMALL)
-        predictor = Predictor(weights)
-        work: dict[str, Callable[[Setting], None]] = {
-            "codes": lambda setting: compare_codes(bench, setting),
-            "times": lambda setting: time_frames(bench, setting, options.gaps),
-            "soak": lambda setting: soak(bench, setting, options.frames),
-        }
-        for part in options.part.split(","):
-            for rows in options.rows:
-                bench.attempt(f"{part} {rows}", lambda part=part, rows=rows: work[part](Setting(bench, weights, predictor, rows)))
+    if "rtf" in parts and (bench.on_gpu or options.tiny):
+        executors = options.executors.split(",") if bench.on_gpu else ["eager", "auto"]
+        bench.attempt("rtf", lambda: speak(bench, executors, options.utterances))
     return bench.end()
+
+
+@torch.inference_mode()
+def measure_kernel(bench: Bench, parts: list[str]) -> None:
+    """The parts that need no pipeline."""
+    options = bench.options
+    work: dict[str, Callable[[Setting], None]] = {
+        "codes": lambda setting: compare_codes(bench, setting),
+        "times": lambda setting: time_frames(bench, setting, options.gaps),
+        "soak": lambda setting: soak(bench, setting, options.frames),
+    }
+    if not parts:
+        return
+    weights = Maker(str(bench.device), torch.bfloat16).frame(SMALL)
+    predictor = Predictor(weights)
+    for part in parts:
+        for rows in options.rows:
+            bench.attempt(f"{part} {rows}", lambda part=part, rows=rows: work[part](Setting(bench, weights, predictor, rows)))
 
 
 if __name__ == "__main__":

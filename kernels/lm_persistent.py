@@ -181,12 +181,15 @@ class Predictor:
 class PredictorRun:
     """Launches for one number of rows: the packets that their blocks exchange, and what they count and report."""
 
-    def __init__(self, predictor: Predictor, rows: int, patience: int = PATIENCE, gap: int = GAP, trial: Trial | None = None) -> None:
-        """`trial`: for tests, what goes wrong in each launch.
+    def __init__(
+        self, predictor: Predictor, rows: int, patience: int = PATIENCE, gap: int | None = None, trial: Trial | None = None
+    ) -> None:
+        """`gap`: None means `GAP`; `trial`: for tests, what goes wrong in each launch.
 
         Raises RuntimeError where there is no code, or where the device does not hold all blocks at once.
         """
-        self.predictor, self.rows, self._patience, self._gap, self._trial = predictor, rows, patience, gap, trial
+        self.predictor, self.rows, self._patience, self._trial = predictor, rows, patience, trial
+        self._gap = GAP if gap is None else gap
         cut, depth, device = predictor.cut, predictor.depth, predictor.device
         self._kernel = _kernel(kernel_name(cut, rows, trial is not None), cut.shared_bytes, device.index or 0)
         self._threads = 32 * (cut.warps + 1)
