@@ -32,8 +32,8 @@ class ProductTile:
 
 #: Not measured yet. SwiGLU has two accumulators of its columns.
 PRODUCT, PRODUCT_SWIGLU = ProductTile(128, 128, 64, 3, 8), ProductTile(128, 64, 64, 3, 8)
-#: Queries and keys of a tile of attention; steps of a tile of the depthwise convolution.
-QUERIES, KEYS, STEPS = 64, 32, 4
+#: Queries and keys of a tile of attention; steps of a tile of the depthwise convolution; rows whose scales a block computes.
+QUERIES, KEYS, STEPS, SCALED = 64, 32, 4, 8
 
 
 @triton.jit
@@ -43,17 +43,26 @@ def _product(a, b, total, FAST: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows"])
+def scales_kernel(x, out, rows, eps, K: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """What RMSNorm multiplies each row of [rows, K] with."""
+    at = tl.program_id(0) * BM + tl.arange(0, BM)
+    depth = tl.arange(0, BK)
+    inside = (at < rows)[:, None] & (depth < K)[None, :]
+    value = tl.load(x + at.to(tl.int64)[:, None] * K + depth[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, tl.math.rsqrt(tl.sum(value * value, axis=1) / K + eps), mask=at < rows)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def product_kernel(
     x,
+    scales,
     w,
     bias,
     residual,
     out,
     rows,
-    eps,
     K: tl.constexpr,
     N: tl.constexpr,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     CURVED: tl.constexpr,
     BM: tl.constexpr,
@@ -63,7 +72,11 @@ def product_kernel(
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """[rows, K] @ [K, N], with RMSNorm in front and bias, activation and residual behind; a norm needs the sum of squares alone."""
+    """[rows, K] @ [K, N], with scales of the rows, bias, activation and residual behind.
+
+    A tile of x may feed products alone: were it read in the loop for the sum of squares as well, Triton would keep one copy less of it than
+    its products in flight need, and overwrite what they read.
+    """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     width: tl.constexpr = 2 * N if GATED else N
     pid = tl.program_id(0)
@@ -78,17 +91,13 @@ def product_kernel(
     total = tl.zeros((BM, BN), dtype=tl.float32)
     if GATED:
         up = tl.zeros((BM, BN), dtype=tl.float32)
-    squares = tl.zeros((BM,), dtype=tl.float32)
     for k in tl.range(0, K, BK, num_stages=STAGES):
         piece = tl.load(x_at + k, mask=(at < rows)[:, None], other=0.0)
         total = _product(piece, tl.load(w_at + k * width, mask=(columns < N)[None, :], other=0.0), total, FAST)
         if GATED:
             up = _product(piece, tl.load(w_at + k * width + N, mask=(columns < N)[None, :], other=0.0), up, FAST)
-        if NORM:
-            wide = piece.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=1)
-    if NORM:
-        scale = tl.math.rsqrt(squares / K + eps)[:, None]
+    if scales is not None:
+        scale = tl.load(scales + at, mask=at < rows, other=0.0)[:, None]
         total *= scale
         if GATED:
             up *= scale
@@ -253,17 +262,17 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     tile = PRODUCT_SWIGLU if gated else PRODUCT
     tall = min(tile.rows, max(64, triton.next_power_of_2(count)))
     step = min(tile.depth, depth & -depth)
+    scales = None if eps is None else _scales(x, count, depth, eps)
     on_grid(product_kernel, (triton.cdiv(count, tall) * triton.cdiv(columns, tile.columns),))(
         x,
+        scales,
         weight,
         bias,
         residual,
         out,
         count,
-        eps or 0.0,
         K=depth,
         N=columns,
-        NORM=eps is not None,
         GATED=gated,
         CURVED=activation == GELU,
         BM=tall,
@@ -274,6 +283,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
         FAST=not INTERPRETED,
         num_warps=tile.warps,
     )
+    return out
+
+
+def _scales(x: Tensor, rows: int, depth: int, eps: float) -> Tensor:
+    """float32 [rows], from x: [rows, depth]."""
+    out, wide = torch.empty(rows, dtype=torch.float32, device=x.device), triton.next_power_of_2(depth)
+    on_grid(scales_kernel, (triton.cdiv(rows, SCALED),))(x, out, rows, eps, K=depth, BM=SCALED, BK=wide, num_warps=4)
     return out
 
 
