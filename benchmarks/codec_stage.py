@@ -1,11 +1,12 @@
 """Measures the codec's stage both ways in one run: utterances gathered into batches, and as a continuous batch; front plain and fused.
 
     python -m benchmarks.codec_stage [--steps 256x16,128x32,512x8] [--seconds 3] [--json FILE]
+    python -m benchmarks.codec_stage --parts ways --ways gathered,256x16 --seconds 1.5     # under a minute
     python -m benchmarks.codec_stage --device cpu --tiny
 
 `host to host` rows: us a frame for utterances of one length and of 3 to 15 s, through the engine's own stage with 512 on their way, and
 the shares of a core of its threads. `error` rows: relative RMS error of each way against float32, beside that of plain bf16. `step` rows:
-one step alone on the device. `host` rows: the host's work for a step, measured with a decoder that does nothing, on any machine.
+one step of all rows alone on the device, for every size of steps. `host` rows: the host's work for a step, measured with a decoder that does nothing, on any machine.
 JSON goes to $OUT (or the working folder) as codec_stage.json.
 """
 
@@ -41,6 +42,8 @@ from pipelines.qwen3_tts.execution import open_stage
 AIMS = {"aim": 9.0, "must": 10.5, "before": 13.7}
 #: Audio that the codec's thread should keep up with, in seconds a second, and the share of a core that it may take for that.
 AUDIO_S_PER_S, SHARE = 3600.0, 0.10
+#: Frames that an utterance has behind it in a step that is measured alone: more than the window of the decoder's attention.
+PAST_FRAMES = 80
 #: The threads of the stage.
 THREADS = ("codec-stage", "codec-samples")
 
@@ -78,7 +81,7 @@ def _nothing(codes: Tensor, past: Past) -> Tensor:
 
 def pools(tiny: bool) -> dict[str, Pool]:
     """Utterances of one length, and of 3 to 15 s."""
-    dice, count, shortest, longest, equal = random.Random(0), *((12, 2, 9, 6) if tiny else (1024, 38, 188, 100))
+    dice, count, shortest, longest, equal = random.Random(0), *((12, 2, 9, 6) if tiny else (512, 38, 188, 100))
     return {"equal": [(None, equal)] * count, "mixed": [(None, dice.randint(shortest, longest)) for _ in range(count)]}
 
 
@@ -128,7 +131,7 @@ class Ways:
         self.bench, self.sizes, self.seconds = bench, sizes, seconds
         self.tiny = bench.options.tiny
         self.config = TINY_CODEC if self.tiny else PUBLISHED_CODEC
-        self.pools = pools(self.tiny)
+        self.pools = {name: pool for name, pool in pools(self.tiny).items() if name in bench.options.lengths.split(",")}
 
     def decoder(self, fused_front: bool, dtype: torch.dtype | None = None, fused: bool | None = None) -> CodecDecoder:
         return dummy_decoder(self.config, self.bench.device, dtype or self.bench.dtype, fused, fused_front=fused_front)
@@ -158,18 +161,41 @@ class Ways:
 
     def host_to_host(self, fused_front: bool) -> None:
         """Microseconds a frame through the stage: gathered first, then every size of steps, in the same run."""
-        decoder = self.decoder(fused_front)
-        self.bench.attempt(f"gathered {fused_front}", lambda: self.way(decoder, "gathered", fused_front, 512))
+        decoder, wanted = self.decoder(fused_front), self.bench.options.ways
+        if not wanted or "gathered" in wanted.split(","):
+            self.bench.attempt(f"gathered {fused_front}", lambda: self.way(decoder, "gathered", fused_front, 512))
         for rows, frames in self.sizes:
-            continuous(decoder, rows, frames)
             way = f"{rows}x{frames}"
-            self.bench.attempt(way, lambda way=way, rows=rows: self.way(decoder, way, fused_front, max(512, 3 * rows)))
-            if self.bench.on_gpu and (steps := decoder.utterances) is not None:
-                with steps.on_stream():
-                    us = event_us(steps.graph(rows, frames)) / (rows * frames)
-                self.bench.add({"part": "step", "way": way, "front": _front(fused_front), "us_per_frame": us})
+            self.bench.attempt(f"{way} {fused_front}", lambda rows=rows, frames=frames: self.steps(decoder, rows, frames, fused_front))
             decoder.utterances = None
             self.bench.clean()
+
+    def steps(self, decoder: CodecDecoder, rows: int, frames: int, fused_front: bool) -> None:
+        """One size of steps: alone on the device, then through the stage where that is asked for."""
+        way, wanted = f"{rows}x{frames}", self.bench.options.ways
+        continuous(decoder, rows, frames)
+        assert decoder.utterances is not None
+        us = self.step_us(decoder.utterances)
+        self.bench.add({"part": "step", "way": way, "front": _front(fused_front), "us_per_frame": us})
+        if not wanted or way in wanted.split(","):
+            self.way(decoder, way, fused_front, max(512, 2 * rows))
+
+    def step_us(self, steps: UtteranceGraphs) -> float:
+        """Microseconds a frame of a step of all rows, of utterances that began longer ago than the decoder looks back."""
+        draw, past = np.random.default_rng(0), -(-PAST_FRAMES // steps.frames)
+        shape = (steps.frames, self.config.num_quantizers)
+        states = [state for _ in range(steps.rows) if (state := steps.enter(torch.zeros(shape, dtype=torch.int64), None)) is not None]
+        for _ in range(past):
+            samples = steps.step(states, [draw.integers(0, self.config.codebook_size, shape) for _ in states])
+            samples.wait()
+            samples.release()
+        # What the last step was sent is there still: the same frames again.
+        again = steps.graph(steps.rows, steps.frames)
+        with torch.inference_mode(), steps.on_stream():
+            us = event_us(again) if self.bench.on_gpu else 1000 * self.bench.milliseconds(again)
+        for state in states:
+            steps.leave(state)
+        return us / (steps.rows * steps.frames)
 
     def way(self, decoder: CodecDecoder, way: str, fused_front: bool, at_once: int) -> None:
         for lengths, pool in self.pools.items():
@@ -187,18 +213,26 @@ def _front(fused: bool) -> str:
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--steps", default="", help="rows x frames of the steps, such as 256x16,128x32; the first gives the errors")
-    made.add_argument("--seconds", type=float, default=3.0, help="seconds of each row")
+    made.add_argument("--seconds", type=float, default=3.0, help="seconds of each row of host to host")
+    made.add_argument("--parts", default="host,errors,ways", help="what is measured; ways: steps alone, and host to host")
+    made.add_argument("--ways", default="", help="of host to host, such as gathered,256x16; default: gathered and all steps")
+    made.add_argument("--fronts", default="plain,fused", help="fronts of the ways")
+    made.add_argument("--lengths", default="equal,mixed", help="lengths of the utterances of the ways")
     options = made.parse_args()
     default, seconds = ("4x4", 0.05) if options.tiny else ("256x16,128x32,512x8", options.seconds)
     sizes = [(int(rows), int(frames)) for rows, _, frames in (one.partition("x") for one in (options.steps or default).split(","))]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     bench = Bench("codec_stage", options, aims_us=AIMS)
-    ways = Ways(bench, sizes, seconds)
-    for rows, frames in sizes:
-        bench.attempt(f"host {rows}x{frames}", lambda rows=rows, frames=frames: host_row(bench, rows, frames, ways.pools["mixed"]))
-    bench.attempt("errors", ways.errors)
-    for fused_front in (False, True):
-        bench.attempt(f"host to host {fused_front}", lambda fused_front=fused_front: ways.host_to_host(fused_front))
+    ways, parts = Ways(bench, sizes, seconds), options.parts.split(",")
+    if "host" in parts:
+        mixed = pools(options.tiny)["mixed"]
+        for rows, frames in sizes:
+            bench.attempt(f"host {rows}x{frames}", lambda rows=rows, frames=frames: host_row(bench, rows, frames, mixed))
+    if "errors" in parts:
+        bench.attempt("errors", ways.errors)
+    for fused_front in (False, True) if "ways" in parts else ():
+        if _front(fused_front) in options.fronts.split(","):
+            bench.attempt(f"host to host {fused_front}", lambda fused_front=fused_front: ways.host_to_host(fused_front))
     for row in bench.rows:
         if row["part"] in ("host to host", "step"):
             name = f"{row['part']:13}{row['way']:10}{row['front']:7}{row.get('lengths', ''):7}"

@@ -219,6 +219,7 @@ def test_the_codecs_stage_is_measured_both_ways(tmp_path: Path, monkeypatch: pyt
     ways = {(row["way"], row["front"], row["lengths"]) for row in rows if row["part"] == "host to host"}
     assert ways == {(way, front, lengths) for way in ("gathered", "4x4") for front in ("plain", "fused") for lengths in ("equal", "mixed")}
     assert all(row["wrong_lengths"] == 0 for row in rows if row["part"] == "host to host")
+    assert [(row["way"], row["front"]) for row in rows if row["part"] == "step"] == [("4x4", "plain"), ("4x4", "fused")]
     errors = {row["way"]: row["relative_rms"] for row in rows if row["part"] == "error"}
     assert len(errors) == 5
     assert max(errors.values()) < 1e-4, "in float32 all ways are one"

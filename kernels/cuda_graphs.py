@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -12,17 +14,71 @@ import torch
 CHUNK_PRIORITY, FRAME_PRIORITY = -2, -1
 
 
-def capture(work: Callable[[], None], pool: Any, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """A graph of this work, which runs once before, on the stream `aside`. Other threads may use the device meanwhile."""
-    graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(aside.device)
+class GraphPool:
+    """Memory that graphs of one thread share, since only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        self._handle: Any = None
+
+    def handle(self) -> Any:
+        """What a capture takes. The allocator gives a pool up with its last graph, also with one that failed, and knows it no more."""
+        if not self._graphs:
+            self._handle = torch.cuda.graph_pool_handle()
+        return self._handle
+
+    def keep(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Says that this graph was captured in the pool."""
+        self._graphs.add(graph)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether a fault is the device's lack of memory, which drivers and libraries report in other ways than PyTorch's allocator."""
+    said = str(error).lower()
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in said or "alloc_failed" in said)
+    )
+
+
+def capture(work: Callable[[], None], pool: GraphPool, aside: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """A graph of this work, which runs once before, on the stream `aside`. Other threads may use the device meanwhile.
+
+    Raises `torch.OutOfMemoryError` where there is no memory for it.
+    """
+    current = torch.cuda.current_stream(aside.device)
     aside.wait_stream(current)
-    with torch.cuda.stream(aside):
-        work()  # builds kernels and sets up libraries, which a capture may not do
-        # What other threads ask of the device does not end this capture, and nothing waits for the device.
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        try:
-            work()
-        finally:
+    try:
+        with torch.cuda.stream(aside):
+            work()  # builds kernels and sets up libraries, which a capture may not do
+            graph = _recorded(work, pool)
+            if graph is None:
+                # During a capture the allocator cannot give back what it keeps, such as what the work has just used.
+                torch.cuda.empty_cache()
+                graph = _recorded(work, pool, last=True)
+    except RuntimeError as error:
+        if lacks_memory(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
+    finally:
+        # Also where it fails: what the work reads may be another's memory from now on.
+        current.wait_stream(aside)
+    assert graph is not None
+    return graph
+
+
+def _recorded(work: Callable[[], None], pool: GraphPool, last: bool = False) -> torch.cuda.CUDAGraph | None:
+    """A graph of this work, on the current stream; None where there is no memory for it, or an error when it is the `last` try."""
+    graph = torch.cuda.CUDAGraph()
+    # What other threads ask of the device does not end this capture, and nothing waits for the device.
+    graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
+    try:
+        work()
+    except BaseException as error:
+        with suppress(RuntimeError):  # what the end says of work that failed is no news
             graph.capture_end()
-    current.wait_stream(aside)
+        if last or not lacks_memory(error):
+            raise
+        return None
+    graph.capture_end()
+    pool.keep(graph)
     return graph

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cuda_graphs import capture
+from kernels.cuda_graphs import GraphPool, capture
 from kernels.toolchain import triton_fault
 from pipelines.codec.blocks import Past
 from pipelines.codec.states import Arena, CodecShape, CodecState
@@ -59,7 +59,7 @@ class ChunkGraphs:
         self._run, self._shape = run, shape
         on_gpu = shape.device.type == "cuda"
         self._stream = torch.cuda.Stream(shape.device, priority=priority) if on_gpu else None
-        self._pool: Any = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._pool = GraphPool()
         self._rows = rows
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
         inputs = max(self._inputs_of(*size) for size in self.sizes)
@@ -108,7 +108,10 @@ class ChunkGraphs:
         self._buffers.extend(buffers)
 
     def graph(self, rows: int, frames: int) -> Callable[[], None]:
-        """What decodes the chunks that were sent, on the current CUDA stream: a graph, or single ops where there is none of this size."""
+        """What decodes the chunks that were sent, on the current CUDA stream: a graph, or single ops where there is none of this size.
+
+        It reads what was last sent for a launch of this size: of another size the row numbers lie elsewhere.
+        """
         return self._graphs.get((rows, frames)) or partial(self._work, rows, frames)
 
     def launch(self, states: Sequence[CodecState], codes: Sequence[Codes], frames: int) -> Buffer:

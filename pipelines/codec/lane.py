@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from kernels.cuda_graphs import lacks_memory
 from pipelines.codec.transfer import Samples, SamplesOnTheWay
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
@@ -100,7 +100,7 @@ def failure(error: Exception) -> NightjarError:
     """What a receiver is told of a fault."""
     if isinstance(error, NightjarError):
         return error
-    if isinstance(error, torch.OutOfMemoryError):
+    if lacks_memory(error):
         return SynthesisError(ErrorCode.SYNTH_OOM, f"The codec ran out of device memory: {error}.", "Use a smaller engine.")
     return SynthesisError(ErrorCode.SYNTH_ENGINE, f"The codec failed: {error}.", "See the log.")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.cuda_graphs import FRAME_PRIORITY, capture
+from kernels.cuda_graphs import FRAME_PRIORITY, GraphPool, capture
 from kernels.lm_frame import FusedFrame, plan_for, runs_cuda
 from kernels.prefill_triton import prefill_packed, prefill_padded
 from kernels.registry import send, to_device
@@ -51,7 +51,7 @@ class PrefillGraphs:
     """Prefills chunks that fit a shape; thousands of launches become one. A graph is captured when `Buckets` has it due."""
 
     def __init__(
-        self, work: Work, state: SlotState, kv: PagedKV, pool: Any, sharing: Sharing = "free", aside: torch.cuda.Stream | None = None
+        self, work: Work, state: SlotState, kv: PagedKV, pool: GraphPool, sharing: Sharing = "free", aside: torch.cuda.Stream | None = None
     ) -> None:
         """Graphs are captured on the stream `aside`, and have its priority."""
         self.sharing: Sharing = sharing
@@ -221,7 +221,7 @@ class GraphExecutor:
         self._frames: dict[int, FusedFrame] = {}
         priority = FRAME_PRIORITY if first_on_device else 0
         # A graph keeps the priority of the stream on which it was captured.
-        self._pool, self._aside = torch.cuda.graph_pool_handle(), torch.cuda.Stream(model.device, priority=priority)
+        self._pool, self._aside = GraphPool(), torch.cuda.Stream(model.device, priority=priority)
         self.stream = torch.cuda.Stream(model.device, priority=priority) if first_on_device else None
         stack, cache = tensors.backbone, self.kv
 

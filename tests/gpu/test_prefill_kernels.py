@@ -11,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from kernels.cuda_graphs import GraphPool
 from kernels.dummy import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from kernels.layers import qk_norm_rope_append, rope_table
 from kernels.prefill_triton import norm_rope_append, prefill_packed, prefill_padded
@@ -228,7 +229,7 @@ def test_graphs_equal_the_packed_prefill(sharing: Sharing) -> None:
     def work(embeddings: Tensor, table: Tensor, sizes: Tensor, start: int) -> None:
         prefill_padded(embeddings, table, sizes, start, stack, replayed.k, replayed.v, SCRATCH_PAGE)
 
-    graphs = PrefillGraphs(work, state, replayed, torch.cuda.graph_pool_handle(), sharing)
+    graphs = PrefillGraphs(work, state, replayed, GraphPool(), sharing)
     left: list[PrefillRun] = []
     for start in range(0, max(counts), 256):
         runs = [PrefillRun(slot, start, prompt[start : start + 256]) for slot, prompt in enumerate(prompts) if len(prompt) > start]

@@ -137,16 +137,16 @@ def test_no_tile_is_overwritten_that_a_product_in_flight_reads(name: str) -> Non
 
 
 @triton.jit
-def summed_too_kernel(x, w, out, sums, K: tl.constexpr, SIZE: tl.constexpr):
+def summed_too_kernel(x, w, out, sums, depth: tl.constexpr, size: tl.constexpr):
     """A tile that is read in the loop beside its products."""
-    at = tl.arange(0, SIZE)
-    total = tl.zeros((SIZE, SIZE), dtype=tl.float32)
-    sum_ = tl.zeros((SIZE,), dtype=tl.float32)
-    for k in tl.range(0, K, SIZE, num_stages=3):
-        piece = tl.load(x + at[:, None] * K + k + at[None, :])
-        total = tl.dot(piece, tl.load(w + (k + at[:, None]) * SIZE + at[None, :]), total)
+    at = tl.arange(0, size)
+    total = tl.zeros((size, size), dtype=tl.float32)
+    sum_ = tl.zeros((size,), dtype=tl.float32)
+    for k in tl.range(0, depth, size, num_stages=3):
+        piece = tl.load(x + at[:, None] * depth + k + at[None, :])
+        total = tl.dot(piece, tl.load(w + (k + at[:, None]) * size + at[None, :]), total)
         sum_ += tl.sum(piece.to(tl.float32), axis=1)
-    tl.store(out + at[:, None] * SIZE + at[None, :], total)
+    tl.store(out + at[:, None] * size + at[None, :], total)
     tl.store(sums + at, sum_)
 
 
@@ -154,7 +154,7 @@ def summed_too_kernel(x, w, out, sums, K: tl.constexpr, SIZE: tl.constexpr):
 def test_a_tile_that_is_overwritten_too_early_is_found() -> None:
     """By the Triton that the lock file names; one that keeps enough copies lets a norm be computed in the loop."""
     types = {"x": BF16, "w": BF16, "out": F32, "sums": F32}
-    assert len(overwritten(compiled(summed_too_kernel, types, {"K": 512, "SIZE": 64}, 4).asm["ttgir"])) == 1
+    assert len(overwritten(compiled(summed_too_kernel, types, {"depth": 512, "size": 64}, 4).asm["ttgir"])) == 1
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

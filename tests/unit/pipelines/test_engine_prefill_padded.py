@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cuda_graphs import GraphPool
 from pipelines.engine import graph
 from pipelines.engine.executor import PrefillRun
 from pipelines.engine.graph import PrefillGraphs, Sharing
@@ -117,7 +118,7 @@ def test_one_newcomer_takes_the_smallest_graph_and_a_few_take_theirs(monkeypatch
         model.prefill_padded(embeddings, pages, sizes, start, replayed)
 
     with torch.inference_mode():
-        graphs = Replayed(work, state, replayed, None)
+        graphs = Replayed(work, state, replayed, GraphPool())
         while graphs.prepare():
             pass
         for group in ([0], [1, 2], [3, 5, 6], [4], [7]):
@@ -149,7 +150,7 @@ def test_chunks_that_start_within_a_page_and_shapes_beyond_the_context_are_left(
     use_shapes(monkeypatch)
     model = golden_model("base")
     state, kv = placed(model, [24], 3), model.make_kv(4, PAGE)
-    graphs = Replayed(lambda *_: None, state, kv, None)
+    graphs = Replayed(lambda *_: None, state, kv, GraphPool())
     (prompt,) = prompts_of(model, [24])
     runs = [PrefillRun(0, 4, prompt[4:8]), PrefillRun(0, 0, prompt)]
     assert graphs.run(runs) == runs
@@ -160,7 +161,7 @@ def test_a_few_graphs_serve_every_batch_and_idle_turns_capture_the_others(monkey
     model = golden_model("base")
     state, kv = placed(model, [24], 8), model.make_kv(4, PAGE)
     made: list[tuple[int, int]] = []
-    graphs = Replayed(lambda rows, _pages, _sizes, _start: None, state, kv, None)
+    graphs = Replayed(lambda rows, _pages, _sizes, _start: None, state, kv, GraphPool())
     plain = graphs._graph
     monkeypatch.setattr(graphs, "_graph", lambda shape: made.append(shape[:2]) or plain(shape))
     graphs.warm()
@@ -183,7 +184,7 @@ def test_without_memory_for_a_graph_chunks_are_left_to_the_packed_prefill(monkey
             tried.append(1)
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-    graphs = Full(lambda *_: None, state, kv, None)
+    graphs = Full(lambda *_: None, state, kv, GraphPool())
     runs = [PrefillRun(0, 0, prompts_of(model, [5])[0])]
     assert graphs.run(runs) == runs
     assert graphs.run(runs) == runs
