@@ -6,7 +6,8 @@
 
 `host to host` rows: us a frame for utterances of one length and of 3 to 15 s, through the engine's own stage with 512 on their way, and
 the shares of a core of its threads. `error` rows: relative RMS error of each way against float32, beside that of plain bf16. `step` rows:
-one step of all rows alone on the device, for every size of steps. `host` rows: the host's work for a step, measured with a decoder that does nothing, on any machine.
+one step of all rows alone on the device, for every size of steps. `host` rows: the host's work for a step, measured with a decoder that
+does nothing, on any machine.
 JSON goes to $OUT (or the working folder) as codec_stage.json.
 """
 
