@@ -31,7 +31,7 @@ from benchmarks.gpu import Bench, GpuUse, Row, numbers, parser
 from benchmarks.partitions import products_of, two_parts
 from benchmarks.qwen3_load import FRAMES_PER_SECOND
 from kernels.cuda_graphs import capture
-from kernels.dummy import SMALL, TINY, Maker
+from kernels.dummy import SMALL, TINY, Maker, Shape
 from kernels.lm_frame import FusedFrame, plan_for
 from kernels.reference import run_frame
 from kernels.registry import on_device
@@ -137,6 +137,27 @@ def balanced(lm: float, codec: float, lm_alone: float, codec_alone: float) -> fl
     return fast * together
 
 
+def lm_frame(maker: Maker, shape: Shape, rows: int, context: int, fused: bool) -> Work:
+    """A frame of so many rows, each time at the same context: in fused kernels, or in single PyTorch ops."""
+    weights, contexts = maker.frame(shape), torch.full((rows,), context, device=maker.device)
+    pages = rows * -(-(context + PAGE_SIZE) // PAGE_SIZE) + 1
+    state, (keys, values) = maker.state(shape, rows, pages, PAGE_SIZE, contexts), maker.caches(shape, pages, PAGE_SIZE)
+    slots = torch.arange(rows, device=maker.device)
+    codes = torch.zeros(rows, shape.codebooks, dtype=torch.int64, device=maker.device)
+    flags = torch.zeros(rows, dtype=torch.uint8, device=maker.device)
+    drawn = DrawFlags(50, any_top_p=False, all_greedy=False)
+    runner = FusedFrame(weights, state, keys, values, rows, plan_for(rows)) if fused else None
+
+    def frame() -> None:
+        state.positions[:rows] = contexts
+        if runner is not None:
+            runner.run(slots, codes, flags)
+        else:
+            run_frame(weights, state, keys, values, slots, context + 1, drawn, drawn)
+
+    return frame
+
+
 class Works:
     """LM and codec on one device: what each does, and lanes of it."""
 
@@ -145,7 +166,7 @@ class Works:
         self.rows, self.context = (4, 20) if tiny else (512, CONTEXT)
         self.batch, self.step = ((2, 8), (4, 4)) if tiny else ((32, 128), (256, 16))
         self._maker = Maker(str(bench.device), bench.dtype)
-        self.frame = self._frame(tiny)
+        self.frame = lm_frame(self._maker, TINY if tiny else SMALL, self.rows, self.context, self.on_gpu)
         config = TINY_CODEC if tiny else PUBLISHED_CODEC
         decoder = dummy_decoder(config, bench.device, bench.dtype)
         gathered = self._maker.integers(0, config.codebook_size, *self.batch, config.num_quantizers)
@@ -156,30 +177,11 @@ class Works:
             "continuous": partial(self._steps._work, *self.step),
         }
 
-    def _frame(self, tiny: bool) -> Work:
-        """A frame of all rows, at the same context each time."""
-        shape, maker, rows = TINY if tiny else SMALL, self._maker, self.rows
-        weights, contexts = maker.frame(shape), torch.full((self.rows,), self.context, device=self.device)
-        pages = rows * -(-(self.context + PAGE_SIZE) // PAGE_SIZE) + 1
-        state, (keys, values) = maker.state(shape, rows, pages, PAGE_SIZE, contexts), maker.caches(shape, pages, PAGE_SIZE)
-        slots = torch.arange(rows, device=self.device)
-        codes = torch.zeros(rows, shape.codebooks, dtype=torch.int64, device=self.device)
-        flags = torch.zeros(rows, dtype=torch.uint8, device=self.device)
-        drawn = DrawFlags(50, any_top_p=False, all_greedy=False)
-        fused = FusedFrame(weights, state, keys, values, rows, plan_for(rows)) if self.on_gpu else None
-
-        def frame() -> None:
-            state.positions[:rows] = contexts
-            if fused is not None:
-                fused.run(slots, codes, flags)
-            else:
-                run_frame(weights, state, keys, values, slots, self.context + 1, drawn, drawn)
-
-        return frame
-
     def _fill_step(self) -> None:
         """A row for each utterance of a step, all of them in their middle."""
         (rows, frames), inputs = self.step, self._steps._inputs
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)  # the steps' own stream made these tensors
         self._steps.arena.values.zero_()
         inputs[:rows] = torch.arange(rows, device=self.device)
         inputs[rows : 2 * rows] = 4 * frames
