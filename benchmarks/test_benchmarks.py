@@ -251,23 +251,6 @@ def test_a_step_of_fish_is_cut_into_its_parts(tmp_path: Path) -> None:
     ]
 
 
-def test_speechlm_waits_for_nothing_that_the_engine_did_not_take(tmp_path: Path) -> None:
-    pytest.importorskip("vllm", reason="vLLM IS NOT INSTALLED: tests of the vLLM engine do not run (make install-vllm)")
-    from benchmarks.speechlm import Load as TextAndAudio
-    from benchmarks.speechlm import run, write_shape
-    from pipelines.vllm_engine.options import EngineMoment
-
-    class GivenUp:
-        _moment = EngineMoment()
-
-        def submit(self, *_: object) -> None:
-            raise SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM is given up.")
-
-    for text in (0, 2):
-        row = run(TextAndAudio("pairs", 3, 5, text, 2, 3.0), write_shape(tmp_path, published=False), GivenUp())  # type: ignore[arg-type]
-        assert len(row["failures"]) == 3
-
-
 def test_threads_are_told_apart() -> None:
     assert "MainThread" in ThreadUse().shares()
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
 import wave
 from concurrent.futures import Future
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +17,10 @@ from benchmarks.speech_load import Speaking, first_chunks, recording, spoken_req
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import AudioChunk, Speech, SynthesisRequest
 from pipelines.streams import End, Heard
-from tests.support.vllm_kit import checkpoint
-
-ROOT = Path(__file__).resolve().parents[1]
-ENGINES = ["native", "vllm"] if find_spec("vllm") else ["native"]
 
 
 def found_in(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
-
-
-def test_spark_on_every_engine_that_is_installed_in_one_run(tmp_path: Path) -> None:
-    path = tmp_path / "spark.json"
-    asked = ["--device", "cpu", "--checkpoint", str(checkpoint()), "--part", "frame,speech,streams", "--requests", "2"]
-    asked += ["--streams", "1", "--seconds", "0.1", "--turns", "2", "--json", str(path)]
-    # In a process of its own: vLLM's imports do not go with those of some other tests.
-    command = [sys.executable, "-m", "benchmarks.spark_tts", *asked]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = found_in(path)
-    assert found["faults"] == {}
-    speech = [row for row in found["rows"] if row["part"] == "speech, end to end"]
-    assert [row["engine"] for row in speech] == ENGINES
-    assert [row.get("frames_per_turn") for row in speech] == [2, None][: len(ENGINES)]
-    for row in speech:
-        assert row["slots"] == 2
-        assert row["audio_s_per_s"] > 0
-    assert [row["engine"] for row in found["rows"] if row["part"] == "first chunk"] == ["native"]
-    assert {row["slots"] for row in found["rows"] if row["part"] == "frame alone"} == {1, 2}
 
 
 def test_fish_on_the_native_engine_beside_its_plain_loop(tmp_path: Path) -> None:
