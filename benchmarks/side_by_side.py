@@ -30,7 +30,7 @@ import torch
 from benchmarks.gpu import Bench, GpuUse, Row, numbers, parser
 from benchmarks.partitions import products_of, two_parts
 from benchmarks.qwen3_load import FRAMES_PER_SECOND
-from kernels.cuda_graphs import capture
+from kernels.cuda_graphs import GraphPool, capture
 from kernels.dummy import SMALL, TINY, Maker, Shape
 from kernels.lm_frame import FusedFrame, plan_for
 from kernels.reference import run_frame
@@ -74,6 +74,8 @@ class _Keeper(threading.Thread):
         try:
             with on_device(self._device), torch.cuda.stream(self._lane.stream), torch.inference_mode():
                 self._keep()
+                if self._lane.stream is not None:
+                    self._lane.stream.synchronize()
         except Exception as error:  # noqa: BLE001 - raised where the lanes are measured
             self.fault = error
 
@@ -158,6 +160,11 @@ def lm_frame(maker: Maker, shape: Shape, rows: int, context: int, fused: bool) -
     return frame
 
 
+def graph_of(work: Work, stream: torch.cuda.Stream | None) -> Work:
+    """The work as a graph that was captured on this stream, with memory of its own; as it is where there are no streams."""
+    return work if stream is None else capture(work, GraphPool(), stream).replay
+
+
 class Works:
     """LM and codec on one device: what each does, and lanes of it."""
 
@@ -200,15 +207,12 @@ class Works:
     def stream(self, priority: int = 0) -> torch.cuda.Stream | None:
         return torch.cuda.Stream(self.device, priority=priority) if self.on_gpu else None
 
-    def _graph(self, work: Work, stream: torch.cuda.Stream | None) -> Work:
-        return work if stream is None else capture(work, torch.cuda.graph_pool_handle(), stream).replay
-
     def lm(self, stream: torch.cuda.Stream | None) -> Lane:
-        return Lane(self._graph(self.frame, stream), self.rows / FRAMES_PER_SECOND, stream)
+        return Lane(graph_of(self.frame, stream), self.rows / FRAMES_PER_SECOND, stream)
 
     def codec(self, way: str, stream: torch.cuda.Stream | None) -> Lane:
         rows, frames = self.batch if way == "gathered" else self.step
-        return Lane(self._graph(self.codecs[way], stream), rows * frames / FRAMES_PER_SECOND, stream)
+        return Lane(graph_of(self.codecs[way], stream), rows * frames / FRAMES_PER_SECOND, stream)
 
     def serial(self, way: str) -> Lane:
         """Frames, then what they decode to, on one stream."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,9 @@ import pytest
 import torch
 
 from benchmarks import partitions, side_by_side
-from benchmarks.side_by_side import Lane, balanced, paces
+from benchmarks.side_by_side import Lane, Work, balanced, paces
+from kernels import cuda_graphs
+from kernels.cuda_graphs import GraphPool
 
 CPU = torch.device("cpu")
 
@@ -48,6 +51,21 @@ def test_a_cpu_measures_both_alone_and_in_turn(tmp_path: Path, monkeypatch: pyte
     assert alone["lm"]["audio_s_per_s"] == pytest.approx(4 * 0.08 / (alone["lm"]["lm_ms"] / 1000))
     assert alone["gathered"]["audio_s_per_s"] == pytest.approx(0.08 / (alone["gathered"]["codec_us"] / 1e6))
     assert found["left_out"] == []
+
+
+def test_graphs_that_run_side_by_side_share_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: list[GraphPool] = []
+
+    def capture(work: Work, pool: GraphPool, aside: object) -> SimpleNamespace:
+        pools.append(pool)
+        return SimpleNamespace(replay=work)
+
+    monkeypatch.setattr(side_by_side, "capture", capture)
+    assert signature(capture).parameters.keys() == signature(cuda_graphs.capture).parameters.keys()
+    for _ in range(2):
+        side_by_side.graph_of(lambda: None, SimpleNamespace())()  # type: ignore[arg-type]
+    assert all(isinstance(pool, GraphPool) for pool in pools)
+    assert pools[0] is not pools[1]
 
 
 def test_what_has_no_time_left_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
