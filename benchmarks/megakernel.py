@@ -3,6 +3,7 @@
     python -m benchmarks.megakernel [--part codes,times,soak,rtf] [--rows 1,2] [--frames 100000] [--gaps 900,1200]
     python -m benchmarks.megakernel --part rtf --device cpu --tiny
 
+All but `rtf` once for each of `--kinds`: `predictor`, and `whole`, whose talker's layers have a persistent kernel too.
 `codes`: from one state the graph's frame, this one's and the one of single PyTorch ops, over and over: which share of their codes is
 equal. `times`: the predictor and the whole frame at context 300, each as a replayed graph, ours for several pauses between the copies of
 the weight stream. `soak`: launches whose blocks stumble at random, which must all give the same codes. `rtf`: one utterance after the
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,11 @@ from kernels import lm_persistent
 from kernels.dummy import SMALL, Maker
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_frame import FusedFrame, plan_for
-from kernels.lm_persistent import GAP, PersistentFrame, Predictor, PredictorRun, Trial
+from kernels.lm_persistent import GAP, Predictor, PredictorRun, Trial
+from kernels.lm_persistent_talker import PersistentFrame, Talker
 from kernels.reference import run_frame
 from kernels.sampler import DrawFlags
+from pipelines.engine.megakernel import MegakernelExecutor
 from pipelines.registry import open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
 
@@ -53,9 +57,10 @@ _ANY_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
 class Setting:
     """Weights, and slots at context 300 for one number of rows."""
 
-    def __init__(self, bench: Bench, weights: FrameTensors, predictor: Predictor, rows: int) -> None:
+    def __init__(self, bench: Bench, weights: FrameTensors, predictor: Predictor, talker: Talker | None, rows: int) -> None:
         maker = Maker(str(bench.device), torch.bfloat16, rows)
-        self.weights, self.predictor, self.count = weights, predictor, rows
+        self.weights, self.predictor, self.talker, self.count = weights, predictor, talker, rows
+        self.kind = "predictor" if talker is None else "whole"
         contexts = torch.full((rows,), CONTEXT, device=bench.device)
         self.state = maker.state(SMALL, rows, rows * 9 + 1, 64, contexts)
         self.k, self.v = maker.caches(SMALL, rows * 9 + 1, 64)
@@ -68,7 +73,7 @@ class Setting:
 
     def ours(self, state: StateTensors, gap: int = GAP, trial: Trial | None = None) -> PersistentFrame:
         behind = PredictorRun(self.predictor, self.count, gap=gap, trial=trial)
-        return PersistentFrame(behind, state, self.k, self.v, plan_for(self.count))
+        return PersistentFrame(behind, state, self.k, self.v, plan_for(self.count), self.talker)
 
     def made(self, frame: FusedFrame) -> Tensor:
         frame.run(self.rows, self.codes, self.flags)
@@ -116,7 +121,14 @@ def compare_codes(bench: Bench, setting: Setting) -> None:
     shares = equal_share(found[0], found[1]), equal_share(found[0], found[2])
     same_bits = all(torch.equal(one, found[1][-1]) for one in again)
     bench.add(
-        {"part": "codes", "rows": setting.count, "graph_and_ours": shares[0], "graph_and_single_ops": shares[1], "same_again": same_bits}
+        {
+            "part": "codes",
+            "kind": setting.kind,
+            "rows": setting.count,
+            "graph_and_ours": shares[0],
+            "graph_and_single_ops": shares[1],
+            "same_again": same_bits,
+        }
     )
     assert same_bits, "one frame gave different codes"
     assert shares[0] >= shares[1] - SLACK, shares
@@ -136,7 +148,14 @@ def time_frames(bench: Bench, setting: Setting, gaps: list[int]) -> None:
             frame.run(setting.rows, setting.codes, setting.flags)
 
         setting.made(frame)
-        row = {"part": "times", "rows": setting.count, "frame": name, **more, "predictor_ms": graph_us(behind, 1, 41) / 1000}
+        row = {
+            "part": "times",
+            "kind": setting.kind,
+            "rows": setting.count,
+            "frame": name,
+            **more,
+            "predictor_ms": graph_us(behind, 1, 41) / 1000,
+        }
         bench.add({**row, "frame_ms": graph_us(whole, 1, 41) / 1000})
 
     timed("graph", setting.graph(setting.state))
@@ -146,10 +165,14 @@ def time_frames(bench: Bench, setting: Setting, gaps: list[int]) -> None:
 
 
 def soak(bench: Bench, setting: Setting, frames: int) -> None:
+    """Launches with delays from one state: those of the talker where it has a kernel, then those of the predictor."""
     before, state = copied(setting.state), setting.state
-    wanted = setting.made(setting.ours(state))
+    plain = setting.ours(state)
+    wanted = setting.made(plain)
     restore(state, before)
-    ours = setting.ours(state, trial=Trial(seed=setting.count, delay=64))
+    x = torch.zeros(setting.count, SMALL.hidden, dtype=torch.bfloat16, device=bench.device)
+    plain._backbone(setting.rows, x)
+    wanted_x, ours = x.clone(), setting.ours(state, trial=Trial(seed=setting.count, delay=64))
     wrong = torch.zeros((), dtype=torch.int64, device=bench.device)
     depth = setting.weights.depth
     assert depth is not None
@@ -159,13 +182,17 @@ def soak(bench: Bench, setting: Setting, frames: int) -> None:
         turn = min(_LOOK, frames - done)
         for _ in range(turn):
             restore(state, before)
+            if ours.talker is not None:
+                ours._backbone(setting.rows, x)
+                wrong += (x != wanted_x).sum()
             setting.codes[:, 1:] = -1
             ours._behind(depth, setting.rows, setting.codes, setting.flags)
             wrong += (setting.codes != wanted).sum()
         done += turn
-    bench.add({"part": "soak", "rows": setting.count, "frames": done, "wrong_codes": int(wrong), "fault": ours.behind.fault})
+    fault = ours.behind.fault
+    bench.add({"part": "soak", "kind": setting.kind, "rows": setting.count, "frames": done, "wrong": int(wrong), "fault": fault})
     assert not int(wrong)
-    assert ours.behind.fault is None, ours.behind.fault
+    assert fault is None, fault
 
 
 def speech_times(pipeline: Pipeline, seconds: float, index: int) -> tuple[float, float]:
@@ -200,10 +227,14 @@ def speak(bench: Bench, executors: list[str], utterances: int) -> None:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "checkpoint"
         write_checkpoint(folder, size, bench.device, [_TEXT], long)
-        pipelines = {
-            name: open_pipeline(str(folder), executor=name, device=str(bench.device), slots=2, max_context=1024, keep_unfinished=True)
-            for name in executors
-        }
+        pipelines: dict[str, Pipeline] = {}
+        for name in executors:
+            if name == "whole":
+                MegakernelExecutor.whole = True
+            executor = "megakernel" if name == "whole" else name
+            device = str(bench.device)
+            pipelines[name] = open_pipeline(str(folder), executor=executor, device=device, slots=1, max_context=1024, keep_unfinished=True)
+            MegakernelExecutor.whole = False
         found: dict[tuple[str, float], list[tuple[float, float]]] = {}
         for turn in range(-2, utterances):  # the first two make whatever was not made yet
             for seconds in (long, short):
@@ -222,7 +253,10 @@ def main() -> int:
     made.add_argument("--rows", type=numbers, default=[1, 2])
     made.add_argument("--frames", type=int, default=100_000, help="launches of the soak for each number of rows")
     made.add_argument("--gaps", type=numbers, default=[GAP, 1000, 1100, 1200, 1300, 1400, 1600, 2000], help="clocks between two copies")
-    made.add_argument("--executors", default="graph,megakernel", help="those of `rtf`")
+    made.add_argument(
+        "--executors", default="graph,megakernel,whole", help="those of `rtf`; `whole`: `megakernel`, the talker's layers too"
+    )
+    made.add_argument("--kinds", default="predictor,whole")
     made.add_argument("--speech-gap", type=int, default=GAP, help="clocks between two copies in `rtf`")
     made.add_argument("--utterances", type=int, default=11, help="utterances of `rtf` for each executor and length")
     return run(made.parse_args())
@@ -254,9 +288,12 @@ def measure_kernel(bench: Bench, parts: list[str]) -> None:
         return
     weights = Maker(str(bench.device), torch.bfloat16).frame(SMALL)
     predictor = Predictor(weights)
-    for part in parts:
-        for rows in options.rows:
-            bench.attempt(f"{part} {rows}", lambda part=part, rows=rows: work[part](Setting(bench, weights, predictor, rows)))
+    for kind in options.kinds.split(","):
+        talker = Talker(weights) if kind == "whole" else None
+        for part in parts:
+            for rows in options.rows:
+                made = partial(Setting, bench, weights, predictor, talker, rows)
+                bench.attempt(f"{kind} {part} {rows}", lambda part=part, made=made: work[part](made()))
 
 
 if __name__ == "__main__":

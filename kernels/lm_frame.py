@@ -120,8 +120,7 @@ class FusedFrame:
         n = rows.shape[0]
         self._step, self._order = 0, self._orders.setdefault(n, [])
         backbone, depth, x = self.weights.backbone, self.weights.depth, self._x[0][:n]
-        torch.index_select(self.state.inputs, 0, rows, out=x)
-        self._stack(backbone, x, lambda layer, qkv, out: self._attend(layer, qkv, rows, out))
+        self._backbone(rows, x)
         logits = self._head(backbone, x, self.weights.head, self._hidden[:n])
         if depth is None:
             self._draw(ONLY, 0, logits, rows, codes, flags)
@@ -130,6 +129,11 @@ class FusedFrame:
             self._project(*depth.project, self._hidden[:n], self._x[1][:n])
         self._draw(FIRST, 0, logits, rows, codes, flags)
         self._behind(depth, rows, codes, flags)
+
+    def _backbone(self, rows: Tensor, x: Tensor) -> None:
+        """The state of the backbone's step into x [n, width], before the last norm."""
+        torch.index_select(self.state.inputs, 0, rows, out=x)
+        self._stack(self.weights.backbone, x, lambda layer, qkv, out: self._attend(layer, qkv, rows, out))
 
     def _behind(self, depth: DepthTensors, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
         """The codebooks behind code 0, one after the other."""

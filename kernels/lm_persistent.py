@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from kernels import binaries
 from kernels.cuda_driver import Kernel, Module
-from kernels.frame import DepthTensors, FrameTensors, Layer, StateTensors
-from kernels.lm_frame import FusedFrame, Plan, known_to_cuda
+from kernels.frame import DepthTensors, FrameTensors, Layer, StackTensors, StateTensors
+from kernels.lm_frame import known_to_cuda
 
 #: The source in `kernels/cuda`, and the numbers of rows that it has kernels for.
 SOURCE, ROWS = "persistent", (1, 2)
@@ -40,6 +40,11 @@ class Cut:
     warps: int
     tiles: int
     shared_bytes: int
+
+    @property
+    def threads(self) -> int:
+        """Of a block: the warps that compute, and the one that streams weights."""
+        return 32 * (self.warps + 1)
 
 
 #: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks behind code 0.
@@ -109,20 +114,23 @@ def _tiles(weight: Tensor, cut: Cut, halves: int = 1) -> Tensor:
     return tiles.view(cut.blocks, cut.warps, chunks, cut.tiles, _TILE).transpose(1, 2).reshape(cut.blocks, chunks, -1)
 
 
-def packed_weights(depth: DepthTensors, cut: Cut) -> Tensor:
-    """All matrices of the predictor, [blocks, chunks, elements of a chunk]: those of the layers, then the heads."""
+def packed_layers(stack: StackTensors, cut: Cut) -> list[Tensor]:
+    """The matrices of a stack in the order of use, each [blocks, chunks, elements of a chunk]."""
 
     def layer_tiles(layer: Layer) -> list[Tensor]:
         return [_tiles(layer.qkv, cut), _tiles(layer.o, cut), _tiles(layer.gate_up, cut, 2), _tiles(layer.down, cut)]
 
-    layers = [part for layer in depth.stack.layers for part in layer_tiles(layer)]
-    return torch.cat([*layers, *(_tiles(head, cut) for head in depth.heads)], dim=1)
+    return [part for layer in stack.layers for part in layer_tiles(layer)]
 
 
-def packed_norms(depth: DepthTensors, cut: Cut) -> Tensor:
+def packed_weights(depth: DepthTensors, cut: Cut) -> Tensor:
+    """All matrices of the predictor, [blocks, chunks, elements of a chunk]: those of the layers, then the heads."""
+    return torch.cat([*packed_layers(depth.stack, cut), *(_tiles(head, cut) for head in depth.heads)], dim=1)
+
+
+def packed_norms(stack: StackTensors, cut: Cut) -> Tensor:
     """The weights of all norms one after the other, those of the state filled up to whole blocks of 32 for each warp."""
-    stack, whole = depth.stack, 32 * cut.warps
-    padding = (0, -stack.hidden % whole)
+    padding = (0, -stack.hidden % (32 * cut.warps))
 
     def norms(layer: Layer) -> list[Tensor]:
         assert layer.q_norm is not None and layer.k_norm is not None  # noqa: PT018
@@ -150,15 +158,23 @@ def kernel_name(cut: Cut, rows: int, tested: bool = False) -> str:
 
 
 @cache
-def _kernel(name: str, shared_bytes: int, device: int) -> Kernel:
-    """A kernel on a device, made by the first code that its driver takes."""
-    fault = RuntimeError(f"there is no code of {SOURCE}")
-    for code in binaries.candidates(SOURCE, torch.cuda.get_device_capability(device)):
+def _kernel(source: str, name: str, shared_bytes: int, device: int) -> Kernel:
+    """A kernel on a device, made by the first code of its source that the driver takes."""
+    fault = RuntimeError(f"there is no code of {source}")
+    for code in binaries.candidates(source, torch.cuda.get_device_capability(device)):
         try:
             return Module(code, device).kernel(name, shared_bytes)
         except RuntimeError as error:
             fault = error
     raise fault
+
+
+def resident_kernel(source: str, cut: Cut, rows: int, tested: bool, device: torch.device) -> Kernel:
+    """The kernel of a cut. Raises RuntimeError where there is no code, or where the device does not hold all blocks at once."""
+    kernel = _kernel(source, kernel_name(cut, rows, tested), cut.shared_bytes, device.index or 0)
+    if (room := kernel.resident_blocks(cut.threads)) < cut.blocks:
+        raise RuntimeError(f"The persistent kernel has {cut.blocks} blocks; this device holds {room} of them at once.")
+    return kernel
 
 
 class Predictor:
@@ -171,7 +187,7 @@ class Predictor:
         if depth is None or cut is None:
             raise ValueError("There is no persistent kernel for this predictor.")
         self.frame, self.depth, self.cut = weights, depth, cut
-        self.weights, self.norms = packed_weights(depth, cut), packed_norms(depth, cut)
+        self.weights, self.norms = packed_weights(depth, cut), packed_norms(depth.stack, cut)
 
     @property
     def device(self) -> torch.device:
@@ -188,15 +204,12 @@ class PredictorRun:
 
         Raises RuntimeError where there is no code, or where the device does not hold all blocks at once.
         """
-        self.predictor, self.rows, self._patience, self._trial = predictor, rows, patience, trial
-        self._gap = GAP if gap is None else gap
+        self.predictor, self.rows, self.patience, self.trial = predictor, rows, patience, trial
+        self.gap = GAP if gap is None else gap
         cut, depth, device = predictor.cut, predictor.depth, predictor.device
-        self._kernel = _kernel(kernel_name(cut, rows, trial is not None), cut.shared_bytes, device.index or 0)
-        self._threads = 32 * (cut.warps + 1)
-        if (room := self._kernel.resident_blocks(self._threads)) < cut.blocks:
-            raise RuntimeError(f"The persistent kernel has {cut.blocks} blocks; this device holds {room} of them at once.")
+        self._kernel = resident_kernel(SOURCE, cut, rows, trial is not None, device)
         self.packets = torch.zeros(packets_of(depth, rows), 2, dtype=torch.int32, device=device)
-        self.control = torch.zeros(2, dtype=torch.int32, device=device)
+        self.control = torch.zeros(3, dtype=torch.int32, device=device)
 
     @property
     def fault(self) -> str | None:
@@ -219,24 +232,13 @@ class PredictorRun:
             draws.top_k, depth.starts, state.trailing, codes, state.frames, state.positions, finite, flags, draws.temperature, draws.top_p,
             draws.greedy, state.inputs, self.packets, self.control,
         )  # fmt: skip
-        trial = self._trial or Trial()
+        trial = self.trial or Trial()
         arguments = Arguments(
             *[tensor.data_ptr() for tensor in tensors], frame.draw.ends[0], state.dead, frame.backbone.hidden, state.trailing.shape[1],
-            self._patience, self._gap, trial.delay, trial.silent, trial.seed, depth.stack.eps, depth.stack.scale,
+            self.patience, self.gap, trial.delay, trial.silent, trial.seed, depth.stack.eps, depth.stack.scale,
         )  # fmt: skip
-        self._kernel.launch((self.predictor.cut.blocks, 1), self._threads, arguments, _stream(x.device), cooperative=True)
+        self._kernel.launch((self.predictor.cut.blocks, 1), self.predictor.cut.threads, arguments, stream_of(x.device), cooperative=True)
 
 
-def _stream(device: torch.device) -> int:
+def stream_of(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-
-
-class PersistentFrame(FusedFrame):
-    """A frame whose codebooks behind code 0 come from one persistent kernel, for the one number of rows of its launches."""
-
-    def __init__(self, behind: PredictorRun, state: StateTensors, k_cache: Tensor, v_cache: Tensor, plan: Plan) -> None:
-        super().__init__(behind.predictor.frame, state, k_cache, v_cache, behind.rows, plan)
-        self.behind = behind
-
-    def _behind(self, depth: DepthTensors, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
-        self.behind.launch(self._x[1], rows, codes, self._finite, flags, self.state)

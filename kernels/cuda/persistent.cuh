@@ -1,270 +1,36 @@
 // The code predictor's part of a frame in one cooperative launch: all codebooks behind code 0, and the next input.
 //
-// Every block owns some rows of every matrix. They are packed in the order of use, and a producer warp streams them through a ring in
-// shared memory without ever waiting for another block. What blocks tell each other travels as packets {two bf16, epoch} in global
-// memory: a reader asks until each packet has the epoch that it wants, so there is no barrier of the grid. A layer has five exchanges:
-// q, k and v; attention's result; the state behind o; the inner activations; the state behind down. Attention is shared by the blocks of
-// a query head: each has the keys of its head and a slice of the values in its own shared memory. The logits of a codebook are one more
-// exchange, and every block draws the code by itself.
-//
-// A packet's place is written again only by a block that has received something from every block since the place was read, so no reader
-// can be overtaken; attention's places need blocks that all own rows of the state or of the inner width (`Shape`). Epochs count exchanges over all launches, modulo 2^32: each place is written in each launch, so what it holds is
-// younger than one launch. A reader that asks `patience` times in vain reports a fault, stops waiting for anything, and goes on to the
-// end with whatever is there: all blocks end, and the flags say that the frame is void.
+// A layer has five exchanges: q, k and v; attention's result; the state behind o; the inner activations; the state behind down. Attention
+// is shared by the blocks of a query head: each has the keys of its head and a slice of the values in its own shared memory. The logits of
+// a codebook are one more exchange, and every block draws the code by itself.
 #pragma once
-#include "persistent_shape.cuh"
+#include "persistent_chain.cuh"
+#include "persistent_draw.cuh"
 
 namespace {
 
 template <class S>
 __device__ void stream_weights(const Args& p, Shared<S>& s) {
     const char* mine = p.weights + static_cast<long long>(blockIdx.x) * S::BLOCK_CHUNKS * S::CHUNK;
-    int stage = 0;
-    uint32_t parity = 1;
-    long long next = 0;
+    const char* heads = mine + static_cast<long long>(S::LAYERS * S::LAYER_CHUNKS) * S::CHUNK;
+    Stream<S, Shared<S>, Args> stream{p, s};
     for (int step = 0; step < S::BEHIND; ++step) {
-        const char* head = mine + static_cast<long long>(S::LAYERS * S::LAYER_CHUNKS + step * S::HEAD_CHUNKS) * S::CHUNK;
-#pragma unroll 1
-        for (int i = 0; i < S::LAYERS * S::LAYER_CHUNKS + S::HEAD_CHUNKS; ++i) {
-            const int of_head = i - S::LAYERS * S::LAYER_CHUNKS;
-            while (!arrived(&s.empty[stage], parity)) {
-            }
-            if (p.gap > 0) {  // a stream that takes all bandwidth at once makes the packets late
-                while (clock64() < next) {
-                }
-                next = clock64() + p.gap;
-            }
-            arrive_expecting(&s.full[stage], S::CHUNK);
-            bulk_copy(s.ring + stage * S::CHUNK, of_head < 0 ? mine + static_cast<long long>(i) * S::CHUNK : head + of_head * S::CHUNK, S::CHUNK,
-                      &s.full[stage]);
-            if (++stage == S::STAGES) stage = 0, parity ^= 1;
-        }
+        stream.send(mine, S::LAYERS * S::LAYER_CHUNKS);
+        stream.send(heads + static_cast<long long>(step * S::HEAD_CHUNKS) * S::CHUNK, S::HEAD_CHUNKS);
     }
 }
 
-// All warps but the producer. TESTED: blocks stumble at random, and one may fall silent.
 template <class S, bool TESTED>
-struct Consumer {
-    const Args& p;
-    Shared<S>& s;
-    const int block = blockIdx.x, thread = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    uint32_t epoch = 0, parity = 0, carried = 0;  // carried: this thread's pair of the state between the layers
-    int stage = 0, half = 0;
-    bool broken = false;
+struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
+    using Base = Chain<S, Shared<S>, Args, TESTED>;
+    using Base::p, Base::s, Base::block, Base::thread, Base::warp, Base::lane, Base::epoch, Base::carried, Base::broken;
+    using Base::sync, Base::publish, Base::next_epoch, Base::gives_up, Base::total;
 
-    __device__ __forceinline__ void sync() const { sync_some(1, S::THREADS); }
-
-    __device__ __forceinline__ bool gives_up(int tries) {
-        if (broken) return true;
-        if (tries >= p.patience) {
-            store4_relaxed(p.control + FAULT, 0x80000000u | static_cast<uint32_t>(block) << 20 | (epoch & 0xfffffu));
-            broken = true;
-        } else if (tries % 64 == 63) {
-            broken = load4_relaxed(p.control + FAULT) != 0;
-        }
-        return broken;
-    }
-
-    // Two packets each from the place `where(i)`, if it is not below 0; all are asked for together.
-    template <int MANY, typename Where, typename Store>
-    __device__ __forceinline__ void receive(Where where, Store store) {
-        int from[MANY];
-        uint4 v[MANY];
-#pragma unroll
-        for (int i = 0; i < MANY; ++i) from[i] = where(i);
-        for (int tries = 0;; ++tries) {
-            bool late = false;
-#pragma unroll
-            for (int i = 0; i < MANY; ++i)
-                if (from[i] >= 0 && (tries == 0 || v[i].y != epoch || v[i].w != epoch)) v[i] = load16_relaxed(p.packets + from[i]);
-#pragma unroll
-            for (int i = 0; i < MANY; ++i) late = late || (from[i] >= 0 && (v[i].y != epoch || v[i].w != epoch));
-            if (!late || gives_up(tries)) break;
-        }
-#pragma unroll
-        for (int i = 0; i < MANY; ++i)
-            if (from[i] >= 0) store(i, make_uint2(v[i].x, v[i].z));
-    }
-
-    // The next exchange begins: everything that is published from here on has its epoch.
-    __device__ __forceinline__ void next_epoch() {
-        ++epoch;
-        if constexpr (TESTED) {
-            unsigned dice = (p.seed ^ epoch * 0x9E3779B9u ^ block * 0x85EBCA6Bu ^ warp * 0xC2B2AE35u) * 0x27D4EB2Fu;
-            dice ^= dice >> 15;
-            if (p.delay > 0 && dice % 8 == 0)
-                for (unsigned i = 0; i <= dice / 8 % p.delay; ++i) __nanosleep(100);
-        }
-    }
-    __device__ __forceinline__ void publish(int place, uint32_t pair) {
-        if (TESTED && block == p.silent) return;
-        store8_relaxed(p.packets + place, make_uint2(pair, epoch));
-    }
-
-    // This warp's slice of vectors of INNER elements, for all tokens, into its part of shared memory.
-    template <int INNER>
-    __device__ __forceinline__ void receive_slice(int place, int tokens) {
-        constexpr int UNITS = S::steps(INNER) * 8, MANY = most(1, S::ROWS * UNITS / 32 < 8 ? parts(S::ROWS * UNITS, 32) : 8);
-#pragma unroll 1
-        for (int first = lane; first < tokens * UNITS; first += 32 * MANY)
-            receive<MANY>(
-                [&](int i) {
-                    const int unit = first + 32 * i, token = unit / UNITS, at = (warp * UNITS + unit % UNITS) * 4;
-                    return token < tokens && at < INNER ? place + (token * INNER + at) / 2 : -1;
-                },
-                [&](int i, uint2 v) {
-                    const int unit = first + 32 * i;
-                    *reinterpret_cast<uint2*>(&s.slices[warp][unit / UNITS][unit % UNITS * 4]) = v;
-                });
-        clear_rest<INNER>(tokens);
-        __syncwarp();
-    }
-    // The same of rows that are there already.
-    template <typename Row>
-    __device__ __forceinline__ void read_slice(Row row, int tokens) {
-        constexpr int UNITS = S::steps(S::WIDTH) * 8;
-        for (int unit = lane; unit < tokens * UNITS; unit += 32) {
-            const int token = unit / UNITS, at = (warp * UNITS + unit % UNITS) * 4;
-            if (at < S::WIDTH)
-                *reinterpret_cast<uint2*>(&s.slices[warp][token][unit % UNITS * 4]) = *reinterpret_cast<const uint2*>(row(token) + at);
-        }
-        clear_rest<S::WIDTH>(tokens);
-        __syncwarp();
-    }
-    // Beyond the vector's end: zeros.
-    template <int INNER>
-    __device__ __forceinline__ void clear_rest(int tokens) {
-        constexpr int UNITS = S::steps(INNER) * 8;
-        if constexpr (UNITS * S::WARPS * 4 != INNER)
-            for (int unit = lane; unit < tokens * UNITS; unit += 32)
-                if ((warp * UNITS + unit % UNITS) * 4 >= INNER)
-                    *reinterpret_cast<uint2*>(&s.slices[warp][unit / UNITS][unit % UNITS * 4]) = make_uint2(0, 0);
-    }
-
-    // Products of this block's GROUPS * 8 rows with the vectors that `fetch` brings, as each warp's partial sums; with `norm`: of their RMSNorm.
-    template <int INNER, int GROUPS, bool NORMED, typename Fetch>
-    __device__ __forceinline__ void multiply(Fetch fetch, int tokens, const bf16* norm) {
-        constexpr int STEPS = S::steps(INNER);
-        uint4 scale[NORMED ? STEPS : 1], normed[NORMED ? STEPS : 1];
-        const auto raw = [&](int i) {
-            return g < tokens ? *reinterpret_cast<const uint4*>(&s.slices[warp][g][i * 32 + t * 8]) : make_uint4(0, 0, 0, 0);
-        };
-        if constexpr (NORMED) {
-#pragma unroll
-            for (int i = 0; i < STEPS; ++i) scale[i] = *reinterpret_cast<const uint4*>(norm + (warp * STEPS + i) * 32 + t * 8);
-        }
-        fetch();
-        if constexpr (NORMED) {
-            float sum = 0.f;
-#pragma unroll
-            for (int i = 0; i < STEPS; ++i) {
-                normed[i] = raw(i);
-                const float2 v[4] = {widen(normed[i].x), widen(normed[i].y), widen(normed[i].z), widen(normed[i].w)};
-#pragma unroll
-                for (int j = 0; j < 4; ++j) sum = fmaf(v[j].x, v[j].x, fmaf(v[j].y, v[j].y, sum));
-            }
-            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-            if (t == 0 && g < tokens) s.squares[warp][g] = sum;
-            sync();
-            sum = 0.f;
-            if (g < tokens) {
-#pragma unroll
-                for (int i = 0; i < S::WARPS; ++i) sum += s.squares[i][g];
-            }
-            const float rstd = rsqrtf(sum * (1.f / INNER) + p.eps);
-#pragma unroll
-            for (int i = 0; i < STEPS; ++i) {
-                uint4& v = normed[i];
-                v.x = normalise(v.x, rstd, scale[i].x), v.y = normalise(v.y, rstd, scale[i].y);
-                v.z = normalise(v.z, rstd, scale[i].z), v.w = normalise(v.w, rstd, scale[i].w);
-            }
-        }
-        float sums[GROUPS][4] = {};
-#pragma unroll
-        for (int i = 0; i < STEPS; ++i) {
-            const uint4 a = NORMED ? normed[NORMED ? i : 0] : raw(i);
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                const int tile = i * GROUPS + group;
-                if (tile % S::TILES == 0)
-                    while (!arrived(&s.full[stage], parity)) {
-                    }
-                const char* chunk = s.ring + stage * S::CHUNK + (warp * S::TILES + tile % S::TILES) * 512;
-                const uint4 w = *reinterpret_cast<const uint4*>(chunk + lane * 16);
-                mma(sums[group], a.x, 0, a.y, 0, w.x, w.y);
-                mma(sums[group], a.z, 0, a.w, 0, w.z, w.w);
-                if (tile % S::TILES == S::TILES - 1 || tile == STEPS * GROUPS - 1) {
-                    __syncwarp();
-                    if (lane == 0) arrive(&s.empty[stage]);
-                    if (++stage == S::STAGES) stage = 0, parity ^= 1;
-                }
-            }
-        }
-        // Two buffers in turn: the other one may still be read by threads that have not published yet.
-        half ^= 1;
-        if (g < tokens) {
-#pragma unroll
-            for (int group = 0; group < GROUPS; ++group)
-                *reinterpret_cast<float2*>(&s.partial[half][warp][g][group * 8 + t * 2]) = make_float2(sums[group][0], sums[group][1]);
-        }
-        sync();
-        next_epoch();
-    }
-    __device__ __forceinline__ float2 total(int token, int column) const {
-        float2 sum = make_float2(0.f, 0.f);
-#pragma unroll
-        for (int i = 0; i < S::WARPS; ++i) {
-            const float2 v = *reinterpret_cast<const float2*>(&s.partial[half][i][token][column]);
-            sum.x += v.x, sum.y += v.y;
-        }
-        return sum;
-    }
-
-    // Publishes the block's rows of a product of N rows, each pair as `value(token, column)` gives it.
-    template <int N, typename Value>
-    __device__ __forceinline__ void publish_rows(int place, int tokens, Value value) {
-        constexpr int PAIRS = S::groups(N) * 4;
-        for (int i = thread; i < tokens * PAIRS; i += S::THREADS) {
-            const int token = i / PAIRS, column = i % PAIRS * 2, row = block * PAIRS * 2 + column;
-            if (row < N) publish(place + (token * N + row) / 2, value(token, column));
-        }
-    }
-    __device__ __forceinline__ uint32_t added(int token, int column) {
-        const float2 sum = total(token, column), old = widen(carried);
-        return carried = narrow(rounded(sum.x) + old.x, rounded(sum.y) + old.y);
-    }
-    __device__ __forceinline__ uint32_t gated(int token, int column) const {
-        const float2 gate = total(token, column), up = total(token, S::groups(S::INNER) * 8 + column);
-        const float x = rounded(gate.x), y = rounded(gate.y);
-        return narrow(rounded(x / (1.f + __expf(-x))) * rounded(up.x), rounded(y / (1.f + __expf(-y))) * rounded(up.y));
-    }
+    __device__ Consumer(const Args& arguments, Shared<S>& memory) : Base{arguments, memory} {}
 
     __device__ __forceinline__ int row_of(int token) const { return token % S::ROWS; }
     // The first pass has the talker's states, then the embeddings of code 0.
     __device__ __forceinline__ int position_of(int step, int token) const { return step == 0 ? token / S::ROWS : step + 1; }
-
-    // A head of HEAD elements, four a lane: RMSNorm, then rope.
-    __device__ __forceinline__ uint2 normed_rope(uint2 v, const bf16* norm, int position) const {
-        constexpr int UNITS = S::HEAD / 4;
-        const bool used = lane < UNITS;
-        const float2 a = widen(v.x), b = widen(v.y);
-        float sum = fmaf(a.x, a.x, fmaf(a.y, a.y, fmaf(b.x, b.x, b.y * b.y)));
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
-        const float rstd = rsqrtf(sum * (1.f / S::HEAD) + p.eps);
-        const uint2 scale = used ? *reinterpret_cast<const uint2*>(norm + lane * 4) : make_uint2(0, 0);
-        const uint2 h = make_uint2(normalise(v.x, rstd, scale.x), normalise(v.y, rstd, scale.y));
-        const uint2 other = make_uint2(__shfl_xor_sync(0xffffffffu, h.x, UNITS / 2), __shfl_xor_sync(0xffffffffu, h.y, UNITS / 2));
-        const bf16* angles = p.rope + position * S::HEAD + lane % (UNITS / 2) * 4;
-        const uint2 cosine = *reinterpret_cast<const uint2*>(angles), sine = *reinterpret_cast<const uint2*>(angles + S::HEAD / 2);
-        const float sign = lane < UNITS / 2 ? -1.f : 1.f;
-        const auto turned = [&](uint32_t mine, uint32_t theirs, uint32_t c, uint32_t n) {
-            const float2 straight = widen(times(mine, c)), crossed = widen(times(theirs, n));
-            return narrow(straight.x + sign * crossed.x, straight.y + sign * crossed.y);
-        };
-        return make_uint2(turned(h.x, other.x, cosine.x, sine.x), turned(h.y, other.y, cosine.y, sine.y));
-    }
 
     // Receives a query head, its keys and a slice of its values, a warp for each of a token, and keeps them.
     __device__ __forceinline__ void receive_heads(int step, int layer, int tokens, const bf16* norms) {
@@ -278,11 +44,12 @@ struct Consumer {
                     *reinterpret_cast<uint32_t*>(&s.values[layer][row][position][lane * 2]) = receive_pair(S::QKV_AT + (first + at) / 2);
                 continue;
             }
+            const auto turn = this->turn_of(norms + kind * S::HEAD, p.rope + position * S::HEAD);
             uint2 v = make_uint2(0, 0);
-            receive<1>([&](int) { return lane < S::HEAD / 4 ? S::QKV_AT + first / 2 + lane * 2 : -1; },
+            this->template receive<1>([&](int) { return lane < S::HEAD / 4 ? S::QKV_AT + first / 2 + lane * 2 : -1; },
                        [&](int, uint2 got) { v = got; });
             __syncwarp();
-            v = normed_rope(v, norms + kind * S::HEAD, position);
+            v = this->turned(v, turn);
             if (lane < S::HEAD / 4)
                 *reinterpret_cast<uint2*>(kind == 0 ? &s.queries[token][lane * 4] : &s.keys[layer][row][position][lane * 4]) = v;
         }
@@ -337,39 +104,22 @@ struct Consumer {
         if (step == 0) return p.x + token * S::WIDTH;
         return p.inputs + (p.starts[step] + s.codes[token][step]) * S::WIDTH;
     }
-    __device__ __forceinline__ void start_pass(int step, int tokens) {
-        constexpr int PAIRS = S::groups(S::WIDTH) * 4;
-        const int token = thread / PAIRS, row = block * PAIRS * 2 + thread % PAIRS * 2;
-        if (token < tokens && row < S::WIDTH) carried = *reinterpret_cast<const uint32_t*>(input(step, token) + row);
-    }
-
     __device__ __forceinline__ void run_layer(int step, int layer, int tokens) {
         const bf16* norms = p.norms + layer * S::LAYER_NORMS;
-        constexpr int STATE = S::groups(S::WIDTH);
-        multiply<S::WIDTH, S::groups(S::QKV), true>(
+        Base::run_layer(
+            norms, tokens,
             [&] {
-                if (layer == 0) read_slice([&](int token) { return input(step, token); }, tokens);
-                else receive_slice<S::WIDTH>(S::STATE_AT, tokens);
+                if (layer == 0) this->read_slice([&](int token) { return input(step, token); }, tokens);
+                else this->template receive_slice<S::WIDTH>(S::STATE_AT, tokens);
             },
-            tokens, norms);
-        publish_rows<S::QKV>(S::QKV_AT, tokens, [&](int token, int column) {
-            const float2 sum = total(token, column);
-            return narrow(sum.x, sum.y);
-        });
-        attend(step, layer, tokens, norms + 2 * S::NORM);
-        multiply<S::MIXED, STATE, false>([&] { receive_slice<S::MIXED>(S::MIXED_AT, tokens); }, tokens, nullptr);
-        publish_rows<S::WIDTH>(S::MIDDLE_AT, tokens, [&](int token, int column) { return added(token, column); });
-        multiply<S::WIDTH, 2 * S::groups(S::INNER), true>([&] { receive_slice<S::WIDTH>(S::MIDDLE_AT, tokens); }, tokens, norms + S::NORM);
-        publish_rows<S::INNER>(S::INNER_AT, tokens, [&](int token, int column) { return gated(token, column); });
-        multiply<S::INNER, STATE, false>([&] { receive_slice<S::INNER>(S::INNER_AT, tokens); }, tokens, nullptr);
-        publish_rows<S::WIDTH>(S::STATE_AT, tokens, [&](int token, int column) { return added(token, column); });
+            [&] { attend(step, layer, tokens, norms + 2 * S::NORM); });
     }
 
     // Logits of the tokens that are drawn from: the last ROWS ones.
     __device__ __forceinline__ void run_head(int tokens) {
-        multiply<S::WIDTH, S::groups(S::CODES), true>([&] { receive_slice<S::WIDTH>(S::STATE_AT, tokens); }, tokens,
+        this->template multiply<S::WIDTH, S::groups(S::CODES), true>([&] { this->template receive_slice<S::WIDTH>(S::STATE_AT, tokens); }, tokens,
                                                       p.norms + S::LAYERS * S::LAYER_NORMS);
-        publish_rows<S::CODES>(S::LOGITS_AT, S::ROWS, [&](int row, int column) {
+        this->template publish_rows<S::CODES>(S::LOGITS_AT, S::ROWS, [&](int row, int column) {
             const float2 sum = total(tokens - S::ROWS + row, column);
             return narrow(sum.x, sum.y);
         });
@@ -395,13 +145,13 @@ struct Consumer {
 #pragma unroll 1
         for (int step = 0; step < S::BEHIND; ++step) {
             const int tokens = step == 0 ? S::TOKENS : S::ROWS;
-            start_pass(step, tokens);
+            this->with_pair(tokens, [&](int token, int row) { carried = *reinterpret_cast<const uint32_t*>(input(step, token) + row); });
 #pragma unroll 1
             for (int layer = 0; layer < S::LAYERS; ++layer) run_layer(step, layer, tokens);
             run_head(tokens);
             const unsigned word = philox(request.seed, static_cast<unsigned>(request.frame), step + 1);
             float logit[EACH];
-            receive<EACH / 4>(
+            this->template receive<EACH / 4>(
                 [&](int i) { return team.code(4 * i) < S::CODES ? S::LOGITS_AT + (row * S::CODES + team.code(4 * i)) / 2 : -1; },
                 [&](int i, uint2 v) {
                     const float2 a = widen(v.x), b = widen(v.y);
@@ -456,13 +206,7 @@ struct Consumer {
 template <class S, bool TESTED>
 __device__ __forceinline__ void predict(const Args& p) {
     auto& s = *reinterpret_cast<Shared<S>*>(dynamic_shared());
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < S::STAGES; ++i) arrivals_init(&s.full[i], 1), arrivals_init(&s.empty[i], S::WARPS);
-        arrivals_visible();
-    }
-    __syncthreads();
-    if (threadIdx.x < S::THREADS) Consumer<S, TESTED>{p, s}.run();
-    else if (threadIdx.x == S::THREADS) stream_weights<S>(p, s);
+    run_block<S>(s, [&] { Consumer<S, TESTED>(p, s).run(); }, [&] { stream_weights<S>(p, s); });
 }
 
 }  // namespace

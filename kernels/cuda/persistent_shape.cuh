@@ -16,26 +16,41 @@ struct Args {
     const unsigned char* greedy;
     bf16* state_inputs;
     uint2* packets;
-    uint32_t* control;  // the last epoch, the first fault
+    uint32_t* control;  // `Control`
     long long end, dead;
     int talker, trailing_width, patience, gap, delay, silent;
     unsigned seed;
     float eps, scale;
 };
 
+// The same of the talker's layers, whose keys and values are [layers, pages, kv heads, page size, head].
+struct TalkArgs {
+    const char* weights;  // [blocks], each the chunks of its layers
+    const bf16 *norms, *rope, *inputs;
+    bf16* x;  // [rows, width], the state before the last norm
+    const long long *rows, *positions, *page_table;
+    bf16 *keys, *values;
+    uint2* packets;
+    uint32_t* control;
+    long long layer_size;  // elements of the keys of a layer
+    int layers, table_width, page_size, patience, gap, delay, silent;
+    unsigned seed;
+    float eps, scale;
+};
+
 enum Flag { ENDED = 1, NOT_FINITE = 2, FAILED = 4 };
-enum Control { EPOCH = 0, FAULT = 1 };
+enum Control { EPOCH = 0, FAULT = 1, TALKER_EPOCH = 2 };
 
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int parts(int whole, int part) { return (whole + part - 1) / part; }
 
-// Sizes of a predictor, and how it is cut: TILES 512-byte tiles a warp in a chunk of the ring.
+// Sizes of a predictor, and how it is cut: TILES 512-byte tiles a warp in a chunk of the ring; TOKENS run through its layers at once.
 template <int WIDTH_, int INNER_, int HEADS_, int KV_, int HEAD_, int CODES_, int LAYERS_, int BEHIND_, int BLOCKS_, int WARPS_, int TILES_,
-          int STAGES_, int ROWS_>
+          int STAGES_, int ROWS_, int TOKENS_ = 2 * ROWS_>
 struct Shape {
     static constexpr int WIDTH = WIDTH_, INNER = INNER_, HEADS = HEADS_, KV = KV_, HEAD = HEAD_, CODES = CODES_, LAYERS = LAYERS_;
     static constexpr int BEHIND = BEHIND_, BLOCKS = BLOCKS_, WARPS = WARPS_, TILES = TILES_, STAGES = STAGES_, ROWS = ROWS_;
-    static constexpr int THREADS = WARPS * 32, TOKENS = 2 * ROWS, SPAN = BEHIND + 1, MIXED = HEADS * HEAD, QKV = (HEADS + 2 * KV) * HEAD;
+    static constexpr int THREADS = WARPS * 32, TOKENS = TOKENS_, SPAN = BEHIND + 1, MIXED = HEADS * HEAD, QKV = (HEADS + 2 * KV) * HEAD;
     static constexpr int SLICE = HEAD / (BLOCKS / HEADS), CHUNK = WARPS * TILES * 512;
     static_assert(BLOCKS % HEADS == 0 && HEAD % (BLOCKS / HEADS) == 0 && SLICE % 2 == 0 && HEAD % 8 == 0 && HEAD <= 128, "blocks of a head");
     static_assert((HEAD & (HEAD - 1)) == 0 && WIDTH % 4 == 0 && INNER % 4 == 0 && CODES % 4 == 0 && WARPS % ROWS == 0, "packets in pairs");

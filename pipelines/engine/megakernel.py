@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from kernels.lm_frame import FusedFrame, plan_for
-from kernels.lm_persistent import FAILED, ROWS, PersistentFrame, Predictor, PredictorRun, known
+from kernels.lm_persistent import FAILED, ROWS, Predictor, PredictorRun, known
+from kernels.lm_persistent_talker import PersistentFrame, Talker
+from kernels.lm_persistent_talker import known as known_talker
 from kernels.toolchain import first_line
 from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames
 from pipelines.engine.graph import GraphExecutor
@@ -32,7 +34,10 @@ class MegakernelExecutor(GraphExecutor):
     """
 
     name = "megakernel"
+    #: Whether the talker's layers have a persistent kernel as well. Not measured yet.
+    whole = False
     _predictor: Predictor | None = None
+    _talker: Talker | None = None
     _plain = False
 
     def warm(self, everything: bool = False) -> None:
@@ -71,8 +76,9 @@ class MegakernelExecutor(GraphExecutor):
             return super()._new_frame(bucket)
         if self._predictor is None:
             self._predictor = Predictor(self._tensors)  # the weights as the kernel reads them
+            self._talker = Talker(self._tensors) if self.whole and known_talker(self._tensors) else None
         plan = plan_for(bucket, self._tensors.backbone.hidden)
-        return PersistentFrame(PredictorRun(self._predictor, bucket), self.state.tensors(), self.kv.k, self.kv.v, plan)
+        return PersistentFrame(PredictorRun(self._predictor, bucket), self.state.tensors(), self.kv.k, self.kv.v, plan, self._talker)
 
     def _has_kernel(self) -> bool:
         """Whether frames may have a persistent kernel; the first time, a warning where there is none for the model."""
@@ -82,7 +88,7 @@ class MegakernelExecutor(GraphExecutor):
         return not self._plain
 
     def _turn_plain(self) -> None:
-        self._plain, self._predictor, self.name = True, None, GraphExecutor.name
+        self._plain, self._predictor, self._talker, self.name = True, None, None, GraphExecutor.name
 
 
 class _Watched:

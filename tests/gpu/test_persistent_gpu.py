@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 
 from kernels.dummy import SMALL, Shape
 from kernels.lm_persistent import FAILED, Predictor, PredictorRun, Trial
-from tests.support import persistent_kit
+from tests.support import persistent_kit, persistent_talker_kit
 from tests.support.persistent_kit import GOLDEN, SMALLEST, Made, case, last_logits, launched, run_of, twin
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +66,41 @@ def test_a_block_that_says_nothing_ends_in_a_fault_and_the_device_lives_on() -> 
     assert int(launched(run, one).flags[0]) & FAILED
     assert "waited in vain for exchange 1." in str(run.fault)
     assert int(launched(run_of(one), one).flags[0]) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("longest", [40, 600, 2500])
+def test_the_talkers_state_is_as_near_to_the_truth_as_that_of_plain_products(
+    rows: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = persistent_talker_kit.case(SMALL, rows, longest=longest, device="cuda")
+    run = persistent_talker_kit.run_of(one)
+    made = persistent_talker_kit.launched(run, one)
+    assert run.behind.fault is None
+    plain = persistent_talker_kit.twin(one)
+    persistent_talker_kit.exact(monkeypatch)
+    truth = persistent_talker_kit.twin(one)
+    for name in ("hidden", "keys", "values"):
+        mine, theirs, right = (getattr(which, name).float() for which in (made, plain, truth))
+        assert float((mine - right).norm()) <= 2 * float((theirs - right).norm()), name
+
+
+def test_the_talkers_launches_give_the_same_bits_with_stumbling_blocks_too() -> None:
+    one = persistent_talker_kit.case(SMALL, 2, longest=600, device="cuda")
+    first, stumbling = persistent_talker_kit.run_of(one), persistent_talker_kit.run_of(one, trial=Trial(seed=1, delay=64))
+    wanted = persistent_talker_kit.launched(first, one)
+    for _ in range(10):
+        for run in (first, stumbling):
+            made = persistent_talker_kit.launched(run, one)
+            assert all(torch.equal(getattr(made, name), getattr(wanted, name)) for name in ("hidden", "keys", "values"))
+    assert (first.behind.fault, stumbling.behind.fault) == (None, None)
+
+
+def test_a_silent_block_of_the_talker_ends_in_a_fault() -> None:
+    one = persistent_talker_kit.case(SMALL, 1, device="cuda")
+    run = persistent_talker_kit.run_of(one, patience=20_000, trial=Trial(silent=77))
+    persistent_talker_kit.launched(run, one)
+    assert "waited in vain for exchange 1." in str(run.behind.fault)
 
 
 def test_two_gpus_of_one_process_have_kernels_of_their_own() -> None:

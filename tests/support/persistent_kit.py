@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
@@ -72,20 +73,20 @@ class Emulated:
 
     seed = 0
 
-    def __init__(self, name: str, shared_bytes: int) -> None:
-        self._name, self._shared_bytes = name, shared_bytes
+    def __init__(self, name: str, shared_bytes: int, made: Callable[[], ctypes.CDLL] = library) -> None:
+        self._name, self._shared_bytes, self._made = name, shared_bytes, made
 
     def resident_blocks(self, threads: int) -> int:
         return 132
 
     def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int, cooperative: bool) -> None:
-        kernel = cuda_emulated.Kernel(library(), self._name, self._shared_bytes, Emulated.seed, together=cooperative)
+        kernel = cuda_emulated.Kernel(self._made(), self._name, self._shared_bytes, Emulated.seed, together=cooperative)
         kernel.launch(grid, threads, arguments)
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lm_persistent, "CUTS", CUTS)
-    monkeypatch.setattr(lm_persistent, "_kernel", lambda name, shared_bytes, _device: Emulated(name, shared_bytes))
+    monkeypatch.setattr(lm_persistent, "_kernel", lambda _source, name, shared_bytes, _device: Emulated(name, shared_bytes))
 
 
 @dataclass(frozen=True, slots=True)

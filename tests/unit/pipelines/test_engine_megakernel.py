@@ -13,13 +13,14 @@ pytest.importorskip("triton", reason="needs Triton")
 
 from kernels.dummy import Maker
 from kernels.lm_frame import FusedFrame
-from kernels.lm_persistent import FAILED, PersistentFrame
+from kernels.lm_persistent import FAILED
+from kernels.lm_persistent_talker import PersistentFrame
 from pipelines.engine import megakernel
 from pipelines.engine.buckets import Buckets
 from pipelines.engine.executor import FrameCodes, FrameSettings
 from pipelines.engine.graph import GraphExecutor
 from pipelines.engine.megakernel import MegakernelExecutor, PersistentKernelError
-from tests.support import persistent_kit
+from tests.support import persistent_kit, persistent_talker_kit
 from tests.support.persistent_kit import ANY_DRAWS, SMALLEST, Emulated
 
 SETTINGS = FrameSettings(64, ANY_DRAWS, ANY_DRAWS)
@@ -68,6 +69,21 @@ def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> 
     assert isinstance(two, PersistentFrame)
     assert one.behind.predictor is two.behind.predictor
     assert one.behind.control is not two.behind.control
+
+
+def test_the_talkers_layers_have_a_persistent_kernel_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Unmade()
+    executor._capture(1)
+    assert executor._frames[1].talker is None  # type: ignore[attr-defined]
+    persistent_talker_kit.emulate(monkeypatch)
+    monkeypatch.setattr(MegakernelExecutor, "whole", True)
+    executor = Unmade()
+    kinds(executor)
+    one, two = (executor._frames[bucket].talker for bucket in (1, 2))  # type: ignore[attr-defined]
+    assert one.talker is two.talker
+    assert one.behind is executor._frames[1].behind  # type: ignore[attr-defined]
+    executor._turn_plain()
+    assert executor._talker is None
 
 
 def test_a_model_without_a_kernel_has_plain_frames_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,307 @@
+// What blocks of a persistent kernel do together: a stream of weights, exchanges between blocks, products of few rows, and a decoder layer.
+//
+// Every block owns some rows of every matrix. They are packed in the order of use, and a producer warp streams them through a ring in
+// shared memory without ever waiting for another block. What blocks tell each other travels as packets {two bf16 or a float, epoch} in
+// global memory: a reader asks until each packet has the epoch that it wants, so there is no barrier of the grid.
+//
+// A packet's place is written again only by a block that has received something from every block since the place was read, so no reader
+// can be overtaken; attention's places need blocks that all own rows of the state or of the inner width (`Shape`). Epochs count exchanges
+// over all launches, modulo 2^32: each place is written in each launch, so what it holds is younger than one launch. A reader that asks
+// `patience` times in vain reports a fault, stops waiting for anything, and goes on to the end with whatever is there: all blocks end, and
+// the flags say that the frame is void.
+#pragma once
+#include "persistent_shape.cuh"
+
+namespace {
+
+// The producer warp's way through a block's chunks.
+template <class S, class Memory, class Arguments>
+struct Stream {
+    const Arguments& p;
+    Memory& s;
+    int stage = 0;
+    uint32_t parity = 1;
+    long long next = 0;
+
+    __device__ __forceinline__ void send(const char* from, int chunks) {
+#pragma unroll 1
+        for (int i = 0; i < chunks; ++i) {
+            while (!arrived(&s.empty[stage], parity)) {
+            }
+            if (p.gap > 0) {  // a stream that takes all bandwidth at once makes the packets late
+                while (clock64() < next) {
+                }
+                next = clock64() + p.gap;
+            }
+            arrive_expecting(&s.full[stage], S::CHUNK);
+            bulk_copy(s.ring + stage * S::CHUNK, from + static_cast<long long>(i) * S::CHUNK, S::CHUNK, &s.full[stage]);
+            if (++stage == S::STAGES) stage = 0, parity ^= 1;
+        }
+    }
+};
+
+// All warps but the producer. TESTED: blocks stumble at random, and one may fall silent.
+template <class S, class Memory, class Arguments, bool TESTED>
+struct Chain {
+    const Arguments& p;
+    Memory& s;
+    const int block = blockIdx.x, thread = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    uint32_t epoch = 0, parity = 0, carried = 0;  // carried: this thread's pair of the state between the layers
+    int stage = 0, half = 0;
+    bool broken = false;
+
+    __device__ __forceinline__ void sync() const { sync_some(1, S::THREADS); }
+
+    __device__ __forceinline__ bool gives_up(int tries) {
+        if (broken) return true;
+        if (tries >= p.patience) {
+            store4_relaxed(p.control + FAULT, 0x80000000u | static_cast<uint32_t>(block) << 20 | (epoch & 0xfffffu));
+            broken = true;
+        } else if (tries % 64 == 63) {
+            broken = load4_relaxed(p.control + FAULT) != 0;
+        }
+        return broken;
+    }
+
+    // Two packets each from the place `where(i)`, if it is not below 0; all are asked for together.
+    template <int MANY, typename Where, typename Store>
+    __device__ __forceinline__ void receive(Where where, Store store) {
+        int from[MANY];
+        uint4 v[MANY];
+#pragma unroll
+        for (int i = 0; i < MANY; ++i) from[i] = where(i);
+        for (int tries = 0;; ++tries) {
+            bool late = false;
+#pragma unroll
+            for (int i = 0; i < MANY; ++i)
+                if (from[i] >= 0 && (tries == 0 || v[i].y != epoch || v[i].w != epoch)) v[i] = load16_relaxed(p.packets + from[i]);
+#pragma unroll
+            for (int i = 0; i < MANY; ++i) late = late || (from[i] >= 0 && (v[i].y != epoch || v[i].w != epoch));
+            if (!late || gives_up(tries)) break;
+        }
+#pragma unroll
+        for (int i = 0; i < MANY; ++i)
+            if (from[i] >= 0) store(i, make_uint2(v[i].x, v[i].z));
+    }
+
+    // The next exchange begins: everything that is published from here on has its epoch.
+    __device__ __forceinline__ void next_epoch() {
+        ++epoch;
+        if constexpr (TESTED) {
+            unsigned dice = (p.seed ^ epoch * 0x9E3779B9u ^ block * 0x85EBCA6Bu ^ warp * 0xC2B2AE35u) * 0x27D4EB2Fu;
+            dice ^= dice >> 15;
+            if (p.delay > 0 && dice % 8 == 0)
+                for (unsigned i = 0; i <= dice / 8 % p.delay; ++i) __nanosleep(100);
+        }
+    }
+    __device__ __forceinline__ void publish(int place, uint32_t pair) {
+        if (TESTED && block == p.silent) return;
+        store8_relaxed(p.packets + place, make_uint2(pair, epoch));
+    }
+
+    // This warp's slice of vectors of INNER elements, for all tokens, into its part of shared memory.
+    template <int INNER>
+    __device__ __forceinline__ void receive_slice(int place, int tokens) {
+        constexpr int UNITS = S::steps(INNER) * 8, MANY = most(1, S::ROWS * UNITS / 32 < 8 ? parts(S::ROWS * UNITS, 32) : 8);
+#pragma unroll 1
+        for (int first = lane; first < tokens * UNITS; first += 32 * MANY)
+            receive<MANY>(
+                [&](int i) {
+                    const int unit = first + 32 * i, token = unit / UNITS, at = (warp * UNITS + unit % UNITS) * 4;
+                    return token < tokens && at < INNER ? place + (token * INNER + at) / 2 : -1;
+                },
+                [&](int i, uint2 v) {
+                    const int unit = first + 32 * i;
+                    *reinterpret_cast<uint2*>(&s.slices[warp][unit / UNITS][unit % UNITS * 4]) = v;
+                });
+        clear_rest<INNER>(tokens);
+        __syncwarp();
+    }
+    // The same of rows that are there already.
+    template <typename Row>
+    __device__ __forceinline__ void read_slice(Row row, int tokens) {
+        constexpr int UNITS = S::steps(S::WIDTH) * 8;
+        for (int unit = lane; unit < tokens * UNITS; unit += 32) {
+            const int token = unit / UNITS, at = (warp * UNITS + unit % UNITS) * 4;
+            if (at < S::WIDTH)
+                *reinterpret_cast<uint2*>(&s.slices[warp][token][unit % UNITS * 4]) = *reinterpret_cast<const uint2*>(row(token) + at);
+        }
+        clear_rest<S::WIDTH>(tokens);
+        __syncwarp();
+    }
+    // Beyond the vector's end: zeros.
+    template <int INNER>
+    __device__ __forceinline__ void clear_rest(int tokens) {
+        constexpr int UNITS = S::steps(INNER) * 8;
+        if constexpr (UNITS * S::WARPS * 4 != INNER)
+            for (int unit = lane; unit < tokens * UNITS; unit += 32)
+                if ((warp * UNITS + unit % UNITS) * 4 >= INNER)
+                    *reinterpret_cast<uint2*>(&s.slices[warp][unit / UNITS][unit % UNITS * 4]) = make_uint2(0, 0);
+    }
+
+    // Products of this block's GROUPS * 8 rows with the vectors that `fetch` brings, as each warp's partial sums; with `norm`: of their RMSNorm.
+    template <int INNER, int GROUPS, bool NORMED, typename Fetch>
+    __device__ __forceinline__ void multiply(Fetch fetch, int tokens, const bf16* norm) {
+        constexpr int STEPS = S::steps(INNER);
+        uint4 scale[NORMED ? STEPS : 1], normed[NORMED ? STEPS : 1];
+        const auto raw = [&](int i) {
+            return g < tokens ? *reinterpret_cast<const uint4*>(&s.slices[warp][g][i * 32 + t * 8]) : make_uint4(0, 0, 0, 0);
+        };
+        if constexpr (NORMED) {
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i) scale[i] = *reinterpret_cast<const uint4*>(norm + (warp * STEPS + i) * 32 + t * 8);
+        }
+        fetch();
+        if constexpr (NORMED) {
+            float sum = 0.f;
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i) {
+                normed[i] = raw(i);
+                const float2 v[4] = {widen(normed[i].x), widen(normed[i].y), widen(normed[i].z), widen(normed[i].w)};
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sum = fmaf(v[j].x, v[j].x, fmaf(v[j].y, v[j].y, sum));
+            }
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            if (t == 0 && g < tokens) s.squares[warp][g] = sum;
+            sync();
+            sum = 0.f;
+            if (g < tokens) {
+#pragma unroll
+                for (int i = 0; i < S::WARPS; ++i) sum += s.squares[i][g];
+            }
+            const float rstd = rsqrtf(sum * (1.f / INNER) + p.eps);
+#pragma unroll
+            for (int i = 0; i < STEPS; ++i) {
+                uint4& v = normed[i];
+                v.x = normalise(v.x, rstd, scale[i].x), v.y = normalise(v.y, rstd, scale[i].y);
+                v.z = normalise(v.z, rstd, scale[i].z), v.w = normalise(v.w, rstd, scale[i].w);
+            }
+        }
+        float sums[GROUPS][4] = {};
+#pragma unroll
+        for (int i = 0; i < STEPS; ++i) {
+            const uint4 a = NORMED ? normed[NORMED ? i : 0] : raw(i);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                const int tile = i * GROUPS + group;
+                if (tile % S::TILES == 0)
+                    while (!arrived(&s.full[stage], parity)) {
+                    }
+                const char* chunk = s.ring + stage * S::CHUNK + (warp * S::TILES + tile % S::TILES) * 512;
+                const uint4 w = *reinterpret_cast<const uint4*>(chunk + lane * 16);
+                mma(sums[group], a.x, 0, a.y, 0, w.x, w.y);
+                mma(sums[group], a.z, 0, a.w, 0, w.z, w.w);
+                if (tile % S::TILES == S::TILES - 1 || tile == STEPS * GROUPS - 1) {
+                    __syncwarp();
+                    if (lane == 0) arrive(&s.empty[stage]);
+                    if (++stage == S::STAGES) stage = 0, parity ^= 1;
+                }
+            }
+        }
+        // Two buffers in turn: the other one may still be read by threads that have not published yet.
+        half ^= 1;
+        if (g < tokens) {
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group)
+                *reinterpret_cast<float2*>(&s.partial[half][warp][g][group * 8 + t * 2]) = make_float2(sums[group][0], sums[group][1]);
+        }
+        sync();
+        next_epoch();
+    }
+    __device__ __forceinline__ float2 total(int token, int column) const {
+        float2 sum = make_float2(0.f, 0.f);
+#pragma unroll
+        for (int i = 0; i < S::WARPS; ++i) {
+            const float2 v = *reinterpret_cast<const float2*>(&s.partial[half][i][token][column]);
+            sum.x += v.x, sum.y += v.y;
+        }
+        return sum;
+    }
+
+    // Publishes the block's rows of a product of N rows, each pair as `value(token, column)` gives it.
+    template <int N, typename Value>
+    __device__ __forceinline__ void publish_rows(int place, int tokens, Value value) {
+        constexpr int PAIRS = S::groups(N) * 4;
+        for (int i = thread; i < tokens * PAIRS; i += S::THREADS) {
+            const int token = i / PAIRS, column = i % PAIRS * 2, row = block * PAIRS * 2 + column;
+            if (row < N) publish(place + (token * N + row) / 2, value(token, column));
+        }
+    }
+    __device__ __forceinline__ uint32_t added(int token, int column) {
+        const float2 sum = total(token, column), old = widen(carried);
+        return carried = narrow(rounded(sum.x) + old.x, rounded(sum.y) + old.y);
+    }
+    __device__ __forceinline__ uint32_t gated(int token, int column) const {
+        const float2 gate = total(token, column), up = total(token, S::groups(S::INNER) * 8 + column);
+        const float x = rounded(gate.x), y = rounded(gate.y);
+        return narrow(rounded(x / (1.f + __expf(-x))) * rounded(up.x), rounded(y / (1.f + __expf(-y))) * rounded(up.y));
+    }
+
+    // What turns a head of HEAD elements, four a lane: the weights of its RMSNorm, the angles of its position. Read before the head comes.
+    struct Turn {
+        uint2 scale, cosine, sine;
+    };
+    __device__ __forceinline__ Turn turn_of(const bf16* norm, const bf16* angles) const {
+        constexpr int UNITS = S::HEAD / 4;
+        const auto read = [](const bf16* from) { return *reinterpret_cast<const uint2*>(from); };
+        angles += lane % (UNITS / 2) * 4;
+        return {lane < UNITS ? read(norm + lane * 4) : make_uint2(0, 0), read(angles), read(angles + S::HEAD / 2)};
+    }
+    __device__ __forceinline__ uint2 turned(uint2 v, const Turn& by) const {
+        constexpr int UNITS = S::HEAD / 4;
+        const float2 a = widen(v.x), b = widen(v.y);
+        float sum = fmaf(a.x, a.x, fmaf(a.y, a.y, fmaf(b.x, b.x, b.y * b.y)));
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        const float rstd = rsqrtf(sum * (1.f / S::HEAD) + p.eps);
+        const uint2 h = make_uint2(normalise(v.x, rstd, by.scale.x), normalise(v.y, rstd, by.scale.y));
+        const uint2 other = make_uint2(__shfl_xor_sync(0xffffffffu, h.x, UNITS / 2), __shfl_xor_sync(0xffffffffu, h.y, UNITS / 2));
+        const float sign = lane < UNITS / 2 ? -1.f : 1.f;
+        const auto mixed = [&](uint32_t mine, uint32_t theirs, uint32_t c, uint32_t n) {
+            const float2 straight = widen(times(mine, c)), crossed = widen(times(theirs, n));
+            return narrow(straight.x + sign * crossed.x, straight.y + sign * crossed.y);
+        };
+        return make_uint2(mixed(h.x, other.x, by.cosine.x, by.sine.x), mixed(h.y, other.y, by.cosine.y, by.sine.y));
+    }
+
+    // Calls `use(token, row)` in each thread that has a pair of the state, with its first row.
+    template <typename Use>
+    __device__ __forceinline__ void with_pair(int tokens, Use use) {
+        constexpr int PAIRS = S::groups(S::WIDTH) * 4;
+        const int token = thread / PAIRS, row = block * PAIRS * 2 + thread % PAIRS * 2;
+        if (token < tokens && row < S::WIDTH) use(token, row);
+    }
+
+    // A layer over the state; `first` fetches its slices, `attend` turns q, k and v into the result of attention.
+    template <typename First, typename Attend>
+    __device__ __forceinline__ void run_layer(const bf16* norms, int tokens, First first, Attend attend) {
+        constexpr int STATE = S::groups(S::WIDTH);
+        multiply<S::WIDTH, S::groups(S::QKV), true>(first, tokens, norms);
+        publish_rows<S::QKV>(S::QKV_AT, tokens, [&](int token, int column) {
+            const float2 sum = total(token, column);
+            return narrow(sum.x, sum.y);
+        });
+        attend();
+        multiply<S::MIXED, STATE, false>([&] { receive_slice<S::MIXED>(S::MIXED_AT, tokens); }, tokens, nullptr);
+        publish_rows<S::WIDTH>(S::MIDDLE_AT, tokens, [&](int token, int column) { return added(token, column); });
+        multiply<S::WIDTH, 2 * S::groups(S::INNER), true>([&] { receive_slice<S::WIDTH>(S::MIDDLE_AT, tokens); }, tokens, norms + S::NORM);
+        publish_rows<S::INNER>(S::INNER_AT, tokens, [&](int token, int column) { return gated(token, column); });
+        multiply<S::INNER, STATE, false>([&] { receive_slice<S::INNER>(S::INNER_AT, tokens); }, tokens, nullptr);
+        publish_rows<S::WIDTH>(S::STATE_AT, tokens, [&](int token, int column) { return added(token, column); });
+    }
+};
+
+// Makes the ring, and gives the block's warps their work: `consume` to all but the last one, `produce` to one thread of that.
+template <class S, class Memory, typename Consume, typename Produce>
+__device__ __forceinline__ void run_block(Memory& s, Consume consume, Produce produce) {
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::STAGES; ++i) arrivals_init(&s.full[i], 1), arrivals_init(&s.empty[i], S::WARPS);
+        arrivals_visible();
+    }
+    __syncthreads();
+    if (threadIdx.x < S::THREADS) consume();
+    else if (threadIdx.x == S::THREADS) produce();
+}
+
+}  // namespace

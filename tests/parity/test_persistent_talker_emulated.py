@@ -1,0 +1,161 @@
+"""The persistent kernel of the talker's layers, on a CPU: its steps against the twin's, in many orders of threads, and what goes wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import binaries, lm_persistent_talker, toolchain
+from kernels.dummy import SMALL, Maker, Shape
+from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Trial, kernel_name
+from kernels.lm_persistent_talker import Talker, known
+from tests.support import persistent_kit, persistent_talker_kit
+from tests.support.persistent_kit import Emulated
+from tests.support.persistent_talker_kit import (
+    GOLDEN_TALKER,
+    ODD_TALKER,
+    PAGE,
+    SHARED_TALKER,
+    SMALL_TALKER,
+    Made,
+    case,
+    launched,
+    run_of,
+    twin,
+)
+
+PUBLISHED_CUTS = lm_persistent_talker.CUTS
+SHORT = 400
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    persistent_talker_kit.emulate(monkeypatch)
+    monkeypatch.setattr(Emulated, "seed", 0)
+    with torch.inference_mode():
+        yield
+
+
+def equal(one: Made, other: Made) -> bool:
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in Made.__slots__)
+
+
+@pytest.mark.parametrize("shape", [SMALL_TALKER, GOLDEN_TALKER, ODD_TALKER, SHARED_TALKER])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_steps_are_the_twins(shape: Shape, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    persistent_talker_kit.exact(monkeypatch)
+    same = 0
+    for seed, longest in enumerate((60, 60, 300, 8)):
+        one = case(shape, rows, seed, longest)
+        made, wanted = launched(run_of(one), one), twin(one)
+        for name in Made.__slots__:
+            mine, theirs = getattr(made, name).float(), getattr(wanted, name).float()
+            assert float((mine - theirs).norm()) <= 4e-3 * float(theirs.norm()), f"seed {seed}, {name}"
+        same += equal(made, wanted)
+    assert same >= 3, "a sum whose order decides its rounding is rare"
+
+
+@pytest.mark.parametrize("position", [0, 1, 15, 16, 255])
+def test_the_new_position_is_seen_and_kept_and_no_other_one_changes(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    persistent_talker_kit.exact(monkeypatch)
+    one = case(SMALL_TALKER, 1, seed=7, longest=300)
+    one.state.positions[one.rows] = position
+    made = launched(run_of(one), one)
+    assert equal(made, twin(one))
+    page = int(one.state.page_table[one.rows[0], position // PAGE])
+    changed = (made.keys != one.keys).any(-1).any(2).nonzero()
+    assert changed.unique(dim=0).tolist() == [[layer, page, position % PAGE] for layer in range(2)]
+
+
+def test_a_row_does_not_see_its_neighbour() -> None:
+    pair = case(SMALL_TALKER, 2, seed=5, longest=200)
+    together = launched(run_of(pair), pair)
+    for row in (0, 1):
+        alone = replace(pair, rows=pair.rows[row : row + 1])
+        assert torch.equal(launched(run_of(alone), alone).hidden[0], together.hidden[row])
+
+
+@pytest.mark.parametrize(("shape", "orders"), [(SMALL_TALKER, 8), (ODD_TALKER, 2)])
+def test_steps_follow_each_other_in_any_order_of_threads_with_stumbling_blocks(
+    shape: Shape, orders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = case(shape, 2, seed=2, longest=100)
+    wanted = launched(run_of(one), one)
+    for delay in (0, 40):
+        run = run_of(one, trial=Trial(seed=delay, delay=delay))
+        for seed in range(orders):
+            monkeypatch.setattr(Emulated, "seed", seed)
+            assert equal(launched(run, one), wanted), f"seed {seed}, delay {delay}"
+        assert run.behind.fault is None
+        assert run.behind.control.tolist() == [0, 0, orders * 6 * shape.layers]
+
+
+def test_epochs_pass_the_end_of_their_range() -> None:
+    one = case(SMALL_TALKER, 1, seed=3)
+    run, wanted = run_of(one), launched(run_of(one), one)
+    run.behind.control[2] = -6 * SMALL_TALKER.layers - 5  # as a count without sign: so many before 2**32
+    for _ in range(3):
+        assert equal(launched(run, one), wanted)
+    assert int(run.behind.control[2]) == 2 * 6 * SMALL_TALKER.layers - 5
+    assert run.behind.fault is None
+
+
+def test_a_block_that_says_nothing_voids_the_frame() -> None:
+    one = case(SMALL_TALKER, 2, seed=1)
+    run = run_of(one, patience=SHORT, trial=Trial(silent=2))
+    launched(run, one)
+    assert re.fullmatch(r"Block [0-3] waited in vain for exchange 1\.", run.behind.fault or "")
+    begun = persistent_kit.case(SMALL_TALKER, 2)
+    behind = PredictorRun(Predictor(begun.weights), 2)
+    behind.control.copy_(run.behind.control)
+    assert int(persistent_kit.launched(behind, begun).flags[0]) & FAILED, "the predictor says so for both"
+
+
+def test_the_dead_slot_touches_no_page_but_its_own() -> None:
+    one = case(SMALL_TALKER, 2, seed=4)
+    one.rows[1] = one.state.dead
+    made = launched(run_of(one), one)
+    alone = replace(one, rows=one.rows[:1])
+    wanted = launched(run_of(alone), alone)
+    assert torch.equal(made.hidden[0], wanted.hidden[0])
+    assert torch.equal(made.keys[:, 1:], wanted.keys[:, 1:])
+    assert torch.equal(made.values[:, 1:], wanted.values[:, 1:])
+
+
+def test_talkers_without_a_kernel_are_not_known() -> None:
+    assert known(Maker("cpu", torch.bfloat16).frame(SMALL_TALKER))
+    assert not known(Maker("cpu", torch.float32).frame(SMALL_TALKER))
+    other = Maker("cpu", torch.bfloat16).frame(replace(SMALL_TALKER, inter=84))
+    assert not known(other)
+    with pytest.raises(ValueError, match="no persistent kernel"):
+        Talker(other)
+
+
+@pytest.mark.parametrize("cut", persistent_talker_kit.CUTS.values(), ids=lambda cut: cut.name)
+def test_kernels_take_the_arguments_of_their_launch(cut: Cut) -> None:
+    for tested in (False, True):
+        taken = persistent_talker_kit.library()[f"bytes_{kernel_name(cut, 1, tested)}"]
+        assert taken() == ctypes.sizeof(lm_persistent_talker.Arguments)
+
+
+def test_the_published_kernels_fit_a_block_of_hopper_and_its_registers() -> None:
+    if (nvcc := toolchain.nvcc()) is None:
+        pytest.skip("needs nvcc")
+    source = binaries.SOURCES / "persistent_talker.cu"
+    command = [nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3", "-Xptxas", "-v", "-o", os.devnull, str(source)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stderr
+    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"] * 4, said
+    ((key, cut),) = PUBLISHED_CUTS.items()
+    assert key == (SMALL.hidden, SMALL.inter, SMALL.heads, SMALL.kv_heads, SMALL.head_dim)
+    assert (
+        f"TALKERS({cut.name}, {cut.shared_bytes}, {', '.join(map(str, key))}, 8, 1, 1, {cut.blocks}, {cut.warps}, {cut.tiles},"
+        in source.read_text()
+    )
+    assert cut.shared_bytes <= 227 * 1024
