@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kernels.cuda_graphs import lacks_memory
 from kernels.reference import ENDED, NOT_FINITE
 from kernels.sampler import DrawFlags
 from pipelines.engine.buckets import Prefill
@@ -178,7 +179,9 @@ class EngineCore:
         began, streams = self._clock(), self.has_streams
         try:
             turn, prefilled = self._stream_turn(batch) if streams else self._whole_turn()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not lacks_memory(error):
+                raise
             self._shrink(error)
             return True
         if turn is not None:
@@ -245,9 +248,9 @@ class EngineCore:
             utterance.embeddings = embeddings if utterance.to_prefill else None
             embedding, trailing = embeddings[last], utterance.trailing
             return Placement(utterance.slot, utterance.pages, request.seed, request.sampling, trailing, embedding, last, request.drawn)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if lacks_memory(error):
+                raise
             log.exception("a request could not be let in")
             self._fail(utterance, engine_failure(error))
             return None
@@ -376,7 +379,7 @@ class EngineCore:
             self.scheduler.forget(utterance)
         self._listener.failed(utterance.request, error)
 
-    def _shrink(self, error: torch.OutOfMemoryError) -> None:
+    def _shrink(self, error: RuntimeError) -> None:
         """After running out of device memory: all start again, fewer at a time (see `BatchLimit`); one alone fails."""
         self._turns.clear()
         running = self.scheduler.running

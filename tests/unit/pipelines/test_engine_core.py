@@ -187,23 +187,28 @@ def test_a_prompt_that_cannot_be_embedded_fails_alone() -> None:
 class Tight(Wrapped):
     """Runs out of device memory when more than `room` prompts are prefilled or framed at once."""
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, room: int, error: RuntimeError) -> None:
         super().__init__()
-        self.room = room
+        self.room, self.error = room, error
 
     def prefill(self, runs: Sequence[PrefillRun], state: SlotState, kv: PagedKV) -> None:
         self._model.prefill(runs, state, kv)
 
     def frame(self, rows: Tensor, settings: FrameSettings, state: SlotState, kv: PagedKV) -> FrameOutput:
         if int((rows != state.dead).sum()) > self.room:
-            raise torch.OutOfMemoryError("no room")
+            raise type(self.error)(*self.error.args)
         return self._model.frame(rows, settings, state, kv)
 
 
-def test_out_of_device_memory_shrinks_the_batch() -> None:
+#: As PyTorch's allocator says it, and as a driver does.
+NO_ROOM = [torch.OutOfMemoryError("no room"), torch.AcceleratorError("CUDA error: out of memory")]
+
+
+@pytest.mark.parametrize("error", NO_ROOM, ids=["allocator", "driver"])
+def test_out_of_device_memory_shrinks_the_batch(error: RuntimeError) -> None:
     heard = Recorder()
     many = requests(7, seed=2, max_tokens=8)
-    core = make_core(Tight(2), heard)
+    core = make_core(Tight(2, error), heard)
     for request in many:
         core.add(request)
     run(core)
@@ -212,9 +217,10 @@ def test_out_of_device_memory_shrinks_the_batch() -> None:
         np.testing.assert_array_equal(heard.codes[request], run_alone(golden_model("base"), request)[0])
 
 
-def test_out_of_device_memory_alone_fails_the_request() -> None:
+@pytest.mark.parametrize("error", NO_ROOM, ids=["allocator", "driver"])
+def test_out_of_device_memory_alone_fails_the_request(error: RuntimeError) -> None:
     heard = Recorder()
-    core = make_core(Tight(0), heard)
+    core = make_core(Tight(0, error), heard)
     for request in requests(2):
         core.add(request)
     run(core)
