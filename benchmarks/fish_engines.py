@@ -16,6 +16,7 @@ from benchmarks.gpu import Bench
 from benchmarks.native_parts import prepare_all
 from benchmarks.speech_load import token_letters
 from benchmarks.watched_executor import Watched
+from pipelines.engine.buckets import Prefill
 from pipelines.engine.engine import Engine
 from pipelines.engine.memory import MemoryNeeds
 from pipelines.engine.opening import open_executor, plan_engine
@@ -83,7 +84,7 @@ def checkpoint_parts(bench: Bench, folder: Path) -> Parts:
 class NativeFish:
     """The dual AR on the native engine: its executor, over which pipelines are opened one after the other."""
 
-    def __init__(self, bench: Bench, parts: Parts, slots: int, streams: int = 0) -> None:
+    def __init__(self, bench: Bench, parts: Parts, slots: int, streams: int = 0, prefill: Prefill = "auto") -> None:
         """`streams`: how many it is prepared for; as many slots are then kept free of whole utterances."""
         config, slow, dtype = parts.config, parts.config.slow, bench.dtype
         self.parts = parts
@@ -98,7 +99,7 @@ class NativeFish:
         )
         self.sizes = plan_engine(
             needs, bench.device, CONTEXT, slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE,
-            frame_seconds=1 / config.frames_per_second,
+            frame_seconds=1 / config.frames_per_second, prefill=prefill,
         )  # fmt: skip
         self.executor = open_executor(model, self.sizes, streams=streams)
         prepare_all(self.executor, bench.device)

@@ -19,7 +19,7 @@ import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch.nn.functional import embedding_bag, linear
 
 from benchmarks.fish_engines import NativeFish, Parts, checkpoint_parts, dummy_parts, prompt_positions, vllm_pipeline
 from benchmarks.gpu import Bench, numbers, parser
-from benchmarks.native_parts import frame_part
+from benchmarks.native_parts import frame_part, prefill_of
 from benchmarks.roofline import FISH, fish_frame
 from benchmarks.speech_load import (
     PROMPT_TOKENS,
@@ -41,6 +41,7 @@ from benchmarks.speech_load import (
     stream_part,
 )
 from benchmarks.watched_executor import Watched
+from pipelines.engine.buckets import Prefill
 from pipelines.engine.state import SamplingParams
 from pipelines.fish_speech.codec import Codec
 from pipelines.fish_speech.config import FishConfig
@@ -103,13 +104,13 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
     """The parts on our own engine: with few streams in mind for throughput, and prepared for streams for first chunks."""
     options, rate = bench.options, parts.config.frames_per_second
     if {"frame", "lm", "speech"} & wanted:
-        opened = NativeFish(bench, parts, max(options.requests))
+        opened = NativeFish(bench, parts, max(options.requests), prefill=options.prefill)
         if "frame" in wanted:
             sizes, context = None if options.tiny or options.checkpoint else fish_frame(), FISH.prompt + int(options.seconds * rate) // 2
             bench.attempt("frame", lambda: frame_part(bench, opened.executor, DRAWN, sorted({1, *options.requests}), context, rate, sizes))
         for turns in options.turns:
             pipeline = opened.pipeline(turns)
-            about = {"frames_per_turn": turns or opened.sizes.frames_per_turn, "executor": opened.executor.name, "kept_voices": True}
+            about = {"frames_per_turn": turns or opened.sizes.frames_per_turn, **prefill_of(opened.executor), "kept_voices": True}
             try:
                 engine_parts(bench, parts, pipeline, "native", wanted - {"streams"}, about, opened.watched)
             finally:
@@ -117,10 +118,10 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
         del opened
         bench.clean()
     if "streams" in wanted:
-        ready = NativeFish(bench, parts, 2 * max(options.streams), max(options.streams))
+        ready = NativeFish(bench, parts, 2 * max(options.streams), max(options.streams), options.prefill)
         pipeline = ready.pipeline()
         try:
-            engine_parts(bench, parts, pipeline, "native", {"streams"}, {"executor": ready.executor.name})
+            engine_parts(bench, parts, pipeline, "native", {"streams"}, prefill_of(ready.executor))
         finally:
             pipeline.close()
 
@@ -154,7 +155,8 @@ def engine_parts(
         speech = (pipeline, engine, options.requests, options.seconds, make, watched, about)
         bench.attempt(f"{engine}: speech", lambda: speech_part(bench, *speech))
     if "streams" in wanted:
-        bench.attempt(f"{engine}: streams", lambda: stream_part(bench, pipeline, engine, options.streams, min(4.0, options.seconds), make))
+        streams = (pipeline, engine, options.streams, min(4.0, options.seconds), make, about)
+        bench.attempt(f"{engine}: streams", lambda: stream_part(bench, *streams))
 
 
 @torch.inference_mode()
@@ -216,6 +218,7 @@ def arguments_of(given: list[str] | None) -> Any:
     made.add_argument("--engines", default="native,vllm", help="which engines, in this order")
     made.add_argument("--requests", type=numbers, default="16,64,256")
     made.add_argument("--turns", type=numbers, default="0", help="frames a turn of the native engine, one run each; 0: its own choice")
+    made.add_argument("--prefill", choices=get_args(Prefill), default="auto", help="of the native engine")
     made.add_argument("--streams", type=numbers, default="1,64", help="streams at once")
     made.add_argument("--kept-voices", type=numbers, default="1", help="of vLLM, one run each: whether prompts of a voice share its KV")
     made.add_argument("--seconds", type=float, default=10.0)

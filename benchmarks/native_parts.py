@@ -28,18 +28,24 @@ def prepare_all(executor: FrameExecutor, device: torch.device) -> None:
             pass
 
 
+def prefill_of(executor: FrameExecutor) -> dict[str, str]:
+    """What rows say of an executor."""
+    return {"executor": executor.name, "prefill": "packed" if executor.packed else "padded"}
+
+
 def frame_part(
     bench: Bench, executor: FrameExecutor, sampling: SamplingParams, rows: list[int], context: int, rate: float, sizes: Frame | None
 ) -> None:
-    """A frame of so many rows at this context, and the prefill of prompts of 64 positions and of 128; the slots must be free.
+    """A frame of so many rows at this context, and the prefill of one prompt and of many; the slots must be free.
 
     `rate`: frames of a second of speech; `sizes`: those of the floor.
     """
     with on_device(bench.device), torch.cuda.stream(executor.stream):
         for number in rows:
             _frames(bench, executor, sampling, number, context, rate, sizes)
-        for positions in (64, 128):
-            _prefills(bench, executor, min(PROMPTS, max(rows)), positions)
+        for prompts in sorted({1, min(PROMPTS, max(rows))}):
+            for positions in (64, 128):
+                _prefills(bench, executor, prompts, positions)
 
 
 def _frames(
@@ -95,4 +101,4 @@ def _prefills(bench: Bench, executor: FrameExecutor, prompts: int, positions: in
     runs = [PrefillRun(row, 0, embeddings) for row in range(prompts)]
     ms = bench.milliseconds(lambda: executor.prefill(runs), runs=5 if bench.on_gpu else 1)
     kv.give_back(pages)
-    bench.timed(f"prefill of {positions}", prompts, ms, engine="native", executor=executor.name)
+    bench.timed(f"prefill of {positions}", prompts, ms, engine="native", **prefill_of(executor))

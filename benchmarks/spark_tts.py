@@ -21,14 +21,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
 from benchmarks.gpu import Bench, numbers, parser
-from benchmarks.native_parts import frame_part
+from benchmarks.native_parts import frame_part, prefill_of
 from benchmarks.roofline import SPARK, spark_frame
 from benchmarks.spark_engines import TOKENS_PER_SECOND, NativeSpark, Parts, checkpoint_parts, dummy_parts, vllm_pipeline
 from benchmarks.speech_load import (
@@ -44,6 +44,7 @@ from benchmarks.speech_load import (
     stream_part,
 )
 from benchmarks.watched_executor import Watched
+from pipelines.engine.buckets import Prefill
 from pipelines.engine.state import SamplingParams
 from pipelines.request import SynthesisRequest
 from pipelines.spark_tts.bicodec import BiCodec
@@ -181,7 +182,7 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
     """The parts on our own engine: with few streams in mind for throughput, and prepared for streams for first chunks."""
     options = bench.options
     if {"frame", "lm", "speech", "compare"} & wanted:
-        opened = NativeSpark(bench, parts, max(options.requests))
+        opened = NativeSpark(bench, parts, max(options.requests), prefill=options.prefill)
         if "frame" in wanted:
             sizes = None if options.checkpoint or options.tiny else spark_frame()
             context = SPARK.prompt + int(options.seconds * TOKENS_PER_SECOND) // 2
@@ -189,7 +190,7 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
             bench.attempt("frame", lambda: frame_part(bench, opened.executor, DRAWN, rows, context, TOKENS_PER_SECOND, sizes))
         for turns in options.turns:
             pipeline = opened.pipeline(turns)
-            about = {"frames_per_turn": turns or opened.sizes.frames_per_turn, "executor": opened.executor.name}
+            about = {"frames_per_turn": turns or opened.sizes.frames_per_turn, **prefill_of(opened.executor)}
             try:
                 engine_parts(bench, parts, pipeline, "native", wanted - {"streams"}, opened.watched, about)
             finally:
@@ -197,10 +198,11 @@ def native_parts(bench: Bench, parts: Parts, wanted: set[str]) -> None:
         del opened
         bench.clean()
     if "streams" in wanted:
-        ready = NativeSpark(bench, parts, max(STREAM_SLOTS if bench.on_gpu else 0, 2 * max(options.streams)), max(options.streams))
+        slots = max(STREAM_SLOTS if bench.on_gpu else 0, 2 * max(options.streams))
+        ready = NativeSpark(bench, parts, slots, max(options.streams), options.prefill)
         pipeline = ready.pipeline()
         try:
-            engine_parts(bench, parts, pipeline, "native", {"streams"})
+            engine_parts(bench, parts, pipeline, "native", {"streams"}, about=prefill_of(ready.executor))
         finally:
             pipeline.close()
 
@@ -231,7 +233,7 @@ def engine_parts(
         bench.attempt(f"{engine}: speech", speech)
     if "streams" in wanted:
         seconds = min(4.0, options.seconds)
-        bench.attempt(f"{engine}: streams", lambda: stream_part(bench, pipeline, engine, options.streams, seconds, make))
+        bench.attempt(f"{engine}: streams", lambda: stream_part(bench, pipeline, engine, options.streams, seconds, make, about))
     if "compare" in wanted:
         bench.attempt(f"{engine}: compare", lambda: compare_part(bench, parts, pipeline.host, engine))
 
@@ -242,6 +244,7 @@ def arguments_of(given: list[str] | None) -> Any:
     made.add_argument("--engines", default="native,vllm", help="which engines, in this order")
     made.add_argument("--requests", type=numbers, default="64,256,512")
     made.add_argument("--turns", type=numbers, default="0", help="frames a turn of the native engine, one run each; 0: its own choice")
+    made.add_argument("--prefill", choices=get_args(Prefill), default="auto", help="of the native engine")
     made.add_argument("--streams", type=numbers, default="1,64", help="streams at once")
     made.add_argument("--stream-engines", default="native", help="engines of the part `streams`")
     made.add_argument("--loop-batches", type=numbers, default="1,8,32,64,128,256,512,1024")

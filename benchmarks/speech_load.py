@@ -201,15 +201,18 @@ def steady(
     return {"ms": 1000 * took, "audio_seconds": audio, "under_way": under_way, **found}
 
 
-def stream_part(bench: Bench, pipeline: Speaking, engine: str, counts: list[int], seconds: float, make: Make) -> None:
-    """First chunks of so many streams back to back: median and 95th of 100, without the first stream of each place."""
+def stream_part(
+    bench: Bench, pipeline: Speaking, engine: str, counts: list[int], seconds: float, make: Make, about: dict[str, Any] | None = None
+) -> None:
+    """First chunks of so many streams back to back: median and 95th of 100, without the first stream of each place. `about`: as of
+    `speech_part`."""
     for number in counts:
         begin = time.perf_counter()
         total = max(STREAM_TURNS * number, LEAST_STREAMS) if bench.on_gpu else 2 * number
         waits = first_chunks(pipeline, number, total, lambda index, number=number: make(f"stream{number}", index, seconds))
         took = 1000 * (time.perf_counter() - begin)
         p50, p95 = np.percentile(waits[number:], (50, 95)).tolist()
-        more = {"p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits[number:])}
+        more = {**(about or {}), "p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits[number:])}
         bench.timed("first chunk", number, took, engine=engine, slots=number, streams=total, **more)
 
 

@@ -105,10 +105,10 @@ class EngineSettings(SettingsGroup):
         default=None, description="Equal requests give equal bits in every batch, at a lower speed. On a CPU they always do."
     )
     max_context: PositiveInt | None = Field(default=None, description="Maximum positions of an utterance: prompt and speech.")
-    prefill: Literal["padded", "packed"] = Field(
-        default="padded",
-        description="Engine `native`, graphs: how prompts are computed. `packed`: one after the other, without padding; not measured yet, "
-        "and refused with `reproducible` and without graphs.",
+    prefill: Literal["auto", "padded", "packed"] = Field(
+        default="auto",
+        description="Engine `native`, graphs: how prompts are computed. `packed`: one after the other, without padding; refused with "
+        "`reproducible` and without graphs. `auto`: packed where it can be, else padded to whole pages.",
     )
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None, description="Data type of the weights, on `vllm` of the LM's. Unset: bfloat16 on a GPU, float32 on a CPU."

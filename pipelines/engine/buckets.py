@@ -12,8 +12,9 @@ BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
 WIDE_BUCKETS = (640, 768, 896, 1024)
 #: Beyond the largest: multiples of this.
 _STEP = 128
-#: How graphs prefill prompts: padded to shapes of whole pages, or one after the other in one row of positions.
-Prefill = Literal["padded", "packed"]
+#: How graphs prefill prompts: padded to shapes of whole pages, or one after the other in one row of positions. "auto": packed, but padded
+#: where results are reproducible.
+Prefill = Literal["auto", "padded", "packed"]
 #: (prompts, pages of new positions, pages before them) that a padded prefill is captured for.
 SHAPES = ((8, 1, 0), (16, 1, 0), (32, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (4, 4, 8), (4, 4, 12))
 #: The same for one newcomer or a few, where a chunk's bits may depend on the shape.
@@ -39,7 +40,7 @@ def buckets_for(slots: int) -> tuple[int, ...]:
 
 
 def prefill_graphs(prefill: Prefill) -> int:
-    """The number of graphs that prefill prompts."""
+    """The number of graphs that prefill prompts; of "auto" the most that there can be."""
     return len(PACKED_SIZES) if prefill == "packed" else len(SHAPES) + len(SMALL_SHAPES)
 
 

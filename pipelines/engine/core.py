@@ -74,8 +74,8 @@ class EngineOptions:
     #: Slots beside `slots` whose requests are prefilled and have no row in a frame yet: one of them takes the row of a request that ends in
     #: the next turn. Not measured yet.
     spare_slots: int = 0
-    #: How graphs prefill prompts; "packed" was not measured yet, and is not for reproducible mode.
-    prefill: Prefill = "padded"
+    #: How graphs prefill prompts; "packed" is not for reproducible mode.
+    prefill: Prefill = "auto"
     #: Sizes of a stream's chunks, and those of them that the first one may have; see `TurnPlanner`.
     chunk_frames: tuple[int, ...] = CHUNK_FRAMES
     first_frames: tuple[int, ...] = FIRST_FRAMES

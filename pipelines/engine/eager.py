@@ -26,6 +26,7 @@ class EagerExecutor:
 
     name = "eager"
     kernels = "plain"
+    packed = False
     stream = None
 
     def __init__(self, model: FrameModel, slots: int, pages: int, page_size: int, max_context: int) -> None:

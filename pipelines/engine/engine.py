@@ -120,7 +120,7 @@ class Engine:
             device=device_name(executor.kv.k.device),
             dtype=type_name(executor.kv.k.dtype),
             executor=executor.name,
-            kernels=executor.kernels + (", packed prefill" if options.prefill == "packed" else ""),
+            kernels=executor.kernels + (", packed prefill" if executor.packed else ""),
             kv_pages=executor.kv.pages,
             page_size=executor.kv.page_size,
             max_context=options.max_context,

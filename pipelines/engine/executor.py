@@ -68,6 +68,8 @@ class FrameExecutor(Protocol):
     name: str
     #: What its kernels are made with: `fused CUDA`, `Triton`, or `plain` for PyTorch's own.
     kernels: str
+    #: Whether graphs prefill prompts one after the other in one row, without padding.
+    packed: bool
     #: Whether a request's codes are the same bits alone and in any company.
     reproducible: bool
     state: SlotState

@@ -187,7 +187,7 @@ class GraphExecutor:
         max_context: int,
         reproducible: bool = False,
         first_on_device: bool = False,
-        prefill: Prefill = "padded",
+        prefill: Prefill = "auto",
         spare_slots: int = 0,
     ) -> None:
         """`first_on_device`: its work goes before that of other CUDA streams. `prefill`: "packed" is not for `reproducible`.
@@ -200,6 +200,7 @@ class GraphExecutor:
             raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.", "Use the eager executor on CPU.")
         self._model = model
         self.reproducible = reproducible
+        self.packed = prefill == "packed" or (prefill == "auto" and not reproducible)
         self.kv = model.make_kv(pages, page_size)
         self.state = model.make_state(slots + spare_slots, self.kv.pages_for(max_context), max_context)
         sizes = buckets_for(slots)
@@ -232,7 +233,7 @@ class GraphExecutor:
             prefill_packed(embeddings, prompts, stack, cache.k, cache.v, SCRATCH_PAGE)
 
         self.prefills: PrefillGraphs | PackedPrefills
-        if prefill == "packed":
+        if self.packed:
             self.prefills = PackedPrefills(packed, self.state, lambda work: capture(work, self._pool, self._aside).replay)
         else:
             self.prefills = PrefillGraphs(padded, self.state, self.kv, self._pool, "fixed" if reproducible else "free", self._aside)

@@ -58,7 +58,7 @@ def plan_memory(
     max_context: int,
     slots: int | None = None,
     pages: int | None = None,
-    prefill: Prefill = "padded",
+    prefill: Prefill = "auto",
 ) -> MemoryPlan:
     """Sizes of an engine that may take `budget` bytes.
 
@@ -91,7 +91,7 @@ def plan_memory(
     return MemoryPlan(slots, pages or _pages(room, slots, page_size, max_context), decode_frames)
 
 
-def slots_bytes(needs: MemoryNeeds, slots: int, prefill: Prefill = "padded") -> int:
+def slots_bytes(needs: MemoryNeeds, slots: int, prefill: Prefill = "auto") -> int:
     """Bytes of so many slots without their pages, and of what graphs take beyond those of an engine as it is by default.
 
     Every bucket has buffers of its own. A slot counts for `_SLOT_ROWS` rows in them, which is less than all buckets have where there are

@@ -59,7 +59,7 @@ def plan_engine(
     page_size: int = 64,
     memory_share: float | None = None,
     frame_seconds: float = _DEFAULTS.frame_seconds,
-    prefill: Prefill = "padded",
+    prefill: Prefill = "auto",
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `needs` are those of its weights too.
 
@@ -130,7 +130,7 @@ def check_executor(
     reproducible: bool,
     page_size: int = 64,
     stacks: Sequence[Heads] = (),
-    prefill: Prefill = "padded",
+    prefill: Prefill = "auto",
 ) -> None:
     """Raises `ConfigError` (`config.invalid`) for an executor that a device, or a model of these stacks, cannot have, before anything is
     loaded."""
@@ -235,7 +235,7 @@ def graph_executor(
     reproducible: bool = False,
     first_on_device: bool = False,
     persistent: bool = False,
-    prefill: Prefill = "padded",
+    prefill: Prefill = "auto",
     spare_slots: int = 0,
 ) -> GraphExecutor:
     """The graph executor of a model, which needs Triton and a CUDA device; see `GraphExecutor` for `reproducible` and what it raises.

@@ -86,7 +86,7 @@ class EngineSizes(TypedDict):
     pages: int | None
     page_size: int
     memory_share: float | None
-    prefill: Literal["padded", "packed"]
+    prefill: Literal["auto", "padded", "packed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +102,9 @@ class NativeModelOptions(ModelOptions):
     #: KV pages of `page_size` positions.
     pages: int | None = None
     page_size: int = 64
-    #: Graphs only: prompts padded to shapes of whole pages, or one after the other, which was not measured yet and is not reproducible.
-    prefill: Literal["padded", "packed"] = "padded"
+    #: Graphs only: prompts padded to shapes of whole pages, or one after the other, which is faster and not reproducible; "auto": packed
+    #: where it can be.
+    prefill: Literal["auto", "padded", "packed"] = "auto"
 
     @property
     def sizes(self) -> EngineSizes:

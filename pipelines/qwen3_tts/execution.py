@@ -46,7 +46,7 @@ def engine_options(
     weight_bytes: int = 0,
     stream_bytes: int = 0,
     state_bytes: int = 0,
-    prefill: Prefill = "padded",
+    prefill: Prefill = "auto",
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `weight_bytes`: its codec's too.
 

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.buckets import ASKS
+from pipelines.engine.buckets import ASKS, Prefill
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.executor import FrameExecutor
@@ -82,9 +82,9 @@ def narrow() -> Qwen3TTSModel:
     return dummy_model("0b6", torch.device("cuda"), torch.bfloat16, 1024)
 
 
-def graph(model: Qwen3TTSModel, slots: int, reproducible: bool = False) -> FrameExecutor:
+def graph(model: Qwen3TTSModel, slots: int, reproducible: bool = False, prefill: Prefill = "auto") -> FrameExecutor:
     """An executor with all of its graphs."""
-    executor = graph_executor(model, slots, 512, 64, 1024, reproducible)
+    executor = graph_executor(model, slots, 512, 64, 1024, reproducible, prefill=prefill)
     while executor.prepare():
         pass
     return executor
@@ -163,7 +163,7 @@ def test_small_buckets_are_the_same_bits_in_any_company(narrow: Qwen3TTSModel) -
     batch = [replace(request, sampling=sampling, max_tokens=frames + 1) for request in requests(narrow, 11, greedy=False)]
     batch = [request for request in batch if len(request.prompt) + frames < 64][:8]
     assert len(batch) == 8
-    executor = graph(narrow, 8)
+    executor = graph(narrow, 8, prefill="padded")
     executor.prefills.sharing = "fixed"  # type: ignore[attr-defined]
     eight = bits(executor, batch, frames)
     assert_same_bits(eight, bits(executor, batch[::-1], frames), 8)

@@ -14,9 +14,11 @@ pytest.importorskip("triton", reason="needs Triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from pipelines.engine.buckets import PACKED_SIZES, SHAPES, SMALL_SHAPES, Prefill
 from pipelines.engine.core import EngineCore, EngineOptions
-from pipelines.engine.graph import SHAPES, SMALL_SHAPES, GraphExecutor
+from pipelines.engine.graph import GraphExecutor, PrefillGraphs
 from pipelines.engine.opening import graph_executor, open_executor
+from pipelines.engine.packed_prefill import PackedPrefills
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.qwen3_tts.dummy import dummy_model
 from pipelines.qwen3_tts.model import Qwen3TTSModel
@@ -66,9 +68,12 @@ def spoken(executor: Any, batch: list[GenerationRequest], together: int, frames:
 
 
 def all_captured(executor: GraphExecutor) -> bool:
-    known = {(count, *size) for size, prompts in executor.prefills._prompts.items() for count in prompts.captured}
-    wanted = {shape for shape in (*SHAPES, *SMALL_SHAPES) if shape[1] + shape[2] <= executor.state.page_table.shape[1]}
-    return executor._buckets.captured == set(executor.batch_sizes) and known == wanted and not executor.prepare()
+    if isinstance(executor.prefills, PackedPrefills):
+        whole = set(executor.prefills._rows) == set(PACKED_SIZES)
+    else:
+        known = {(count, *size) for size, prompts in executor.prefills._prompts.items() for count in prompts.captured}
+        whole = known == {shape for shape in (*SHAPES, *SMALL_SHAPES) if shape[1] + shape[2] <= executor.state.page_table.shape[1]}
+    return executor._buckets.captured == set(executor.batch_sizes) and whole and not executor.prepare()
 
 
 def test_streams_and_whole_utterances_in_company_say_what_they_say_alone(narrow: Qwen3TTSModel) -> None:
@@ -98,8 +103,10 @@ def test_turns_that_are_read_at_once_and_a_turn_later_make_the_same_codes(narrow
 
 def test_a_newcomer_in_a_small_graph_says_what_it_says_in_a_large_one(wide: Qwen3TTSModel) -> None:
     batch = requests(wide, 12, greedy=True)
-    small, large = (graph_executor(wide, 8, 512, 64, 1024) for _ in range(2))
+    small, large = (graph_executor(wide, 8, 512, 64, 1024, prefill="padded") for _ in range(2))
     small.warm(everything=True)
+    assert isinstance(small.prefills, PrefillGraphs)
+    assert isinstance(large.prefills, PrefillGraphs)
     large.prefills.sharing = "fixed"
     large.prefills._shapes = list(SHAPES)
     for size, prompts in large.prefills._prompts.items():
@@ -112,8 +119,9 @@ def test_a_newcomer_in_a_small_graph_says_what_it_says_in_a_large_one(wide: Qwen
     assert sum(same) >= len(batch) - 1
 
 
-def test_an_executor_for_streams_has_every_graph_and_its_work_goes_first(narrow: Qwen3TTSModel) -> None:
-    executor = open_executor(narrow, EngineOptions(slots=9, **SIZES), streams=4)
+@pytest.mark.parametrize("prefill", ["packed", "padded"])
+def test_an_executor_for_streams_has_every_graph_and_its_work_goes_first(narrow: Qwen3TTSModel, prefill: Prefill) -> None:
+    executor = open_executor(narrow, EngineOptions(slots=9, prefill=prefill, **SIZES), streams=4)
     assert isinstance(executor, GraphExecutor)
     assert all_captured(executor)
     assert executor.stream is not None

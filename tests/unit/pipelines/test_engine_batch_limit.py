@@ -44,6 +44,7 @@ class SmallDevice:
 
     name = "small"
     kernels = "plain"
+    packed = False
     reproducible = True
     lag = 0
     batch_sizes = (SLOTS,)

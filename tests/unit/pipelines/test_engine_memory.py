@@ -158,7 +158,7 @@ def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: dict[str, float], monke
     sizes = [plan_engine(needs, device, CONTEXT, slots=slots).prefill_tokens for slots in (None, 512, 640, 1024)]
     assert sizes == [2048, 2048, 5120, 8192]
     plain = plan_engine(needs, device, CONTEXT)
-    assert (plain.prefill, plain.spare_slots, plain.frame_seconds) == ("padded", 0, 0.08)
+    assert (plain.prefill, plain.spare_slots, plain.frame_seconds) == ("auto", 0, 0.08)
     assert plan_engine(needs, device, CONTEXT, prefill="packed").prefill == "packed"
 
 

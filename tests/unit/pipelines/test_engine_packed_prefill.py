@@ -200,6 +200,8 @@ def test_without_memory_for_a_graph_chunks_are_left_in_order(monkeypatch: pytest
 class Packed(EagerExecutor):
     """Frames op by op, prompts packed."""
 
+    packed = True
+
     def __init__(self, model: Any, sizes: EngineOptions) -> None:
         super().__init__(model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context)
         self.rows = Rows(model, self.state, self.kv)
@@ -292,7 +294,7 @@ def test_the_record_of_the_engine_names_it() -> None:
 
 def test_every_model_on_our_engine_can_choose_it() -> None:
     chosen, plain = NativeModelOptions(prefill="packed", slots=4), NativeModelOptions(slots=4)
-    assert (chosen.sizes["prefill"], plain.sizes["prefill"]) == ("packed", "padded")
+    assert (chosen.sizes["prefill"], plain.sizes["prefill"]) == ("packed", "auto")
     assert set(chosen.sizes) <= set(inspect.signature(plan_engine).parameters)
 
 
