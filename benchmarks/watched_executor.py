@@ -22,7 +22,7 @@ class Watched:
     def __init__(self, executor: FrameExecutor) -> None:
         self._executor = executor
         self.name, self.lag = executor.name, executor.lag
-        self.kernels, self.reproducible = executor.kernels, executor.reproducible
+        self.kernels, self.packed, self.reproducible = executor.kernels, executor.packed, executor.reproducible
         self.state, self.kv = executor.state, executor.kv
         self.batch_sizes, self.stream = executor.batch_sizes, executor.stream
         self.device = executor.kv.k.device
