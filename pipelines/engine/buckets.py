@@ -39,6 +39,11 @@ def buckets_for(slots: int) -> tuple[int, ...]:
     return (*(bucket for bucket in sizes if bucket < largest), largest)
 
 
+def packs(prefill: Prefill, reproducible: bool) -> bool:
+    """Whether graphs prefill prompts one after the other in one row."""
+    return prefill == "packed" or (prefill == "auto" and not reproducible)
+
+
 def prefill_graphs(prefill: Prefill) -> int:
     """The number of graphs that prefill prompts; of "auto" the most that there can be."""
     return len(PACKED_SIZES) if prefill == "packed" else len(SHAPES) + len(SMALL_SHAPES)

@@ -17,7 +17,7 @@ from kernels.lm_frame import FusedFrame, plan_for, runs_cuda
 from kernels.prefill_triton import prefill_packed, prefill_padded
 from kernels.registry import send, to_device
 from kernels.varlen_attention import PackedPrompts
-from pipelines.engine.buckets import SHAPES, SMALL_SHAPES, Buckets, Prefill, buckets_for
+from pipelines.engine.buckets import SHAPES, SMALL_SHAPES, Buckets, Prefill, buckets_for, packs
 from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.packed_prefill import PackedPrefills
@@ -200,7 +200,7 @@ class GraphExecutor:
             raise ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.", "Use the eager executor on CPU.")
         self._model = model
         self.reproducible = reproducible
-        self.packed = prefill == "packed" or (prefill == "auto" and not reproducible)
+        self.packed = packs(prefill, reproducible)
         self.kv = model.make_kv(pages, page_size)
         self.state = model.make_state(slots + spare_slots, self.kv.pages_for(max_context), max_context)
         sizes = buckets_for(slots)

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.varlen_attention import PackedPrompts
 from pipelines.engine import opening
-from pipelines.engine.buckets import PACKED_SIZES, prefill_graphs
+from pipelines.engine.buckets import PACKED_SIZES, Prefill, packs, prefill_graphs
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.engine import Engine
@@ -262,6 +262,8 @@ def test_codes_are_the_same_behind_prefixes_of_others_and_after_making_way(slots
 
 
 def test_the_reproducible_mode_has_no_packed_prefill() -> None:
+    chosen = {(prefill, reproducible): packs(prefill, reproducible) for prefill in get_args(Prefill) for reproducible in (False, True)}
+    assert {one for one, packed in chosen.items() if packed} == {("auto", False), ("packed", False), ("packed", True)}
     with pytest.raises(ConfigError, match="The packed prefill is not reproducible") as caught:
         check_executor(torch.device("cuda"), "auto", True, prefill="packed")
     assert "SPEECH_ENGINE__PREFILL" in caught.value.advice
