@@ -21,6 +21,8 @@ from kernels.lm_frame import known_to_cuda
 
 #: The source in `kernels/cuda`, and the numbers of rows that it has kernels for.
 SOURCE, ROWS = "persistent", (1, 2)
+#: The source of the kernels that a `Trial` needs.
+TESTED_SOURCE = "persistent_tested"
 #: A bit of a frame's flags, beside those of `kernels.reference`: blocks waited in vain, so the frame is void and no other one may follow.
 FAILED = 4
 #: Times that a reader asks for packets before it gives up: seconds on a GPU, where a frame takes a millisecond.
@@ -33,7 +35,7 @@ _TILE = 256  # elements: 8 rows of 32
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a kernel of persistent.cu cuts a predictor: its name, blocks, warps that compute, tiles of a warp in a chunk, shared memory."""
+    """How a kernel cuts a stack of layers: its name, blocks, warps that compute, tiles of a warp in a chunk, shared memory."""
 
     name: str
     blocks: int
@@ -48,11 +50,7 @@ class Cut:
 
 
 #: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks behind code 0.
-CUTS: dict[tuple[int, ...], Cut] = {
-    (1024, 3072, 16, 8, 128, 2048, 5, 15): Cut("persistent_published", 128, 8, 4, 232_448),
-    (64, 96, 4, 2, 32, 48, 2, 4): Cut("persistent_tiny", 4, 2, 1, 32_768),
-    (40, 80, 4, 2, 32, 256, 2, 15): Cut("persistent_golden", 4, 2, 2, 65_536),
-}
+CUTS: dict[tuple[int, ...], Cut] = {(1024, 3072, 16, 8, 128, 2048, 5, 15): Cut("persistent_published", 128, 8, 4, 232_448)}
 
 
 class Arguments(ctypes.Structure):
@@ -153,7 +151,7 @@ def epochs_of(depth: DepthTensors) -> int:
 
 
 def kernel_name(cut: Cut, rows: int, tested: bool = False) -> str:
-    """The kernel for so many rows, as persistent.cu names it; `tested`: the one that a `Trial` needs."""
+    """The kernel for so many rows, as the sources name it; `tested`: the one that a `Trial` needs."""
     return f"{cut.name}_{rows}" + ("_tested" if tested else "")
 
 
@@ -171,7 +169,7 @@ def _kernel(source: str, name: str, shared_bytes: int, device: int) -> Kernel:
 
 def resident_kernel(source: str, cut: Cut, rows: int, tested: bool, device: torch.device) -> Kernel:
     """The kernel of a cut. Raises RuntimeError where there is no code, or where the device does not hold all blocks at once."""
-    kernel = _kernel(source, kernel_name(cut, rows, tested), cut.shared_bytes, device.index or 0)
+    kernel = _kernel(TESTED_SOURCE if tested else source, kernel_name(cut, rows, tested), cut.shared_bytes, device.index or 0)
     if (room := kernel.resident_blocks(cut.threads)) < cut.blocks:
         raise RuntimeError(f"The persistent kernel has {cut.blocks} blocks; this device holds {room} of them at once.")
     return kernel

@@ -210,3 +210,12 @@ __device__ __forceinline__ void predict(const Args& p) {
 }
 
 }  // namespace
+
+// A kernel for so many rows: its name, its shared memory in bytes, whether it is for tests; then `Shape`.
+#define PREDICTOR(NAME, BYTES, TESTED, ...)                                                                    \
+    extern "C" __global__ void __launch_bounds__(Shape<__VA_ARGS__>::THREADS + 32, 1) NAME(const Args p) {     \
+        static_assert(sizeof(Shared<Shape<__VA_ARGS__>>) <= BYTES, "more shared memory than the launch asks for"); \
+        predict<Shape<__VA_ARGS__>, TESTED>(p);                                                                \
+    }
+// width, inner, heads, kv heads, head, codes, layers, codebooks behind; blocks, warps, tiles a chunk, stages of the ring.
+#define PUBLISHED_PREDICTOR 1024, 3072, 16, 8, 128, 2048, 5, 15, 128, 8, 4, 8

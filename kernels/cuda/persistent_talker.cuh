@@ -250,3 +250,11 @@ __device__ __forceinline__ void talk(const TalkArgs& p) {
 }
 
 }  // namespace
+
+// As PREDICTOR of persistent.cuh; of the sizes, three are those of a predictor's draws, and mean nothing here.
+#define TALKER(NAME, BYTES, TESTED, ...)                                                                           \
+    extern "C" __global__ void __launch_bounds__(Shape<__VA_ARGS__>::THREADS + 32, 1) NAME(const TalkArgs p) {     \
+        static_assert(sizeof(TalkShared<Shape<__VA_ARGS__>>) <= BYTES, "more shared memory than the launch asks for"); \
+        talk<Shape<__VA_ARGS__>, TESTED>(p);                                                                       \
+    }
+#define PUBLISHED_TALKER 1024, 3072, 16, 8, 128, 8, 1, 1, 128, 8, 4, 8

@@ -23,7 +23,8 @@ SHAPES = [pytest.param(SMALLEST, id="small"), pytest.param(GOLDEN, id="small gol
 
 
 @pytest.fixture(autouse=True)
-def _exact_products():
+def _exact_products(monkeypatch: pytest.MonkeyPatch):
+    persistent_kit.add_small(monkeypatch)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     with torch.inference_mode():
         yield

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from kernels import binaries, lm_persistent, toolchain
+from kernels import lm_persistent
 from kernels.dummy import SMALL, Maker, Shape
 from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Trial, all_blocks_speak, epochs_of, kernel_name, known
 from kernels.reference import ENDED, NOT_FINITE
@@ -161,10 +158,10 @@ def test_models_without_a_kernel_are_not_known() -> None:
 @pytest.mark.parametrize(("blocks", "inner"), [(8, 80), (6, 104)])
 def test_a_cut_with_a_block_that_owns_no_row_is_refused(blocks: int, inner: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = Maker("cpu", torch.bfloat16).frame(GOLDEN)
-    for key, cut in persistent_kit.CUTS.items():
+    for key, cut in persistent_kit.EMULATED_CUTS.items():
         assert all_blocks_speak(cut.blocks, *key[:2]), cut.name
-    (key,) = (key for key, cut in persistent_kit.CUTS.items() if cut.name == "persistent_golden")
-    monkeypatch.setitem(persistent_kit.CUTS, key, replace(persistent_kit.CUTS[key], blocks=8))
+    (key,) = (key for key, cut in persistent_kit.EMULATED_CUTS.items() if cut.name == "persistent_golden")
+    monkeypatch.setitem(persistent_kit.EMULATED_CUTS, key, replace(persistent_kit.EMULATED_CUTS[key], blocks=8))
     assert not known(weights)
     assert not all_blocks_speak(blocks, 72 if inner == 104 else 40, inner)
 
@@ -172,7 +169,7 @@ def test_a_cut_with_a_block_that_owns_no_row_is_refused(blocks: int, inner: int,
 def test_a_kernel_with_a_block_that_owns_no_row_does_not_compile() -> None:
     edits = {"32, 256, 2, 15, 4, 2, 2, 4)": "32, 256, 2, 15, 8, 2, 2, 4)"}
     with pytest.raises(RuntimeError, match="the last block owns no row"):
-        cuda_emulated.build(binaries.SOURCES / "persistent.cu", [], edits)
+        cuda_emulated.build(persistent_kit.SOURCE, [], edits)
 
 
 def test_weights_are_packed_once_each_and_zeros_fill_them_up() -> None:
@@ -184,43 +181,19 @@ def test_weights_are_packed_once_each_and_zeros_fill_them_up() -> None:
     assert torch.equal(packed[packed != 0].sort().values, whole[whole != 0].sort().values)
 
 
-@pytest.mark.parametrize("cut", persistent_kit.CUTS.values(), ids=lambda cut: cut.name)
+@pytest.mark.parametrize("cut", persistent_kit.EMULATED_CUTS.values(), ids=lambda cut: cut.name)
 def test_kernels_take_the_arguments_of_their_launch(cut: Cut) -> None:
     for tested in (False, True):
         taken = persistent_kit.library()[f"bytes_{kernel_name(cut, 1, tested)}"]
         assert taken() == ctypes.sizeof(lm_persistent.Arguments)
 
 
-def test_the_published_kernels_fit_a_block_of_hopper_and_its_registers(tmp_path: Path) -> None:
-    if (nvcc := toolchain.nvcc()) is None:
-        pytest.skip("needs nvcc")
-    text = (binaries.SOURCES / "persistent.cu").read_text()
-    sizes = re.search(r"^KERNELS\(persistent_published, (\d+), (.*)\)$", text, re.M)
-    assert sizes is not None
-    lines = [f"KERNEL(persistent_published_{rows}, {sizes[1]}, false, {sizes[2]}, {rows})" for rows in (1, 2)]
-    source = tmp_path / "published.cu"
-    source.write_text("\n".join([text[: sizes.start()], *lines]))
-    command = [
-        nvcc,
-        "-cubin",
-        "-arch=sm_90a",
-        "-std=c++17",
-        "-O3",
-        "-Xptxas",
-        "-v",
-        "-I",
-        str(binaries.SOURCES),
-        "-o",
-        os.devnull,
-        str(source),
-    ]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stderr
-    spilled = [int(found) for found in re.findall(r"(\d+) bytes spill stores", said)]
-    assert len(spilled) == 2, said
+def test_the_published_kernels_fit_a_block_of_hopper_and_its_registers() -> None:
+    spilled = persistent_kit.spilled("persistent")
     # A few words that two rows read once a codebook; inside the layers there are none.
-    assert min(spilled) == 0, said
-    assert max(spilled) <= 64, said
+    assert min(spilled) == 0
+    assert max(spilled) <= 64
     shape = (SMALL.width, SMALL.width_inter, SMALL.heads, SMALL.kv_heads, SMALL.head_dim, SMALL.codes, SMALL.predictor_layers)
-    cut = PUBLISHED_CUTS[*shape, SMALL.codebooks - 1]
-    assert (cut.name, cut.shared_bytes) == ("persistent_published", int(sizes[1]))
-    assert cut.shared_bytes <= 227 * 1024
+    ((key, cut),) = PUBLISHED_CUTS.items()
+    assert key == (*shape, SMALL.codebooks - 1)
+    persistent_kit.check_published("persistent", list(key), cut)

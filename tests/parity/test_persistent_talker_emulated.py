@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from kernels import binaries, lm_persistent_talker, toolchain
+from kernels import lm_persistent_talker
 from kernels.dummy import SMALL, Maker, Shape
 from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Trial, kernel_name
 from kernels.lm_persistent_talker import Talker, known
@@ -37,7 +35,7 @@ SHORT = 400
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    persistent_talker_kit.emulate(monkeypatch)
+    persistent_kit.emulate(monkeypatch)
     monkeypatch.setattr(Emulated, "seed", 0)
     with torch.inference_mode():
         yield
@@ -138,24 +136,15 @@ def test_talkers_without_a_kernel_are_not_known() -> None:
         Talker(other)
 
 
-@pytest.mark.parametrize("cut", persistent_talker_kit.CUTS.values(), ids=lambda cut: cut.name)
+@pytest.mark.parametrize("cut", persistent_kit.EMULATED_TALKER_CUTS.values(), ids=lambda cut: cut.name)
 def test_kernels_take_the_arguments_of_their_launch(cut: Cut) -> None:
     for tested in (False, True):
-        taken = persistent_talker_kit.library()[f"bytes_{kernel_name(cut, 1, tested)}"]
+        taken = persistent_kit.library()[f"bytes_{kernel_name(cut, 1, tested)}"]
         assert taken() == ctypes.sizeof(lm_persistent_talker.Arguments)
 
 
 def test_the_published_kernels_fit_a_block_of_hopper_and_its_registers() -> None:
-    if (nvcc := toolchain.nvcc()) is None:
-        pytest.skip("needs nvcc")
-    source = binaries.SOURCES / "persistent_talker.cu"
-    command = [nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3", "-Xptxas", "-v", "-o", os.devnull, str(source)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stderr
-    assert re.findall(r"(\d+) bytes spill stores", said) == ["0"] * 4, said
+    assert persistent_kit.spilled("persistent_talker") == [0, 0]
     ((key, cut),) = PUBLISHED_CUTS.items()
     assert key == (SMALL.hidden, SMALL.inter, SMALL.heads, SMALL.kv_heads, SMALL.head_dim)
-    assert (
-        f"TALKERS({cut.name}, {cut.shared_bytes}, {', '.join(map(str, key))}, 8, 1, 1, {cut.blocks}, {cut.warps}, {cut.tiles},"
-        in source.read_text()
-    )
-    assert cut.shared_bytes <= 227 * 1024
+    persistent_kit.check_published("persistent_talker", [*key, 8, 1, 1], cut)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import os
+import re
+import shutil
+import subprocess
+import tempfile
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import binaries, lm_persistent, reference
+from kernels import binaries, lm_persistent, lm_persistent_talker, reference, toolchain
+from kernels.cuda_driver import Kernel, Module
 from kernels.dummy import TINY, Maker, Shape
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_persistent import Cut, Predictor, PredictorRun, kernel_name
@@ -44,28 +50,35 @@ LEAST = Shape(
 )  # fmt: skip
 #: What any settings need.
 ANY_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
-_PUBLISHED = "KERNELS(persistent_published, 232448, 1024, 3072, 16, 8, 128, 2048, 5, 15, 128, 8, 4, 8)"
-#: Kernels for these tests alone, in the place of the published ones, which take long to build.
-_MORE = """
-KERNELS(persistent_odd, 49152, 72, 124, 6, 2, 16, 60, 3, 3, 6, 4, 3, 2)
-KERNELS(persistent_shared, 49152, 96, 64, 2, 2, 64, 100, 2, 5, 8, 2, 2, 3)
-KERNEL(persistent_least_1, 16384, false, 32, 32, 2, 1, 16, 32, 1, 2, 2, 1, 1, 2, 1)
-KERNEL(persistent_least_1_tested, 16384, true, 32, 32, 2, 1, 16, 32, 1, 2, 2, 1, 1, 2, 1)
-"""
+SOURCE = Path(__file__).parent / "persistent_small.cu"
+#: What `persistent_small.cu` has, beside sizes that it has for the emulator alone.
 CUTS = {
-    **{key: cut for key, cut in lm_persistent.CUTS.items() if "published" not in cut.name},
+    (64, 96, 4, 2, 32, 48, 2, 4): Cut("persistent_tiny", 4, 2, 1, 32_768),
+    (40, 80, 4, 2, 32, 256, 2, 15): Cut("persistent_golden", 4, 2, 2, 65_536),
+}
+TALKER_CUTS = {
+    (48, 80, 4, 2, 32): Cut("persistent_talker_tiny", 4, 2, 1, 32_768),
+    (40, 96, 4, 2, 32): Cut("persistent_talker_golden", 4, 2, 2, 65_536),
+}
+EMULATED_CUTS = {
+    **CUTS,
     (72, 124, 6, 2, 16, 60, 3, 3): Cut("persistent_odd", 6, 4, 3, 49_152),
     (96, 64, 2, 2, 64, 100, 2, 5): Cut("persistent_shared", 8, 2, 2, 49_152),
     (32, 32, 2, 1, 16, 32, 1, 2): Cut("persistent_least", 2, 1, 1, 16_384),
+}
+EMULATED_TALKER_CUTS = {
+    **TALKER_CUTS,
+    (72, 124, 6, 2, 16): Cut("persistent_talker_odd", 6, 4, 3, 49_152),
+    (96, 64, 2, 2, 64): Cut("persistent_talker_shared", 8, 2, 2, 49_152),
 }
 
 
 @cache
 def library() -> ctypes.CDLL:
     """The kernels for small shapes, built for the emulator."""
-    names = [kernel_name(cut, rows, tested) for cut in CUTS.values() for rows in (1, 2) for tested in (False, True)]
-    known = [name for name in names if "least_2" not in name]
-    return cuda_emulated.build(binaries.SOURCES / "persistent.cu", known, {_PUBLISHED: _MORE})
+    cuts = (*EMULATED_CUTS.values(), *EMULATED_TALKER_CUTS.values())
+    names = [kernel_name(cut, rows, tested) for cut in cuts for rows in (1, 2) for tested in (False, True)]
+    return cuda_emulated.build(SOURCE, [name for name in names if "least_2" not in name], {"#ifdef EMULATED": "#if 1"})
 
 
 class Emulated:
@@ -73,20 +86,45 @@ class Emulated:
 
     seed = 0
 
-    def __init__(self, name: str, shared_bytes: int, made: Callable[[], ctypes.CDLL] = library) -> None:
-        self._name, self._shared_bytes, self._made = name, shared_bytes, made
+    def __init__(self, name: str, shared_bytes: int) -> None:
+        self._name, self._shared_bytes = name, shared_bytes
 
     def resident_blocks(self, threads: int) -> int:
         return 132
 
     def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int, cooperative: bool) -> None:
-        kernel = cuda_emulated.Kernel(self._made(), self._name, self._shared_bytes, Emulated.seed, together=cooperative)
+        kernel = cuda_emulated.Kernel(library(), self._name, self._shared_bytes, Emulated.seed, together=cooperative)
         kernel.launch(grid, threads, arguments)
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm_persistent, "CUTS", CUTS)
+    """Small sizes alone are known, and run here."""
+    monkeypatch.setattr(lm_persistent, "CUTS", EMULATED_CUTS)
+    monkeypatch.setattr(lm_persistent_talker, "CUTS", EMULATED_TALKER_CUTS)
     monkeypatch.setattr(lm_persistent, "_kernel", lambda _source, name, shared_bytes, _device: Emulated(name, shared_bytes))
+
+
+@cache
+def _small(device: int) -> Module:
+    """The small kernels, built for a GPU, and kept as others are."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patched:
+        for file in (SOURCE, *binaries.SOURCES.glob("*.cuh")):
+            shutil.copy(file, name)
+        patched.setattr(binaries, "SOURCES", Path(name))
+        return Module(next(binaries.candidates(SOURCE.stem, torch.cuda.get_device_capability(device))), device)
+
+
+def add_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes are known on a GPU too."""
+    kernel, names = lm_persistent._kernel, [cut.name for cut in (*CUTS.values(), *TALKER_CUTS.values())]
+
+    def found(source: str, name: str, shared_bytes: int, device: int) -> Kernel:
+        small = any(name.startswith(f"{known}_") for known in names)
+        return _small(device).kernel(name, shared_bytes) if small else kernel(source, name, shared_bytes, device)
+
+    monkeypatch.setattr(lm_persistent, "CUTS", lm_persistent.CUTS | CUTS)
+    monkeypatch.setattr(lm_persistent_talker, "CUTS", lm_persistent_talker.CUTS | TALKER_CUTS)
+    monkeypatch.setattr(lm_persistent, "_kernel", found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +220,40 @@ def last_logits(run: PredictorRun, one: Case) -> Tensor:
 
 def run_of(one: Case, **options: object) -> PredictorRun:
     return PredictorRun(Predictor(one.weights), len(one.rows), **options)  # type: ignore[arg-type]
+
+
+def spilled(source: str) -> list[int]:
+    """Bytes of registers that each kernel of a source in `kernels/cuda` stores for want of room. Skips the test where there is no nvcc."""
+    if (nvcc := toolchain.nvcc()) is None:
+        pytest.skip("needs nvcc")
+    command = [
+        nvcc,
+        "-cubin",
+        "-arch=sm_90a",
+        "-std=c++17",
+        "-O3",
+        "-Xptxas",
+        "-v",
+        "-o",
+        os.devnull,
+        str(binaries.SOURCES / f"{source}.cu"),
+    ]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stderr
+    found = [int(each) for each in re.findall(r"(\d+) bytes spill stores", said)]
+    assert len(found) == 2, said
+    return found
+
+
+def check_published(source: str, sizes: list[int], cut: Cut) -> None:
+    """The kernels of a source have these sizes and the cut that their launch asks for, with the stumbling ones beside them."""
+    macro = "TALKER" if "talker" in source else "PREDICTOR"
+    header = (binaries.SOURCES / f"{source}.cuh").read_text()
+    wanted = [*sizes, cut.blocks, cut.warps, cut.tiles]
+    assert f"#define PUBLISHED_{macro} {', '.join(map(str, wanted))}, " in header
+    for text, tested in (
+        ((binaries.SOURCES / f"{source}.cu").read_text(), False),
+        ((binaries.SOURCES / "persistent_tested.cu").read_text(), True),
+    ):
+        for rows in lm_persistent.ROWS:
+            assert f"{macro}({kernel_name(cut, rows, tested)}, {cut.shared_bytes}, {str(tested).lower()}, PUBLISHED_{macro}, {rows}" in text
+    assert cut.shared_bytes <= 227 * 1024

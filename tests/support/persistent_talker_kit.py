@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass, replace
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import binaries, lm_persistent, lm_persistent_talker, reference
+from kernels import reference
 from kernels.attention import gather_pages
 from kernels.dummy import Maker, Shape
 from kernels.frame import FrameTensors, StateTensors
-from kernels.lm_persistent import Cut, Predictor, PredictorRun, kernel_name
+from kernels.lm_persistent import Predictor, PredictorRun
 from kernels.lm_persistent_talker import Talker, TalkerRun
 from kernels.reference import backbone_step
-from tests.support import cuda_emulated, persistent_kit
+from tests.support import persistent_kit
 from tests.support.persistent_kit import GOLDEN, SMALLEST
 
 #: Two layers each; the predictors are those of the other kit.
@@ -25,39 +23,7 @@ SMALL_TALKER, GOLDEN_TALKER = replace(SMALLEST, layers=2), replace(GOLDEN, layer
 #: Three query heads a kv head; one query head a kv head, four blocks each.
 ODD_TALKER = replace(persistent_kit.ODD, hidden=72, inter=124, layers=3)
 SHARED_TALKER = replace(persistent_kit.SHARED, layers=2)
-_PUBLISHED = "TALKERS(persistent_talker_published, 232448, 1024, 3072, 16, 8, 128, 8, 1, 1, 128, 8, 4, 8)"
-_SMALL = """
-TALKERS(persistent_talker_tiny, 32768, 48, 80, 4, 2, 32, 8, 1, 1, 4, 2, 1, 3)
-TALKERS(persistent_talker_golden, 65536, 40, 96, 4, 2, 32, 8, 1, 1, 4, 2, 2, 4)
-TALKERS(persistent_talker_odd, 49152, 72, 124, 6, 2, 16, 8, 1, 1, 6, 4, 3, 2)
-TALKERS(persistent_talker_shared, 49152, 96, 64, 2, 2, 64, 8, 1, 1, 8, 2, 2, 3)
-"""
-CUTS = {
-    (48, 80, 4, 2, 32): Cut("persistent_talker_tiny", 4, 2, 1, 32_768),
-    (40, 96, 4, 2, 32): Cut("persistent_talker_golden", 4, 2, 2, 65_536),
-    (72, 124, 6, 2, 16): Cut("persistent_talker_odd", 6, 4, 3, 49_152),
-    (96, 64, 2, 2, 64): Cut("persistent_talker_shared", 8, 2, 2, 49_152),
-}
 PAGE = 16
-
-
-@cache
-def library() -> ctypes.CDLL:
-    """The kernels for small shapes, built for the emulator."""
-    names = [kernel_name(cut, rows, tested) for cut in CUTS.values() for rows in (1, 2) for tested in (False, True)]
-    return cuda_emulated.build(binaries.SOURCES / "persistent_talker.cu", names, {_PUBLISHED: _SMALL})
-
-
-def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels of both sources run here."""
-    libraries = {lm_persistent.SOURCE: persistent_kit.library, lm_persistent_talker.SOURCE: library}
-
-    def kernel(source: str, name: str, shared_bytes: int, _device: int) -> persistent_kit.Emulated:
-        return persistent_kit.Emulated(name, shared_bytes, libraries[source])
-
-    persistent_kit.emulate(monkeypatch)
-    monkeypatch.setattr(lm_persistent_talker, "CUTS", CUTS)
-    monkeypatch.setattr(lm_persistent, "_kernel", kernel)
 
 
 @dataclass(frozen=True, slots=True)

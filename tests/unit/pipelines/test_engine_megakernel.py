@@ -20,7 +20,7 @@ from pipelines.engine.buckets import Buckets
 from pipelines.engine.executor import FrameCodes, FrameSettings
 from pipelines.engine.graph import GraphExecutor
 from pipelines.engine.megakernel import MegakernelExecutor, PersistentKernelError
-from tests.support import persistent_kit, persistent_talker_kit
+from tests.support import persistent_kit
 from tests.support.persistent_kit import ANY_DRAWS, SMALLEST, Emulated
 
 SETTINGS = FrameSettings(64, ANY_DRAWS, ANY_DRAWS)
@@ -75,7 +75,6 @@ def test_the_talkers_layers_have_a_persistent_kernel_where_that_is_asked_for(mon
     executor = Unmade()
     executor._capture(1)
     assert executor._frames[1].talker is None  # type: ignore[attr-defined]
-    persistent_talker_kit.emulate(monkeypatch)
     monkeypatch.setattr(MegakernelExecutor, "whole", True)
     executor = Unmade()
     kinds(executor)
