@@ -95,7 +95,7 @@ def valkey_url(valkey: Valkey) -> str:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    with running_postgres() as server:
+    with running_postgres(synced=False) as server:
         yield server
 
 

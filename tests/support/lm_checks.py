@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -204,12 +205,12 @@ ALL_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
 
 def check_frame(
     maker: Maker, shape: Shape, batch: int, plan: Plan, name: str, exact: bool = False, frames: int = 2, longest_context: int = 200,
-    greedy: int = 0,
+    looked_at: Sequence[int] | None = None,
 ) -> list[dict[str, float | str]]:  # fmt: skip
     """Some frames: codes teacher-force the twins, whose bf16 error against float32 bounds the fused frame's.
 
-    `exact`: nothing is forced, all codes must be the twin's, and every row has other draw settings, but for the first `greedy` slots, which
-    take the likeliest codes.
+    `exact`: nothing is forced, all codes must be the twin's, and every row has other draw settings. `looked_at`: only these rows of the
+    frame are compared, and their slots.
     """
     device, weights = maker.device, maker.frame(shape)
     contexts = maker.integers(0, longest_context, batch)
@@ -218,12 +219,17 @@ def check_frame(
     state.frames[0] = 0  # a request's first frame
     if exact:
         vary_draws(maker, state.first, state.residual)
-        state.first.greedy[:greedy] = state.residual.greedy[:greedy] = 1
     k, v = maker.caches(shape, pages, 16)
     twin, wide = clone_state(state), dataclasses.replace(clone_state(state), inputs=state.inputs.float().clone())
     k2, v2, k3, v3 = k.clone(), v.clone(), k.float().clone(), v.float().clone()
     rows = torch.cat((torch.randperm(batch, device=device), torch.tensor([batch, batch], device=device)))
     live, n = rows != batch, batch + 2
+    slots = slice(None)
+    if looked_at is not None:
+        chosen = torch.zeros_like(live)
+        chosen[list(looked_at)] = True
+        live &= chosen
+        slots = rows[live]
     runner = FusedFrame(weights, state, k, v, n, plan)
     wide_weights = widened(weights)
     report = []
@@ -234,18 +240,18 @@ def check_frame(
         longest = int(twin.positions.max()) + 1
         made = run_frame(weights, twin, k2, v2, rows, longest, ALL_DRAWS, ALL_DRAWS, None if exact else codes)
         drawn, twin_flags, twin_logits = made.codes, made.flags, last_logits(made)
-        truth = last_logits(run_frame(wide_weights, wide, k3, v3, rows, longest, ALL_DRAWS, ALL_DRAWS, codes))
+        truth = last_logits(run_frame(wide_weights, wide, k3, v3, rows, longest, ALL_DRAWS, ALL_DRAWS, drawn if exact else codes))
         logits = runner._logits[: truth.numel()].view(truth.shape)
         plain = error(twin_logits[live], truth[live])
         if exact:
             report.append(demand(f"frame {name}: codes differ", float((codes[live] != drawn[live]).sum()), 0))
             report.append(demand(f"frame {name}: flags differ", float((flags != twin_flags)[live].sum()), 0))
         report.append(demand(f"frame {name} logits", error(logits[live], truth[live]), 1e-4 if exact else 2 * plain))
-        report.append(demand(f"frame {name} next inputs", error(state.inputs[:batch], twin.inputs[:batch]), 2e-3))
-        report.append(demand(f"frame {name} positions", float((state.positions != twin.positions).sum()), 0))
-        report.append(demand(f"frame {name} frames", float((state.frames != twin.frames).sum()), 0))
-        report.append(demand(f"frame {name} seen", float((state.seen[:batch] != twin.seen[:batch]).sum()), 0))
-        report.append(demand(f"frame {name} recent", float((state.recent != twin.recent).sum()), 0))
+        report.append(demand(f"frame {name} next inputs", error(state.inputs[:batch][slots], twin.inputs[:batch][slots]), 2e-3))
+        report.append(demand(f"frame {name} positions", float((state.positions != twin.positions)[slots].sum()), 0))
+        report.append(demand(f"frame {name} frames", float((state.frames != twin.frames)[slots].sum()), 0))
+        report.append(demand(f"frame {name} seen", float((state.seen[:batch] != twin.seen[:batch])[slots].sum()), 0))
+        report.append(demand(f"frame {name} recent", float((state.recent != twin.recent)[slots].sum()), 0))
         if not exact:
             share = float((codes[live] == drawn[live]).float().mean())
             print(

