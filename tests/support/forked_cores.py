@@ -1,7 +1,7 @@
 """Engine cores of vLLM that need no seconds for their imports: forked from a process that has done nothing else.
 
 One such process, a template, serves all processes of a run of pytest, and another one the cores of the V2 runner, whose imports differ.
-Cores that commands and workers start are spawned, as in production.
+Cores that commands and workers start are spawned, as in production, but for those of a test that asks for it.
 """
 
 from __future__ import annotations

@@ -18,6 +18,8 @@ import pytest
 from tests.support.vllm_kit import REQUIRED, require_vllm
 
 SITE = Path(__file__).parent / "v2_runner"
+#: Set where the cores of a command are forked; `v2_runner/sitecustomize.py` reads it.
+FORKED = "NIGHTJAR_FORKED_CORES"
 
 
 def require_v2(*, whole_module: bool = True) -> None:
@@ -34,6 +36,12 @@ def environment() -> dict[str, str]:
     """What a process needs so that its engine cores take the V2 runner."""
     paths = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def forked_environment() -> dict[str, str]:
+    """As `environment`, for a command whose engine cores are forked where vLLM computes on the CPU (`tests.support.forked_cores`)."""
+    found = environment()
+    return {**found, FORKED: "1", "PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], str(SITE.parents[2])])}
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from pathlib import Path
 import soundfile
 
 from tests.support.fish_checkpoint import GOLDEN, whole
-from tests.support.vllm_v2 import environment, require_v2
-from tests.support.worker_process import REPOSITORY
+from tests.support.vllm_v2 import forked_environment, require_v2
 
 require_v2()
 
@@ -28,15 +27,14 @@ WORDS = ("The train to the city leaves at nine.", "Good morning, how are you tod
 
 def jobs(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command line, whose processes have Triton's interpreter."""
-    v2 = environment()
-    places = os.pathsep.join([v2["PYTHONPATH"], str(REPOSITORY)])
+    v2 = forked_environment()
     settings = {"SPEECH_HOME": str(folder / "out"), "SPEECH_ENGINE__KIND": "vllm"}
     settings |= {"SPEECH_ENGINE__MAX_CONTEXT": "512", "SPEECH_ENGINE__SLOTS": "4"}
     command = [sys.executable, "-m", "jobs", *arguments]
     return subprocess.run(
         command,
         cwd=folder,
-        env={**os.environ, **v2, **settings, "PYTHONPATH": places},
+        env={**os.environ, **v2, **settings},
         capture_output=True,
         text=True,
         timeout=540,

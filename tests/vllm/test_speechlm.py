@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.support.vllm_kit import Waiter, paused_core
-from tests.support.vllm_v2 import environment, require_v2, v2_runner
+from tests.support.vllm_v2 import forked_environment, require_v2, v2_runner
 
 require_v2()
 
@@ -26,7 +26,6 @@ from tests.support.serving_kit import Running, error_of  # noqa: E402
 from tests.support.speechlm_checkpoint import GOLDEN, named  # noqa: E402
 from tests.support.speechlm_clients import check_every_mode  # noqa: E402
 
-REPOSITORY = Path(__file__).parents[2]
 CHECKPOINT = str(GOLDEN / "checkpoint")
 SECONDS = 300
 CASES = {case["id"]: case for case in json.loads((GOLDEN / "cases.json").read_text())["cases"]}
@@ -168,8 +167,7 @@ def test_the_old_runner_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_job_stores_text_and_audio_and_exports_dialogues(tmp_path: Path) -> None:
-    places = os.pathsep.join([str(REPOSITORY), environment()["PYTHONPATH"]])
-    settings = os.environ | environment() | {"SPEECH_HOME": str(tmp_path / "home"), "PYTHONPATH": places}
+    settings = os.environ | forked_environment() | {"SPEECH_HOME": str(tmp_path / "home")}
 
     def jobs(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "jobs", *arguments]
