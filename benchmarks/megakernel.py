@@ -29,14 +29,14 @@ from torch import Tensor
 from benchmarks.gpu import Bench, graph_us, numbers, parser
 from benchmarks.random_checkpoint import FRAMES_PER_SECOND, write_checkpoint
 from kernels import lm_persistent
-from kernels.dummy import SMALL, Maker
+from kernels.dummy import LARGE, SMALL, Maker, Shape
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_frame import FusedFrame, plan_for
 from kernels.lm_persistent import GAP, Predictor, PredictorRun, Trial
 from kernels.lm_persistent_talker import PersistentFrame, Talker
 from kernels.reference import run_frame
 from kernels.sampler import DrawFlags
-from pipelines.engine.megakernel import MegakernelExecutor
+from pipelines.engine import opening
 from pipelines.registry import open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
 
@@ -57,23 +57,24 @@ _ANY_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
 class Setting:
     """Weights, and slots at context 300 for one number of rows."""
 
-    def __init__(self, bench: Bench, weights: FrameTensors, predictor: Predictor, talker: Talker | None, rows: int) -> None:
+    def __init__(self, bench: Bench, shape: Shape, weights: FrameTensors, predictor: Predictor, talker: Talker | None, rows: int) -> None:
         maker = Maker(str(bench.device), torch.bfloat16, rows)
         self.weights, self.predictor, self.talker, self.count = weights, predictor, talker, rows
+        self.plan = plan_for(rows, shape.hidden)
         self.kind = "predictor" if talker is None else "whole"
         contexts = torch.full((rows,), CONTEXT, device=bench.device)
-        self.state = maker.state(SMALL, rows, rows * 9 + 1, 64, contexts)
-        self.k, self.v = maker.caches(SMALL, rows * 9 + 1, 64)
+        self.state = maker.state(shape, rows, rows * 9 + 1, 64, contexts)
+        self.k, self.v = maker.caches(shape, rows * 9 + 1, 64)
         self.rows = torch.arange(rows, device=bench.device)
-        self.codes = torch.zeros(rows, SMALL.codebooks, dtype=torch.int64, device=bench.device)
+        self.codes = torch.zeros(rows, shape.codebooks, dtype=torch.int64, device=bench.device)
         self.flags = torch.zeros(rows, dtype=torch.uint8, device=bench.device)
 
     def graph(self, state: StateTensors) -> FusedFrame:
-        return FusedFrame(self.weights, state, self.k, self.v, self.count, plan_for(self.count))
+        return FusedFrame(self.weights, state, self.k, self.v, self.count, self.plan)
 
     def ours(self, state: StateTensors, gap: int = GAP, trial: Trial | None = None) -> PersistentFrame:
         behind = PredictorRun(self.predictor, self.count, gap=gap, trial=trial)
-        return PersistentFrame(behind, state, self.k, self.v, plan_for(self.count), self.talker)
+        return PersistentFrame(behind, state, self.k, self.v, self.plan, self.talker)
 
     def made(self, frame: FusedFrame) -> Tensor:
         frame.run(self.rows, self.codes, self.flags)
@@ -170,7 +171,7 @@ def soak(bench: Bench, setting: Setting, frames: int) -> None:
     plain = setting.ours(state)
     wanted = setting.made(plain)
     restore(state, before)
-    x = torch.zeros(setting.count, SMALL.hidden, dtype=torch.bfloat16, device=bench.device)
+    x = torch.zeros(setting.count, setting.weights.backbone.hidden, dtype=torch.bfloat16, device=bench.device)
     plain._backbone(setting.rows, x)
     wanted_x, ours = x.clone(), setting.ours(state, trial=Trial(seed=setting.count, delay=64))
     wrong = torch.zeros((), dtype=torch.int64, device=bench.device)
@@ -229,12 +230,11 @@ def speak(bench: Bench, executors: list[str], utterances: int) -> None:
         write_checkpoint(folder, size, bench.device, [_TEXT], long)
         pipelines: dict[str, Pipeline] = {}
         for name in executors:
-            if name == "whole":
-                MegakernelExecutor.whole = True
+            opening.PERSISTENT_TALKER = name == "whole"
             executor = "megakernel" if name == "whole" else name
             device = str(bench.device)
             pipelines[name] = open_pipeline(str(folder), executor=executor, device=device, slots=1, max_context=1024, keep_unfinished=True)
-            MegakernelExecutor.whole = False
+        opening.PERSISTENT_TALKER = False
         found: dict[tuple[str, float], list[tuple[float, float]]] = {}
         for turn in range(-2, utterances):  # the first two make whatever was not made yet
             for seconds in (long, short):
@@ -250,6 +250,7 @@ def speak(bench: Bench, executors: list[str], utterances: int) -> None:
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--part", default="codes,times,soak,rtf")
+    made.add_argument("--large", action="store_true", help="the talker of 1.7B, whose layers have no persistent kernel")
     made.add_argument("--rows", type=numbers, default=[1, 2])
     made.add_argument("--frames", type=int, default=100_000, help="launches of the soak for each number of rows")
     made.add_argument("--gaps", type=numbers, default=[GAP, 1000, 1100, 1200, 1300, 1400, 1600, 2000], help="clocks between two copies")
@@ -286,13 +287,14 @@ def measure_kernel(bench: Bench, parts: list[str]) -> None:
     }
     if not parts:
         return
-    weights = Maker(str(bench.device), torch.bfloat16).frame(SMALL)
+    shape = LARGE if options.large else SMALL
+    weights = Maker(str(bench.device), torch.bfloat16).frame(shape)
     predictor = Predictor(weights)
-    for kind in options.kinds.split(","):
+    for kind in ["predictor"] if options.large else options.kinds.split(","):
         talker = Talker(weights) if kind == "whole" else None
         for part in parts:
             for rows in options.rows:
-                made = partial(Setting, bench, weights, predictor, talker, rows)
+                made = partial(Setting, bench, shape, weights, predictor, talker, rows)
                 bench.attempt(f"{kind} {part} {rows}", lambda part=part, made=made: work[part](made()))
 
 

@@ -21,8 +21,9 @@ from kernels import toolchain
 log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent / "cuda"
-#: The files of `kernels/cuda` that are compiled, by name.
+#: The files of `kernels/cuda` that every frame of graphs needs, by name; and those that a wheel brings.
 NAMES = ("skinny", "predictor_attention", "sampler")
+SHIPPED = (*NAMES, "persistent")
 #: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer GPU makes its own.
 SHIPPED_TARGETS = ("sm_90a", "compute_90")
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
@@ -47,7 +48,7 @@ def cache_folder() -> Path:
 
 def shipped() -> bool:
     """Whether this installation brings code of every source."""
-    return all((SOURCES / file_name(name, target)).exists() for name in NAMES for target in SHIPPED_TARGETS)
+    return all((SOURCES / file_name(name, target)).exists() for name in SHIPPED for target in SHIPPED_TARGETS)
 
 
 def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
@@ -125,7 +126,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def write_shipped(folder: Path) -> list[Path]:
     """Compiles what a wheel brings into `folder`. Raises RuntimeError with the compilers' words."""
-    made = [(name, target) for name in NAMES for target in SHIPPED_TARGETS]
+    made = [(name, target) for name in SHIPPED for target in SHIPPED_TARGETS]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         codes = list(pool.map(lambda one: compiled(*one), made))
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,6 @@
 """The code predictor's part of a frame in one cooperative launch: which models it knows, its weights, its launch, and frames with it.
 
-Not measured yet; chosen by `executor="megakernel"` alone. The kernel is `kernels/cuda/persistent.cuh`, its twin
-`kernels.reference.depth_frame`.
+The kernel is `kernels/cuda/persistent.cuh`, its twin `kernels.reference.depth_frame`.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from kernels import binaries
 from kernels.cuda_driver import Kernel, Module
 from kernels.frame import DepthTensors, FrameTensors, Layer, StackTensors, StateTensors
 from kernels.lm_frame import known_to_cuda
+from kernels.persistent_cuts import PREDICTORS, Cut
 
 #: The source in `kernels/cuda`, and the numbers of rows that it has kernels for.
 SOURCE, ROWS = "persistent", (1, 2)
@@ -29,28 +29,10 @@ FAILED = 4
 PATIENCE = 1 << 22
 #: Clocks between two copies of a block's weight stream; measured best for a chain with this stream (benchmarks/NOTES.md).
 GAP = 900
+#: The compute capability of the GPU that `GAP` and the times of benchmarks/NOTES.md are from.
+_MEASURED_ON = (9, 0)
 _FAULT = 1
 _TILE = 256  # elements: 8 rows of 32
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a kernel cuts a stack of layers: its name, blocks, warps that compute, tiles of a warp in a chunk, shared memory."""
-
-    name: str
-    blocks: int
-    warps: int
-    tiles: int
-    shared_bytes: int
-
-    @property
-    def threads(self) -> int:
-        """Of a block: the warps that compute, and the one that streams weights."""
-        return 32 * (self.warps + 1)
-
-
-#: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks behind code 0.
-CUTS: dict[tuple[int, ...], Cut] = {(1024, 3072, 16, 8, 128, 2048, 5, 15): Cut("persistent_published", 128, 8, 4, 232_448)}
 
 
 class Arguments(ctypes.Structure):
@@ -80,7 +62,7 @@ def cut_of(depth: DepthTensors) -> Cut | None:
     """How this predictor is cut; None where there is no kernel for it."""
     stack, (behind, codes, _) = depth.stack, depth.heads.shape
     inner = stack.layers[0].down.shape[1]
-    cut = CUTS.get((stack.hidden, inner, stack.heads, stack.kv_heads, stack.head_dim, codes, len(stack.layers), behind))
+    cut = PREDICTORS.get((stack.hidden, inner, stack.heads, stack.kv_heads, stack.head_dim, codes, len(stack.layers), behind))
     return cut if cut is not None and all_blocks_speak(cut.blocks, stack.hidden, inner) else None
 
 
@@ -99,6 +81,15 @@ def known(weights: FrameTensors) -> bool:
     return plain and depth is not None and cut_of(depth) is not None and weights.head.dtype == torch.bfloat16
 
 
+def fits(weights: FrameTensors, device: torch.device) -> bool:
+    """Whether frames of these weights are faster with the persistent kernel on this device: one of the kind that it was measured on."""
+    if not known(weights) or torch.cuda.get_device_capability(device) != _MEASURED_ON:
+        return False
+    assert weights.depth is not None
+    cut = cut_of(weights.depth)
+    return cut is not None and torch.cuda.get_device_properties(device).multi_processor_count >= cut.blocks
+
+
 def _tiles(weight: Tensor, cut: Cut, halves: int = 1) -> Tensor:
     """A matrix [n, inner] in the order of use, [blocks, chunks, elements of a chunk]; with two halves a block has rows of both."""
     n, inner = weight.shape[0] // halves, weight.shape[1]
@@ -112,18 +103,22 @@ def _tiles(weight: Tensor, cut: Cut, halves: int = 1) -> Tensor:
     return tiles.view(cut.blocks, cut.warps, chunks, cut.tiles, _TILE).transpose(1, 2).reshape(cut.blocks, chunks, -1)
 
 
-def packed_layers(stack: StackTensors, cut: Cut) -> list[Tensor]:
-    """The matrices of a stack in the order of use, each [blocks, chunks, elements of a chunk]."""
+def packed_layers(stack: StackTensors, cut: Cut) -> Tensor:
+    """The matrices of a stack in the order of use, [blocks, chunks, elements of a chunk]. Meanwhile a layer exists once more."""
 
-    def layer_tiles(layer: Layer) -> list[Tensor]:
-        return [_tiles(layer.qkv, cut), _tiles(layer.o, cut), _tiles(layer.gate_up, cut, 2), _tiles(layer.down, cut)]
+    def layer_tiles(layer: Layer) -> Tensor:
+        return torch.cat([_tiles(layer.qkv, cut), _tiles(layer.o, cut), _tiles(layer.gate_up, cut, 2), _tiles(layer.down, cut)], dim=1)
 
-    return [part for layer in stack.layers for part in layer_tiles(layer)]
+    first = layer_tiles(stack.layers[0])
+    packed = first.new_empty(cut.blocks, len(stack.layers), *first.shape[1:])
+    for index, layer in enumerate(stack.layers):
+        packed[:, index] = layer_tiles(layer)
+    return packed.flatten(1, 2)
 
 
 def packed_weights(depth: DepthTensors, cut: Cut) -> Tensor:
     """All matrices of the predictor, [blocks, chunks, elements of a chunk]: those of the layers, then the heads."""
-    return torch.cat([*packed_layers(depth.stack, cut), *(_tiles(head, cut) for head in depth.heads)], dim=1)
+    return torch.cat([packed_layers(depth.stack, cut), *(_tiles(head, cut) for head in depth.heads)], dim=1)
 
 
 def packed_norms(stack: StackTensors, cut: Cut) -> Tensor:

@@ -14,12 +14,11 @@ from torch import Tensor
 from kernels import lm_persistent
 from kernels.frame import DepthTensors, FrameTensors, StackTensors, StateTensors
 from kernels.lm_frame import FusedFrame, Plan, known_to_cuda
-from kernels.lm_persistent import Cut, PredictorRun, all_blocks_speak, packed_layers, packed_norms, resident_kernel, stream_of
+from kernels.lm_persistent import PredictorRun, all_blocks_speak, packed_layers, packed_norms, resident_kernel, stream_of
+from kernels.persistent_cuts import TALKERS, Cut
 
 #: The source in `kernels/cuda`.
 SOURCE = "persistent_talker"
-#: By width, inner width, heads, kv heads, size of a head.
-CUTS: dict[tuple[int, ...], Cut] = {(1024, 3072, 16, 8, 128): Cut("persistent_talker_published", 128, 8, 4, 232_448)}
 
 
 class Arguments(ctypes.Structure):
@@ -38,7 +37,7 @@ class Arguments(ctypes.Structure):
 def cut_of(stack: StackTensors) -> Cut | None:
     """How these layers are cut; None where there is no kernel for them."""
     inner = stack.layers[0].down.shape[1]
-    cut = CUTS.get((stack.hidden, inner, stack.heads, stack.kv_heads, stack.head_dim))
+    cut = TALKERS.get((stack.hidden, inner, stack.heads, stack.kv_heads, stack.head_dim))
     return cut if cut is not None and all_blocks_speak(cut.blocks, stack.hidden, inner) else None
 
 
@@ -63,7 +62,7 @@ class Talker:
         if cut is None:
             raise ValueError("There is no persistent kernel for this talker.")
         self.stack, self.cut = weights.backbone, cut
-        self.weights, self.norms = torch.cat(packed_layers(self.stack, cut), dim=1), packed_norms(self.stack, cut)
+        self.weights, self.norms = packed_layers(self.stack, cut), packed_norms(self.stack, cut)
 
 
 class TalkerRun:

@@ -1,4 +1,4 @@
-"""Frames of one or two rows with one persistent kernel behind code 0; everything else is the graph executor's. Not measured yet."""
+"""Frames of one or two rows with one persistent kernel behind code 0; everything else is the graph executor's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kernels.lm_persistent import FAILED, ROWS, Predictor, PredictorRun, known
 from kernels.lm_persistent_talker import PersistentFrame, Talker
 from kernels.lm_persistent_talker import known as known_talker
 from kernels.toolchain import first_line
+from pipelines.engine import opening
 from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames
 from pipelines.engine.graph import GraphExecutor
 
@@ -34,8 +35,6 @@ class MegakernelExecutor(GraphExecutor):
     """
 
     name = "megakernel"
-    #: Whether the talker's layers have a persistent kernel as well. Not measured yet.
-    whole = False
     _predictor: Predictor | None = None
     _talker: Talker | None = None
     _plain = False
@@ -76,7 +75,7 @@ class MegakernelExecutor(GraphExecutor):
             return super()._new_frame(bucket)
         if self._predictor is None:
             self._predictor = Predictor(self._tensors)  # the weights as the kernel reads them
-            self._talker = Talker(self._tensors) if self.whole and known_talker(self._tensors) else None
+            self._talker = Talker(self._tensors) if opening.PERSISTENT_TALKER and known_talker(self._tensors) else None
         plan = plan_for(bucket, self._tensors.backbone.hidden)
         return PersistentFrame(PredictorRun(self._predictor, bucket), self.state.tensors(), self.kv.k, self.kv.v, plan, self._talker)
 

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Executors that can be asked for; "auto" is never `megakernel`, which was not measured yet.
+#: Executors that can be asked for.
 ExecutorKind = Literal["auto", "eager", "graph", "megakernel"]
+#: Whether "auto" is `megakernel` where that has its kernel (`kernels.lm_persistent.fits`): not before the whole way was measured better.
+PERSISTENT_BY_ITSELF = False
+#: Whether `megakernel` runs the talker's layers in a persistent kernel too. Not measured yet.
+PERSISTENT_TALKER = False
 _CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
 _DEFAULTS = EngineOptions()
 #: Positions below which no prompt has room for a second of speech.
@@ -179,7 +183,7 @@ def open_executor(
     reproducible: bool = False,
     streams: int = 0,
 ) -> FrameExecutor:
-    """The executor of a model; "auto" means graphs on a CUDA device, else eager.
+    """The executor of a model; "auto" means graphs on a CUDA device, else eager; see `PERSISTENT_BY_ITSELF`.
 
     The first graphs are captured before this returns; all of them where it is made for `streams`, whose frames go first on the device.
     Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
@@ -189,7 +193,7 @@ def open_executor(
     check_executor(model.device, kind, reproducible, sizes.page_size, model.tensors.stacks, sizes.prefill)
     if kind != "eager" and model.device.type == "cuda":
         with on_device(model.device):
-            executor, fault = _open_graphs(model, sizes, reproducible, streams > 0, kind == "megakernel")
+            executor, fault = _open_graphs(model, sizes, reproducible, streams > 0, kind)
         if executor is not None:
             return executor
         if _needs_graphs(kind, reproducible, sizes.prefill):
@@ -206,13 +210,14 @@ def _no_graphs(fault: str | None) -> ConfigError:
 
 
 def _open_graphs(
-    model: FrameModel, sizes: EngineOptions, reproducible: bool, streams: bool, persistent: bool
+    model: FrameModel, sizes: EngineOptions, reproducible: bool, streams: bool, kind: ExecutorKind
 ) -> tuple[FrameExecutor | None, str | None]:
     """The graph executor, or None and why its kernels cannot be made. Raises what a lack of memory raises."""
     fault = _unknown_heads(model.tensors.stacks) or triton_fault()
     if fault is not None:
         return None, fault
     try:
+        persistent = may_be_persistent(kind, reproducible) and (kind == "megakernel" or _persistent_fits(model))
         executor = graph_executor(
             model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context,
             reproducible, streams, persistent=persistent, prefill=sizes.prefill, spare_slots=sizes.spare_slots,
@@ -224,6 +229,17 @@ def _open_graphs(
         log.warning("the graph executor could not be set up", exc_info=True)
         return None, f"Its kernels could not be made ({first_line(error)})."
     return executor, None
+
+
+def may_be_persistent(kind: ExecutorKind, reproducible: bool) -> bool:
+    """Whether a model may have the persistent kernels: somebody asked for them, or nobody for anything else."""
+    return kind == "megakernel" or (PERSISTENT_BY_ITSELF and kind == "auto" and not reproducible)
+
+
+def _persistent_fits(model: FrameModel) -> bool:
+    from kernels.lm_persistent import fits
+
+    return fits(model.tensors, model.device)
 
 
 def graph_executor(

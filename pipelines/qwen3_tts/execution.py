@@ -10,16 +10,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kernels.persistent_cuts import PREDICTORS, TALKERS
 from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
+from pipelines.engine import opening
 from pipelines.engine.buckets import Prefill
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.memory import MemoryNeeds
 from pipelines.engine.opening import context_of, plan_engine
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
-from pipelines.qwen3_tts.config import Qwen3TTSConfig
+from pipelines.qwen3_tts.config import Qwen3TTSConfig, StackConfig
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,25 @@ def stream_needs(config: CodecDecoderConfig, dtype: torch.dtype) -> tuple[int, i
 def utterance_needs(config: CodecDecoderConfig, dtype: torch.dtype, rows: int) -> int:
     """Bytes of a GPU that a codec which is not loaded yet takes for a continuous batch of so many rows of whole utterances."""
     return CodecDecoder(config, _Shapes(), "meta", dtype, fused=False).utterance_bytes(rows)
+
+
+def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
+    """Bytes of a GPU that a model which is not loaded yet takes for the weights that persistent kernels read, as they read them."""
+
+    def layers(stack: StackConfig) -> int:
+        heads = 2 * (stack.heads + stack.kv_heads) * stack.head_dim
+        return stack.layers * stack.hidden * (heads + 3 * stack.intermediate)
+
+    def sizes(stack: StackConfig) -> tuple[int, ...]:
+        return stack.hidden, stack.intermediate, stack.heads, stack.kv_heads, stack.head_dim
+
+    predictor, talker, behind = config.predictor, config.talker, config.codebooks - 1
+    if dtype != torch.bfloat16 or (*sizes(predictor), predictor.vocab, predictor.layers, behind) not in PREDICTORS:
+        return 0
+    values = layers(predictor) + behind * predictor.vocab * predictor.hidden
+    if opening.PERSISTENT_TALKER and sizes(talker) in TALKERS:
+        values += layers(talker)
+    return values * dtype.itemsize
 
 
 def start_warming(decoder: CodecDecoder) -> Callable[[], None]:

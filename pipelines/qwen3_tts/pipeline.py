@@ -20,7 +20,7 @@ from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions, Finish
 from pipelines.engine.engine import Engine
-from pipelines.engine.opening import check_executor, open_executor
+from pipelines.engine.opening import check_executor, may_be_persistent, open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, ModelError, NightjarError, SynthesisError
@@ -29,7 +29,15 @@ from pipelines.nn.options import NativeModelOptions, read_options
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
-from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, open_stage, start_warming, stream_needs, utterance_needs
+from pipelines.qwen3_tts.execution import (
+    LATE_STATES,
+    engine_options,
+    open_stage,
+    packed_needs,
+    start_warming,
+    stream_needs,
+    utterance_needs,
+)
 from pipelines.qwen3_tts.frontend import Frontend, TokenizedTask, read
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from pipelines.qwen3_tts.prompt import NONE, Prompt, PromptParts, Reference, build_prompt
@@ -313,6 +321,7 @@ def _sizes(
         decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
         graphs, state = stream_needs(decoder, codec_dtype) if options.streams else (0, 0)
         steps = utterance_needs(decoder, codec_dtype, options.codec_rows)
+        steps += packed_needs(config, dtype) if may_be_persistent(options.executor, options.reproducible) else 0
     return engine_options(
         config,
         device,

@@ -20,6 +20,7 @@ from tests.support.persistent_kit import GOLDEN, SMALLEST, Made, case, last_logi
 pytestmark = pytest.mark.gpu
 
 SHAPES = [pytest.param(SMALLEST, id="small"), pytest.param(GOLDEN, id="small golden"), pytest.param(SMALL, id="published")]
+TALKERS = [pytest.param(persistent_talker_kit.SMALL_TALKER, id="small"), pytest.param(SMALL, id="published")]
 
 
 @pytest.fixture(autouse=True)
@@ -71,10 +72,11 @@ def test_a_block_that_says_nothing_ends_in_a_fault_and_the_device_lives_on() -> 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("longest", [40, 600, 2500])
+@pytest.mark.parametrize("shape", TALKERS)
 def test_the_talkers_state_is_as_near_to_the_truth_as_that_of_plain_products(
-    rows: int, longest: int, monkeypatch: pytest.MonkeyPatch
+    shape: Shape, rows: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = persistent_talker_kit.case(SMALL, rows, longest=longest, device="cuda")
+    one = persistent_talker_kit.case(shape, rows, longest=longest, device="cuda")
     run = persistent_talker_kit.run_of(one)
     made = persistent_talker_kit.launched(run, one)
     assert run.behind.fault is None

@@ -12,13 +12,14 @@ import torch
 
 from kernels import lm_persistent
 from kernels.dummy import SMALL, Maker, Shape
-from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Trial, all_blocks_speak, epochs_of, kernel_name, known
+from kernels.lm_persistent import FAILED, Predictor, PredictorRun, Trial, all_blocks_speak, epochs_of, kernel_name, known
+from kernels.persistent_cuts import Cut
 from kernels.reference import ENDED, NOT_FINITE
 from tests.support import cuda_emulated, persistent_kit
 from tests.support.lm_checks import vary_draws
 from tests.support.persistent_kit import GOLDEN, LEAST, ODD, SHARED, SMALLEST, Emulated, Made, case, last_logits, launched, run_of, twin
 
-PUBLISHED_CUTS = lm_persistent.CUTS
+PUBLISHED_CUTS = lm_persistent.PREDICTORS
 #: More than any wait of a frame without faults, and few enough for a test to sit out.
 SHORT = 400
 

@@ -12,8 +12,9 @@ import torch
 
 from kernels import lm_persistent_talker
 from kernels.dummy import SMALL, Maker, Shape
-from kernels.lm_persistent import FAILED, Cut, Predictor, PredictorRun, Trial, kernel_name
+from kernels.lm_persistent import FAILED, Predictor, PredictorRun, Trial, kernel_name
 from kernels.lm_persistent_talker import Talker, known
+from kernels.persistent_cuts import Cut
 from tests.support import persistent_kit, persistent_talker_kit
 from tests.support.persistent_kit import Emulated
 from tests.support.persistent_talker_kit import (
@@ -29,7 +30,7 @@ from tests.support.persistent_talker_kit import (
     twin,
 )
 
-PUBLISHED_CUTS = lm_persistent_talker.CUTS
+PUBLISHED_CUTS = lm_persistent_talker.TALKERS
 SHORT = 400
 
 

@@ -22,7 +22,8 @@ from kernels import binaries, lm_persistent, lm_persistent_talker, reference, to
 from kernels.cuda_driver import Kernel, Module
 from kernels.dummy import TINY, Maker, Shape
 from kernels.frame import FrameTensors, StateTensors
-from kernels.lm_persistent import Cut, Predictor, PredictorRun, kernel_name
+from kernels.lm_persistent import Predictor, PredictorRun, kernel_name
+from kernels.persistent_cuts import Cut
 from kernels.reference import ENDED, NOT_FINITE, depth_frame, next_inputs
 from kernels.sampler import DrawFlags, frame_noise
 from tests.support import cuda_emulated
@@ -99,8 +100,8 @@ class Emulated:
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes alone are known, and run here."""
-    monkeypatch.setattr(lm_persistent, "CUTS", EMULATED_CUTS)
-    monkeypatch.setattr(lm_persistent_talker, "CUTS", EMULATED_TALKER_CUTS)
+    monkeypatch.setattr(lm_persistent, "PREDICTORS", EMULATED_CUTS)
+    monkeypatch.setattr(lm_persistent_talker, "TALKERS", EMULATED_TALKER_CUTS)
     monkeypatch.setattr(lm_persistent, "_kernel", lambda _source, name, shared_bytes, _device: Emulated(name, shared_bytes))
 
 
@@ -122,8 +123,8 @@ def add_small(monkeypatch: pytest.MonkeyPatch) -> None:
         small = any(name.startswith(f"{known}_") for known in names)
         return _small(device).kernel(name, shared_bytes) if small else kernel(source, name, shared_bytes, device)
 
-    monkeypatch.setattr(lm_persistent, "CUTS", lm_persistent.CUTS | CUTS)
-    monkeypatch.setattr(lm_persistent_talker, "CUTS", lm_persistent_talker.CUTS | TALKER_CUTS)
+    monkeypatch.setattr(lm_persistent, "PREDICTORS", lm_persistent.PREDICTORS | CUTS)
+    monkeypatch.setattr(lm_persistent_talker, "TALKERS", lm_persistent_talker.TALKERS | TALKER_CUTS)
     monkeypatch.setattr(lm_persistent, "_kernel", found)
 
 

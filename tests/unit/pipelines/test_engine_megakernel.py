@@ -15,7 +15,7 @@ from kernels.dummy import Maker
 from kernels.lm_frame import FusedFrame
 from kernels.lm_persistent import FAILED
 from kernels.lm_persistent_talker import PersistentFrame
-from pipelines.engine import megakernel
+from pipelines.engine import megakernel, opening
 from pipelines.engine.buckets import Buckets
 from pipelines.engine.executor import FrameCodes, FrameSettings
 from pipelines.engine.graph import GraphExecutor
@@ -75,7 +75,7 @@ def test_the_talkers_layers_have_a_persistent_kernel_where_that_is_asked_for(mon
     executor = Unmade()
     executor._capture(1)
     assert executor._frames[1].talker is None  # type: ignore[attr-defined]
-    monkeypatch.setattr(MegakernelExecutor, "whole", True)
+    monkeypatch.setattr(opening, "PERSISTENT_TALKER", True)
     executor = Unmade()
     kinds(executor)
     one, two = (executor._frames[bucket].talker for bucket in (1, 2))  # type: ignore[attr-defined]

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kernels import lm_cuda, toolchain
+from kernels import lm_cuda, lm_persistent, toolchain
+from kernels.frame import Layer, StackTensors
 from pipelines.codec.fused import codec_kernels
 from pipelines.engine import opening
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.opening import open_executor
 from pipelines.errors import ConfigError, ErrorCode
-from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder
-from pipelines.qwen3_tts.execution import start_warming
+from pipelines.qwen3_tts.config import Qwen3TTSConfig, StackConfig
+from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder, published_config
+from pipelines.qwen3_tts.execution import packed_needs, start_warming
 from pipelines.qwen3_tts.model import Qwen3TTSModel
 from tests.support.qwen3_golden import golden_model
 
@@ -200,3 +204,63 @@ def test_only_who_asks_for_the_megakernel_gets_it(gpu_model: Qwen3TTSModel, monk
         with pytest.raises(torch.OutOfMemoryError):
             open_executor(gpu_model, SIZES, kind)
     assert asked == [False, False, True]
+
+
+@pytest.mark.parametrize(("capability", "blocks", "fits"), [((9, 0), 132, True), ((9, 0), 114, False), ((10, 0), 148, False)])
+def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
+    gpu_model: Qwen3TTSModel, capability: tuple[int, int], blocks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def opened(*_sizes: object, persistent: bool, **_modes: object) -> None:
+        asked.append(persistent)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(opening, "triton_fault", lambda: None)
+    monkeypatch.setattr(opening, "graph_executor", opened)
+    monkeypatch.setattr(opening, "PERSISTENT_BY_ITSELF", True)
+    monkeypatch.setattr(lm_persistent, "known", lambda _: True)
+    monkeypatch.setattr(lm_persistent, "cut_of", lambda _: next(iter(lm_persistent.PREDICTORS.values())))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=blocks))
+    for kind, reproducible in (("auto", False), ("auto", True), ("graph", False), ("megakernel", False)):
+        with pytest.raises(torch.OutOfMemoryError):
+            open_executor(gpu_model, SIZES, kind, reproducible)
+    assert asked == [fits, False, False, True]
+    monkeypatch.setattr(lm_persistent, "known", lambda _: False)
+    with pytest.raises(torch.OutOfMemoryError):
+        open_executor(gpu_model, SIZES)
+    assert not asked[-1]
+
+
+@pytest.mark.parametrize("size", ["0b6", "1b7"])
+@pytest.mark.parametrize("talker", [False, True])
+def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have_a_kernel(
+    size: str, talker: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published_config(size)))
+    config = Qwen3TTSConfig.from_folder(tmp_path)
+    predictor = config.predictor
+    key = (predictor.hidden, predictor.intermediate, predictor.heads, predictor.kv_heads, predictor.head_dim)
+    cut = lm_persistent.PREDICTORS[*key, predictor.vocab, predictor.layers, config.codebooks - 1]
+
+    def packed(stack: StackConfig) -> int:
+        norm, heads = torch.empty(stack.hidden, device="meta"), (stack.heads + 2 * stack.kv_heads) * stack.head_dim
+        shapes = (
+            (heads, stack.hidden),
+            (stack.hidden, stack.q_width),
+            (2 * stack.intermediate, stack.hidden),
+            (stack.hidden, stack.intermediate),
+        )
+        qkv, o, gate_up, down = (torch.empty(shape, device="meta") for shape in shapes)
+        layers = [Layer(norm, qkv, o, norm, gate_up, down)] * stack.layers
+        table = torch.empty(1, stack.head_dim, device="meta")
+        return lm_persistent.packed_layers(StackTensors(layers, norm, table, stack.heads, stack.kv_heads, 0, 1), cut).numel()
+
+    heads = (config.codebooks - 1) * predictor.vocab * predictor.hidden
+    monkeypatch.setattr(opening, "PERSISTENT_TALKER", talker)
+    assert packed_needs(config, torch.bfloat16) == 2 * (
+        packed(predictor) + heads + (packed(config.talker) if talker and size == "0b6" else 0)
+    )
+    assert packed_needs(config, torch.float32) == 0
+    assert [opening.may_be_persistent(kind, False) for kind in ("auto", "graph", "megakernel")] == [False, False, True]
