@@ -34,7 +34,7 @@ from tests.support.serving_kit import Running, b64, error_of, heard  # noqa: E40
 SECONDS = 240
 #: KV blocks of the engine, of 32 positions: fewer than all requests of a test need at once, so that some are preempted.
 BLOCKS = 14
-FRAMES = 40
+FRAMES = 24
 REFERENCE_TEXT = "The train to the city leaves at nine."
 #: More bytes than are spoken in one message.
 DIALOGUE = (

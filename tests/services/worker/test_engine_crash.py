@@ -241,10 +241,10 @@ def test_ctrl_c_ends_a_run_with_its_engine(site: Site) -> None:
 
 def test_gpus_on_which_no_engine_opens_are_quarantined(site: Site) -> None:
     """A worker that went on without an engine would fail shard after shard. One GPU is broken, and another program has filled one."""
-    texts = [f"text {n}" for n in range(2000)]
+    texts = [f"text {n}" for n in range(600)]
     texts[0] = site.held("lasts")
     job = site.submit(texts, model=NAME, options=MANY)
-    supervisor = site.worker("--gpu", "0,1,2", engine={"seconds": 0.2, "slots": 2}, NIGHTJAR_BAD_GPU="1", NIGHTJAR_FULL_GPU="2")
+    supervisor = site.worker("--gpu", "0,1,2", engine={"seconds": 0.6, "slots": 2}, NIGHTJAR_BAD_GPU="1", NIGHTJAR_FULL_GPU="2")
     site.wait_for(lambda: site.log_text().count('"worker quarantined"') == 2)
     site.let_go()
     lines = [json.loads(line) for line in site.log_text().splitlines() if '"worker quarantined"' in line]

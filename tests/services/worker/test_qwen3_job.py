@@ -6,31 +6,23 @@ import json
 import os
 import sqlite3
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests.support.cli_kit import run_command
 from tests.support.golden_checkpoint import whole
 from tests.support.run_kit import until
 
 CHECKPOINT = whole(Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-design")
-LINES = 96
+LINES = 60
 
 
 def nightjar_run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """`nightjar run` over the folder's input.jsonl."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
-    environment |= {"OMP_NUM_THREADS": "1", "SPEECH_SHARD__MAX_ITEMS": "32"}
-    return subprocess.run(
-        [sys.executable, "-m", "jobs", "run", "input.jsonl", "--model", str(CHECKPOINT), "--seed", "7", "--json", *options],
-        cwd=folder,
-        env=environment | {"PYTHONPATH": str(Path(__file__).parents[3])},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    environment |= {"OMP_NUM_THREADS": "1", "SPEECH_SHARD__MAX_ITEMS": "20", "PYTHONPATH": str(Path(__file__).parents[3])}
+    return run_command(folder, ["run", "input.jsonl", "--model", str(CHECKPOINT), "--seed", "7", "--json", *options], environment)
 
 
 def processes_of(folder: Path) -> list[str]:
