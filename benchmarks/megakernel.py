@@ -44,7 +44,7 @@ CONTEXT = 300
 #: Milliseconds of the predictor of one row: the graph's, and what this one aims to be below.
 TODAY, AIM = 1.25, 1.15
 #: Frames that are compared, and how much smaller than between graph and single ops the share of equal codes may be.
-COMPARED, SLACK = 200, 0.03
+COMPARED, SLACK = 80, 0.03
 #: Launches of the soak between two looks at what they made.
 _LOOK = 1000
 #: Seconds of the utterances of `rtf`: the ones that are judged, and shorter ones, which show what a frame more takes.
@@ -253,7 +253,7 @@ def main() -> int:
     made.add_argument("--large", action="store_true", help="the talker of 1.7B, whose layers have no persistent kernel")
     made.add_argument("--rows", type=numbers, default=[1, 2])
     made.add_argument("--frames", type=int, default=100_000, help="launches of the soak for each number of rows")
-    made.add_argument("--gaps", type=numbers, default=[GAP, 1000, 1100, 1200, 1300, 1400, 1600, 2000], help="clocks between two copies")
+    made.add_argument("--gaps", type=numbers, default=[GAP, 900, 1000, 1200, 1300, 1400], help="clocks between two copies")
     made.add_argument(
         "--executors", default="graph,megakernel,whole", help="those of `rtf`; `whole`: `megakernel`, the talker's layers too"
     )
