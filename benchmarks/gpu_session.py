@@ -115,7 +115,8 @@ def megakernel_steps(common: tuple[str, ...], out: Path) -> list[Step]:
     """The persistent kernel of the code predictor beside the graph, alone and in speech; then 100,000 launches with delays."""
     tests = ("pytest", "-m", "gpu", "tests/gpu/test_persistent_gpu.py", "-q", "-rs", "--timeout=250", "-p", "no:cacheprovider")
     measured = ("benchmarks.megakernel", *common, "--part", "codes,times,rtf", "--json", str(out / "megakernel.json"))
-    soak = ("benchmarks.megakernel", *common, "--part", "soak", "--frames", "50000", "--json", str(out / "megakernel_soak.json"))
+    soaked = ("--part", "soak", "--rows", "1", "--kinds", "whole", "--frames", "100000", "--json", str(out / "megakernel_soak.json"))
+    soak = ("benchmarks.megakernel", *common, *soaked)
     return [
         Step("tests of the megakernel", "megakernel", tests, 200, gpu_only=True),
         Step("megakernel", "megakernel", measured, 200, gpu_only=True),

@@ -173,7 +173,7 @@ def soak(bench: Bench, setting: Setting, frames: int) -> None:
     restore(state, before)
     x = torch.zeros(setting.count, setting.weights.backbone.hidden, dtype=torch.bfloat16, device=bench.device)
     plain._backbone(setting.rows, x)
-    wanted_x, ours = x.clone(), setting.ours(state, trial=Trial(seed=setting.count, delay=64))
+    wanted_x, ours = x.clone(), setting.ours(state, trial=Trial(seed=setting.count, delay=bench.options.delay))
     wrong = torch.zeros((), dtype=torch.int64, device=bench.device)
     depth = setting.weights.depth
     assert depth is not None
@@ -253,6 +253,7 @@ def main() -> int:
     made.add_argument("--large", action="store_true", help="the talker of 1.7B, whose layers have no persistent kernel")
     made.add_argument("--rows", type=numbers, default=[1, 2])
     made.add_argument("--frames", type=int, default=100_000, help="launches of the soak for each number of rows")
+    made.add_argument("--delay", type=int, default=16, help="naps of 100 ns of a block that stumbles, at most")
     made.add_argument("--gaps", type=numbers, default=[GAP, 900, 1000, 1200, 1300, 1400], help="clocks between two copies")
     made.add_argument(
         "--executors", default="graph,megakernel,whole", help="those of `rtf`; `whole`: `megakernel`, the talker's layers too"

@@ -263,4 +263,7 @@ def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have
         packed(predictor) + heads + (packed(config.talker) if talker and size == "0b6" else 0)
     )
     assert packed_needs(config, torch.float32) == 0
-    assert [opening.may_be_persistent(kind, False) for kind in ("auto", "graph", "megakernel")] == [False, False, True]
+    for by_itself in (False, True):
+        monkeypatch.setattr(opening, "PERSISTENT_BY_ITSELF", by_itself)
+        asked = [opening.may_be_persistent(kind, False) for kind in ("auto", "graph", "megakernel")]
+        assert asked == [by_itself, False, True]
