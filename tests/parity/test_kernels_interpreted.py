@@ -1,4 +1,5 @@
-"""Kernels of frames, of padded prefill and of centred convolutions in Triton's interpreter, which only a fresh process can be put into."""
+"""Kernels of frames, few and many rows, of padded and packed prefill and of centred convolutions in Triton's interpreter, which only a
+fresh process can be put into."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ pytest.importorskip("triton", reason="Triton is not installed")
     [
         (
             ["tests/gpu/test_prefill_kernels.py", "tests/gpu/test_codec_kernels.py"],
-            "float32 or dtype0 or twins or centred or rounded or head",
-            17,
+            "float32 or dtype0 or twins or centred or rounded or head or packed_attention or fused_packed",
+            30,
         ),
-        (["tests/gpu/test_frame_kernels.py"], "not bfloat16", 14),
+        (["tests/gpu/test_frame_kernels.py", "tests/gpu/test_wide_frames.py"], "not bfloat16", 15),
     ],
     ids=["prefill-and-codec", "frames"],
 )
