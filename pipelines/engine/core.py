@@ -38,7 +38,7 @@ class Listener(Protocol):
     """Who hears of the codes. Called by whoever calls `step`."""
 
     def frames(self, request: GenerationRequest, codes: NDArray[np.int64]) -> None:
-        """New frames [frames, codebooks] of a request, in order; of a stream a whole chunk, but for the last one."""
+        """A chunk of a stream's frames [frames, codebooks], in order; the last ones come with `finished` alone."""
         ...
 
     def finished(self, request: GenerationRequest, codes: NDArray[np.int64], finish: Finish) -> None:
@@ -285,14 +285,14 @@ class EngineCore:
         """Starts up to so many frames of these; `together`: everybody who needs a frame is among them."""
         if not batch:
             return None
-        count = min(frames, *(one.request.max_tokens - one.started for one in batch))
+        count = min(frames, min([one.request.max_tokens - one.started for one in batch]))
         grown, _ = self.scheduler.grow(batch, count)
         if fresh := [(one.slot, pages, len(one.pages) - len(pages)) for one, pages in grown if one.slot >= 0]:
             self.executor.state.write_pages(fresh)
         batch = [one for one in batch if one.slot >= 0]
         if not batch:
             return None
-        settings = FrameSettings(max(one.context for one in batch) + 1, *self._draw_flags(batch))
+        settings = FrameSettings(max([one.last + one.started for one in batch]) + 1, *self._draw_flags(batch))
         pending = self.executor.frames([one.slot for one in batch], count, settings)
         for utterance in batch:
             utterance.started += count
@@ -311,10 +311,16 @@ class EngineCore:
 
     def _read(self, turn: _Turn) -> None:
         result = turn.pending.result()
-        told = set(np.flatnonzero(result.flags.any(axis=0)).tolist())
-        for row, (utterance, run) in enumerate(turn.batch):
-            if utterance.run == run:
-                self._take(utterance, result.codes[:, row], result.flags[:, row] if row in told else None)
+        told, count = set(np.flatnonzero(result.flags.any(axis=0)).tolist()), turn.frames
+        for row, ((utterance, run), codes) in enumerate(zip(turn.batch, result.codes.swapaxes(0, 1))):
+            if utterance.run != run:
+                continue
+            if row in told or utterance.listening is not None or utterance.made + count >= utterance.request.max_tokens:
+                self._take(utterance, codes, result.flags[:, row] if row in told else None)
+            else:  # most rows of most turns
+                utterance.parts.append(codes)
+                utterance.made += count
+                self.frames_made += count
 
     def _take(self, utterance: Utterance, codes: NDArray[np.int64], flags: NDArray[np.uint8] | None) -> None:
         """The frames of one utterance, up to its end; `flags` is None when there are none."""
@@ -339,18 +345,14 @@ class EngineCore:
         self._fail(utterance, SynthesisError(ErrorCode.SYNTH_NAN, "The model's logits hold NaN or infinity.", advice))
 
     def _keep(self, utterance: Utterance, codes: NDArray[np.int64]) -> None:
-        """Adds frames, and hands on those that were not before (a restart makes some again): of a stream only whole chunks."""
+        """Adds frames, and hands on whole chunks of a stream (a restart makes some again that were handed on before)."""
         if not len(codes):
             return
         utterance.parts.append(codes)
         utterance.made += len(codes)
         self.frames_made += len(codes)
-        fresh = utterance.made - utterance.delivered
         if utterance.listening is not None:
-            self._keep_stream(utterance, utterance.listening, fresh)
-        elif fresh > 0:
-            utterance.delivered = utterance.made
-            self._listener.frames(utterance.request, codes[-fresh:])
+            self._keep_stream(utterance, utterance.listening, utterance.made - utterance.delivered)
 
     def _keep_stream(self, utterance: Utterance, listening: Listening, fresh: int) -> None:
         now = self._clock()

@@ -31,7 +31,7 @@ class FrameReceiver(Protocol):
     """Who waits for one request. Called on the engine's thread, so it must be quick."""
 
     def frames(self, codes: NDArray[np.int64]) -> None:
-        """New frames [frames, codebooks], in order; of a stream a whole chunk."""
+        """A chunk of a stream's frames [frames, codebooks], in order."""
         ...
 
     def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:

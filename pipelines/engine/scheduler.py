@@ -85,8 +85,11 @@ class Utterance:
     #: int64: the text id that is added after each frame, as far as the text is known; and whether more of it may come.
     trailing: NDArray[np.int64] = field(init=False)
     text_open: bool = field(init=False)
+    #: Position of the prompt's last token, which is the first frame's input.
+    last: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.last = len(self.request.prompt) - 1
         self.trailing = np.asarray(self.request.prompt.trailing, np.int64)
         self.text_open = self.request.text_open
 
@@ -108,12 +111,12 @@ class Utterance:
     @property
     def to_prefill(self) -> int:
         """Prompt positions not yet prefilled; the last one is the first frame's input."""
-        return len(self.request.prompt) - 1 - self.prefilled
+        return self.last - self.prefilled
 
     @property
     def context(self) -> int:
         """Positions after the frames that were started."""
-        return len(self.request.prompt) - 1 + self.started
+        return self.last + self.started
 
     def restart(self) -> None:
         self.slot, self.pages, self.embeddings = -1, [], None
@@ -300,7 +303,7 @@ class Scheduler:
         chunks: list[tuple[Utterance, int]] = []
         budget = self._prefill_tokens // share
         for utterance in self.running if among is None else among:
-            left = utterance.to_prefill
+            left = utterance.last - utterance.prefilled
             if left <= 0 or budget <= 0:
                 continue
             at = utterance.prefilled
@@ -315,20 +318,26 @@ class Scheduler:
 
     def ready(self) -> list[Utterance]:
         """Utterances whose next frame can be started. One whose text is used up and not at its end waits in its slot."""
-        return [one for one in self.running if one.to_prefill == 0 and one.started < one.request.max_tokens and not one.starved]
+        # Every turn asks every row: what most rows answer alike comes without a call.
+        return [
+            one
+            for one in self.running
+            if one.prefilled == one.last and one.started < one.request.max_tokens and not (one.text_open and one.starved)
+        ]
 
     def grow(self, batch: list[Utterance], frames: int) -> tuple[list[tuple[Utterance, list[int]]], list[Utterance]]:
         """Pages for `frames` more positions of each: (utterance, its new pages), and those that had to make way for them."""
         grown: list[tuple[Utterance, list[int]]] = []
         preempted: list[Utterance] = []
+        size = self.kv.page_size
         for utterance in batch:
+            if utterance.last + utterance.started + frames <= len(utterance.pages) * size:
+                continue
             while utterance.slot >= 0:
-                missing = self.kv.pages_for(utterance.context + frames) - len(utterance.pages)
-                pages = self.prefixes.take(max(missing, 0))
+                pages = self.prefixes.take(self.kv.pages_for(utterance.context + frames) - len(utterance.pages))
                 if pages is not None:
-                    if pages:
-                        utterance.pages.extend(pages)
-                        grown.append((utterance, pages))
+                    utterance.pages.extend(pages)
+                    grown.append((utterance, pages))
                     break
                 preempted.append(self.preempt_youngest())
         return grown, preempted

@@ -119,8 +119,25 @@ def test_the_youngest_whole_utterance_makes_way_for_a_stream_and_says_the_same_l
     assert core.scheduler.returned == 0
     for request in whole:
         np.testing.assert_array_equal(heard.codes[request], run_alone(golden_model("base"), request)[0])
-        np.testing.assert_array_equal(np.concatenate(heard.chunks[request]), heard.codes[request])
     assert list(heard.codes).index(urgent) < list(heard.codes).index(young)
+
+
+def test_a_stream_that_starts_again_hands_nothing_on_twice(still: list[float]) -> None:
+    heard = Recorder()
+    long = SamplingParams(temperature=0.0, residual_temperature=0.0, min_new_tokens=40)
+    pair = [replace(request, sampling=long) for request in requests(2, 3, 40, stream=True)]
+    alone = [run_alone(golden_model("base"), replace(request, stream=False))[0] for request in pair]
+    core = core_of(heard, still, pages=max(-(-request.positions // 8) for request in pair) + 2, reserve_frames=0)
+    for request in pair:
+        core.add(request)
+    young = core.scheduler.waiting_streams[1]
+    run(core)
+    assert young.run > 1, "nobody had to make way: the test has too many pages"
+    for request, codes in zip(pair, alone):
+        handed = np.concatenate(heard.chunks[request])
+        assert len(handed) > 0
+        np.testing.assert_array_equal(handed, codes[: len(handed)])
+        np.testing.assert_array_equal(heard.codes[request], codes)
 
 
 def test_a_stream_that_needs_pages_takes_them_from_whole_utterances(still: list[float]) -> None:
