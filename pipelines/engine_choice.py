@@ -10,7 +10,7 @@ from typing import Literal
 
 from pipelines.errors import ConfigError, ErrorCode
 
-#: What `SPEECH_ENGINE__KIND` and the option `engine` of such a model take.
+#: What `SPEECH_ENGINE__KIND` and the option `engine` of such a model take; "auto" is native.
 EngineKind = Literal["auto", "native", "vllm"]
 #: What CUDA shows a process, and the values that show it nothing; the last is that of Slurm.
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -22,16 +22,6 @@ DRIVER = Path("/dev/nvidiactl")
 def has_gpu() -> bool:
     """Whether CUDA will find a device; asking it takes seconds, and memory of the device."""
     return os.environ.get(VISIBLE, "0") not in NO_GPU and DRIVER.exists()
-
-
-def automatic_engine(device: str | None = None) -> Literal["native", "vllm"]:
-    """The engine where nobody chose one; `device` as the model is opened with, None: the best there is.
-
-    On a GPU it is `vllm` where that is installed: the speed of `native` with these models was not measured there. Else it is `native`,
-    which needs no vLLM, and on a CPU gives equal bits in any batch.
-    """
-    on_gpu = has_gpu() if device is None else device.startswith("cuda")
-    return "vllm" if on_gpu and find_spec("vllm") is not None else "native"
 
 
 #: What to do where vLLM cannot draw frames of several codes.

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.engine_choice import automatic_engine, check_frames_on_vllm
+from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.nn.config_keys import Keys, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
@@ -278,7 +278,7 @@ def describe(folder: Path) -> ModelCard:
     return ModelCard(
         name=str(folder),
         family="fish_speech",
-        engine=automatic_engine(),
+        engine="native",
         sample_rate=config.sample_rate,
         capabilities=CAPABILITIES,
         revision=revision(folder, _SUFFIXES),

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 import msgspec
 import torch
 
-from pipelines.engine_choice import EngineKind, automatic_engine
+from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.checkpoint import Precision
 from pipelines.vllm_engine.options import VllmOptions
@@ -45,7 +45,7 @@ def take_engine(options: Mapping[str, Any]) -> tuple[Literal["native", "vllm"], 
     """The engine that the option `engine` chooses where both can run a model, and the other options. Raises as `read_options`."""
     rest = {name: value for name, value in options.items() if name != "engine"}
     chosen = read_options(_EngineOption, {name: value for name, value in options.items() if name == "engine"}).engine
-    return automatic_engine(rest.get("device")) if chosen == "auto" else chosen, rest
+    return "native" if chosen == "auto" else chosen, rest
 
 
 #: Requests that wait for a slot on a CPU.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipelines.engine_choice import automatic_engine
 from pipelines.nn.config_keys import Keys, revision
 from pipelines.recording import check_encoded
 from pipelines.registry import ModelCard
@@ -247,7 +246,7 @@ def describe(folder: Path) -> ModelCard:
     return ModelCard(
         name=str(folder),
         family="spark_tts",
-        engine=automatic_engine(),
+        engine="native",
         sample_rate=config.sample_rate,
         capabilities=CAPABILITIES,
         revision=revision(folder, _SUFFIXES),

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from pipelines import engine_choice
-from pipelines.engine_choice import automatic_engine
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import Generation, Message, SynthesisRequest
 from pipelines.spark_tts.pipeline import SparkPipeline, open_pipeline
@@ -44,24 +42,6 @@ CLONED = request("ref_quiet.wav", temperature=0.0)
 CONTINUED = request(
     "ref_a.wav", "The rain falls on the quiet street, and nobody walks.", reference_text="The train to the city leaves at nine."
 )
-
-
-@pytest.mark.parametrize(
-    ("on_gpu", "device", "installed", "engine"),
-    [
-        (False, None, True, "native"),
-        (True, None, True, "vllm"),
-        (True, None, False, "native"),
-        (True, "cpu", True, "native"),
-        (False, "cuda:1", True, "vllm"),
-    ],
-)
-def test_without_a_choice_a_cpu_has_our_engine_and_a_gpu_vllm_where_it_is(
-    on_gpu: bool, device: str | None, installed: bool, engine: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_choice, "has_gpu", lambda: on_gpu)
-    monkeypatch.setattr(engine_choice, "find_spec", lambda name: object() if installed else None)
-    assert automatic_engine(device) == engine
 
 
 def test_it_says_what_it_runs_on(pipeline: SparkPipeline) -> None:
