@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import threading
 import time
 import traceback
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.figures import commit
+from pipelines.interpreter import collect_seldom
 from pipelines.nn.checkpoint import open_device
 
 Row = dict[str, Any]
@@ -30,6 +32,13 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made.add_argument("--tiny", action="store_true", help="tiny shapes, to try this on a CPU; the figures mean nothing")
     made.add_argument("--json", type=Path, help="the result; default: a file of the benchmark's name in $OUT, or here")
     return made
+
+
+def give_way(milliseconds: float) -> float:
+    """Garbage is collected as in a worker; and for how long a thread may keep the interpreter from others, which is returned."""
+    collect_seldom()
+    sys.setswitchinterval(milliseconds / 1000)
+    return milliseconds
 
 
 def numbers(text: str) -> list[int]:
