@@ -1,4 +1,4 @@
-"""Jobs over a SparkTTS folder on a real vLLM: an engine core that is killed in the middle, and two workers on Redis."""
+"""Jobs over a SparkTTS folder on a real vLLM: an engine core that is killed in the middle, and a second worker on Redis."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jobs.ledger.records import Job, JobSpec, JobState  # noqa: E402
 from tests.support.worker_process import REPOSITORY, Site  # noqa: E402
 
 ITEMS = 100
-#: Of another job, for two workers.
+#: Of another job, for another worker.
 FEWER = 40
 WAVS = ("ref_a.wav", "ref_quiet.wav")
 #: Settings of a worker whose engine takes half a minute to start.
@@ -90,28 +90,32 @@ def audio(site: Site, job: Job) -> dict[str, bytes]:
     return {row.example_id: site.store.get(row.artifact.key) for row in rows if row.artifact is not None}
 
 
-def test_a_killed_engine_core_costs_no_item_and_two_workers_make_the_same_speech(site: Site) -> None:
-    worker = start_worker(site, compute_process=True)
-    job, dead = kill_in_the_middle(site, worker.pid)
+def end(site: Site, worker: subprocess.Popen[bytes], how: signal.Signals) -> None:
+    """Ends a worker, and sees that its engine core ends with it."""
+    orphans = core_pids(worker.pid)
+    assert orphans
+    worker.send_signal(how)
+    worker.wait()
+    site.wait_for(lambda: not any(is_running(pid) for pid in orphans), PATIENCE_SECONDS)
+
+
+def test_a_killed_engine_core_costs_no_item_and_another_worker_makes_the_same_speech(site: Site) -> None:
+    first = start_worker(site, compute_process=True)
+    job, dead = kill_in_the_middle(site, first.pid)
+    second = start_worker(site, compute_process=False)
     state = site.wait_until_final(job, PATIENCE_SECONDS).job.state
     assert (state, site.ledger.error_counts(job.id)) == (JobState.COMPLETED, {})
-    assert wait_for_core(worker.pid, other_than=dead), "the worker itself must go on with a new core"
+    assert wait_for_core(first.pid, other_than=dead), "the worker itself must go on with a new core"
     killed = audio(site, job)
     assert len(killed) == ITEMS
 
+    end(site, first, signal.SIGTERM)  # what it holds goes back at once
     again = submit_items(site, FEWER)
-    second = start_worker(site, compute_process=False)
     assert site.wait_until_final(again, PATIENCE_SECONDS).job.state is JobState.COMPLETED
     made = audio(site, again)
     assert len(made) == FEWER
     assert made == {name: killed[name] for name in made}
-
-    orphans = core_pids(worker.pid) + core_pids(second.pid)
-    assert orphans
-    for process in (worker, second):
-        process.kill()
-        process.wait()
-    site.wait_for(lambda: not any(is_running(pid) for pid in orphans), PATIENCE_SECONDS)
+    end(site, second, signal.SIGKILL)
 
 
 def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:
