@@ -33,7 +33,7 @@ from pipelines.spark_tts.bicodec import Tokenizer as AudioTokenizer
 from pipelines.spark_tts.config import LLM, WAV2VEC2, LmConfig, SparkConfig
 from pipelines.spark_tts.dummy import dummy_codecs, published_config
 from pipelines.spark_tts.model import Prompt, SparkModel
-from pipelines.spark_tts.native import CHUNK_TOKENS, FIRST_TOKENS
+from pipelines.spark_tts.native import sized
 from pipelines.spark_tts.pipeline import (
     NativeSparkStreamer,
     SparkPipeline,
@@ -196,7 +196,7 @@ class NativeSpark:
             needs, bench.device, CONTEXT, slots=slots, streams=streams, pages=slots * CONTEXT // PAGE_SIZE, page_size=PAGE_SIZE,
             frame_seconds=1 / config.tokens_per_second, prefill=prefill,
         )  # fmt: skip
-        self.sizes = replace(sizes, chunk_frames=CHUNK_TOKENS, first_frames=FIRST_TOKENS)
+        self.sizes = sized(sizes, bench.device)
         self.executor = open_executor(model, self.sizes, streams=streams)
         prepare_all(self.executor, bench.device)
         self.watched = Watched(self.executor)

@@ -88,9 +88,7 @@ class EngineSettings(SettingsGroup):
     Models of the engine `cpu` take the waiting room only.
     """
 
-    kind: EngineKind = Field(
-        default="auto", description="Engine of models that both can run: `native` or `vllm`. `auto`: the one of docs/models.md."
-    )
+    kind: EngineKind = Field(default="auto", description="Engine of models that both can run: `native` or `vllm`. `auto`: `native`.")
     slots: PositiveInt | None = Field(
         default=None, description="Utterances that run at the same time. Unset: by the engine and the GPU's memory (docs/models.md)."
     )

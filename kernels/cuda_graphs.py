@@ -34,9 +34,9 @@ class GraphPool:
 
 def lacks_memory(error: BaseException) -> bool:
     """Whether a fault is the device's lack of memory, which drivers and libraries report in other ways than PyTorch's allocator."""
-    said = str(error).lower()
+    said = str(error).lower().replace("_", " ")
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and ("out of memory" in said or "alloc_failed" in said)
+        isinstance(error, RuntimeError) and ("out of memory" in said or "alloc failed" in said)
     )
 
 
@@ -72,13 +72,16 @@ def _recorded(work: Callable[[], None], pool: GraphPool, last: bool = False) -> 
     # What other threads ask of the device does not end this capture, and nothing waits for the device.
     graph.capture_begin(pool=pool.handle(), capture_error_mode="thread_local")
     try:
-        work()
-    except BaseException as error:
-        with suppress(RuntimeError):  # what the end says of work that failed is no news
-            graph.capture_end()
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):  # what the end says of work that failed is no news
+                graph.capture_end()
+            raise
+        graph.capture_end()  # makes what is launched, in the driver's memory
+    except RuntimeError as error:
         if last or not lacks_memory(error):
             raise
         return None
-    graph.capture_end()
     pool.keep(graph)
     return graph

@@ -126,9 +126,9 @@ def _with_memory(make: Callable[[], T]) -> T:
     try:
         return make()
     except RuntimeError as error:
-        import torch  # whoever makes something of a recording has imported it
+        from kernels.cuda_graphs import lacks_memory  # whoever makes something of a recording has imported torch
 
-        if not isinstance(error, torch.OutOfMemoryError):
+        if not lacks_memory(error):
             raise
         message = f"The device ran out of memory over the reference audio: {error}."
         raise SynthesisError(ErrorCode.SYNTH_OOM, message, "Use a shorter reference or a smaller engine.") from error

@@ -92,12 +92,13 @@ def run(gpus: str | None, model: str | None, preload: str | None, supervise: boo
 def _gpus_beside(settings: Settings, model: str | None, private: bool) -> int:
     """How many GPUs there are, of which this worker uses one; 0 where it uses none, or several, or another process says it."""
     count = count_gpus(os.environ.get(VISIBLE))
-    if count < 2 or private or is_watched() or settings.vllm.tensor_parallel > 1:
+    if count < 2 or private or is_watched():
         return 0
+    engine = "vllm"
     with suppress(NightjarError):
-        if model is not None and settings.chosen_engine(describe(model)) == "cpu":
-            return 0
-    return count
+        if model is not None:
+            engine = settings.chosen_engine(describe(model))
+    return 0 if engine == "cpu" or (engine == "vllm" and settings.vllm.tensor_parallel > 1) else count
 
 
 def _given(*options: tuple[str, str | None]) -> list[str]:

@@ -135,7 +135,8 @@ def run(source: str, gpus: str | None, dry_run: bool, home: str | None, output: 
         from jobs.voices import voice_folder
 
     spec = resolve(wanted, given["input_format"], voice_folder(settings))
-    alone = gpus is None and settings.chosen_engine(spec.card) != "cpu" and settings.vllm.tensor_parallel == 1
+    engine = settings.chosen_engine(spec.card)
+    alone = gpus is None and engine != "cpu" and not (engine == "vllm" and settings.vllm.tensor_parallel > 1)
     if alone and (count := count_gpus(os.environ.get(VISIBLE))) > 1:
         output.note(f"This run uses one of {count} GPUs. Give --gpu all to use all of them.")
     if (lack := lacking_meters(wanted.quality, output.note)) is not None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 #: Sizes of the batch that a CUDA graph is captured for; others are filled up with the dead slot. The default of slots is one of them.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
-#: Sizes beyond them, of engines that are asked for more slots: not measured yet.
+#: Sizes beyond them, of engines that are asked for more slots.
 WIDE_BUCKETS = (640, 768, 896, 1024)
 #: Beyond the largest: multiples of this.
 _STEP = 128

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from kernels.cuda_graphs import lacks_memory
 from kernels.frame import Heads, fused_fault
 from kernels.registry import on_device
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
@@ -125,6 +127,19 @@ def _plan_gpu(
         plan_memory(_budget(total - LIBRARY_BYTES, total, share), needs, page_size, context, slots, pages, prefill)
         message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
         advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."
+        raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
+
+
+@contextmanager
+def memory_told() -> Iterator[None]:
+    """Around the opening of a model. Raises `SynthesisError` (`synth.oom`) for a lack of the GPU's memory inside."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not lacks_memory(error):
+            raise
+        advice = "End other programs on the GPU, or lower SPEECH_ENGINE__SLOTS or SPEECH_ENGINE__MEMORY_SHARE."
+        message = f"The GPU ran out of memory while the model was opened: {first_line(error)}."
         raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
 
 

@@ -153,9 +153,8 @@ class _Receiver:
         self._passed = 0
 
     def frames(self, codes: NDArray[np.int64]) -> None:
-        if self._receiver.streamed:
-            self._passed += len(codes)
-            self._receiver.tokens(*self._tokens_of(codes))
+        self._passed += len(codes)
+        self._receiver.tokens(*self._tokens_of(codes))
 
     def finished(self, codes: NDArray[np.int64], finish: Finish) -> None:
         self._over()

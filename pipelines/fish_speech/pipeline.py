@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.opening import check_executor
+from pipelines.engine.opening import check_executor, memory_told
 from pipelines.engine_choice import check_frames_on_vllm
 from pipelines.errors import ErrorCode, InputError
 from pipelines.fish_speech.codec import Codec, CodecDecoder, ReferenceEncoder, load_codec
@@ -95,10 +95,11 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto` (`pipelines.engine_choice`); the others are its own.
 
     Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown or that it
-    cannot run with.
+    cannot run with, and `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory meanwhile.
     """
     engine, rest = take_engine(options)
-    return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
+    with memory_told():
+        return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
 
 
 def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:

@@ -15,12 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kernels.toolchain import first_line
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
 from pipelines.engine.core import EngineOptions, Finish
 from pipelines.engine.engine import Engine
-from pipelines.engine.opening import check_executor, may_be_persistent, open_executor
+from pipelines.engine.opening import check_executor, may_be_persistent, memory_told, open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, ModelError, NightjarError, SynthesisError
@@ -145,12 +144,8 @@ def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:
     Raises `ModelError` (`model.bad_checkpoint`), `ConfigError` for options that are unknown or that the device cannot have, and
     `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory meanwhile.
     """
-    try:
+    with memory_told():
         return Qwen3TTSPipeline(folder, read_options(PipelineOptions, options))
-    except torch.OutOfMemoryError as error:
-        advice = "End other programs on the GPU, or lower SPEECH_ENGINE__SLOTS or SPEECH_ENGINE__MEMORY_SHARE."
-        message = f"The GPU ran out of memory while the model was opened: {first_line(error)}."
-        raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error
 
 
 class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.codec.stage import CodecStage
-from pipelines.engine.opening import check_executor
+from pipelines.engine.opening import check_executor, memory_told
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, Precision, open_device, precision, require_names, type_name
 from pipelines.nn.options import NativeModelOptions, TokenModelOptions, read_options, take_engine
@@ -160,10 +160,11 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
     """Loads a checkpoint folder. The option `engine` is `native`, `vllm` or `auto` (`pipelines.engine_choice`); the others are its own.
 
     Raises `ModelError` (`model.bad_checkpoint`, `model.missing_extra`), `ConfigError` for an option that is unknown or that it
-    cannot run with.
+    cannot run with, and `SynthesisError` (`synth.oom`) where other programs have taken the GPU's memory meanwhile.
     """
     engine, rest = take_engine(options)
-    return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
+    with memory_told():
+        return _open_on_vllm(folder, rest) if engine == "vllm" else _open_on_native(folder, rest)
 
 
 def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:

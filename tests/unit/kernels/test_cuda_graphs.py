@@ -35,6 +35,9 @@ class Device:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
         self.pools: Counter[int] = Counter()
+        #: Ends of captures that find no memory, counted from 0.
+        self.full_ends: tuple[int, ...] = ()
+        ends = itertools.count()
         self.current, self.aside = Stream("current", self.log), Stream("aside", self.log)
         handles, device = itertools.count(1), self
 
@@ -51,6 +54,8 @@ class Device:
             def capture_end(self) -> None:
                 assert Graph.capturing
                 Graph.capturing = 0
+                if next(ends) in device.full_ends:
+                    raise RuntimeError("CUDA error: out of memory")
 
             def __del__(self) -> None:
                 device.pools[self.pool] -= bool(self.pool)
@@ -122,10 +127,28 @@ def test_a_graph_that_has_no_room_leaves_nothing_behind(device: Device, at: tupl
     assert device.capture(fails(device, FULL, ()), pool)
 
 
-@pytest.mark.parametrize("said", ["CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"])
+def test_what_finds_no_room_at_the_end_of_a_capture_is_tried_again(device: Device) -> None:
+    device.full_ends = (0,)
+    graph = device.capture(fails(device, FULL, ()), GraphPool())
+    assert device.log == ["aside waits for current", "runs", "captured", "given back", "captured", "current waits for aside"]
+    del graph
+    device.full_ends = (2, 3)
+    with pytest.raises(torch.OutOfMemoryError):
+        device.capture(fails(device, FULL, ()), GraphPool())
+    assert not any(device.pools.values())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`",
+        "The launch of a kernel was refused: CUDA_ERROR_OUT_OF_MEMORY (2).",
+    ],
+)
 @pytest.mark.parametrize("at", [(0,), (1, 2)])
 def test_a_driver_or_library_without_memory_is_a_lack_of_memory(device: Device, said: str, at: tuple[int, ...]) -> None:
-    with pytest.raises(torch.OutOfMemoryError, match=r"out of memory|ALLOC_FAILED"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"(?i)out.of.memory|ALLOC_FAILED"):
         device.capture(fails(device, RuntimeError(said), at), GraphPool())
 
 

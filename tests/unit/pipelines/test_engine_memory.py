@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,11 +17,14 @@ from pipelines.engine.buckets import BUCKETS, buckets_for
 from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory, slots_bytes
 from pipelines.engine.opening import check_executor, plan_engine
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
+from pipelines.fish_speech import pipeline as fish
 from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
 from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, memory_needs, stream_needs, utterance_needs
+from pipelines.spark_tts import pipeline as spark
+from tests.support import fish_checkpoint, golden_checkpoint
 from tests.support.qwen3_golden import GOLDEN
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -262,13 +266,22 @@ def test_heads_that_the_kernels_do_not_know_are_refused_where_graphs_are_asked_f
     check_executor(torch.device("cuda"), "auto", False, stacks=stacks)
 
 
-def test_memory_that_others_took_meanwhile_is_an_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
+@pytest.mark.parametrize(("family", "loads"), [(qwen3, "_load"), (spark, "load_lm"), (fish, "load_model")])
+def test_memory_that_others_took_meanwhile_is_an_error_with_advice(
+    family: ModuleType, loads: str, kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB.\nmore words")
+        raise kind("CUDA out of memory. Tried to allocate 20 GiB.\nmore words")
 
-    monkeypatch.setattr(qwen3, "_load", full)
+    monkeypatch.setattr(family, loads, full)
+    folders = {
+        qwen3: lambda: GOLDEN / "checkpoint-base",
+        spark: lambda: golden_checkpoint.whole(GOLDEN.parent / "spark/checkpoint"),
+        fish: fish_checkpoint.whole,
+    }
     with pytest.raises(SynthesisError, match="while the model was opened: CUDA out of memory") as caught:
-        qwen3.open_pipeline(GOLDEN / "checkpoint-base")
+        family.open_pipeline(folders[family]())
     assert caught.value.code is ErrorCode.SYNTH_OOM
     assert "more words" not in caught.value.message
 
