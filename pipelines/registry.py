@@ -117,7 +117,7 @@ class Family:
 
 
 def _qwen3_tts(kind: str, hub_name: str, capabilities: Capabilities) -> Published:
-    card = ModelCard(f"qwen3-tts-{kind}", "qwen3_tts", "native", 24_000, capabilities, executors=("eager", "graph"))
+    card = ModelCard(f"qwen3-tts-{kind}", "qwen3_tts", "native", 24_000, capabilities, executors=("eager", "graph", "megakernel"))
     return Published(f"Qwen/Qwen3-TTS-12Hz-{hub_name}", card)
 
 

@@ -22,7 +22,8 @@ from pipelines.fish_speech.native import load_model, open_host, plan_sizes
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
 from pipelines.fish_speech.weights import check_language_model
 from pipelines.nn.checkpoint import open_device, precision, type_name
-from pipelines.nn.options import NativeModelOptions, TokenModelOptions, read_options, take_engine
+from pipelines.nn.options import NativeModelOptions, TokenModelOptions, take_engine
+from pipelines.options import read_options
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.tokens import TokenHost, TokenRequestInfo, Tokens, TokenStreamer, TokenUtteranceFuture, token_sampling

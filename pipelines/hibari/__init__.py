@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipelines.duration import Pace
+from pipelines.options import Count, read_options
 from pipelines.registry import ModelCard
 from pipelines.request import Capabilities
 
@@ -47,8 +49,17 @@ def check_text(text: str) -> None:
     check_pronounceable(text)
 
 
-def load(*, threads: int | None = None, waiting_room: int | None = None) -> HibariPipeline:
-    """Loads the voice. `threads` synthesize at once (None: one a core); `waiting_room` requests wait before `submit` blocks."""
+@dataclass(frozen=True, slots=True)
+class HibariOptions:
+    """How the voice is opened: `threads` synthesize at once (None: one a core); `waiting_room` requests wait before `submit` blocks."""
+
+    threads: Count | None = None
+    waiting_room: Count | None = None
+
+
+def load(**options: Any) -> HibariPipeline:
+    """Loads the voice. Raises `ConfigError` (`config.invalid`) for an option that is none of `HibariOptions`, or a wrong value."""
     from pipelines.hibari.pipeline import HibariPipeline
 
-    return HibariPipeline(threads=threads, waiting_room=waiting_room)
+    chosen = read_options(HibariOptions, options)
+    return HibariPipeline(threads=chosen.threads, waiting_room=chosen.waiting_room)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 import torch
@@ -13,27 +12,8 @@ import torch
 from pipelines.engine_choice import EngineKind
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.nn.checkpoint import Precision
+from pipelines.options import Count, read_options
 from pipelines.vllm_engine.options import VllmOptions
-
-T = TypeVar("T")
-
-#: msgspec crashes where two threads use a class for the first time at once.
-_converting = threading.Lock()
-
-
-def read_options(kind: type[T], given: Mapping[str, Any]) -> T:
-    """The dataclass `kind` of options by name.
-
-    Raises `ConfigError` (`config.invalid`) for an option that it does not have, or a value that this one cannot have.
-    """
-    known = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
-    if unknown := sorted(set(given) - known):
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown option {unknown[0]!r}.", f"Options are: {', '.join(sorted(known))}.")
-    try:
-        with _converting:
-            return msgspec.convert(dict(given), kind)
-    except msgspec.ValidationError as error:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"An option has a wrong value: {error}.", "Correct it, or leave it out.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +43,15 @@ class ModelOptions:
     #: A request's codes are the same bits alone and in any company, for some throughput. Refused by vLLM.
     reproducible: bool = False
     #: Sequences that run at once, and that wait before `submit` blocks.
-    slots: int | None = None
-    waiting_room: int | None = None
+    slots: Count | None = None
+    waiting_room: Count | None = None
     #: Share of the GPU's memory: on our own engine for all of it, weights, KV cache, codec and graphs; on vLLM for the LM.
-    memory_share: float | None = None
-    max_context: int | None = None
+    memory_share: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    max_context: Count | None = None
     #: Whether speech that reaches its limit without an end is returned (meta finish "length") instead of failing.
     keep_unfinished: bool = False
     #: CPU threads, on vLLM of the codec and the reference encoder; results in float32 on CPU are the same bits in any batch with one.
-    threads: int | None = None
+    threads: Count | None = None
 
     def context(self, default: int) -> int:
         """Positions of a sequence at most; `default`: where nobody chose."""
@@ -98,10 +78,10 @@ class NativeModelOptions(ModelOptions):
     executor: Literal["auto", "eager", "graph", "megakernel"] = "auto"
     #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU everything that they, or any
     #: request, need is compiled and captured before the pipeline is open, which takes a while.
-    streams: int = 0
+    streams: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: KV pages of `page_size` positions.
-    pages: int | None = None
-    page_size: int = 64
+    pages: Count | None = None
+    page_size: Count = 64
     #: Graphs only: prompts padded to shapes of whole pages, or one after the other, which is faster and not reproducible; "auto": packed
     #: where it can be.
     prefill: Literal["auto", "padded", "packed"] = "auto"
@@ -127,8 +107,8 @@ class NativeModelOptions(ModelOptions):
 class TokenModelOptions(ModelOptions):
     """How a checkpoint whose LM runs on vLLM is opened; None means the best for the device. The LM's are those of `VllmOptions`."""
 
-    cpu_kv_gib: int = 1
-    step_tokens: int | None = None
+    cpu_kv_gib: Count = 1
+    step_tokens: Count | None = None
     tensor_parallel: int = 1
     eager: bool | None = None
 

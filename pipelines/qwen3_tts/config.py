@@ -268,7 +268,7 @@ def describe(folder: Path) -> ModelCard:
         capabilities=capabilities(config),
         revision=revision(folder, (".json", ".safetensors")),
         seconds_per_character=SECONDS_PER_CHARACTER,
-        executors=("eager", "graph"),
+        executors=("eager", "graph", "megakernel"),
         check_reference=check_encoded,
     )
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -24,7 +25,8 @@ from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
 from pipelines.errors import ErrorCode, ModelError, NightjarError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
-from pipelines.nn.options import NativeModelOptions, read_options
+from pipelines.nn.options import NativeModelOptions
+from pipelines.options import Count, read_options
 from pipelines.qwen3_tts.codec import Codec, load_codec
 from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
@@ -128,14 +130,14 @@ class PipelineOptions(NativeModelOptions):
     codec_dtype: Literal["float32", "bfloat16"] | None = None
     #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into batches of like lengths. Not
     #: measured yet.
-    codec_rows: int = 0
+    codec_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
     #: Whether what stands in front of the codec's convolutions runs on fused kernels as well. Not measured yet.
     codec_fused_front: bool = False
     #: Whether the whole text stands before the first frame; None: the published default of the mode.
     text_first: bool | None = None
     #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in memory alone.
     voice_cache: str | None = None
-    voice_cache_mib: int = 256
+    voice_cache_mib: Count = 256
 
 
 def open_pipeline(folder: Path, **options: Any) -> Qwen3TTSPipeline:

@@ -14,7 +14,8 @@ from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import check_executor, memory_told
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, Precision, open_device, precision, require_names, type_name
-from pipelines.nn.options import NativeModelOptions, TokenModelOptions, read_options, take_engine
+from pipelines.nn.options import NativeModelOptions, TokenModelOptions, take_engine
+from pipelines.options import read_options
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
 from pipelines.spark_tts.bicodec import BiCodec, load_bicodec

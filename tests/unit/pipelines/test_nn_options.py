@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from pipelines import engine_choice
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode
 from pipelines.fish_speech.pipeline import FishOptions
 from pipelines.nn.checkpoint import open_device
-from pipelines.nn.options import ModelOptions, NativeModelOptions, TokenModelOptions, read_options
+from pipelines.nn.options import ModelOptions, NativeModelOptions, TokenModelOptions
+from pipelines.options import read_options
 from pipelines.qwen3_tts.pipeline import PipelineOptions
+from pipelines.registry import open_pipeline
 from pipelines.speechlm.pipeline import SpeechLmOptions
 
 DOCS = Path(__file__).parents[3] / "docs" / "models.md"
@@ -50,6 +53,29 @@ def test_families_have_the_options_of_their_engine_and_few_of_their_own() -> Non
 def test_what_no_model_takes_is_refused_by_all(kind: type, option: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         read_options(kind, {option: value})
+    assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+@pytest.mark.parametrize("kind", [PipelineOptions, NativeModelOptions, TokenModelOptions])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("slots", 0), ("slots", -1), ("waiting_room", -3), ("threads", 0), ("max_context", 0), ("memory_share", 0.0), ("memory_share", 7.0)],
+)
+def test_numbers_that_nothing_can_run_with_are_refused(kind: type, option: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"An option has a wrong value.*\$\.{option}"):
+        read_options(kind, {option: value})
+
+
+@pytest.mark.parametrize(("option", "value"), [("streams", -1), ("pages", 0), ("page_size", 0), ("page_size", -64)])
+def test_sizes_that_no_engine_has_are_refused(option: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=rf"\$\.{option}"):
+        read_options(NativeModelOptions, {option: value})
+
+
+@pytest.mark.parametrize("options", [{"engine": "native"}, {"threads": 0}, {"waiting_room": -1}])
+def test_the_embedded_voice_refuses_options_too(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_pipeline("hibari", **options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.nn.config_keys import Keys
-from pipelines.nn.options import TokenModelOptions, read_options
+from pipelines.nn.options import TokenModelOptions
+from pipelines.options import read_options
 from pipelines.recording import read_recording
 from pipelines.request import EngineStats, Generation, Message, SynthesisRequest
 from pipelines.results import FinishedCodes, SpeechPipeline, no_audio
