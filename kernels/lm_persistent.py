@@ -25,13 +25,17 @@ SOURCE, ROWS = "persistent", (1, 2)
 TESTED_SOURCE = "persistent_tested"
 #: A bit of a frame's flags, beside those of `kernels.reference`: blocks waited in vain, so the frame is void and no other one may follow.
 FAILED = 4
-#: Times that a reader asks for packets before it gives up: seconds on a GPU, where a frame takes a millisecond.
+#: Times that a reader asks for packets before it gives up: seconds on a GPU, where a frame takes a millisecond. For each of them, a block
+#: also waits 32 clocks of a launch for its weights: 80 ms.
 PATIENCE = 1 << 22
 #: Clocks between two copies of a block's weight stream; measured best (benchmarks/NOTES.md).
 GAP = 1100
 #: The compute capability of the GPU that `GAP` and the times of benchmarks/NOTES.md are from.
 _MEASURED_ON = (9, 0)
 _FAULT = 1
+#: What the word of a fault names, as `Wait` of kernels/cuda/persistent_shape.cuh says.
+_KERNELS = ("predictor", "talker")
+_WAITS = ("exchange {}", "the weights after exchange {}", "room for chunk {} of its weights", "the last copy into stage {}")
 _TILE = 256  # elements: 8 rows of 32
 
 
@@ -43,7 +47,7 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("rows", "seeds", "top_k", "starts", "trailing", "codes", "frames", "positions")),
         *((name, ctypes.c_void_p) for name in ("finite", "flags", "temperature", "top_p", "greedy", "state_inputs", "packets", "control")),
         *((name, ctypes.c_longlong) for name in ("end", "dead")),
-        *((name, ctypes.c_int) for name in ("talker", "trailing_width", "patience", "gap", "delay", "silent")),
+        *((name, ctypes.c_int) for name in ("talker", "trailing_width", "patience", "gap", "delay", "silent", "starved", "keeping")),
         ("seed", ctypes.c_uint),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     )
@@ -51,11 +55,17 @@ class Arguments(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a launch of the kernels for tests does wrong: blocks stumble for up to `delay` short naps, and block `silent` says nothing."""
+    """What a launch of the kernels for tests does wrong.
+
+    Blocks stumble for up to `delay` short naps; block `silent` says nothing, a chunk of weights never comes to block `starved`, and block
+    `keeping` frees none for the next ones.
+    """
 
     seed: int = 0
     delay: int = 0
     silent: int = -1
+    starved: int = -1
+    keeping: int = -1
 
 
 def cut_of(depth: DepthTensors) -> Cut | None:
@@ -206,9 +216,12 @@ class PredictorRun:
 
     @property
     def fault(self) -> str | None:
-        """Who waited in vain in an earlier launch, or None. Waits for the device."""
+        """Who waited in vain first in an earlier launch, and for what, or None. Waits for the device."""
         word = int(self.control[_FAULT]) & 0xFFFFFFFF
-        return f"Block {word >> 20 & 0x7FF} waited in vain for exchange {word & 0xFFFFF}." if word else None
+        if not word:
+            return None
+        who, wanted = f"Block {word >> 20 & 0xFF} of the {_KERNELS[word >> 30 & 1]}", _WAITS[word >> 28 & 3]
+        return f"{who} waited in vain for {wanted.format(word & 0xFFFFF)}."
 
     def launch(self, x: Tensor, rows: Tensor, codes: Tensor, finite: Tensor, flags: Tensor, state: StateTensors) -> None:
         """What `kernels.reference.run_frame` does behind code 0, on the current stream of the device.
@@ -228,7 +241,8 @@ class PredictorRun:
         trial = self.trial or Trial()
         arguments = Arguments(
             *[tensor.data_ptr() for tensor in tensors], frame.draw.ends[0], state.dead, frame.backbone.hidden, state.trailing.shape[1],
-            self.patience, self.gap, trial.delay, trial.silent, trial.seed, depth.stack.eps, depth.stack.scale,
+            self.patience, self.gap, trial.delay, trial.silent, trial.starved, trial.keeping, trial.seed,
+            depth.stack.eps, depth.stack.scale,
         )  # fmt: skip
         self._kernel.launch((self.predictor.cut.blocks, 1), self.predictor.cut.threads, arguments, stream_of(x.device), cooperative=True)
 

@@ -28,7 +28,10 @@ class Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("weights", "norms", "rope", "inputs", "x", "rows", "positions", "page_table")),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "packets", "control")),
         ("layer_size", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("layers", "table_width", "page_size", "patience", "gap", "delay", "silent")),
+        *(
+            (name, ctypes.c_int)
+            for name in ("layers", "table_width", "page_size", "patience", "gap", "delay", "silent", "starved", "keeping")
+        ),
         ("seed", ctypes.c_uint),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     )
@@ -88,7 +91,7 @@ class TalkerRun:
         trial = behind.trial or lm_persistent.Trial()
         arguments = Arguments(
             *[tensor.data_ptr() for tensor in tensors], keys.stride(0), len(stack.layers), state.page_table.shape[1], keys.shape[3],
-            behind.patience, behind.gap, trial.delay, trial.silent, trial.seed, stack.eps, stack.scale,
+            behind.patience, behind.gap, trial.delay, trial.silent, trial.starved, trial.keeping, trial.seed, stack.eps, stack.scale,
         )  # fmt: skip
         self._kernel.launch((talker.cut.blocks, 1), talker.cut.threads, arguments, stream_of(x.device), cooperative=True)
 

@@ -9,24 +9,25 @@
 
 namespace {
 
-template <class S>
+template <class S, bool TESTED>
 __device__ void stream_weights(const Args& p, Shared<S>& s) {
     const char* mine = p.weights + static_cast<long long>(blockIdx.x) * S::BLOCK_CHUNKS * S::CHUNK;
     const char* heads = mine + static_cast<long long>(S::LAYERS * S::LAYER_CHUNKS) * S::CHUNK;
-    Stream<S, Shared<S>, Args> stream{p, s};
+    Stream<S, Shared<S>, Args, TESTED> stream(p, s);
     for (int step = 0; step < S::BEHIND; ++step) {
         stream.send(mine, S::LAYERS * S::LAYER_CHUNKS);
         stream.send(heads + static_cast<long long>(step * S::HEAD_CHUNKS) * S::CHUNK, S::HEAD_CHUNKS);
     }
+    stream.finish();
 }
 
 template <class S, bool TESTED>
 struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
     using Base = Chain<S, Shared<S>, Args, TESTED>;
-    using Base::p, Base::s, Base::block, Base::thread, Base::warp, Base::lane, Base::epoch, Base::carried, Base::broken;
+    using Base::p, Base::s, Base::block, Base::thread, Base::warp, Base::lane, Base::epoch, Base::carried;
     using Base::sync, Base::publish, Base::next_epoch, Base::gives_up, Base::total;
 
-    __device__ Consumer(const Args& arguments, Shared<S>& memory) : Base{arguments, memory} {}
+    __device__ Consumer(const Args& arguments, Shared<S>& memory) : Base(arguments, memory) {}
 
     __device__ __forceinline__ int row_of(int token) const { return token % S::ROWS; }
     // The first pass has the talker's states, then the embeddings of code 0.
@@ -132,7 +133,7 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
         const Drawer team{s.boards[row], thread % TEAM, 2 + row};
         bool fine = true;
         epoch = p.control[EPOCH];
-        broken = load4_relaxed(p.control + FAULT) != 0;
+        this->look();
         if (team.thread == 0) {  // block 0 changes the slots when all others may still be reading
             const long long slot = p.rows[row], frame = p.frames[slot], last = p.trailing_width - 1;
             s.requests[row] = {slot, frame, p.trailing[slot * p.trailing_width + (frame < last ? frame : last)],
@@ -206,7 +207,7 @@ struct Consumer : Chain<S, Shared<S>, Args, TESTED> {
 template <class S, bool TESTED>
 __device__ __forceinline__ void predict(const Args& p) {
     auto& s = *reinterpret_cast<Shared<S>*>(dynamic_shared());
-    run_block<S>(s, [&] { Consumer<S, TESTED>(p, s).run(); }, [&] { stream_weights<S>(p, s); });
+    run_block<S>(s, [&] { Consumer<S, TESTED>(p, s).run(); }, [&] { stream_weights<S, TESTED>(p, s); });
 }
 
 }  // namespace

@@ -6,62 +6,119 @@
 //
 // A packet's place is written again only by a block that has received something from every block since the place was read, so no reader
 // can be overtaken; attention's places need blocks that all own rows of the state or of the inner width (`Shape`). Epochs count exchanges
-// over all launches, modulo 2^32: each place is written in each launch, so what it holds is younger than one launch. A reader that asks
-// `patience` times in vain reports a fault, stops waiting for anything, and goes on to the end with whatever is there: all blocks end, and
-// the flags say that the frame is void.
+// over all launches, modulo 2^32: each place is written in each launch, so what it holds is younger than one launch.
+//
+// Every wait has an end. Who tries in vain too often reports a fault, stops waiting for anything, and goes on to the end with whatever is
+// there; who sees the report of another does the same. So all blocks end, and the flags say that the frame is void. Time is counted in
+// tries, or in clocks of which few count between two tries, since a process that shares its GPU makes none while another has its turn.
+//
+// A cooperative launch begins when there is room for all of its blocks at once, so two of them, of two engines, never have a part of the
+// GPU each and wait for the rest of it.
 #pragma once
 #include "persistent_shape.cuh"
 
 namespace {
 
-// The producer warp's way through a block's chunks.
-template <class S, class Memory, class Arguments>
-struct Stream {
+// How long a thread goes on waiting in the ring, over the whole launch. rest: what is left of it; `REPORTED` when any wait was in vain.
+template <class Arguments>
+struct Waits {
     const Arguments& p;
+    int rest;
+
+    __device__ __forceinline__ bool broken() const { return rest <= 0; }
+    __device__ __forceinline__ bool ran_out() const { return rest <= 0 && rest != REPORTED; }
+    __device__ __forceinline__ void look() {
+        if (load4_relaxed(p.control + FAULT) != 0) rest = REPORTED;
+    }
+    // The first report stays; it is in memory before anything that this thread writes from here on.
+    __device__ __forceinline__ void report(Wait wait, uint32_t number) {
+        const uint32_t kind = 1u << 31 | Arguments::KERNEL << 30 | static_cast<uint32_t>(wait) << 28;
+        atomicCAS(p.control + FAULT, 0u, kind | blockIdx.x << 20 | (number & 0xfffffu));
+        __threadfence();
+        rest = REPORTED;
+    }
+};
+
+// The producer warp's way through a block's chunks. It is the most patient, since its consumers may be waiting for packets; as they do, it
+// sees what others report. What is left to it counts looks, each after many tries.
+template <class S, class Memory, class Arguments, bool TESTED>
+struct Stream : Waits<Arguments> {
+    using Base = Waits<Arguments>;
+    using Base::p, Base::rest, Base::broken;
     Memory& s;
-    int stage = 0;
+    int stage = 0, chunk = 0;
     uint32_t parity = 1;
     long long next = 0;
 
+    __device__ Stream(const Arguments& arguments, Memory& memory) : Base{arguments, arguments.patience}, s(memory) {}
+
     __device__ __forceinline__ void send(const char* from, int chunks) {
 #pragma unroll 1
-        for (int i = 0; i < chunks; ++i) {
-            while (!arrived(&s.empty[stage], parity)) {
+        for (int i = 0; i < chunks; ++i, ++chunk) {
+            for (int tries = 1; !broken() && !arrived(&s.empty[stage], parity); ++tries) {
+                if (tries % TRIES_A_LOOK != 0) continue;
+                if (--rest <= 0) this->report(ROOM, chunk);
+                else this->look();
             }
+            if (broken()) return;
             if (p.gap > 0) {  // a stream that takes all bandwidth at once makes the packets late
-                while (clock64() < next) {
-                }
+                keep_pace();
                 next = clock64() + p.gap;
             }
             arrive_expecting(&s.full[stage], S::CHUNK);
-            bulk_copy(s.ring + stage * S::CHUNK, from + static_cast<long long>(i) * S::CHUNK, S::CHUNK, &s.full[stage]);
+            if (!TESTED || blockIdx.x != p.starved || chunk != STARVED_CHUNK)
+                bulk_copy(s.ring + stage * S::CHUNK, from + static_cast<long long>(i) * S::CHUNK, S::CHUNK, &s.full[stage]);
+            if (++stage == S::STAGES) stage = 0, parity ^= 1;
+        }
+    }
+    // Until `next`, unless this block was moved to a multiprocessor whose clock is far from that of the last one.
+    __device__ __forceinline__ void keep_pace() const {
+        for (long long left = next - clock64(); left > 0 && left <= p.gap; left = next - clock64()) {
+        }
+    }
+    // Waits for the last copy into each stage, whatever was reported: the shared memory of a block that has ended is another one's.
+    __device__ __forceinline__ void finish() {
+#pragma unroll 1
+        for (int i = 0; i < S::STAGES; ++i) {
+            int tries = 0;
+            while (!arrived(&s.full[stage], parity) && tries < LAST_TRIES) ++tries;
+            if (tries == LAST_TRIES) this->report(LAST_COPY, stage);
             if (++stage == S::STAGES) stage = 0, parity ^= 1;
         }
     }
 };
 
-// All warps but the producer. TESTED: blocks stumble at random, and one may fall silent.
+// All warps but the producer. TESTED: blocks stumble at random, and one may fall silent or free nothing.
 template <class S, class Memory, class Arguments, bool TESTED>
-struct Chain {
-    const Arguments& p;
+struct Chain : Waits<Arguments> {
+    using Waiting = Waits<Arguments>;
+    using Waiting::p, Waiting::rest, Waiting::broken;
     Memory& s;
     const int block = blockIdx.x, thread = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     uint32_t epoch = 0, parity = 0, carried = 0;  // carried: this thread's pair of the state between the layers
     int stage = 0, half = 0;
-    bool broken = false;
+
+    __device__ Chain(const Arguments& arguments, Memory& memory) : Waiting{arguments, arguments.patience * CLOCKS_A_TRY}, s(memory) {}
 
     __device__ __forceinline__ void sync() const { sync_some(1, S::THREADS); }
 
     __device__ __forceinline__ bool gives_up(int tries) {
-        if (broken) return true;
-        if (tries >= p.patience) {
-            store4_relaxed(p.control + FAULT, 0x80000000u | static_cast<uint32_t>(block) << 20 | (epoch & 0xfffffu));
-            broken = true;
-        } else if (tries % 64 == 63) {
-            broken = load4_relaxed(p.control + FAULT) != 0;
-        }
-        return broken;
+        if (broken()) return true;
+        if (tries >= p.patience) this->report(PACKETS, epoch);
+        else if (tries % 64 == 63) this->look();
+        return broken();
     }
+    // A block whose weights are late makes others wait for its packets, so what is left here is less than their patience.
+    // `multiply` reports that nothing is.
+    __device__ __forceinline__ void wait_for_weights() {
+        if (arrived(&s.full[stage], parity)) return;
+        for (unsigned then = clock(); rest > 0 && !arrived(&s.full[stage], parity);) {
+            const unsigned now = clock();
+            rest -= min(now - then, LONGEST_TRY), then = now;
+        }
+    }
+    // Whoever is broken frees nothing, since its weights may still be on their way; so the producer stops.
+    __device__ __forceinline__ bool frees() const { return lane == 0 && !broken() && (!TESTED || block != p.keeping); }
 
     // Two packets each from the place `where(i)`, if it is not below 0; all are asked for together.
     template <int MANY, typename Where, typename Store>
@@ -185,20 +242,19 @@ struct Chain {
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
                 const int tile = i * GROUPS + group;
-                if (tile % S::TILES == 0)
-                    while (!arrived(&s.full[stage], parity)) {
-                    }
+                if (tile % S::TILES == 0) wait_for_weights();
                 const char* chunk = s.ring + stage * S::CHUNK + (warp * S::TILES + tile % S::TILES) * 512;
                 const uint4 w = *reinterpret_cast<const uint4*>(chunk + lane * 16);
                 mma(sums[group], a.x, 0, a.y, 0, w.x, w.y);
                 mma(sums[group], a.z, 0, a.w, 0, w.z, w.w);
                 if (tile % S::TILES == S::TILES - 1 || tile == STEPS * GROUPS - 1) {
                     __syncwarp();
-                    if (lane == 0) arrive(&s.empty[stage]);
+                    if (frees()) arrive(&s.empty[stage]);
                     if (++stage == S::STAGES) stage = 0, parity ^= 1;
                 }
             }
         }
+        if (this->ran_out()) this->report(WEIGHTS, epoch);
         // Two buffers in turn: the other one may still be read by threads that have not published yet.
         half ^= 1;
         if (g < tokens) {

@@ -6,6 +6,7 @@
 namespace {
 
 struct Args {
+    static constexpr uint32_t KERNEL = 0;
     const char* weights;  // [blocks], each the chunks of its layers, then those of its heads
     const bf16 *norms, *rope, *x, *inputs, *table, *text;  // norms: of each layer input, post, q, k; the last one; widths filled up
     const long long *rows, *seeds, *top_k, *starts, *trailing;
@@ -18,13 +19,14 @@ struct Args {
     uint2* packets;
     uint32_t* control;  // `Control`
     long long end, dead;
-    int talker, trailing_width, patience, gap, delay, silent;
+    int talker, trailing_width, patience, gap, delay, silent, starved, keeping;
     unsigned seed;
     float eps, scale;
 };
 
 // The same of the talker's layers, whose keys and values are [layers, pages, kv heads, page size, head].
 struct TalkArgs {
+    static constexpr uint32_t KERNEL = 1;
     const char* weights;  // [blocks], each the chunks of its layers
     const bf16 *norms, *rope, *inputs;
     bf16* x;  // [rows, width], the state before the last norm
@@ -33,13 +35,21 @@ struct TalkArgs {
     uint2* packets;
     uint32_t* control;
     long long layer_size;  // elements of the keys of a layer
-    int layers, table_width, page_size, patience, gap, delay, silent;
+    int layers, table_width, page_size, patience, gap, delay, silent, starved, keeping;
     unsigned seed;
     float eps, scale;
 };
 
 enum Flag { ENDED = 1, NOT_FINITE = 2, FAILED = 4 };
 enum Control { EPOCH = 0, FAULT = 1, TALKER_EPOCH = 2 };
+// What a fault was waited for. Its word, from the highest bit: 1; `KERNEL`; the wait, 2 bits; the block, 8; the exchange or chunk, 20.
+enum Wait { PACKETS = 0, WEIGHTS = 1, ROOM = 2, LAST_COPY = 3 };
+// Of waits in the ring: the producer's tries between two looks; a consumer's clocks for each try for packets that `patience` allows, and
+// how many of them count at most between two tries; tries for copies that are on their way.
+constexpr int TRIES_A_LOOK = 256, CLOCKS_A_TRY = 32, LAST_TRIES = 1 << 16;
+constexpr unsigned LONGEST_TRY = 1 << 16;
+constexpr int REPORTED = -(1 << 30);  // no wait ends so far below 0
+constexpr int STARVED_CHUNK = 5;  // the first that never comes to a block that a test starves
 
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int parts(int whole, int part) { return (whole + part - 1) / part; }
@@ -52,6 +62,7 @@ struct Shape {
     static constexpr int BEHIND = BEHIND_, BLOCKS = BLOCKS_, WARPS = WARPS_, TILES = TILES_, STAGES = STAGES_, ROWS = ROWS_;
     static constexpr int THREADS = WARPS * 32, TOKENS = TOKENS_, SPAN = BEHIND + 1, MIXED = HEADS * HEAD, QKV = (HEADS + 2 * KV) * HEAD;
     static constexpr int SLICE = HEAD / (BLOCKS / HEADS), CHUNK = WARPS * TILES * 512;
+    static_assert(BLOCKS <= 256, "a block's number in the word of a fault");
     static_assert(BLOCKS % HEADS == 0 && HEAD % (BLOCKS / HEADS) == 0 && SLICE % 2 == 0 && HEAD % 8 == 0 && HEAD <= 128, "blocks of a head");
     static_assert((HEAD & (HEAD - 1)) == 0 && WIDTH % 4 == 0 && INNER % 4 == 0 && CODES % 4 == 0 && WARPS % ROWS == 0, "packets in pairs");
 

@@ -35,12 +35,12 @@ template <class S, bool TESTED>
 struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
     using T = Talk<S>;
     using Base = Chain<S, TalkShared<S>, TalkArgs, TESTED>;
-    using Base::p, Base::s, Base::block, Base::thread, Base::warp, Base::lane, Base::epoch, Base::carried, Base::broken;
+    using Base::p, Base::s, Base::block, Base::thread, Base::warp, Base::lane, Base::epoch, Base::carried;
     using Base::sync, Base::publish, Base::next_epoch;
     static constexpr int UNITS = S::HEAD / 4, AHEAD = T::AHEAD;
     const int kv = blockIdx.x / T::PARTS, part = blockIdx.x % T::PARTS, walker = part * S::WARPS + threadIdx.x / 32;
 
-    __device__ Talker(const TalkArgs& arguments, TalkShared<S>& memory) : Base{arguments, memory} {}
+    __device__ Talker(const TalkArgs& arguments, TalkShared<S>& memory) : Base(arguments, memory) {}
 
     // Where a position stands in the keys and values of a layer, counted in heads of a position.
     __device__ __forceinline__ int place(int row, int at) const {
@@ -209,7 +209,7 @@ struct Talker : Chain<S, TalkShared<S>, TalkArgs, TESTED> {
 
     __device__ __forceinline__ void run() {
         epoch = p.control[TALKER_EPOCH];
-        broken = load4_relaxed(p.control + FAULT) != 0;
+        this->look();
         if (thread < S::ROWS) s.slots[thread] = p.rows[thread], s.positions[thread] = static_cast<int>(p.positions[p.rows[thread]]);
         sync();
 #pragma unroll
@@ -245,7 +245,9 @@ __device__ __forceinline__ void talk(const TalkArgs& p) {
     auto& s = *reinterpret_cast<TalkShared<S>*>(dynamic_shared());
     run_block<S>(s, [&] { Talker<S, TESTED>(p, s).run(); }, [&] {
         const int chunks = p.layers * S::LAYER_CHUNKS;
-        Stream<S, TalkShared<S>, TalkArgs>{p, s}.send(p.weights + static_cast<long long>(blockIdx.x) * chunks * S::CHUNK, chunks);
+        Stream<S, TalkShared<S>, TalkArgs, TESTED> stream(p, s);
+        stream.send(p.weights + static_cast<long long>(blockIdx.x) * chunks * S::CHUNK, chunks);
+        stream.finish();
     });
 }
 

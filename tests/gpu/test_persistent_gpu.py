@@ -64,10 +64,25 @@ def test_launches_give_the_same_bits_with_stumbling_blocks_too(shape: Shape) -> 
 
 def test_a_block_that_says_nothing_ends_in_a_fault_and_the_device_lives_on() -> None:
     one = case(SMALL, 1, device="cuda")
-    run = run_of(one, patience=20_000, trial=Trial(silent=77))
+    run = run_of(one, patience=200_000, trial=Trial(silent=77))
     assert int(launched(run, one).flags[0]) & FAILED
     assert "waited in vain for exchange 1." in str(run.fault)
     assert int(launched(run_of(one), one).flags[0]) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("trial", [Trial(starved=77), Trial(keeping=77)])
+def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(trial: Trial, rows: int) -> None:
+    one = case(SMALL, rows, device="cuda")
+    wanted = launched(run_of(one), one)
+    run = run_of(one, patience=200_000, trial=trial)
+    assert int(launched(run, one).flags[0]) & FAILED
+    assert "Block 77 of the predictor waited in vain for the weights after exchange" in str(run.fault)
+    assert equal(launched(run_of(one), one), wanted)
+    step = persistent_talker_kit.case(SMALL, rows, device="cuda")
+    talker = persistent_talker_kit.run_of(step, patience=200_000, trial=trial)
+    persistent_talker_kit.launched(talker, step)
+    assert "Block 77 of the talker waited in vain for the weights after exchange" in str(talker.behind.fault)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -101,7 +116,7 @@ def test_the_talkers_launches_give_the_same_bits_with_stumbling_blocks_too() -> 
 
 def test_a_silent_block_of_the_talker_ends_in_a_fault() -> None:
     one = persistent_talker_kit.case(SMALL, 1, device="cuda")
-    run = persistent_talker_kit.run_of(one, patience=20_000, trial=Trial(silent=77))
+    run = persistent_talker_kit.run_of(one, patience=200_000, trial=Trial(silent=77))
     persistent_talker_kit.launched(run, one)
     assert "waited in vain for exchange 1." in str(run.behind.fault)
 

@@ -6,13 +6,14 @@ import ctypes
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from kernels import lm_persistent
 from kernels.dummy import SMALL, Maker, Shape
-from kernels.lm_persistent import FAILED, Predictor, PredictorRun, Trial, all_blocks_speak, epochs_of, kernel_name, known
+from kernels.lm_persistent import FAILED, Predictor, Trial, all_blocks_speak, epochs_of, kernel_name, known
 from kernels.persistent_cuts import Cut
 from kernels.reference import ENDED, NOT_FINITE
 from tests.support import cuda_emulated, persistent_kit
@@ -21,7 +22,7 @@ from tests.support.persistent_kit import GOLDEN, LEAST, ODD, SHARED, SMALLEST, E
 
 PUBLISHED_CUTS = lm_persistent.PREDICTORS
 #: More than any wait of a frame without faults, and few enough for a test to sit out.
-SHORT = 400
+SHORT = 8000
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,15 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Emulated, "seed", 0)
     with torch.inference_mode():
         yield
+
+
+def rebuild(monkeypatch: pytest.MonkeyPatch, folder: Path, edits: dict[str, str]) -> None:
+    """The smallest kernel alone, with changes, takes the place of all others."""
+    source = folder / "least.cu"
+    (line,) = (line for line in persistent_kit.SOURCE.read_text().splitlines() if line.startswith("PREDICTOR(persistent_least_1,"))
+    source.write_text(f'#include "persistent.cuh"\n{line}\n')
+    built = cuda_emulated.build(source, ["persistent_least_1"], edits)
+    monkeypatch.setattr(persistent_kit, "library", lambda: built)
 
 
 def equal(one: Made, other: Made) -> bool:
@@ -110,17 +120,59 @@ def test_epochs_pass_the_end_of_their_range() -> None:
     assert run.fault is None
 
 
-def test_a_block_that_says_nothing_voids_the_frame_and_all_that_follow() -> None:
+def test_a_block_that_says_nothing_voids_the_frame() -> None:
     one = case(SMALLEST, 2, seed=1)
     run = run_of(one, patience=SHORT, trial=Trial(silent=2))
     made = launched(run, one)
     assert made.flags.tolist() == [made.flags[0]] * 2
     assert int(made.flags[0]) & FAILED
-    assert re.fullmatch(r"Block [0-3] waited in vain for exchange 1\.", run.fault or "")
+    assert re.fullmatch(r"Block [0-3] of the predictor waited in vain for exchange 1\.", run.fault or "")
     assert 0 <= int(made.codes.min()) <= int(made.codes.max()) < 48
-    again = PredictorRun(Predictor(one.weights), 2)
-    again.control.copy_(run.control)
-    assert int(launched(again, one).flags[0]) & FAILED, "a fault is not forgotten"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_fault_is_not_forgotten_and_no_block_ends_before_its_copies(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, fault = case(SMALLEST, 2, seed=1), -(1 << 31) | 2 << 20 | 9
+    monkeypatch.setattr(Emulated, "seed", seed)
+    run = run_of(one)
+    run.control[1] = fault
+    for _ in range(2):
+        assert int(launched(run, one).flags[0]) & FAILED
+        assert int(run.control[1]) == fault
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("trial", "block"), [(Trial(starved=1), 1), (Trial(keeping=2), 2)])
+def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(
+    trial: Trial, block: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = case(SMALLEST, 2, seed=1)
+    wanted = launched(run_of(one), one)
+    monkeypatch.setattr(Emulated, "seed", seed)
+    run = run_of(one, patience=SHORT, trial=trial)
+    made = launched(run, one)
+    assert int(made.flags[0]) & FAILED
+    assert re.fullmatch(rf"Block {block} of the predictor waited in vain for the weights after exchange \d+\.", run.fault or "")
+    assert 0 <= int(made.codes.min()) <= int(made.codes.max()) < 48
+    assert equal(launched(run_of(one), one), wanted)
+
+
+def test_a_wait_for_room_ends_in_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of a producer with more chunks than are used."""
+    one = case(LEAST, 1)
+    one_more = {"step < S::BEHIND; ++step) {\n        stream": "step <= S::BEHIND; ++step) {\n        stream"}
+    rebuild(monkeypatch, tmp_path, {**one_more, "TRIES_A_LOOK = 256": "TRIES_A_LOOK = 1"})
+    run = run_of(one, patience=SHORT)
+    launched(run, one)
+    assert re.fullmatch(r"Block [01] of the predictor waited in vain for room for chunk \d+ of its weights\.", run.fault or "")
+
+
+def test_a_block_whose_clock_jumps_back_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As it may when it is moved to another multiprocessor."""
+    one = case(LEAST, 1)
+    wanted = launched(run_of(one), one)
+    rebuild(monkeypatch, tmp_path, {"next = clock64() + p.gap;": "next = clock64() + p.gap + (1ll << 40);"})
+    assert equal(launched(run_of(one), one), wanted)
 
 
 def test_ends_and_logits_that_are_not_finite_are_flagged() -> None:

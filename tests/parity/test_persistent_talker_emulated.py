@@ -31,7 +31,7 @@ from tests.support.persistent_talker_kit import (
 )
 
 PUBLISHED_CUTS = lm_persistent_talker.TALKERS
-SHORT = 400
+SHORT = 8000
 
 
 @pytest.fixture(autouse=True)
@@ -110,11 +110,36 @@ def test_a_block_that_says_nothing_voids_the_frame() -> None:
     one = case(SMALL_TALKER, 2, seed=1)
     run = run_of(one, patience=SHORT, trial=Trial(silent=2))
     launched(run, one)
-    assert re.fullmatch(r"Block [0-3] waited in vain for exchange 1\.", run.behind.fault or "")
+    assert re.fullmatch(r"Block [0-3] of the talker waited in vain for exchange 1\.", run.behind.fault or "")
     begun = persistent_kit.case(SMALL_TALKER, 2)
     behind = PredictorRun(Predictor(begun.weights), 2)
     behind.control.copy_(run.behind.control)
     assert int(persistent_kit.launched(behind, begun).flags[0]) & FAILED, "the predictor says so for both"
+    assert behind.fault == run.behind.fault
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("trial", "block"), [(Trial(starved=1), 1), (Trial(keeping=2), 2)])
+def test_a_wait_for_weights_ends_in_a_fault_and_the_next_launches_are_right(
+    trial: Trial, block: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = case(SMALL_TALKER, 2, seed=1)
+    wanted = launched(run_of(one), one)
+    monkeypatch.setattr(Emulated, "seed", seed)
+    run = run_of(one, patience=SHORT, trial=trial)
+    launched(run, one)
+    assert re.fullmatch(rf"Block {block} of the talker waited in vain for the weights after exchange \d+\.", run.behind.fault or "")
+    assert equal(launched(run_of(one), one), wanted)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_no_block_ends_before_its_copies_when_a_fault_is_there_already(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, fault = case(SMALL_TALKER, 2, seed=1), -(1 << 31) | 2 << 20 | 9
+    monkeypatch.setattr(Emulated, "seed", seed)
+    run = run_of(one)
+    run.behind.control[1] = fault
+    launched(run, one)
+    assert int(run.behind.control[1]) == fault
 
 
 def test_the_dead_slot_touches_no_page_but_its_own() -> None:

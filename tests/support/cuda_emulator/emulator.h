@@ -150,6 +150,7 @@ inline void __threadfence() { emulator::pause(), emulator::fence(); }
 inline void __threadfence_block() { emulator::pause(); }
 inline void __nanosleep(unsigned) { emulator::pause(); }
 inline long long clock64() { return emulator::pause(), emulator::turns(); }
+inline int clock() { return static_cast<int>(clock64()); }
 template <typename T> T __ldcg(const T* from) { return emulator::loaded<T>(from); }
 template <typename T> T __ldg(const T* from) { return emulator::must_align(from, sizeof(T)), *from; }
 

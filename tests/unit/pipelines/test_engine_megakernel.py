@@ -125,7 +125,7 @@ def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(caplog:
     with pytest.raises(PersistentKernelError, match=r"The persistent kernel timed out; later frames run without it\."):
         executor.frames([0], 1, SETTINGS).result()
     assert [record.getMessage() for record in caplog.records] == [
-        "the persistent kernel for 2 rows timed out: Block 3 waited in vain for exchange 7."
+        "the persistent kernel for 2 rows timed out: Block 3 of the predictor waited in vain for exchange 7."
     ]
     assert executor.name == "graph"
     assert executor._buckets.captured == {4}
