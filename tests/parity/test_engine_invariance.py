@@ -65,8 +65,6 @@ def run_mix(rng: random.Random, kind: str) -> None:
             continue
         assert heard.finish[request] == finish
         np.testing.assert_array_equal(heard.codes[request], codes)
-        delivered = np.concatenate(heard.chunks[request]) if len(codes) else codes
-        np.testing.assert_array_equal(delivered, codes)
     assert core.scheduler.kv.free == core.scheduler.kv.pages
 
 
