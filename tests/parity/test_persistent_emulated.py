@@ -23,6 +23,8 @@ from tests.support.persistent_kit import GOLDEN, LEAST, ODD, SHARED, SMALLEST, E
 PUBLISHED_CUTS = lm_persistent.PREDICTORS
 #: More than any wait of a frame without faults, and few enough for a test to sit out.
 SHORT = 8000
+#: The smallest one.
+KERNEL = "PREDICTOR(persistent_least_1, 16384, false, 32, 32, 2, 1, 16, 32, 1, 2, 2, 1, 1, 2, 1)"
 
 
 @pytest.fixture(autouse=True)
@@ -31,15 +33,6 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(Emulated, "seed", 0)
     with torch.inference_mode():
         yield
-
-
-def rebuild(monkeypatch: pytest.MonkeyPatch, folder: Path, edits: dict[str, str]) -> None:
-    """The smallest kernel alone, with changes, takes the place of all others."""
-    source = folder / "least.cu"
-    (line,) = (line for line in persistent_kit.SOURCE.read_text().splitlines() if line.startswith("PREDICTOR(persistent_least_1,"))
-    source.write_text(f'#include "persistent.cuh"\n{line}\n')
-    built = cuda_emulated.build(source, ["persistent_least_1"], edits)
-    monkeypatch.setattr(persistent_kit, "library", lambda: built)
 
 
 def equal(one: Made, other: Made) -> bool:
@@ -130,15 +123,24 @@ def test_a_block_that_says_nothing_voids_the_frame() -> None:
     assert 0 <= int(made.codes.min()) <= int(made.codes.max()) < 48
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_fault_is_not_forgotten_and_no_block_ends_before_its_copies(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_is_not_forgotten() -> None:
     one, fault = case(SMALLEST, 2, seed=1), -(1 << 31) | 2 << 20 | 9
-    monkeypatch.setattr(Emulated, "seed", seed)
     run = run_of(one)
     run.control[1] = fault
     for _ in range(2):
         assert int(launched(run, one).flags[0]) & FAILED
         assert int(run.control[1]) == fault
+
+
+def test_no_block_ends_before_its_copies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of which the last one is sent when all others of the block are done, after a fault."""
+    one = case(LEAST, 1)
+    persistent_kit.rebuild(monkeypatch, tmp_path, KERNEL, persistent_kit.LOOKS_AT_ONCE)
+    for seed in range(6):
+        monkeypatch.setattr(Emulated, "seed", seed)
+        run = run_of(one, gap=100_000)
+        run.control[1] = -(1 << 31)
+        assert int(launched(run, one).flags[0]) & FAILED
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -161,7 +163,7 @@ def test_a_wait_for_room_ends_in_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """Of a producer with more chunks than are used."""
     one = case(LEAST, 1)
     one_more = {"step < S::BEHIND; ++step) {\n        stream": "step <= S::BEHIND; ++step) {\n        stream"}
-    rebuild(monkeypatch, tmp_path, {**one_more, "TRIES_A_LOOK = 256": "TRIES_A_LOOK = 1"})
+    persistent_kit.rebuild(monkeypatch, tmp_path, KERNEL, {**one_more, **persistent_kit.LOOKS_AT_ONCE})
     run = run_of(one, patience=SHORT)
     launched(run, one)
     assert re.fullmatch(r"Block [01] of the predictor waited in vain for room for chunk \d+ of its weights\.", run.fault or "")
@@ -171,7 +173,7 @@ def test_a_block_whose_clock_jumps_back_goes_on(monkeypatch: pytest.MonkeyPatch,
     """As it may when it is moved to another multiprocessor."""
     one = case(LEAST, 1)
     wanted = launched(run_of(one), one)
-    rebuild(monkeypatch, tmp_path, {"next = clock64() + p.gap;": "next = clock64() + p.gap + (1ll << 40);"})
+    persistent_kit.rebuild(monkeypatch, tmp_path, KERNEL, {"next = clock64() + p.gap;": "next = clock64() + p.gap + (1ll << 40);"})
     assert equal(launched(run_of(one), one), wanted)
 
 

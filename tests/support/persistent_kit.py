@@ -98,6 +98,18 @@ class Emulated:
         kernel.launch(grid, threads, arguments)
 
 
+#: An edit for `rebuild`: producers see the reports of others at their first try in vain.
+LOOKS_AT_ONCE = {"TRIES_A_LOOK = 256": "TRIES_A_LOOK = 1"}
+
+
+def rebuild(monkeypatch: pytest.MonkeyPatch, folder: Path, kernel: str, edits: dict[str, str]) -> None:
+    """One kernel alone, as `SOURCE` would have it, takes the place of all others, with these edits."""
+    source, name = folder / "edited.cu", kernel.partition("(")[2].partition(",")[0]
+    source.write_text(f'#include "persistent{"_talker" if kernel.startswith("TALKER") else ""}.cuh"\n{kernel}\n')
+    built = cuda_emulated.build(source, [name], edits)
+    monkeypatch.setattr(f"{__name__}.library", lambda: built)
+
+
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes alone are known, and run here."""
     monkeypatch.setattr(lm_persistent, "PREDICTORS", EMULATED_CUTS)
