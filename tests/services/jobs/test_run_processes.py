@@ -182,7 +182,12 @@ def test_a_run_on_one_of_several_gpus_says_how_to_use_all(shell: Shell, visible:
     assert run.returncode == 0, run.stderr
     assert ("This run uses one of 2 GPUs. Give --gpu all to use all of them." in run.stderr) is says
     assert "GPUs" not in shell.run("run", "in.jsonl", "--dry-run", CUDA_VISIBLE_DEVICES=visible).stderr
-    shared = shell.run("run", "in.jsonl", "--model", model, "--dry-run", CUDA_VISIBLE_DEVICES=visible, SPEECH_VLLM__TENSOR_PARALLEL="2")
+    both = {"CUDA_VISIBLE_DEVICES": visible, "SPEECH_VLLM__TENSOR_PARALLEL": "2"}
+    spark = str(Path(__file__).parents[2] / "golden/spark/checkpoint")
+    alone = shell.run("run", "in.jsonl", "--model", spark, "--dry-run", **both)
+    assert ("uses one of 2 GPUs" in alone.stderr) is says, "the native engine takes one, whatever vLLM would take"
+    shared = shell.run("run", "in.jsonl", "--model", spark, "--dry-run", SPEECH_ENGINE__KIND="vllm", **both)
+    assert shared.returncode == 0, shared.stderr
     assert "GPUs" not in shared.stderr
 
 
