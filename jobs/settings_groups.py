@@ -242,8 +242,8 @@ class ServeSettings(SettingsGroup):
     )
     streams: Annotated[int, Field(ge=0)] | None = Field(
         default=None,
-        description="Streams that the model is prepared for before `/health` is 200, where its family can (Qwen3-TTS; SparkTTS on "
-        "`native`). Unset: 128 on a GPU, 8 on a CPU.",
+        description="Streams that the model is prepared for before `/health` is 200, where its family can (Qwen3-TTS; SparkTTS and "
+        "Fish Speech S2 on `native`). Unset: 128 on a GPU, 8 on a CPU.",
     )
     waiting_room: Annotated[int, Field(ge=0)] = Field(
         default=512, description="Maximum requests that wait in the server before they are handed to the engine. More get status 429."
