@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -16,7 +16,11 @@ from pipelines.errors import NightjarError
 from pipelines.request import Generation
 
 if TYPE_CHECKING:
+    from jobs.provenance import Provenance
     from pipelines.registry import ModelCard
+
+#: The variable that chooses the engine of a model that several can run.
+ENGINE = "SPEECH_ENGINE__KIND"
 
 #: Of `Generation`: what no option says, for it is a line's own, or has its own option.
 _NO_OPTION = ("reference_text", "seed", "roles")
@@ -25,9 +29,16 @@ _MOST_ATTEMPTS = 3
 _KEY_PARTS = 3
 
 
-def job_command(job: Job, home: str | None) -> list[str]:
-    """The words of the command: `nightjar run` in a home, else `nightjar submit`. While the job exists it finds the job again."""
-    program = ["nightjar", "submit", job.input_uri] if home is None else ["nightjar", "run", job.input_uri, "--out", home]
+def job_command(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
+    """The words of the command: `nightjar run` in a home, else `nightjar submit`. While the job exists it finds the job again.
+
+    `engines`: those that made it, of a model that several can run. A run is told the one; a submit leaves it to the workers.
+    """
+    if home is None:
+        program = ["nightjar", "submit", job.input_uri]
+    else:
+        chosen = ["env", f"{ENGINE}={engines[0]}"] if len(engines) == 1 else []
+        program = [*chosen, "nightjar", "run", job.input_uri, "--out", home]
     return [*program, *_of_spec(job.spec), *_of_job(job)]
 
 
@@ -36,9 +47,20 @@ def command_text(words: list[str]) -> str:
     return shlex.join(words)
 
 
-def unsaid(job: Job) -> list[str]:
-    """What the command cannot say, in sentences."""
+def engines_of(job: Job, made_with: Iterable[Provenance]) -> list[str]:
+    """The engines that made a job, by its records; none where its model runs on one alone, or is not here."""
+    card = _card(job.spec.model)
+    choice: set[str] = set() if card is None else set(card.engines)
+    return sorted({record.model.engine for record in made_with} & choice)
+
+
+def unsaid(job: Job, home: str | None, engines: Sequence[str] = ()) -> list[str]:
+    """What the command of `job_command` cannot say, in sentences."""
     notes: list[str] = []
+    if len(engines) > 1:
+        notes.append(f"The job was made on the engines {' and '.join(engines)}; the command names none of them.")
+    elif engines and home is None:
+        notes.append(f"The job was made on the engine {engines[0]}: the workers of the next one need {ENGINE}={engines[0]}.")
     if job.input_uri == "-":
         notes.append("The input came from standard input: give the same lines again.")
     roles = (job.spec.generation.roles or {}).values()

@@ -11,7 +11,7 @@ import msgspec
 from jobs.cli.context import common_options, job_argument, read_ledger
 from jobs.console import Output
 from jobs.formatting import counted, printable
-from jobs.job_command import command_text, job_command, unsaid
+from jobs.job_command import command_text, engines_of, job_command, unsaid
 from jobs.ledger.records import INPUT_FORMAT, Job
 from jobs.ledger.status import find_job
 from jobs.recent_jobs import keep_remembered, settings_for_job
@@ -44,8 +44,9 @@ def show(job: str, home: str | None, output: Output) -> None:
     found = read_ledger(settings, lambda reader: find_job(reader, job))
     keep_remembered(found.id, settings)
     made_with = _records(settings, found, output)
-    command = job_command(found, str(settings.home.absolute()) if settings.database_url is None else None)
-    notes = unsaid(found)
+    home = str(settings.home.absolute()) if settings.database_url is None else None
+    engines = engines_of(found, made_with or ())
+    command, notes = job_command(found, home, engines), unsaid(found, home, engines)
     if output.as_json:
         output.data(job_view(found, made_with, command, notes))
         return
@@ -135,7 +136,9 @@ def _versions(record: Provenance) -> Iterator[tuple[str, str]]:
     model = record.model
     yield "", f"{model.name}, engine {model.engine}{f', revision {model.revision}' if model.revision else ''}"
     if record.engine is not None:
-        yield "", _fields({name: value for name, value in msgspec.to_builtins(record.engine).items() if value != ""})
+        made = msgspec.to_builtins(record.engine).items()
+        # Without a GPU the slots are not recorded: they change nothing there.
+        yield "", _fields({name: value for name, value in made if value != "" and (name, value) != ("slots", 0)})
     for file in model.files:
         yield "", f"{file.name} sha256 {file.sha256}"
     yield "", ", ".join(f"{name} {version}" for name, version in record.libraries.items())

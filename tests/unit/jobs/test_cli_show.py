@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -16,11 +17,12 @@ from jobs.cli.run import run
 from jobs.cli.spec import submit_options, take_spec
 from jobs.cli.submit import submit as submit_command
 from jobs.ingest import submit
-from jobs.job_command import job_command
+from jobs.job_command import job_command, unsaid
 from jobs.ledger.records import Job
 from jobs.provenance import put_provenance
 from jobs.spec import resolve
 from jobs.store import open_store
+from pipelines import registry
 from pipelines.request import EngineInfo
 from tests.support.worker_rig import Rig
 
@@ -78,12 +80,44 @@ def test_the_command_makes_the_job_again(rig: Rig, words: str) -> None:
     assert [f"{key}={value}" for key, value in sorted(job.labels.items())] == list(options["labels"])  # type: ignore[call-overload]
 
 
+@pytest.mark.parametrize(
+    ("engines", "made_on", "chosen", "notes"),
+    [
+        (("native", "vllm"), ("vllm",), ["env", "SPEECH_ENGINE__KIND=vllm"], 0),
+        (("native", "vllm"), ("native",), ["env", "SPEECH_ENGINE__KIND=native"], 0),
+        (("native", "vllm"), ("vllm", "native"), [], 1),
+        (("native", "vllm"), (), [], 0),
+        ((), ("native",), [], 0),
+    ],
+)
+def test_the_command_names_the_engine_where_it_is_a_choice(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, engines: tuple[str, ...], made_on: tuple[str, ...], chosen: list[str], notes: int
+) -> None:
+    job = submitted(rig, "--model", "fake")
+    card = replace(registry.describe(job.spec.model), engines=engines)  # type: ignore[arg-type]
+    monkeypatch.setattr(registry, "describe", lambda _: card)
+    for engine in made_on:
+        put_provenance(rig.store, job, EngineInfo(executor=engine, engine=engine))
+    view = json.loads(shown(rig, job, "--json").stdout)
+    assert view["command"][: len(chosen) + 2] == [*chosen, "nightjar", "run"]
+    assert len(view["command_notes"]) == notes
+    assert " ".join([*chosen, "nightjar run"]) in shown(rig, job).stdout
+
+
+def test_a_submit_leaves_the_engine_to_its_workers(rig: Rig) -> None:
+    job = submitted(rig, "--model", "fake")
+    assert job_command(job, None, ["vllm"])[:2] == ["nightjar", "submit"]
+    assert [note for note in unsaid(job, None, ["vllm"]) if "SPEECH_ENGINE__KIND=vllm" in note]
+    assert unsaid(job, str(rig.folder), ["vllm"]) == []
+
+
 def test_what_an_engine_does_not_have_is_left_out(rig: Rig) -> None:
     job = submitted(rig, "--model", "fake")
     put_provenance(rig.store, job, EngineInfo(slots=2))
     text = shown(rig, job).stdout
     assert "reproducible=" in text
     assert "kernels" not in text
+    assert "slots" not in text, "the slots of an engine on a CPU change nothing, and are not recorded"
 
 
 def test_a_person_sees_what_a_job_is_made_with(rig: Rig) -> None:
@@ -102,6 +136,7 @@ def test_a_person_sees_what_a_job_is_made_with(rig: Rig) -> None:
     assert lines["store"].endswith(f", below jobs/{job.id}/")
     assert "NVIDIA H200" in lines["made by"]
     assert "executor=graph" in text
+    assert "slots=8" in text
     assert lines["command"].startswith(f"nightjar run {rig.folder}/in.jsonl --out {rig.folder} --model fake")
     view = json.loads(shown(rig, job, "--json").stdout)
     assert (view["schema"], view["made_with"][0]["engine"]["executor"], view["prefix"]) == ("nightjar.job/1", "graph", f"jobs/{job.id}/")
