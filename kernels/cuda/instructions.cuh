@@ -1,4 +1,4 @@
-// Every machine instruction that the kernels name themselves, one function each: no other file has inline assembly.
+// Every machine instruction that the kernels name themselves, one function each: no other file but wgmma.cuh has inline assembly.
 // tests/support/cuda_emulator/instructions.cuh has the same functions in plain C++, with which the kernels run on a CPU.
 #pragma once
 

@@ -18,7 +18,14 @@ constexpr size_t PAGE = 4096, STACK = 64 << 10, MAX_SHARED = 227 << 10, SHARED_P
 constexpr unsigned long long CANARY = 0x5AFE57AC5AFE57ACull, PATIENCE = 4000;  // looks of each thread without any change: a deadlock
 constexpr int POISON = 0xff;                                                    // NaN as a float, -1 as an integer
 
-struct Copy { void* to; const void* from; unsigned bytes; void (*arrived)(void*, unsigned); void* barrier; };
+struct Copy { void* to; const void* from; unsigned bytes; void (*arrived)(void*, unsigned); void* barrier; bool ordinary; };
+// A product of a warpgroup as one of its warps does its part; `last`: the commit behind the products before it.
+struct Product { emulator::Part part; emulator::Multiply multiply; bool last; };
+struct Warp {
+    std::deque<Product> products;
+    std::vector<emulator::Called> called;  // since the start, for which the warps of a group must agree
+    bool begun = false;
+};
 
 struct Store { char* to; unsigned bytes, thread, meeting, warp_meeting; char value[16]; };
 
@@ -44,6 +51,8 @@ struct Block {
     std::vector<unsigned> pending;  // lanes of a warp that wait for others
     unsigned meetings = 0;
     std::vector<unsigned> warp_meetings;
+    std::vector<Warp> warps;
+    std::vector<bool> hidden;   // which 16 bytes of the dynamic shared memory `copy16` wrote, and products may not see yet
     std::vector<Store> stores;  // that other blocks do not see yet
     Barrier barriers[16];
     std::vector<Copy> copies;
@@ -68,6 +77,15 @@ struct Launch {
     bool together;
     unsigned burst_bits, eager, slow;  // how long blocks run alone; how often the last thread goes on first; how long stores take
 } *launch;
+
+// Copies of a thread after which it arrives at a barrier.
+struct Left { unsigned copies; void (*arrived)(void*, unsigned); void* barrier; };
+void one_less(void* left, unsigned) {
+    auto* mine = static_cast<Left*>(left);
+    if ((mine->copies -= 1) > 0) return;
+    mine->arrived(mine->barrier, 0);
+    delete mine;
+}
 
 Fiber* running;
 jmp_buf scheduler;
@@ -120,6 +138,7 @@ void wait(const char* what) {
 void release(Barrier& barrier, Block& block) {
     block.meetings += 1;
     for (Fiber* fiber : barrier.there) {
+        if (fiber == nullptr) continue;  // it arrived and went on
         fiber->count = barrier.count;
         if (fiber != running) wake(fiber);
     }
@@ -147,6 +166,7 @@ void start(Block& block, unsigned number, size_t place) {
     mprotect(shared, PAGE, PROT_NONE);  // nothing may touch what follows the end
     block.memory = shared - launch->shared_bytes;
     block.pending.assign((launch->threads + 31) / 32, 0), block.warp_meetings = block.pending;
+    block.warps.resize(block.pending.size()), block.hidden.assign(launch->shared_bytes / 16 + 1, false);
     poison(block);
     block.fibers.resize(launch->threads);
     for (unsigned i = 0; i < launch->threads; ++i) {
@@ -183,7 +203,22 @@ void send_all(Block& block, Which which) {  // in the order of the program
     block.stores.swap(left);
 }
 
+void land(Block& block, const Copy& one) {
+    std::memcpy(one.to, one.from, one.bytes);
+    const auto at = static_cast<char*>(one.to) - block.memory;
+    if (one.ordinary && at >= 0 && at < static_cast<long>(launch->shared_bytes)) block.hidden[at / 16] = true;
+}
+
+void multiply_next(Block& block, Warp& warp) {
+    const Product one = warp.products.front();
+    warp.products.pop_front();
+    if (one.multiply != nullptr) one.multiply(one.part);
+}
+
 void arrive_some(Block& block, bool must) {
+    for (Warp& warp : block.warps)
+        if (!warp.products.empty() && draw(must ? 2 : 16) == 0) multiply_next(block, warp);
+
     if (!block.stores.empty() && (must || block.stores.size() > 256 || draw(launch->slow) == 0)) {
         const char* at = block.stores[draw(block.stores.size())].to;
         send_all(block, [=](const Store& one) { return one.to == at; });
@@ -192,7 +227,7 @@ void arrive_some(Block& block, bool must) {
     std::swap(block.copies[draw(block.copies.size())], block.copies.back());
     const Copy one = block.copies.back();
     block.copies.pop_back();
-    std::memcpy(one.to, one.from, one.bytes);
+    land(block, one);
     one.arrived(one.barrier, one.bytes);
 }
 
@@ -259,6 +294,10 @@ void run_all() {
         turn(*block);
         if (block->live == 0) {
             emulator::must(block->copies.empty(), "a block returned before its bulk copies arrived");
+            for (size_t i = 0; i < block->warps.size(); ++i) {
+                emulator::must(block->warps[i].products.empty(), "a block returned before its products were waited for");
+                emulator::must(block->warps[i].called.size() == block->warps[i / 4 * 4].called.size(), "a product of a part of a warpgroup");
+            }
             if (block->stores.empty()) live_blocks -= 1, block = nullptr;
         }
         if (launch->looks > PATIENCE * launch->threads * live_blocks) deadlock("nothing changes any more");
@@ -357,16 +396,71 @@ void fence() {
 void send(const void* at) {
     send_all(*running->block, [=](const Store& one) { return one.to == at; });
 }
+void meet_at(int identity, unsigned threads) {
+    Block& block = *running->block;
+    Barrier& barrier = block.barriers[identity];
+    must(identity > 0 && identity < 16, "a barrier of an identity that is not 1 to 15");
+    must(barrier.there.empty() || barrier.threads == threads, "threads meet at one barrier with different counts");
+    barrier.threads = threads;
+    barrier.there.push_back(nullptr);
+    if (barrier.there.size() == threads) release(barrier, block);
+}
 void copy_later(void* to, const void* from, unsigned bytes) {
-    if (draw(2) == 0) std::memcpy(to, from, bytes);
-    else running->copies.push_back({to, from, bytes, nullptr, nullptr});
+    const Copy one{to, from, bytes, nullptr, nullptr, true};
+    if (draw(2) == 0) land(*running->block, one);
+    else running->copies.push_back(one);
 }
 void finish_copies() {
-    for (const Copy& one : running->copies) std::memcpy(one.to, one.from, one.bytes);
+    for (const Copy& one : running->copies) land(*running->block, one);
     running->copies.clear();
 }
 void copy_to_barrier(void* to, const void* from, unsigned bytes, void (*arrived)(void*, unsigned), void* barrier) {
-    running->block->copies.push_back({to, from, bytes, arrived, barrier});
+    running->block->copies.push_back({to, from, bytes, arrived, barrier, false});
+}
+void send_copies(void (*arrived)(void*, unsigned), void* barrier) {
+    auto& mine = running->copies;
+    if (mine.empty()) return arrived(barrier, 0);
+    auto* left = new Left{static_cast<unsigned>(mine.size()), arrived, barrier};
+    for (Copy one : mine) {
+        one.arrived = one_less, one.barrier = left;
+        running->block->copies.push_back(one);
+    }
+    mine.clear();
+}
+void show_to_products() { running->block->hidden.assign(running->block->hidden.size(), false); }
+
+void begin_products() { running->block->warps[running->thread / 32].begun = true; }
+void add_product(const Part& part, Multiply multiply, const Called& called) {
+    Block& block = *running->block;
+    Warp& warp = block.warps[running->thread / 32];
+    must(warp.begun, "a product without products_begin before it");
+    warp.called.push_back(called);
+    for (unsigned i = running->thread / 128 * 4, end = i + 4; i < end; ++i) {
+        must(i < block.warps.size(), "a product of a part of a warpgroup");
+        const auto& other = block.warps[i].called;
+        if (other.size() >= warp.called.size()) must(other[warp.called.size() - 1] == called, "the warps of a group call different products");
+    }
+    warp.products.push_back({part, multiply, false});
+    warp.products.back().part.thread = running->thread / 32 * 32;
+    while (!warp.products.empty() && draw(4) == 0) multiply_next(block, warp);
+}
+void commit_products() { running->block->warps[running->thread / 32].products.push_back({{}, nullptr, true}); }
+void finish_products(unsigned pending) {
+    Warp& warp = running->block->warps[running->thread / 32];
+    unsigned groups = 0;
+    for (const Product& one : warp.products) groups += one.last;
+    must(warp.products.empty() || warp.products.back().last, "a wait for products that were not committed");
+    while (groups > pending) {
+        groups -= warp.products.front().last;
+        multiply_next(*running->block, warp);
+    }
+    warp.begun = false;
+}
+const void* seen_by_products(unsigned offset) {
+    const Block& block = *launch->current;
+    must(offset + 16 <= launch->shared_bytes, "a product reads outside of shared memory");
+    must(!block.hidden[offset / 16], "a product reads what copy16 wrote without writes_to_products");
+    return block.memory + offset;
 }
 
 }  // namespace emulator

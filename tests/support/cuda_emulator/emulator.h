@@ -25,6 +25,7 @@ using Finish = void (*)(void* const* lanes, unsigned mask);
 void meet_warp(unsigned mask, void* mine, Finish finish, const char* what);
 // A barrier of the block: threads that come (0: all that have not returned). How many of them brought true.
 unsigned meet_block(int identity, unsigned threads, bool mine);
+void meet_at(int identity, unsigned threads);  // arrives and goes on
 void pause();     // other threads run before what comes now; a kernel that waits must call it in its loop
 void progress();  // something changed that a waiting thread may look for
 [[noreturn]] void fail(const char* what);
@@ -41,6 +42,22 @@ void send(const void* at);  // what was stored there
 void copy_later(void* to, const void* from, unsigned bytes);
 void finish_copies();
 void copy_to_barrier(void* to, const void* from, unsigned bytes, void (*arrived)(void* barrier, unsigned bytes), void* barrier);
+void send_copies(void (*arrived)(void* barrier, unsigned bytes), void* barrier);  // the thread's own; arrives when all are done
+
+// Products of warpgroups: each warp does its 16 rows by itself, at some later turn, in the order of its calls, or when it waits for them.
+struct Called {  // what the warps of a group must agree on
+    unsigned long long a, b;
+    int columns, add;
+    bool operator==(const Called& o) const { return a == o.a && b == o.b && columns == o.columns && add == o.add; }
+};
+struct Part { Called called; unsigned thread; bool from_registers; unsigned a[32][4]; float* d[32]; };  // thread: the warp's first
+using Multiply = void (*)(const Part&);
+void begin_products();
+void add_product(const Part& part, Multiply multiply, const Called& called);
+void commit_products();
+void finish_products(unsigned pending);
+const void* seen_by_products(unsigned offset);  // 16 bytes of dynamic shared memory
+void show_to_products();
 
 inline void must(bool holds, const char* what) { if (!holds) fail(what); }
 inline void must_align(const void* p, unsigned bytes) { must(reinterpret_cast<uintptr_t>(p) % bytes == 0, "an access that is not aligned"); }

@@ -1,5 +1,6 @@
 // Small kernels that are right with fault 0, and wrong in one way each with another: what the emulator has to see.
 #include "common.cuh"
+#include "wgmma.cuh"
 
 namespace {
 
@@ -9,7 +10,7 @@ struct Args {
     int n, fault;
 };
 
-enum Fault { RIGHT = 0, NO_BARRIER, NO_WAIT, NEVER_SENT, NO_ARRIVAL, APART, TOO_FAR, NOT_WRITTEN, NOT_FINISHED, NO_FENCE };
+enum Fault { RIGHT = 0, NO_BARRIER, NO_WAIT, NEVER_SENT, NO_ARRIVAL, APART, TOO_FAR, NOT_WRITTEN, NOT_FINISHED, NO_FENCE, NO_BEGIN };
 
 }  // namespace
 
@@ -77,3 +78,40 @@ extern "C" __global__ void streamed(const Args p) {
     }
     __syncthreads();
 }
+
+// Warp 4 brings two slabs of 70 rows x 8 values and three matrices [N, 16]; a warpgroup makes bf16(rows 0.. @ m0^T + rows 5.. @ m1^T) @ m2^T of
+// its first columns.
+template <int N>
+__device__ void multiplied(const Args& p) {
+    constexpr int SLAB = 71 * 16, PIECES = 140 + 3 * 2 * N;
+    __shared__ unsigned long long full;
+    char *slabs = dynamic_shared(), *matrices = slabs + 2 * SLAB;
+    if (threadIdx.x == 0) arrivals_init(&full, 32), arrivals_visible();
+    __syncthreads();
+    if (threadIdx.x >= 128) {
+        for (int i = threadIdx.x % 32; i < PIECES; i += 32) {
+            char* to = i < 140 ? slabs + i / 70 * SLAB + i % 70 * 16 : matrices + (i - 140) * 16;
+            copy16_or_zeros(to, p.in + i * 4, i % 70 != 3 || i >= 140);
+        }
+        arrive_after_copies(&full);
+        return;
+    }
+    while (p.fault != NO_WAIT && !arrived(&full, 0)) {}
+    if (p.fault != NO_FENCE) writes_to_products();
+    float d[N / 2], e[N / 2];
+    const Matrix rows = matrix_at(slabs + (p.fault == APART && threadIdx.x >= 96 ? 16 : 0), SLAB, 128), m = matrix_at(matrices, N * 16, 128);
+    if (p.fault != NO_BEGIN) products_begin();
+    multiply(d, rows, m, false);
+    multiply(d, moved(rows, 5 * 16), moved(m, N * 32), true);
+    products_commit();
+    if (p.fault != NOT_FINISHED) products_wait<0>();
+    uint32_t a[4];
+    for (int i = 0; i < 4; ++i) a[i] = narrow(d[2 * i], d[2 * i + 1]);
+    products_begin();
+    multiply(e, a, moved(m, N * 64), false);
+    products_commit();
+    products_wait<0>();
+    for (int i = 0; i < N / 2; ++i) p.out[i * 128 + threadIdx.x] = __float_as_uint(e[i]);
+}
+extern "C" __global__ void multiplied_96(const Args p) { multiplied<96>(p); }
+extern "C" __global__ void multiplied_192(const Args p) { multiplied<192>(p); }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.cuda_emulated import EMULATOR, Kernel, KernelError, build, guarded
 
-RIGHT, NO_BARRIER, NO_WAIT, NEVER_SENT, NO_ARRIVAL, APART, TOO_FAR, NOT_WRITTEN, NOT_FINISHED, NO_FENCE = range(10)
+RIGHT, NO_BARRIER, NO_WAIT, NEVER_SENT, NO_ARRIVAL, APART, TOO_FAR, NOT_WRITTEN, NOT_FINISHED, NO_FENCE, NO_BEGIN = range(11)
 SEEDS = range(20)
 
 
@@ -21,13 +21,15 @@ class Arguments(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    return build(EMULATOR / "examples.cu", ("turned", "relay", "streamed"))
+    return build(EMULATOR / "examples.cu", ("turned", "relay", "streamed", "multiplied_96", "multiplied_192"))
 
 
-def run(name: str, given: Tensor, size: int, blocks: int, threads: int, n: int, fault: int, seed: int, together: bool) -> list[int]:
+def run(
+    name: str, given: Tensor, size: int, blocks: int, threads: int, n: int, fault: int, seed: int, together: bool, shared: int = 256
+) -> list[int]:
     """What a kernel of examples.cu writes, `size` words."""
     out, words = guarded(torch.full((size,), -2, dtype=torch.int32)), guarded(torch.zeros(blocks, dtype=torch.int32))
-    kernel = Kernel(library(), name, 256, seed, together)
+    kernel = Kernel(library(), name, shared, seed, together)
     kernel.launch((blocks, 1), threads, Arguments(given.data_ptr(), out.data_ptr(), words.data_ptr(), n, fault))
     return out.tolist()
 
@@ -44,10 +46,45 @@ def streamed(fault: int, seed: int) -> list[int]:
     return run("streamed", guarded(torch.ones(3 * 7 * 32, dtype=torch.int32)), 96, 3, 64, 7, fault, seed, True)
 
 
+def pieces(count: int, n: int) -> Tensor:
+    """Small whole numbers as bf16, [count, 8]."""
+    return torch.randint(-2, 3, (count, 8), generator=torch.Generator().manual_seed(n)).bfloat16()
+
+
+def multiplied(columns: int, fault: int, seed: int) -> list[int]:
+    given = pieces(140 + 6 * columns, columns)
+    shared = 2 * 71 * 16 + 6 * columns * 16
+    return run(f"multiplied_{columns}", guarded(given).view(torch.int32), 64 * columns, 1, 160, 0, fault, seed, False, shared)
+
+
+def multiplied_96(fault: int, seed: int) -> list[int]:
+    return multiplied(96, fault, seed)
+
+
+def multiplied_192(fault: int, seed: int) -> list[int]:
+    return multiplied(192, fault, seed)
+
+
+def products(columns: int) -> list[int]:
+    """What `multiplied` has to write, as its threads hold it."""
+    given = pieces(140 + 6 * columns, columns).float()
+    slabs, matrices = given[:140].view(2, 70, 8).clone(), given[140:].view(3, 2, columns, 8)
+    slabs[:, 3] = 0.0
+    rows = slabs.transpose(0, 1).reshape(70, 16)
+    first, second, third = matrices.transpose(1, 2).reshape(3, columns, 16)
+    hidden = rows[:64] @ first.T + rows[5:69] @ second.T
+    out = hidden[:, :16].bfloat16().float() @ third.T
+    # d[4 i + 2 r + j] of thread t of warp w is row 16 w + t / 4 + 8 r, column 8 i + 2 (t % 4) + j.
+    held = out.view(4, 2, 8, columns // 8, 4, 2).permute(3, 1, 5, 0, 2, 4)
+    return held.reshape(-1).view(torch.int32).tolist()
+
+
 CASES = {
     turned: torch.arange(320).view(5, 64).flip(1).flatten().tolist(),
     relay: [32, 64, 96, 128, 160, 192],
     streamed: [7] * 96,
+    multiplied_96: products(96),
+    multiplied_192: products(192),
 }
 
 
@@ -58,7 +95,16 @@ def test_a_kernel_that_is_right_gives_one_result_in_any_order(case) -> None:
 
 @pytest.mark.parametrize(
     ("case", "fault"),
-    [(turned, NO_BARRIER), (turned, NOT_WRITTEN), (relay, NO_WAIT), (relay, NO_BARRIER), (relay, NO_FENCE), (streamed, NO_WAIT)],
+    [
+        (turned, NO_BARRIER),
+        (turned, NOT_WRITTEN),
+        (relay, NO_WAIT),
+        (relay, NO_BARRIER),
+        (relay, NO_FENCE),
+        (streamed, NO_WAIT),
+        (multiplied_96, NO_WAIT),
+        (multiplied_192, NOT_FINISHED),
+    ],
 )
 def test_a_race_gives_other_results_with_some_seeds(case, fault: int) -> None:
     assert sum(_differs(case, fault, seed) for seed in SEEDS) > 1
@@ -79,6 +125,9 @@ def _differs(case, fault: int, seed: int) -> bool:
         (turned, APART, "the lanes of a warp meet at different instructions"),
         (turned, TOO_FAR, "outside of a tensor or of shared memory"),
         (turned, NOT_FINISHED, "asynchronous copies were waited for"),
+        (multiplied_96, NO_FENCE, "copy16 wrote without writes_to_products"),
+        (multiplied_192, APART, "the warps of a group call different products"),
+        (multiplied_96, NO_BEGIN, "a product without products_begin before it"),
     ],
 )
 def test_what_a_gpu_would_not_survive_is_an_error(case, fault: int, said: str) -> None:

@@ -1,0 +1,98 @@
+// Products of Hopper's warpgroups (wgmma) and what belongs to them, one function for each machine instruction; only for sm_90a.
+// tests/support/cuda_emulator/wgmma.cuh has the same functions in plain C++. Include it behind common.cuh.
+//
+// A warpgroup is 4 warps from a warp on whose number 4 divides. All its threads call `products_begin`, `multiply`, `products_commit` and
+// `products_wait` alike. Products are asynchronous: from `products_begin` to the wait nobody may touch their registers, nor write their
+// shared memory.
+#pragma once
+
+// A matrix [rows, k] of bf16 in shared memory, for `multiply`. It lies in pieces of 8 rows x 8 values of k, 128 bytes in one piece, row by
+// row; `along_k` and `along_rows` are the bytes from one piece to the next. `start`: its first 16 bytes, anywhere on a multiple of 16.
+// So in a slab of 8 values of k for many rows, in which a piece follows the one before it, a matrix may start at any row.
+using Matrix = unsigned long long;
+__device__ __forceinline__ Matrix matrix_at(const void* start, uint32_t along_k, uint32_t along_rows) {
+    const Matrix distances = static_cast<Matrix>(along_k >> 4) << 16 | static_cast<Matrix>(along_rows >> 4) << 32;
+    return distances | (shared_address(start) >> 4 & 0x3fff);
+}
+__device__ __forceinline__ Matrix moved(Matrix matrix, int bytes) { return matrix + (bytes >> 4); }  // the same, so much further on
+
+// Registers written before are seen by the products that follow: before the first product, and after each wait.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>  // all are over but those of the last so many commits
+__device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// d[64, n] = a[64, 16] @ b[n, 16]^T, with what d held where `add`; n = 96 or 192, twice the registers of a thread. Warp w of the group has
+// the rows 16 w on; d and a are laid out in them as in mma.m16n8k16: of thread t, d[4 i + 2 r + j] is row t / 4 + 8 r, column
+// 8 i + 2 (t % 4) + j, and half j of a[2 i + r] is row t / 4 + 8 r, value 8 i + 2 (t % 4) + j of k.
+#define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+__device__ __forceinline__ void multiply(float (&d)[48], Matrix a, Matrix b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\nwgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,"
+        "%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+        "}, %48, %49, p, 1, 1, 0, 0;\n}"
+        : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void multiply(float (&d)[48], const uint32_t (&a)[4], Matrix b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %53, 0;\nwgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,"
+        "%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+        "}, {%48,%49,%50,%51}, %52, p, 1, 1, 0;\n}"
+        : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void multiply(float (&d)[96], Matrix a, Matrix b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\nwgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,"
+        "%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,"
+        "%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+        "}, %96, %97, p, 1, 1, 0, 0;\n}"
+        : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void multiply(float (&d)[96], const uint32_t (&a)[4], Matrix b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\nwgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,"
+        "%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,"
+        "%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+        "}, {%96,%97,%98,%99}, %100, p, 1, 1, 0;\n}"
+        : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+#undef EIGHT
+
+// Shared memory that threads wrote, with plain stores or `copy16`, is seen by products: after the writes are known to be over.
+__device__ __forceinline__ void writes_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// `copy16`, or zeros where not `inside`; then nothing is read.
+__device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool inside) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+// The thread arrives at a barrier when its copies so far are over: one of the threads that the barrier counts.
+__device__ __forceinline__ void arrive_after_copies(unsigned long long* barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+// Arrives at the barrier of `sync_some` and goes on.
+__device__ __forceinline__ void arrive_some(int identity, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(identity), "r"(threads) : "memory");
+}
+// Registers of each thread of a warpgroup, 24 to 240 in steps of 8; all its warps call it. The kernel needs __launch_bounds__(threads, 1).
+template <int COUNT>
+__device__ __forceinline__ void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+__device__ __forceinline__ float fast_sine(float v) {  // absolute error 2^-20 near zero, 2^-15 at 300
+    float r;
+    asm("sin.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
