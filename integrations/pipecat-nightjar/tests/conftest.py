@@ -118,7 +118,7 @@ def own_server(tmp_path: Path) -> Iterator[NightjarServer]:
 
 
 class Ears:
-    """whisper-base."""
+    """whisper-base; a text for it has no word that is also written as two, such as `notebook`: it writes now one, now the other."""
 
     def __init__(self) -> None:
         self._model = WhisperModel(str(whisper_folder()), device="cpu", compute_type="int8", cpu_threads=1)

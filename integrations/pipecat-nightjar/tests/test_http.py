@@ -11,7 +11,7 @@ from pipecat.frames.frames import InterruptionFrame, MetricsFrame
 from pipecat.metrics.metrics import TTFBMetricsData, TTSUsageMetricsData
 from pipecat_nightjar import NightjarHttpTTSService
 
-REPLY = "The library opens in the morning. Bring the green notebook with you."
+REPLY = "The library opens in the morning. Bring the green basket with you."
 
 
 def service(server: NightjarServer, **settings: str) -> NightjarHttpTTSService:
@@ -21,7 +21,7 @@ def service(server: NightjarServer, **settings: str) -> NightjarHttpTTSService:
 @pytest.mark.parametrize("rate", [24_000, 16_000])
 def test_a_reply_is_heard_at_the_rate_of_the_pipeline(server: NightjarServer, ears: Ears, rate: int) -> None:
     async def script(conversation: Conversation) -> None:
-        await conversation.say("The library opens ", "in the morning. Bring the ", "green notebook with you.")
+        await conversation.say("The library opens ", "in the morning. Bring the ", "green basket with you.")
         await conversation.until_replies(1)
 
     done = asyncio.run(converse(service(server), script, rate=rate))

@@ -14,7 +14,7 @@ from pipecat.frames.frames import InterruptionFrame
 from pipecat.services.cartesia.tts import CartesiaTTSService
 from pipecat.services.tts_service import TextAggregationMode
 
-FIRST, SECOND = "The library opens in the morning.", "Bring the green notebook with you."
+FIRST, SECOND = "The library opens in the morning.", "Bring the green basket with you."
 REPLY = f"{FIRST} {SECOND}"
 #: Half a minute of speech without a full stop.
 ONE_SENTENCE = "The boats went out to sea, " * 13 + "and then they all came home again."
@@ -30,7 +30,7 @@ def stock(server: NightjarServer, mode: TextAggregationMode | None = None) -> Ca
 def test_pipecats_own_cartesia_service_speaks(server: NightjarServer, ears: Ears, mode: TextAggregationMode) -> None:
     async def script(conversation: Conversation) -> None:
         for count in (1, 2):
-            await conversation.say("The library ", "opens in the morning. ", "Bring the green notebook with you.")
+            await conversation.say("The library ", "opens in the morning. ", "Bring the green basket with you.")
             await conversation.until_replies(count)
 
     done = asyncio.run(converse(stock(server, mode), script))

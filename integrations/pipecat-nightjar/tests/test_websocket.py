@@ -24,7 +24,7 @@ from pipecat.metrics.metrics import TTFBMetricsData, TTSUsageMetricsData
 from pipecat.services.tts_service import TextAggregationMode
 from pipecat_nightjar import NightjarTTSService, NightjarTTSSettings
 
-FIRST, SECOND = "The library opens in the morning.", "Bring the green notebook with you."
+FIRST, SECOND = "The library opens in the morning.", "Bring the green basket with you."
 REPLY = f"{FIRST} {SECOND}"
 SENTENCES = 300
 LONG = "The old captain told a story about the northern sea and its many islands. " * SENTENCES
