@@ -73,6 +73,10 @@ inline void copy16(void* to, const void* from) {
 inline void copies_commit() {}
 inline void copies_wait() { emulator::finish_copies(); }
 inline uint4 load16(const void* from) { return emulator::loaded<uint4>(from); }
+inline void store16(void* to, uint4 v) {
+    emulator::must_align(to, 16);
+    std::memcpy(to, &v, 16);
+}
 inline uint32_t load4(const void* from) { return emulator::loaded<uint32_t>(from); }
 inline void prefetch(const void* from, uint32_t bytes) {
     emulator::must(reinterpret_cast<uintptr_t>(from) % 16 == 0 && bytes % 16 == 0, "a prefetch that is not of whole 16 bytes");

@@ -1,0 +1,163 @@
+"""The codec's residual unit of 96 channels in CUDA C++ (`kernels/cuda/codec_unit.cu`): its cuts, its packed weights, its launch.
+
+It does what `kernels.codec_ops.codec_active_unit` says, in the order of rounding of Triton's kernel, on a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kernels import binaries
+from kernels.cuda_driver import Kernel, Module
+
+SOURCE = "codec_unit"
+CHANNELS, TAPS, MAX_DILATION = 96, 7, 9
+#: The only GPUs that have the kernel's products.
+_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the work is cut: warpgroups that multiply, how many share a tile, tiles in shared memory, whether they multiply in turns."""
+
+    warpgroups: int
+    sharing: int
+    stages: int
+    turns: bool
+
+    @property
+    def kernel(self) -> str:
+        return f"codec_unit_{CHANNELS}_{self.warpgroups}_{self.sharing}_{self.stages}_{int(self.turns)}"
+
+    @property
+    def threads(self) -> int:
+        """Of a block: one warpgroup more copies."""
+        return 128 * (self.warpgroups + 1)
+
+    @property
+    def steps(self) -> int:
+        """Of a tile."""
+        return 64 * self.sharing
+
+    @property
+    def shared_bytes(self) -> int:
+        """`Shared` of the source: the weights, the tiles with their history, bias and snakes, and room for the barriers."""
+        length = (self.steps + (TAPS - 1) * MAX_DILATION + 5) // 8 * 8 + 2
+        return (TAPS + 1) * CHANNELS**2 * 2 + self.stages * length * CHANNELS * 2 + 6 * CHANNELS * 4 + 128
+
+
+#: Those that the source has.
+CUTS = (Cut(2, 2, 2, False), Cut(2, 2, 2, True), Cut(2, 1, 3, True), Cut(3, 1, 3, False))
+#: The one in force; None: units of 96 channels run on Triton's kernel.
+CHOSEN: Cut | None = None
+
+
+class _Arguments(ctypes.Structure):
+    """`Args` of kernels/cuda/codec_unit.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("a", "residual", "weights")),
+        ("parameters", ctypes.c_void_p * 6),
+        *((name, ctypes.c_void_p) for name in ("raw", "active", "ends")),
+        ("active_stride", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rows", "steps", "lead", "dilation")),
+    )
+
+
+def pack(weight1: Tensor, weight2: Tensor) -> Tensor:
+    """The weights of a unit as its kernel holds them: [8 * 96 * 96], the seven taps and the second weight.
+
+    weight1: [7 * 96, 96], oldest tap first; weight2: [96, 96], input channel first. Of each, 8 input channels lie together: [12, 96, 8].
+    A thread has two columns of each 8 of a product; the second weight's are in such an order that these are 8 channels of each 32.
+    """
+    second = weight2.view(CHANNELS, 3, 4, 4, 2).transpose(2, 3).reshape(CHANNELS, CHANNELS)
+    whole = torch.cat((weight1, second))
+    return whole.view(TAPS + 1, CHANNELS // 8, 8, CHANNELS).transpose(2, 3).reshape(-1)
+
+
+def chosen(weight1: Tensor, weight2: Tensor) -> Tensor | None:
+    """The packed weights of a unit that runs on this kernel; None for any other one. weight1, weight2: as in `pack`."""
+    known = weight1.shape == (TAPS * CHANNELS, CHANNELS) and weight1.dtype == torch.bfloat16 and weight1.is_cuda
+    if CHOSEN is None or not known or torch.cuda.get_device_capability(weight1.device) != _CAPABILITY:
+        return None
+    return pack(weight1, weight2)
+
+
+@cache
+def _kernel(name: str, shared_bytes: int, device: int) -> Kernel:
+    """A kernel on a device, made by the first code that the driver takes."""
+    fault = RuntimeError(f"there is no code of {SOURCE}")
+    for code in binaries.candidates(SOURCE, _CAPABILITY):
+        try:
+            return Module(code, device).kernel(name, shared_bytes)
+        except RuntimeError as error:
+            fault = error
+    raise fault
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _address(tensor: Tensor | None, what: str) -> int | None:
+    if tensor is None:
+        return None
+    if tensor.data_ptr() % 16 or not tensor.is_contiguous():
+        raise ValueError(f"{what} has to be contiguous, from a multiple of 16 bytes on")
+    return tensor.data_ptr()
+
+
+def unit(
+    a: Tensor,
+    lead: int,
+    residual: Tensor,
+    packed: Tensor,
+    bias1: Tensor,
+    frequency1: Tensor,
+    gain1: Tensor,
+    bias2: Tensor,
+    dilation: int,
+    raw: Tensor | None,
+    active: Tensor | None,
+    active_lead: int,
+    frequency2: Tensor | None,
+    gain2: Tensor | None,
+    cut: Cut,
+    ends: Tensor | None = None,
+) -> None:
+    """`codec_active_unit` with the weights of `pack`, on the current stream of the device: all bfloat16 but bias, frequency and gain.
+
+    Raises ValueError for what the kernel cannot do: other widths, dilations above 9, tensors that do not start on 16 bytes.
+    """
+    rows, extended, channels = a.shape
+    if channels != CHANNELS or not 1 <= dilation <= MAX_DILATION or packed.shape != ((TAPS + 1) * CHANNELS**2,):
+        raise ValueError(
+            f"there is no unit of {channels} channels and dilation {dilation}; {CHANNELS} and 1 to {MAX_DILATION} are possible"
+        )
+    steps = extended - lead
+    tiles = rows * -(-steps // cut.steps)
+    if tiles == 0:
+        return
+    stride = 0 if active is None else active.view(rows, -1).shape[1]
+    if stride % 8 or active_lead % 8:
+        raise ValueError("a row of the activated result has to start on a multiple of 16 bytes")
+    place = _address(active, "active")
+    snakes = (frequency2, gain2) if active is not None else (None, None)
+    parameters = [_address(tensor, "bias or snake") for tensor in (bias1, frequency1, gain1, bias2, *snakes)]
+    arguments = _Arguments(
+        _address(a, "a"), _address(residual, "residual"), _address(packed, "packed"), (ctypes.c_void_p * 6)(*parameters),
+        _address(raw, "raw"), None if place is None else place + 2 * active_lead, None if ends is None else ends.data_ptr(),
+        stride, rows, steps, lead, dilation,
+    )  # fmt: skip
+    kernel = _kernel(cut.kernel, cut.shared_bytes, a.device.index or 0)
+    kernel.launch((min(tiles, _processors(a.device)), 1), cut.threads, arguments, _stream(a.device))

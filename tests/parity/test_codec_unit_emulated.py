@@ -1,0 +1,151 @@
+"""The codec's residual unit in CUDA C++, run on a CPU by the emulator, against its twin in float64 arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import binaries, codec_cuda, codec_ops
+from kernels.codec_cuda import CHANNELS, CUTS, TAPS, Cut
+from tests.support.cuda_emulated import Kernel, build, guarded
+
+BF16 = torch.bfloat16
+#: Blocks of a launch: each has some tiles.
+BLOCKS = 2
+
+
+@cache
+def library():
+    return build(binaries.SOURCES / f"{codec_cuda.SOURCE}.cu", [cut.kernel for cut in CUTS])
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Chooses the order in which the threads of the next launches run."""
+    monkeypatch.setattr(codec_cuda, "_processors", lambda _: BLOCKS)
+    monkeypatch.setattr(codec_cuda, "_stream", lambda _: 0)
+
+    def choose(seed: int) -> None:
+        monkeypatch.setattr(codec_cuda, "_kernel", lambda name, size, _: Kernel(library(), name, size, seed))
+
+    choose(0)
+    return choose
+
+
+def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A unit's weights and inputs, and what is asked of it."""
+
+    rows: int
+    steps: int
+    dilation: int
+    lead: int = 0
+    raw: bool = True
+    active: bool = True
+    margin: int = 0
+    ends: tuple[int, ...] | None = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        snakes = [normal(CHANNELS, seed=i, scale=0.3) for i in range(4)]
+        inner, after = codec_ops.snake_parameters(*snakes[:2]), codec_ops.snake_parameters(*snakes[2:])
+        return {
+            "a": normal(self.rows, self.lead + self.steps, CHANNELS, seed=5).to(BF16),
+            "x": normal(self.rows, self.steps, CHANNELS, seed=6).to(BF16),
+            "weight1": (normal(TAPS * CHANNELS, CHANNELS, seed=7) / math.sqrt(TAPS * CHANNELS)).to(BF16),
+            "weight2": (normal(CHANNELS, CHANNELS, seed=8) / math.sqrt(CHANNELS)).to(BF16),
+            "bias1": normal(CHANNELS, seed=9), "bias2": normal(CHANNELS, seed=10),
+            "frequency1": inner[0], "gain1": inner[1], "frequency2": after[0], "gain2": after[1],
+        }  # fmt: skip
+
+    def outputs(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        """raw and active, of which the kernel may not leave anything but the margins as it was."""
+        unwritten = torch.full((self.rows, self.steps, CHANNELS), math.nan, dtype=dtype)
+        active = torch.full((self.rows, 2 * self.margin + self.steps, CHANNELS), 7.0, dtype=dtype)
+        return guarded(unwritten) if self.raw else None, guarded(active) if self.active else None
+
+    @property
+    def end_tensor(self) -> Tensor | None:
+        return None if self.ends is None else torch.tensor(self.ends, dtype=torch.int32)
+
+    def made(self, cut: Cut) -> tuple[Tensor | None, Tensor | None]:
+        t = {name: guarded(value) for name, value in self.tensors().items()}
+        packed, (raw, active) = guarded(codec_cuda.pack(t["weight1"], t["weight2"])), self.outputs(BF16)
+        codec_cuda.unit(
+            t["a"], self.lead, t["x"], packed, t["bias1"], t["frequency1"], t["gain1"], t["bias2"], self.dilation,
+            raw, active, self.margin * CHANNELS, t["frequency2"], t["gain2"], cut, self.end_tensor,
+        )  # fmt: skip
+        return raw, active
+
+    def twin(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        t = {name: value.to(dtype) if value.dtype == BF16 else value for name, value in self.tensors().items()}
+        raw, active = self.outputs(dtype)
+        codec_ops.codec_active_unit(
+            t["a"], self.lead, t["x"], t["weight1"], t["bias1"], t["frequency1"], t["gain1"], t["weight2"], t["bias2"], self.dilation,
+            raw, active, self.margin * CHANNELS, t["frequency2"], t["gain2"], ends=self.end_tensor,
+        )  # fmt: skip
+        return raw, active
+
+
+def check(unit: Unit, made: tuple[Tensor | None, Tensor | None]) -> None:
+    """The error against float32 is that of the twin in bfloat16, give or take; margins and what lies behind an end are exact."""
+    ends = unit.ends or (unit.steps,) * unit.rows
+    for found, exact, rounded in zip(made, unit.twin(torch.float32), unit.twin(BF16)):
+        assert (found is None) == (exact is None)
+        if found is None or exact is None or rounded is None:
+            continue
+        margin = (found.shape[1] - unit.steps) // 2
+        for row, end in enumerate(ends):
+            inside = slice(margin, margin + end)
+            difference, yardstick = ((one[row, inside].float() - exact[row, inside]).norm() for one in (found, rounded))
+            assert float(difference) <= 1.2 * float(yardstick)
+            assert torch.equal(found[row, :margin], rounded[row, :margin])
+            assert torch.equal(found[row, margin + unit.steps :], rounded[row, margin + unit.steps :])
+            if unit.ends is not None and found is made[1]:
+                assert not found[row, margin + end : margin + unit.steps].any()
+
+
+UNITS = {
+    "dilation 1": Unit(2, 130, 1),
+    "dilation 3": Unit(1, 300, 3),
+    "dilation 9": Unit(1, 257, 9),
+    "history": Unit(2, 140, 9, lead=54),
+    "long history": Unit(1, 129, 3, lead=23),
+    "few steps": Unit(5, 3, 9),
+    "no raw": Unit(1, 100, 1, raw=False),
+    "no active": Unit(1, 100, 1, active=False),
+    "centred, and rows that end": Unit(4, 200, 3, lead=18, margin=5, ends=(200, 70, 0, 131)),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
+@pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
+def test_it_equals_its_twin(unit: Unit, cut: Cut, emulated: Callable[[int], None]) -> None:
+    check(unit, unit.made(cut))
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
+def test_the_order_of_threads_changes_no_bit(cut: Cut, emulated: Callable[[int], None]) -> None:
+    unit = Unit(3, 200, 3, ends=(200, 0, 150))
+    runs: list[Tensor] = []
+    for seed in range(4):
+        emulated(seed)
+        _, active = unit.made(cut)
+        assert active is not None
+        runs.append(active)
+    assert all(torch.equal(runs[0], other) for other in runs[1:])
+
+
+def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None]) -> None:
+    alone, among = (Unit(rows, 150, 3).made(CUTS[0])[1] for rows in (1, 4))
+    assert alone is not None and among is not None  # noqa: PT018
+    assert torch.equal(alone[0], among[0])
