@@ -23,8 +23,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +30,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import Bench, event_us, graph_us, numbers, parser
-from kernels import binaries, codec_cuda, codec_ops, toolchain
+from kernels import binaries, codec_cuda, codec_ops, codec_unit_wide, toolchain
 from kernels.cuda_driver import Module
 
 DILATIONS = (1, 3, 9)
+#: What packs the weights of a width, and its cuts.
+KINDS: dict[int, Any] = {96: codec_cuda, 192: codec_unit_wide}
 #: Steps of the codec's frame at a width.
 STEPS = {96: 1920, 192: 640}
 #: Rows and frames of small batches.
@@ -103,13 +103,9 @@ class Unit:
         return lambda raw, active: launch(*first, raw, active, 0, *self.after, *cut, ends=self.ends)
 
     def launches(self) -> dict[str, Launch]:
-        if self.channels == 96:
-            packed = codec_cuda.pack(self.weight1, self.weight2)
-            cuda = {cut.kernel: self.with_weights(codec_cuda.unit, packed, cut) for cut in codec_cuda.CUTS}
-        else:
-            wide = import_module("kernels.codec_unit_wide")
-            cuda = {"codec_unit_192": self.with_weights(wide.unit, wide.packed(self.weight1, self.weight2))}
-        return {"triton": self.triton, **cuda}
+        kind = KINDS[self.channels]
+        packed = kind.pack(self.weight1, self.weight2)
+        return {"triton": self.triton, **{cut.kernel: self.with_weights(codec_cuda.unit, packed, cut) for cut in kind.CUTS}}
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
@@ -210,9 +206,7 @@ def without(bench: Bench, rows: int, frames: int, codes: Sequence[tuple[codec_cu
 
 
 def kernels(channels: int) -> list[str]:
-    if channels == 96:
-        return ["triton", *(cut.kernel for cut in codec_cuda.CUTS)]
-    return ["triton", *(["codec_unit_192"] if find_spec("kernels.codec_unit_wide") else [])]
+    return ["triton", *(cut.kernel for cut in KINDS[channels].CUTS)]
 
 
 def compile_launches(channels: int, name: str) -> None:

@@ -1,6 +1,7 @@
 """The codec's residual unit of 96 channels in CUDA C++ (`kernels/cuda/codec_unit.cu`): its cuts, its packed weights, its launch.
 
-It does what `kernels.codec_ops.codec_active_unit` says, in the order of rounding of Triton's kernel, on a Hopper GPU.
+The unit of 192 channels (`kernels.codec_unit_wide`) is launched here too. Each does what `kernels.codec_ops.codec_active_unit` says, in the
+order of rounding of Triton's kernel, on a Hopper GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels import binaries
+from kernels.codec_unit_wide import WideCut
 from kernels.cuda_driver import Kernel, Module
 
 SOURCE = "codec_unit"
@@ -29,6 +31,9 @@ class Cut:
     sharing: int
     stages: int
     turns: bool
+
+    channels = CHANNELS
+    source = SOURCE
 
     @property
     def kernel(self) -> str:
@@ -49,6 +54,10 @@ class Cut:
         """`Shared` of the source: the weights, the tiles with their history, bias and snakes, and room for the barriers."""
         length = (self.steps + (TAPS - 1) * MAX_DILATION + 5) // 8 * 8 + 2
         return (TAPS + 1) * CHANNELS**2 * 2 + self.stages * length * CHANNELS * 2 + 6 * CHANNELS * 4 + 128
+
+    def blocks(self, rows: int, steps: int, processors: int) -> int:
+        """Of a launch."""
+        return min(rows * -(-steps // self.steps), processors)
 
 
 #: Those that the source has.
@@ -89,12 +98,12 @@ def chosen(weight1: Tensor, weight2: Tensor) -> Tensor | None:
 
 
 @cache
-def _kernel(name: str, shared_bytes: int, device: int) -> Kernel:
+def _kernel(cut: Cut | WideCut, device: int) -> Kernel:
     """A kernel on a device, made by the first code that the driver takes."""
-    fault = RuntimeError(f"there is no code of {SOURCE}")
-    for code in binaries.candidates(SOURCE, _CAPABILITY):
+    fault = RuntimeError(f"there is no code of {cut.source}")
+    for code in binaries.candidates(cut.source, _CAPABILITY):
         try:
-            return Module(code, device).kernel(name, shared_bytes)
+            return Module(code, device).kernel(cut.kernel, cut.shared_bytes)
         except RuntimeError as error:
             fault = error
     raise fault
@@ -132,21 +141,22 @@ def unit(
     active_lead: int,
     frequency2: Tensor | None,
     gain2: Tensor | None,
-    cut: Cut,
+    cut: Cut | WideCut,
     ends: Tensor | None = None,
 ) -> None:
-    """`codec_active_unit` with the weights of `pack`, on the current stream of the device: all bfloat16 but bias, frequency and gain.
+    """`codec_active_unit` with packed weights, as `cut` says, on the current stream of the device.
 
-    Raises ValueError for what the kernel cannot do: other widths, dilations above 9, tensors that do not start on 16 bytes.
+    All tensors are bfloat16 but bias, frequency and gain. Raises ValueError for what the kernel cannot do: other widths, dilations above
+    9, tensors that do not start on 16 bytes.
     """
     rows, extended, channels = a.shape
-    if channels != CHANNELS or not 1 <= dilation <= MAX_DILATION or packed.shape != ((TAPS + 1) * CHANNELS**2,):
+    if channels != cut.channels or not 1 <= dilation <= MAX_DILATION or packed.shape != ((TAPS + 1) * channels**2,):
         raise ValueError(
-            f"there is no unit of {channels} channels and dilation {dilation}; {CHANNELS} and 1 to {MAX_DILATION} are possible"
+            f"there is no unit of {channels} channels and dilation {dilation}; {cut.channels} and 1 to {MAX_DILATION} are possible"
         )
     steps = extended - lead
-    tiles = rows * -(-steps // cut.steps)
-    if tiles == 0:
+    blocks = cut.blocks(rows, steps, _processors(a.device))
+    if blocks == 0:
         return
     stride = 0 if active is None else active.view(rows, -1).shape[1]
     if stride % 8 or active_lead % 8:
@@ -159,5 +169,4 @@ def unit(
         _address(raw, "raw"), None if place is None else place + 2 * active_lead, None if ends is None else ends.data_ptr(),
         stride, rows, steps, lead, dilation,
     )  # fmt: skip
-    kernel = _kernel(cut.kernel, cut.shared_bytes, a.device.index or 0)
-    kernel.launch((min(tiles, _processors(a.device)), 1), cut.threads, arguments, _stream(a.device))
+    _kernel(cut, a.device.index or 0).launch((blocks, 1), cut.threads, arguments, _stream(a.device))

@@ -11,18 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import binaries, codec_cuda, codec_ops
-from kernels.codec_cuda import CHANNELS, CUTS, TAPS, Cut
+from kernels import binaries, codec_cuda, codec_ops, codec_unit_wide
+from kernels.codec_cuda import TAPS, Cut
+from kernels.codec_unit_wide import WideCut
 from tests.support.cuda_emulated import Kernel, build, guarded
 
 BF16 = torch.bfloat16
 #: Blocks of a launch: each has some tiles.
 BLOCKS = 2
+#: What packs the weights of a width.
+PACKERS = {96: codec_cuda.pack, 192: codec_unit_wide.pack}
+CUTS: tuple[Cut | WideCut, ...] = (*codec_cuda.CUTS, *codec_unit_wide.CUTS)
 
 
 @cache
-def library():
-    return build(binaries.SOURCES / f"{codec_cuda.SOURCE}.cu", [cut.kernel for cut in CUTS])
+def library(source: str):
+    return build(binaries.SOURCES / f"{source}.cu", [cut.kernel for cut in CUTS if cut.source == source])
 
 
 @pytest.fixture
@@ -32,10 +36,15 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     monkeypatch.setattr(codec_cuda, "_stream", lambda _: 0)
 
     def choose(seed: int) -> None:
-        monkeypatch.setattr(codec_cuda, "_kernel", lambda name, size, _: Kernel(library(), name, size, seed))
+        monkeypatch.setattr(codec_cuda, "_kernel", lambda cut, _: kernel_of(cut, seed))
 
     choose(0)
     return choose
+
+
+def kernel_of(cut: Cut | WideCut, seed: int) -> Kernel:
+    """Blocks that share a stream of weights have to be there at once."""
+    return Kernel(library(cut.source), cut.kernel, cut.shared_bytes, seed, together=isinstance(cut, WideCut) and cut.sharing > 1)
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -55,51 +64,52 @@ class Unit:
     margin: int = 0
     ends: tuple[int, ...] | None = None
 
-    def tensors(self) -> dict[str, Tensor]:
-        snakes = [normal(CHANNELS, seed=i, scale=0.3) for i in range(4)]
+    def tensors(self, channels: int) -> dict[str, Tensor]:
+        snakes = [normal(channels, seed=i, scale=0.3) for i in range(4)]
         inner, after = codec_ops.snake_parameters(*snakes[:2]), codec_ops.snake_parameters(*snakes[2:])
         return {
-            "a": normal(self.rows, self.lead + self.steps, CHANNELS, seed=5).to(BF16),
-            "x": normal(self.rows, self.steps, CHANNELS, seed=6).to(BF16),
-            "weight1": (normal(TAPS * CHANNELS, CHANNELS, seed=7) / math.sqrt(TAPS * CHANNELS)).to(BF16),
-            "weight2": (normal(CHANNELS, CHANNELS, seed=8) / math.sqrt(CHANNELS)).to(BF16),
-            "bias1": normal(CHANNELS, seed=9), "bias2": normal(CHANNELS, seed=10),
+            "a": normal(self.rows, self.lead + self.steps, channels, seed=5).to(BF16),
+            "x": normal(self.rows, self.steps, channels, seed=6).to(BF16),
+            "weight1": (normal(TAPS * channels, channels, seed=7) / math.sqrt(TAPS * channels)).to(BF16),
+            "weight2": (normal(channels, channels, seed=8) / math.sqrt(channels)).to(BF16),
+            "bias1": normal(channels, seed=9), "bias2": normal(channels, seed=10),
             "frequency1": inner[0], "gain1": inner[1], "frequency2": after[0], "gain2": after[1],
         }  # fmt: skip
 
-    def outputs(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    def outputs(self, channels: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """raw and active, of which the kernel may not leave anything but the margins as it was."""
-        unwritten = torch.full((self.rows, self.steps, CHANNELS), math.nan, dtype=dtype)
-        active = torch.full((self.rows, 2 * self.margin + self.steps, CHANNELS), 7.0, dtype=dtype)
+        unwritten = torch.full((self.rows, self.steps, channels), math.nan, dtype=dtype)
+        active = torch.full((self.rows, 2 * self.margin + self.steps, channels), 7.0, dtype=dtype)
         return guarded(unwritten) if self.raw else None, guarded(active) if self.active else None
 
     @property
     def end_tensor(self) -> Tensor | None:
         return None if self.ends is None else torch.tensor(self.ends, dtype=torch.int32)
 
-    def made(self, cut: Cut) -> tuple[Tensor | None, Tensor | None]:
-        t = {name: guarded(value) for name, value in self.tensors().items()}
-        packed, (raw, active) = guarded(codec_cuda.pack(t["weight1"], t["weight2"])), self.outputs(BF16)
+    def made(self, cut: Cut | WideCut) -> tuple[Tensor | None, Tensor | None]:
+        channels = cut.channels
+        t = {name: guarded(value) for name, value in self.tensors(channels).items()}
+        packed, (raw, active) = guarded(PACKERS[channels](t["weight1"], t["weight2"])), self.outputs(channels, BF16)
         codec_cuda.unit(
             t["a"], self.lead, t["x"], packed, t["bias1"], t["frequency1"], t["gain1"], t["bias2"], self.dilation,
-            raw, active, self.margin * CHANNELS, t["frequency2"], t["gain2"], cut, self.end_tensor,
+            raw, active, self.margin * channels, t["frequency2"], t["gain2"], cut, self.end_tensor,
         )  # fmt: skip
         return raw, active
 
-    def twin(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        t = {name: value.to(dtype) if value.dtype == BF16 else value for name, value in self.tensors().items()}
-        raw, active = self.outputs(dtype)
+    def twin(self, channels: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+        t = {name: value.to(dtype) if value.dtype == BF16 else value for name, value in self.tensors(channels).items()}
+        raw, active = self.outputs(channels, dtype)
         codec_ops.codec_active_unit(
             t["a"], self.lead, t["x"], t["weight1"], t["bias1"], t["frequency1"], t["gain1"], t["weight2"], t["bias2"], self.dilation,
-            raw, active, self.margin * CHANNELS, t["frequency2"], t["gain2"], ends=self.end_tensor,
+            raw, active, self.margin * channels, t["frequency2"], t["gain2"], ends=self.end_tensor,
         )  # fmt: skip
         return raw, active
 
 
-def check(unit: Unit, made: tuple[Tensor | None, Tensor | None]) -> None:
+def check(unit: Unit, channels: int, made: tuple[Tensor | None, Tensor | None]) -> None:
     """The error against float32 is that of the twin in bfloat16, give or take; margins and what lies behind an end are exact."""
     ends = unit.ends or (unit.steps,) * unit.rows
-    for found, exact, rounded in zip(made, unit.twin(torch.float32), unit.twin(BF16)):
+    for found, exact, rounded in zip(made, unit.twin(channels, torch.float32), unit.twin(channels, BF16)):
         assert (found is None) == (exact is None)
         if found is None or exact is None or rounded is None:
             continue
@@ -129,12 +139,12 @@ UNITS = {
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
-def test_it_equals_its_twin(unit: Unit, cut: Cut, emulated: Callable[[int], None]) -> None:
-    check(unit, unit.made(cut))
+def test_it_equals_its_twin(unit: Unit, cut: Cut | WideCut, emulated: Callable[[int], None]) -> None:
+    check(unit, cut.channels, unit.made(cut))
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
-def test_the_order_of_threads_changes_no_bit(cut: Cut, emulated: Callable[[int], None]) -> None:
+def test_the_order_of_threads_changes_no_bit(cut: Cut | WideCut, emulated: Callable[[int], None]) -> None:
     unit = Unit(3, 200, 3, ends=(200, 0, 150))
     runs: list[Tensor] = []
     for seed in range(4):

@@ -1,0 +1,57 @@
+"""The codec's residual unit of 192 channels in CUDA C++ (`kernels/cuda/codec_unit_wide.cu`): its cuts, its packed weights.
+
+Both weights together do not fit into shared memory, so every block streams them. `kernels.codec_cuda` launches it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHANNELS, TAPS = 192, 7
+#: Steps of a piece, which is the work of a warpgroup.
+_STEPS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class WideCut:
+    """How the work is cut: blocks that share a stream of weights, 1 or 2 (a cluster)."""
+
+    sharing: int
+
+    channels = CHANNELS
+    source = "codec_unit_wide"
+    #: Of a block: three warpgroups multiply, one has the thread that streams the weights.
+    threads = 512
+    #: Bias and snakes, barriers, the activations of three pieces, and as many chunks of weights as there is room for.
+    shared_bytes = 226 << 10
+
+    @property
+    def kernel(self) -> str:
+        return "codec_unit_wide" if self.sharing == 1 else "codec_unit_wide_pair"
+
+    def blocks(self, rows: int, steps: int, processors: int) -> int:
+        """Of a launch: one for each piece, up to one for each multiprocessor, in whole clusters."""
+        pieces = rows * -(-steps // _STEPS)
+        return min(-(-pieces // self.sharing), processors // self.sharing) * self.sharing
+
+
+#: Those that the source has.
+CUTS = (WideCut(1), WideCut(2))
+#: The one in force; None: units of 192 channels run on Triton's kernel.
+CHOSEN: WideCut | None = None
+
+
+def pack(weight1: Tensor, weight2: Tensor) -> Tensor:
+    """The weights of a unit as chunks in the order of use, each as it lies in shared memory: [8 * 192 * 192].
+
+    weight1: [7 * 192, 192], oldest tap first; weight2: [192, 192], input channel first. A chunk has 32 input channels and all columns of
+    weight1, or 64 input channels and half of the columns of weight2, as [input channels / 8, columns, 8]. A thread has two columns of
+    each 8 of a product; the second weight's are in such an order that these are 8 channels of each 32.
+    """
+    first = weight1.view(-1, 4, 8, CHANNELS).transpose(2, 3)
+    ordered = weight2.view(CHANNELS, 2, 3, 4, 4, 2).transpose(3, 4).reshape(3, 8, 8, 2, CHANNELS // 2)
+    second = ordered.permute(3, 0, 1, 4, 2)
+    return torch.cat((first.reshape(-1), second.reshape(-1)))

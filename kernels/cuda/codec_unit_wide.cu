@@ -1,0 +1,370 @@
+// The codec's residual unit of 192 channels (`kernels.codec_ops.codec_active_unit`) for sm_90a: a dilated causal convolution of 7 taps,
+// snake, a 1x1 convolution, the residual, and the next unit's snake.
+//
+// A block has three warpgroups of products and a warp that streams the weights. Each warpgroup makes 64 steps of one row of the batch at a
+// time: it brings their activations and those of the 6 * dilation steps before them into shared memory once, in slabs of 8 channels,
+// [slab][step][8 channels], where the shift of a tap is an address. The weights come in chunks through a ring that the three share, in the
+// order of use; who is done with its products goes on to its snake while the others keep the tensor cores busy.
+#include "common.cuh"
+#include "wgmma.cuh"
+#include "cluster.cuh"
+
+namespace {
+
+constexpr int CHANNELS = 192, TAPS = 7, GROUPS = 3, STEPS = 64, SLABS = CHANNELS / 8, HALF = CHANNELS / 2;
+constexpr int WORKERS = 128 * GROUPS, THREADS = WORKERS + 128;
+// A chunk is 32 inputs of the first product by all its outputs, or 64 inputs of the second one by half of its outputs.
+constexpr int CHUNK = 32 * CHANNELS * 2, TAP_CHUNKS = CHANNELS / 32, FIRST_CHUNKS = TAPS * TAP_CHUNKS, HALF_CHUNKS = CHANNELS / 64;
+constexpr int CHUNKS = FIRST_CHUNKS + 2 * HALF_CHUNKS, MOST_STAGES = 12, SHARED_BYTES = 226 << 10;
+constexpr int PATIENCE = 1 << 25;  // looks at a barrier before the launch is given up: seconds, where a chunk takes a microsecond
+
+struct Args {
+    const bf16 *a, *residual;
+    const char* weights;  // chunks in the order of use, each as it lies in shared memory
+    const float* parameters[6];  // by `Parameter`
+    bf16 *raw, *active;  // null: not wanted
+    const int* ends;     // null: every row has all steps
+    long long active_stride;  // values from one row of `active` to the next
+    int rows, steps, lead, dilation;
+};
+enum Parameter { BIAS1, FREQUENCY1, GAIN1, BIAS2, FREQUENCY2, GAIN2 };
+
+// 64 steps of a row of the batch from `start` on; what is activated is zero from `end` on; `there`: the batch has that row.
+struct Piece {
+    long long row;
+    int start, end;
+    bool there;
+
+    __device__ __forceinline__ bool works() const { return there && start < end; }  // or else there is nothing to multiply
+};
+
+struct alignas(16) Shared {
+    float parameters[6][CHANNELS];
+    unsigned long long full[MOST_STAGES], empty[MOST_STAGES];
+
+    __device__ __forceinline__ char* ring() { return reinterpret_cast<char*>(this + 1); }
+};
+static_assert(sizeof(Shared) % 16 == 0, "the ring is aligned");
+
+// The work of a launch: in each turn every block takes a piece for each of its warpgroups. BLOCKS get the same weights at the same time.
+template <int BLOCKS>
+struct Plan {
+    const Args& p;
+    const int pieces, reach, slab, stages, rank, turns;
+
+    __device__ __forceinline__ explicit Plan(const Args& args)
+        : p(args), pieces((args.steps + STEPS - 1) / STEPS), reach((TAPS - 1) * args.dilation),
+          slab((STEPS + reach) | 1),  // odd: copies do not meet in a bank
+          stages(min(MOST_STAGES, (SHARED_BYTES - static_cast<int>(sizeof(Shared)) - GROUPS * SLABS * slab * 16) / CHUNK)),
+          rank(BLOCKS == 2 ? rank_in_pair() : 0), turns((args.rows * pieces + GROUPS * gridDim.x - 1) / (GROUPS * gridDim.x)) {}
+
+    __device__ __forceinline__ int number(int turn, int group, int block) const {
+        return (turn * GROUPS + group) * gridDim.x + blockIdx.x - rank + block;
+    }
+    __device__ __forceinline__ Piece piece(int turn, int group, int block) const {
+        const int at = number(turn, group, block), row = at / pieces;
+        const bool there = row < p.rows;
+        return {row, (at - row * pieces) * STEPS, p.ends != nullptr && there ? p.ends[row] : p.steps, there};
+    }
+    __device__ __forceinline__ Piece mine(int turn, int group) const { return piece(turn, group, rank); }
+    // Whether a turn has no work for those who get the same weights.
+    __device__ __forceinline__ bool idle(int turn) const {
+        if (p.ends == nullptr) return number(turn, 0, 0) >= p.rows * pieces;
+        for (int i = 0; i < GROUPS * BLOCKS; ++i)
+            if (piece(turn, i / BLOCKS, i % BLOCKS).works()) return false;
+        return true;
+    }
+    // The first turn with work, from `turn` on.
+    __device__ __forceinline__ int working(int turn) const {
+        while (turn < turns && idle(turn)) ++turn;
+        return turn;
+    }
+};
+
+__device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t parity) {
+    for (int tries = 0; !arrived(barrier, parity); ++tries)
+        if (tries == PATIENCE) __trap();
+}
+
+// The way of one thread through the ring.
+struct Place {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    __device__ __forceinline__ void next(int stages) {
+        if (++stage == stages) stage = 0, parity ^= 1;
+    }
+};
+
+// Of a pair, each block brings half of a chunk to both, once the stage is free in both.
+template <int BLOCKS>
+__device__ __forceinline__ void stream_weights(const Plan<BLOCKS>& plan, Shared& s) {
+    constexpr int PART = CHUNK / BLOCKS;
+    Place place;
+    const char* from = plan.p.weights + plan.rank * PART;
+    for (int turn = plan.working(0); turn < plan.turns; turn = plan.working(turn + 1))
+#pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            unsigned long long* const full = &s.full[place.stage];
+            char* const to = s.ring() + place.stage * CHUNK + plan.rank * PART;
+            wait_for(&s.empty[place.stage], place.parity ^ 1);
+            arrive_expecting(full, CHUNK);
+            if (BLOCKS == 2) bulk_copy_to_pair(to, from + chunk * CHUNK, PART, full);
+            else bulk_copy(to, from + chunk * CHUNK, PART, full);
+            place.next(plan.stages);
+        }
+}
+
+template <int BLOCKS>
+struct Worker {
+    const Plan<BLOCKS>& plan;
+    const Args& p;
+    Shared& s;
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    char* const mine;  // this warpgroup's activations
+    Place place;
+    int held = -1;  // the stage whose products may be under way
+
+    __device__ Worker(const Plan<BLOCKS>& all, Shared& shared)
+        : plan(all), p(all.p), s(shared), mine(s.ring() + plan.stages * CHUNK + group * SLABS * plan.slab * 16) {}
+
+    __device__ __forceinline__ void sync() const { sync_some(1 + group, 128); }
+
+    // Starts the copies of a piece's activations; what lies outside of its row is zero.
+    __device__ __forceinline__ void bring(const Piece& piece) const {
+        if (!piece.works()) return;
+        const int first = p.lead + piece.start - plan.reach, end = p.lead + p.steps, count = STEPS + plan.reach;
+        const bf16* from = p.a + piece.row * (p.lead + p.steps) * CHANNELS;
+        int step = thread / SLABS, part = thread % SLABS;
+        for (; step < count; step += 128 / SLABS, part += 128 % SLABS) {
+            if (part >= SLABS) {
+                part -= SLABS;
+                if (++step >= count) break;
+            }
+            const int at = first + step;
+            const bool inside = at >= 0 && at < end;
+            copy16_or_zeros(mine + (part * plan.slab + step) * 16, inside ? from + static_cast<long long>(at) * CHANNELS + part * 8 : p.a, inside);
+        }
+        copies_commit();
+    }
+
+    // A stage's weights are here.
+    __device__ __forceinline__ Matrix receive(int slab_bytes) {
+        wait_for(&s.full[place.stage], place.parity);
+        return matrix_at(s.ring() + place.stage * CHUNK, slab_bytes, 128);
+    }
+    // The products of the stage before this one are over, those of this one under way.
+    __device__ __forceinline__ void pass() {
+        products_commit();
+        products_wait<1>();
+        release();
+        held = place.stage;
+        place.next(plan.stages);
+    }
+    __device__ __forceinline__ void release() {
+        if (held >= 0 && lane < BLOCKS) {
+            if (BLOCKS == 2) arrive_at(&s.empty[held], lane);
+            else arrive(&s.empty[held]);
+        }
+        held = -1;
+    }
+
+    __device__ __forceinline__ void first_product(float (&total)[96]) {
+#pragma unroll 1
+        for (int tap = 0; tap < TAPS; ++tap) {
+            Matrix a = matrix_at(mine + tap * p.dilation * 16, plan.slab * 16, 128);
+#pragma unroll 1
+            for (int chunk = 0; chunk < TAP_CHUNKS; ++chunk) {
+                const Matrix b = receive(CHANNELS * 16);
+                products_begin();
+                multiply(total, a, b, true);
+                multiply(total, moved(a, 32 * plan.slab), moved(b, 32 * CHANNELS), true);
+                pass();
+                a = moved(a, 64 * plan.slab);
+            }
+        }
+        products_wait<0>();
+                release();
+    }
+
+    // The first snake of the sums: the left factor of the second product, as its instructions want it.
+    __device__ __forceinline__ void activate(const float (&total)[96], uint32_t (&hidden)[48]) const {
+#pragma unroll
+        for (int n = 0; n < SLABS; ++n) {
+            const float2 bias = pair(BIAS1, n), frequency = pair(FREQUENCY1, n), gain = pair(GAIN1, n);
+#pragma unroll
+            for (int row = 0; row < 2; ++row)
+                hidden[n * 2 + row] = narrow(snake(total[n * 4 + row * 2] + bias.x, frequency.x, gain.x),
+                                             snake(total[n * 4 + row * 2 + 1] + bias.y, frequency.y, gain.y));
+        }
+    }
+    __device__ __forceinline__ float2 pair(Parameter which, int n) const {
+        return *reinterpret_cast<const float2*>(&s.parameters[which][n * 8 + q * 2]);
+    }
+    __device__ __forceinline__ float snake(float v, float frequency, float gain) const {
+        const float wave = fast_sine(v * frequency);
+        return v + gain * wave * wave;
+    }
+
+    __device__ __forceinline__ void second_product(float (&total)[48], const uint32_t (&hidden)[48]) {
+#pragma unroll
+        for (int chunk = 0; chunk < HALF_CHUNKS; ++chunk) {
+            const Matrix b = receive(HALF * 16);
+            products_begin();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int at = (chunk * 4 + i) * 4;
+                multiply(total, reinterpret_cast<const uint32_t(&)[4]>(hidden[at]), moved(b, i * 32 * HALF), chunk + i > 0);
+            }
+            pass();
+        }
+    }
+
+    // The packed weights leave each thread 8 neighbouring channels of every 32: `at` is the first of those.
+    __device__ __forceinline__ void deliver(float (&total)[48], const uint4 (&residual)[6], const Piece& piece, int half) const {
+        const bool kept[2] = {step_of(piece, 0) < piece.end, step_of(piece, 1) < piece.end};
+#pragma unroll
+        for (int part = 0; part < 3; ++part) {
+            const int at = half * HALF + part * 32 + q * 8;
+            float parameters[8], v[2][8];
+            read(BIAS2, at, parameters);
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                const uint4 pairs = residual[part * 2 + row];
+                const float2 before[4] = {widen(pairs.x), widen(pairs.y), widen(pairs.z), widen(pairs.w)};
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    v[row][i] = total[part * 16 + i / 2 * 4 + row * 2 + i % 2] + parameters[i] + (i % 2 == 0 ? before[i / 2].x : before[i / 2].y);
+                if (p.raw != nullptr && there(piece, row))
+                    *reinterpret_cast<uint4*>(p.raw + (piece.row * p.steps + step_of(piece, row)) * CHANNELS + at) = narrowed(v[row]);
+            }
+            if (p.active == nullptr) continue;
+            float gains[8];
+            read(FREQUENCY2, at, parameters), read(GAIN2, at, gains);
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+#pragma unroll
+                for (int i = 0; i < 8; ++i) v[row][i] = snake(v[row][i], parameters[i], gains[i]);
+                const uint4 out = kept[row] ? narrowed(v[row]) : make_uint4(0, 0, 0, 0);
+                if (there(piece, row))
+                    *reinterpret_cast<uint4*>(p.active + piece.row * p.active_stride + step_of(piece, row) * CHANNELS + at) = out;
+            }
+        }
+    }
+    __device__ __forceinline__ void read(Parameter which, int at, float (&eight)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float4 four = *reinterpret_cast<const float4*>(&s.parameters[which][at + i * 4]);
+            eight[i * 4] = four.x, eight[i * 4 + 1] = four.y, eight[i * 4 + 2] = four.z, eight[i * 4 + 3] = four.w;
+        }
+    }
+    __device__ __forceinline__ bool there(const Piece& piece, int row) const { return piece.there && step_of(piece, row) < p.steps; }
+    __device__ __forceinline__ int step_of(const Piece& piece, int row) const { return piece.start + thread / 32 * 16 + row * 8 + g; }
+    __device__ __forceinline__ uint4 narrowed(const float (&v)[8]) const {
+        return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
+    }
+    __device__ __forceinline__ void read_residual(uint4 (&residual)[6], const Piece& piece, int half) const {
+#pragma unroll
+        for (int i = 0; i < 6; ++i) {
+            const long long step = piece.row * p.steps + step_of(piece, i % 2);
+            residual[i] = make_uint4(0, 0, 0, 0);
+            if (there(piece, i % 2)) residual[i] = load16(p.residual + step * CHANNELS + half * HALF + i / 2 * 32 + q * 8);
+        }
+    }
+
+    __device__ __forceinline__ void finish(const uint32_t (&hidden)[48], const Piece& piece) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float total[48];
+            uint4 residual[6];
+            second_product(total, hidden);
+            read_residual(residual, piece, half);
+            products_wait<0>();
+                        release();
+            deliver(total, residual, piece, half);
+        }
+    }
+
+    // Zeros for the pieces that have no products.
+    __device__ __forceinline__ void clear() const {
+        if (p.ends == nullptr || p.active == nullptr) return;
+        for (int turn = 0; turn < plan.turns; ++turn) {
+            const Piece piece = plan.mine(turn, group);
+            if (piece.works() || !piece.there) continue;
+            bf16* to = p.active + piece.row * p.active_stride + piece.start * CHANNELS;
+            for (int i = thread; i < min(STEPS, p.steps - piece.start) * SLABS; i += 128)
+                *reinterpret_cast<uint4*>(to + i * 8) = make_uint4(0, 0, 0, 0);
+        }
+    }
+    // Lets the weights of a turn pass that is for others.
+    __device__ __forceinline__ void skip() {
+#pragma unroll 1
+        for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            wait_for(&s.full[place.stage], place.parity);
+            __syncwarp();  // no lane is left behind when the stage is filled again
+            held = place.stage;
+            release();
+            place.next(plan.stages);
+        }
+    }
+
+    __device__ __forceinline__ void run() {
+        clear();
+        int turn = plan.working(0);
+        Piece piece = plan.mine(turn, group);
+        bring(piece);
+        while (turn < plan.turns) {
+            turn = plan.working(turn + 1);
+            const Piece next = plan.mine(turn, group);
+            if (piece.works()) {
+                copies_wait();
+                writes_to_products();
+                sync();
+                float total[96] = {};
+                uint32_t hidden[48];
+                first_product(total);
+                sync();
+                bring(next);
+                activate(total, hidden);
+                finish(hidden, piece);
+            } else {
+                skip();
+                bring(next);
+            }
+            piece = next;
+        }
+    }
+};
+
+template <int BLOCKS>
+__device__ __forceinline__ void prepare(const Args& p, Shared& s) {
+#pragma unroll
+    for (int i = 0; i < 6; ++i)
+        if (threadIdx.x < CHANNELS && p.parameters[i] != nullptr) s.parameters[i][threadIdx.x] = p.parameters[i][threadIdx.x];
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < MOST_STAGES; ++i) arrivals_init(&s.full[i], 1), arrivals_init(&s.empty[i], BLOCKS * WORKERS / 32);
+        arrivals_visible();
+    }
+    if (BLOCKS == 2) sync_pair();
+    else __syncthreads();
+}
+
+template <int BLOCKS>
+__device__ __forceinline__ void run_unit(const Args& p) {
+    Shared& s = *reinterpret_cast<Shared*>(dynamic_shared());
+    const Plan<BLOCKS> plan(p);
+    prepare<BLOCKS>(p, s);
+    if (threadIdx.x >= WORKERS) {
+        give_registers<32>();
+        if (threadIdx.x == WORKERS) stream_weights(plan, s);
+    } else {
+        take_registers<160>();
+        Worker<BLOCKS>(plan, s).run();
+    }
+    if (BLOCKS == 2) sync_pair();  // until then the other block writes here
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_wide(const Args p) { run_unit<1>(p); }
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) codec_unit_wide_pair(const Args p) { run_unit<2>(p); }
