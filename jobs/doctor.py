@@ -20,7 +20,7 @@ from pathlib import Path
 
 from jobs.formatting import redact
 from jobs.ledger.states import QUARANTINED, UP
-from jobs.settings import Settings, load_settings
+from jobs.settings import PREFIX, Settings, load_settings
 from kernels import binaries, toolchain
 from pipelines.errors import ConfigError, NightjarError, ServiceError
 
@@ -57,8 +57,8 @@ def examine(home: str | None = None) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("settings", Health.FAIL, error.message, error.advice)
         return
-    yield Finding("settings", Health.OK, "all settings can be used")
     checks: tuple[tuple[str, Callable[[Settings], Finding]], ...] = (
+        ("settings", _settings),
         ("ledger", _ledger),
         ("workers", _workers),
         ("broker", _broker),
@@ -217,6 +217,10 @@ def _meters(_settings: Settings) -> Finding:
     return Finding("meters", Health.WARN, message, f"Only `--qa strict` needs them all. {lack.advice}")
 
 
+def _settings(settings: Settings) -> Finding:
+    return _verdict("settings", judge_settings(settings, look()))
+
+
 def _gpu(_settings: Settings) -> Finding:
     return _verdict("gpu", judge_gpu(look()))
 
@@ -274,6 +278,20 @@ def look() -> Machine:
     torch = _installed("torch")
     cuda, names = _ask_torch() if torch else (None, ())
     return Machine(devices, _driver(), torch, cuda, names, _installed("triton"), _cuda_kernels(), toolchain.c_compiler())
+
+
+#: Of `engine`: what the engine native refuses without a GPU.
+_NEEDS_GPU = {"executor": ("graph", "megakernel"), "prefill": ("packed",)}
+
+
+def judge_settings(settings: Settings, machine: Machine) -> Verdict:
+    """Whether models can be opened here with the settings of the engine."""
+    chosen = {name: getattr(settings.engine, name) for name in _NEEDS_GPU}
+    refused = [f"{PREFIX}ENGINE__{name.upper()}={value}" for name, value in chosen.items() if value in _NEEDS_GPU[name]]
+    if machine.devices or not refused:
+        return "all settings can be used", ""
+    said = f"There is no GPU here: with {' and '.join(refused)} no model of the engine native can be opened."
+    return said, f"Unset {'them' if len(refused) > 1 else 'it'} on this machine."
 
 
 def judge_gpu(machine: Machine) -> Verdict:

@@ -1,13 +1,19 @@
-"""What `nightjar doctor` says of GPUs, compilers and the package that shares its name with ours."""
+"""What `nightjar doctor` says of GPUs, the settings that need one, compilers and the package that shares its name with ours."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+import torch
 
-from jobs.doctor import Machine, judge_compilers, judge_gpu, judge_kernels
+from jobs.doctor import _NEEDS_GPU, Machine, judge_compilers, judge_gpu, judge_kernels, judge_settings  # pyright: ignore[reportPrivateUsage]
+from jobs.settings import Settings
+from jobs.settings_groups import EngineSettings
+from pipelines.engine.opening import check_executor
+from pipelines.errors import ConfigError
 
 WHOLE = Machine(1, "580.159.04", "2.13.0", "13.0", ("NVIDIA H200",), "3.7.1", "prebuilt", "/usr/bin/gcc")
 
@@ -19,6 +25,35 @@ def test_a_whole_machine_needs_no_advice() -> None:
 
 def test_a_machine_without_gpus_needs_none_of_it() -> None:
     assert judge_gpu(Machine(0))[1] == judge_compilers(Machine(0))[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"executor": "megakernel"}, ["SPEECH_ENGINE__EXECUTOR=megakernel"]),
+        ({"executor": "graph", "prefill": "packed"}, ["SPEECH_ENGINE__EXECUTOR=graph", "SPEECH_ENGINE__PREFILL=packed"]),
+        ({"kind": "native", "executor": "eager", "prefill": "padded", "reproducible": True, "codec_rows": 256}, []),
+    ],
+)
+def test_settings_that_need_a_gpu_are_told_where_there_is_none(given: dict[str, Any], named: list[str]) -> None:
+    settings = Settings(engine=EngineSettings(**given))
+    said, advice = judge_settings(settings, Machine(0))
+    assert [name for name in named if name not in said] == []
+    assert bool(advice) == bool(named)
+    assert judge_settings(settings, WHOLE) == ("all settings can be used", "")
+
+
+def test_the_engine_refuses_what_the_doctor_says_it_does() -> None:
+    """And nothing else: all values of these two settings are tried."""
+    for name, wanted in _NEEDS_GPU.items():
+        for value in get_args(EngineSettings.model_fields[name].annotation):
+            given: dict[str, Any] = {"kind" if name == "executor" else name: value}
+            refused = False
+            try:
+                check_executor(torch.device("cpu"), **{"kind": "auto", "reproducible": False, **given})
+            except ConfigError:
+                refused = True
+            assert refused == (value in wanted), (name, value)
 
 
 @pytest.mark.parametrize(
