@@ -36,7 +36,6 @@ from kernels.lm_persistent import GAP, Predictor, PredictorRun, Trial
 from kernels.lm_persistent_talker import PersistentFrame, Talker
 from kernels.reference import run_frame
 from kernels.sampler import DrawFlags
-from pipelines.engine import opening
 from pipelines.registry import open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
 
@@ -230,11 +229,8 @@ def speak(bench: Bench, executors: list[str], utterances: int) -> None:
         write_checkpoint(folder, size, bench.device, [_TEXT], long)
         pipelines: dict[str, Pipeline] = {}
         for name in executors:
-            opening.PERSISTENT_TALKER = name == "whole"
-            executor = "megakernel" if name == "whole" else name
             device = str(bench.device)
-            pipelines[name] = open_pipeline(str(folder), executor=executor, device=device, slots=1, max_context=1024, keep_unfinished=True)
-        opening.PERSISTENT_TALKER = False
+            pipelines[name] = open_pipeline(str(folder), executor=name, device=device, slots=1, max_context=1024, keep_unfinished=True)
         found: dict[tuple[str, float], list[tuple[float, float]]] = {}
         for turn in range(-2, utterances):  # the first two make whatever was not made yet
             for seconds in (long, short):
@@ -255,9 +251,7 @@ def main() -> int:
     made.add_argument("--frames", type=int, default=100_000, help="launches of the soak for each number of rows")
     made.add_argument("--delay", type=int, default=16, help="naps of 100 ns of a block that stumbles, at most")
     made.add_argument("--gaps", type=numbers, default=[GAP, 900, 1000, 1200, 1300, 1400], help="clocks between two copies")
-    made.add_argument(
-        "--executors", default="graph,megakernel,whole", help="those of `rtf`; `whole`: `megakernel`, the talker's layers too"
-    )
+    made.add_argument("--executors", default="graph,megakernel", help="those of `rtf`")
     made.add_argument("--kinds", default="predictor,whole")
     made.add_argument("--speech-gap", type=int, default=GAP, help="clocks between two copies in `rtf`")
     made.add_argument("--utterances", type=int, default=11, help="utterances of `rtf` for each executor and length")

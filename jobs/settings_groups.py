@@ -114,8 +114,8 @@ class EngineSettings(SettingsGroup):
     executor: Literal["auto", "eager", "graph", "megakernel"] = Field(
         default="auto",
         description="How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower. `auto`: the best. "
-        "`megakernel`: as `graph`, and one persistent kernel for one or two Qwen3-TTS utterances at a time: on an H200 a frame of one "
-        "takes 1.6 instead of 2.0 ms; on GPUs of compute capability 9.0, and not for `reproducible`.",
+        "`megakernel`: as `graph`, and persistent kernels for one or two Qwen3-TTS utterances at a time: on an H200 a frame of one at 0.6B "
+        "takes 1.5 instead of 2.0 ms; not for `reproducible`. `auto` has them on GPUs of compute capability 9.0.",
     )
 
     voice_cache: Path | None = Field(

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 SOURCES = Path(__file__).parent / "cuda"
 #: The files of `kernels/cuda` that every frame of graphs needs, by name; and those that a wheel brings.
 NAMES = ("skinny", "predictor_attention", "sampler")
-SHIPPED = (*NAMES, "persistent")
+SHIPPED = (*NAMES, "persistent", "persistent_talker")
 #: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer GPU makes its own.
 SHIPPED_TARGETS = ("sm_90a", "compute_90")
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)

@@ -30,8 +30,6 @@ FAILED = 4
 PATIENCE = 1 << 22
 #: Clocks between two copies of a block's weight stream; measured best (benchmarks/NOTES.md).
 GAP = 1100
-#: The compute capability of the GPU that `GAP` and the times of benchmarks/NOTES.md are from.
-_MEASURED_ON = (9, 0)
 _FAULT = 1
 #: What the word of a fault names, as `Wait` of kernels/cuda/persistent_shape.cuh says.
 _KERNELS = ("predictor", "talker")
@@ -89,15 +87,6 @@ def known(weights: FrameTensors) -> bool:
     depth = weights.depth
     plain = known_to_cuda(weights) and weights.backbone.hidden % 8 == 0
     return plain and depth is not None and cut_of(depth) is not None and weights.head.dtype == torch.bfloat16
-
-
-def fits(weights: FrameTensors, device: torch.device) -> bool:
-    """Whether frames of these weights are faster with the persistent kernel on this device: one of the kind that it was measured on."""
-    if not known(weights) or torch.cuda.get_device_capability(device) != _MEASURED_ON:
-        return False
-    assert weights.depth is not None
-    cut = cut_of(weights.depth)
-    return cut is not None and torch.cuda.get_device_properties(device).multi_processor_count >= cut.blocks
 
 
 def _tiles(weight: Tensor, cut: Cut, halves: int = 1) -> Tensor:

@@ -21,6 +21,8 @@ class Cut:
         return 32 * (self.warps + 1)
 
 
+#: The compute capability of the GPU that the pace of the weights' copies and the times of benchmarks/NOTES.md are from.
+MEASURED_ON = (9, 0)
 #: By width, inner width, heads, kv heads, size of a head, codes, layers, codebooks behind code 0. Those of 0.6B and 1.7B are alike.
 PREDICTORS: dict[tuple[int, ...], Cut] = {(1024, 3072, 16, 8, 128, 2048, 5, 15): Cut("persistent_published", 128, 8, 4, 232_448)}
 #: By width, inner width, heads, kv heads, size of a head.

@@ -12,7 +12,6 @@ from kernels.lm_persistent import FAILED, ROWS, Predictor, PredictorRun, known
 from kernels.lm_persistent_talker import PersistentFrame, Talker
 from kernels.lm_persistent_talker import known as known_talker
 from kernels.toolchain import first_line
-from pipelines.engine import opening
 from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames
 from pipelines.engine.graph import GraphExecutor
 
@@ -74,8 +73,9 @@ class MegakernelExecutor(GraphExecutor):
         if bucket not in ROWS or not self._has_kernel():
             return super()._new_frame(bucket)
         if self._predictor is None:
-            self._predictor = Predictor(self._tensors)  # the weights as the kernel reads them
-            self._talker = Talker(self._tensors) if opening.PERSISTENT_TALKER and known_talker(self._tensors) else None
+            # The weights as the kernels read them. Both or none: a talker that finds no memory leaves no half of them.
+            talker = Talker(self._tensors) if known_talker(self._tensors) else None
+            self._predictor, self._talker = Predictor(self._tensors), talker
         plan = plan_for(bucket, self._tensors.backbone.hidden)
         return PersistentFrame(PredictorRun(self._predictor, bucket), self.state.tensors(), self.kv.k, self.kv.v, plan, self._talker)
 

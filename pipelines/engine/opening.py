@@ -12,6 +12,7 @@ import torch
 
 from kernels.cuda_graphs import lacks_memory
 from kernels.frame import Heads, fused_fault
+from kernels.persistent_cuts import MEASURED_ON, PREDICTORS
 from kernels.registry import on_device
 from kernels.toolchain import TRITON_ADVICE, first_line, triton_fault
 from pipelines.engine.buckets import BUCKETS, Prefill
@@ -30,10 +31,6 @@ log = logging.getLogger(__name__)
 
 #: Executors that can be asked for.
 ExecutorKind = Literal["auto", "eager", "graph", "megakernel"]
-#: Whether "auto" is `megakernel` where that has its kernel (`kernels.lm_persistent.fits`): not before the whole way was measured better.
-PERSISTENT_BY_ITSELF = False
-#: Whether `megakernel` runs the talker's layers in a persistent kernel too. Not measured yet.
-PERSISTENT_TALKER = False
 _CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
 _DEFAULTS = EngineOptions()
 #: Positions below which no prompt has room for a second of speech.
@@ -198,7 +195,8 @@ def open_executor(
     reproducible: bool = False,
     streams: int = 0,
 ) -> FrameExecutor:
-    """The executor of a model; "auto" means graphs on a CUDA device, else eager; see `PERSISTENT_BY_ITSELF`.
+    """The executor of a model; "auto" means graphs on a CUDA device, persistent kernels of one and two rows
+    included where they were measured (`may_be_persistent`), else eager.
 
     The first graphs are captured before this returns; all of them where it is made for `streams`, whose frames go first on the device.
     Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
@@ -232,7 +230,7 @@ def _open_graphs(
     if fault is not None:
         return None, fault
     try:
-        persistent = may_be_persistent(kind, reproducible) and (kind == "megakernel" or _persistent_fits(model))
+        persistent = may_be_persistent(kind, reproducible, model.device) and (kind == "megakernel" or _has_persistent_kernels(model))
         executor = graph_executor(
             model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context,
             reproducible, streams, persistent=persistent, prefill=sizes.prefill, spare_slots=sizes.spare_slots,
@@ -246,15 +244,19 @@ def _open_graphs(
     return executor, None
 
 
-def may_be_persistent(kind: ExecutorKind, reproducible: bool) -> bool:
-    """Whether a model may have the persistent kernels: somebody asked for them, or nobody for anything else."""
-    return kind == "megakernel" or (PERSISTENT_BY_ITSELF and kind == "auto" and not reproducible)
+def may_be_persistent(kind: ExecutorKind, reproducible: bool, device: torch.device) -> bool:
+    """Whether a model may have the persistent kernels: they are asked for, or nothing is and they were measured on such a device."""
+    if kind != "auto" or reproducible or device.type != "cuda":
+        return kind == "megakernel"
+    blocks = max(cut.blocks for cut in PREDICTORS.values())
+    measured = torch.cuda.get_device_capability(device) == MEASURED_ON
+    return measured and torch.cuda.get_device_properties(device).multi_processor_count >= blocks
 
 
-def _persistent_fits(model: FrameModel) -> bool:
-    from kernels.lm_persistent import fits
+def _has_persistent_kernels(model: FrameModel) -> bool:
+    from kernels.lm_persistent import known
 
-    return fits(model.tensors, model.device)
+    return known(model.tensors)
 
 
 def graph_executor(

@@ -14,7 +14,6 @@ from kernels.persistent_cuts import PREDICTORS, TALKERS
 from kernels.registry import on_device
 from pipelines.codec.decoder import CodecState
 from pipelines.codec.stage import CodecStage
-from pipelines.engine import opening
 from pipelines.engine.buckets import Prefill
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.memory import MemoryNeeds
@@ -118,7 +117,7 @@ def packed_needs(config: Qwen3TTSConfig, dtype: torch.dtype) -> int:
     if dtype != torch.bfloat16 or (*sizes(predictor), predictor.vocab, predictor.layers, behind) not in PREDICTORS:
         return 0
     values = layers(predictor) + behind * predictor.vocab * predictor.hidden
-    if opening.PERSISTENT_TALKER and sizes(talker) in TALKERS:
+    if sizes(talker) in TALKERS:
         values += layers(talker)
     return values * dtype.itemsize
 

@@ -318,7 +318,7 @@ def _sizes(
         decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
         graphs, state = stream_needs(decoder, codec_dtype) if options.streams else (0, 0)
         steps = utterance_needs(decoder, codec_dtype, options.codec_rows)
-        steps += packed_needs(config, dtype) if may_be_persistent(options.executor, options.reproducible) else 0
+        steps += packed_needs(config, dtype) if may_be_persistent(options.executor, options.reproducible, device) else 0
     return engine_options(
         config,
         device,

@@ -72,6 +72,7 @@ def test_norm_rope_append(dtype: torch.dtype, heads: int, kv_heads: int, head_di
     for mine, theirs, real in ((out, plain, wide), (found[0], wanted[0], exact[0])):
         if dtype == torch.float32:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+            continue
         # The interpreter cuts bfloat16 off where the hardware rounds.
         assert float((mine.float() - real).norm()) <= (4.5 if INTERPRETED else 1.2) * float((theirs.float() - real).norm()) + 1e-4
 

@@ -11,11 +11,12 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from kernels import lm_persistent_talker
 from kernels.dummy import Maker
 from kernels.lm_frame import FusedFrame
 from kernels.lm_persistent import FAILED
 from kernels.lm_persistent_talker import PersistentFrame
-from pipelines.engine import megakernel, opening
+from pipelines.engine import megakernel
 from pipelines.engine.buckets import Buckets
 from pipelines.engine.executor import FrameCodes, FrameSettings
 from pipelines.engine.graph import GraphExecutor
@@ -71,11 +72,12 @@ def test_one_and_two_rows_have_the_persistent_kernel_and_share_its_weights() -> 
     assert one.behind.control is not two.behind.control
 
 
-def test_the_talkers_layers_have_a_persistent_kernel_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = Unmade()
-    executor._capture(1)
-    assert executor._frames[1].talker is None  # type: ignore[attr-defined]
-    monkeypatch.setattr(opening, "PERSISTENT_TALKER", True)
+def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(lm_persistent_talker, "TALKERS", {})
+        executor = Unmade()
+        executor._capture(1)
+        assert executor._frames[1].talker is None  # type: ignore[attr-defined]
     executor = Unmade()
     kinds(executor)
     one, two = (executor._frames[bucket].talker for bucket in (1, 2))  # type: ignore[attr-defined]

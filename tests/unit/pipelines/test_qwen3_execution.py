@@ -50,6 +50,7 @@ def gpu_model(model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> Qwen3TTS
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     monkeypatch.setattr(model, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     monkeypatch.setattr(opening, "EagerExecutor", lambda *sizes: ("eager", *sizes))
     return model
 
@@ -191,21 +192,6 @@ def test_the_reproducible_mode_has_no_megakernel() -> None:
     assert "SPEECH_ENGINE__REPRODUCIBLE" in caught.value.advice
 
 
-def test_only_who_asks_for_the_megakernel_gets_it(gpu_model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    def opened(*_sizes: object, persistent: bool, **_modes: object) -> None:
-        asked.append(persistent)
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(opening, "triton_fault", lambda: None)
-    monkeypatch.setattr(opening, "graph_executor", opened)
-    for kind in ("auto", "graph", "megakernel"):
-        with pytest.raises(torch.OutOfMemoryError):
-            open_executor(gpu_model, SIZES, kind)
-    assert asked == [False, False, True]
-
-
 @pytest.mark.parametrize(("capability", "blocks", "fits"), [((9, 0), 132, True), ((9, 0), 114, False), ((10, 0), 148, False)])
 def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
     gpu_model: Qwen3TTSModel, capability: tuple[int, int], blocks: int, fits: bool, monkeypatch: pytest.MonkeyPatch
@@ -218,9 +204,7 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
 
     monkeypatch.setattr(opening, "triton_fault", lambda: None)
     monkeypatch.setattr(opening, "graph_executor", opened)
-    monkeypatch.setattr(opening, "PERSISTENT_BY_ITSELF", True)
     monkeypatch.setattr(lm_persistent, "known", lambda _: True)
-    monkeypatch.setattr(lm_persistent, "cut_of", lambda _: next(iter(lm_persistent.PREDICTORS.values())))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=blocks))
     for kind, reproducible in (("auto", False), ("auto", True), ("graph", False), ("megakernel", False)):
@@ -234,10 +218,7 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
 
 
 @pytest.mark.parametrize("size", ["0b6", "1b7"])
-@pytest.mark.parametrize("talker", [False, True])
-def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have_a_kernel(
-    size: str, talker: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have_a_kernel(size: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published_config(size)))
     config = Qwen3TTSConfig.from_folder(tmp_path)
     predictor = config.predictor
@@ -258,12 +239,6 @@ def test_packed_weights_are_in_the_memory_plan_and_the_published_predictors_have
         return lm_persistent.packed_layers(StackTensors(layers, norm, table, stack.heads, stack.kv_heads, 0, 1), cut).numel()
 
     heads = (config.codebooks - 1) * predictor.vocab * predictor.hidden
-    monkeypatch.setattr(opening, "PERSISTENT_TALKER", talker)
-    assert packed_needs(config, torch.bfloat16) == 2 * (
-        packed(predictor) + heads + (packed(config.talker) if talker and size == "0b6" else 0)
-    )
+    talker = packed(config.talker) if size == "0b6" else 0
+    assert packed_needs(config, torch.bfloat16) == 2 * (packed(predictor) + heads + talker)
     assert packed_needs(config, torch.float32) == 0
-    for by_itself in (False, True):
-        monkeypatch.setattr(opening, "PERSISTENT_BY_ITSELF", by_itself)
-        asked = [opening.may_be_persistent(kind, False) for kind in ("auto", "graph", "megakernel")]
-        assert asked == [by_itself, False, True]
