@@ -4,8 +4,8 @@
 
 `check` compares with the twin in float32 (`error`: a kernel's relative RMS error over the twin's own in bfloat16; `unlike`: values that are
 not those of Triton's kernel, bit by bit) and launches twice; `times` measures whole utterances, in us per frame of the codec; `sizes`
-small batches as graphs; `without` the CUDA kernel of 96 channels with one part left out, so its results are wrong. Random weights and
-activations. The result is written as JSON.
+small batches as graphs; `without` kernels in CUDA C++ with one part left out, so their results are wrong. Random weights and activations.
+The result is written as JSON.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from torch import Tensor
 
 from benchmarks.gpu import Bench, event_us, graph_us, numbers, parser
 from kernels import binaries, codec_cuda, codec_ops, codec_unit_wide, toolchain
+from kernels.codec_cuda import Cut
+from kernels.codec_unit_wide import WideCut
 from kernels.cuda_driver import Module
 
 DILATIONS = (1, 3, 9)
@@ -41,15 +43,36 @@ STEPS = {96: 1920, 192: 640}
 #: Rows and frames of small batches.
 SIZES = ((1, 1), (1, 16), (8, 4), (32, 4), (256, 16))
 #: What `without` leaves out, as edits of the source.
-LEFT_OUT = {
-    "the sine": {"const float sine = fast_sine(x * frequency);": "const float sine = x * frequency;"},
-    "six taps": {"tap < TAPS; ++tap": "tap < 1; ++tap"},
-    "copies": {"for (int i = thread / 4; i < K::TILE + reach; i += 32)": "for (int i = 0; i < 0; ++i)"},
-    "the residual": {"        read_residual(tiles);  //": "        for (auto& half : before) half[0] = half[1] = half[2] = uint4{}; //"},
-    "the last snake and stores": {
-        "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw"
+LEFT_OUT: dict[int, dict[str, dict[str, str]]] = {
+    96: {
+        "the sine": {"const float sine = fast_sine(x * frequency);": "const float sine = x * frequency;"},
+        "six taps": {"tap < TAPS; ++tap": "tap < 1; ++tap"},
+        "copies": {"for (int i = thread / 4; i < K::TILE + reach; i += 32)": "for (int i = 0; i < 0; ++i)"},
+        "the residual": {
+            "        read_residual(tiles);  //": "        for (auto& half : before) half[0] = half[1] = half[2] = uint4{}; //"
+        },
+        "the last snake and stores": {
+            "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw"
+        },
+        "the fence": {"        writes_to_products();\n": ""},
     },
-    "the fence": {"        writes_to_products();\n": ""},
+    192: {
+        "the sine": {"const float wave = fast_sine(v * frequency);": "const float wave = v * frequency;"},
+        "the weights' copies": {
+            "arrive_expecting(full, CHUNK);": "arrive(full);",
+            "if (BLOCKS == 2) bulk_copy_to_pair(to, from + chunk * CHUNK, PART, full);": "",
+            "else bulk_copy(to, from + chunk * CHUNK, PART, full);": "",
+        },
+        "the first product": {
+            "                multiply(total, a, b, true);\n": "",
+            "                multiply(total, moved(a, 32 * plan.slab), moved(b, 32 * CHANNELS), true);\n": "",
+        },
+        "copies": {"        if (!piece.works()) return;\n        const int first": "        return;\n        const int first"},
+        "the residual and stores": {
+            "return piece.there && step_of(piece, row) < p.steps;": "return piece.there && step_of(piece, row) == 1 << 30;"
+        },
+        "the fence": {"                writes_to_products();\n": ""},
+    },
 }
 
 #: After which a part of one kernel, of a second on a GPU, is given up.
@@ -165,42 +188,44 @@ def sizes(bench: Bench, channels: int, name: str) -> None:
     bench.add({"part": "sizes", "channels": channels, "kernel": name, **found})
 
 
-def reduced(text: str, cut: codec_cuda.Cut, edits: dict[str, str]) -> str:
-    """The source with one kernel and some edits. Raises ValueError for an edit whose text does not stand there once."""
+def reduced(text: str, cut: Cut | WideCut, edits: dict[str, str]) -> str:
+    """The source with one kernel, where it has many, and some edits. Raises ValueError for an edit whose text does not stand there once."""
     for old, new in edits.items():
         if text.count(old) != 1:
             raise ValueError(f"{old!r} does not stand in the source once")
         text = text.replace(old, new)
+    if isinstance(cut, WideCut):
+        return text
     wanted = f"UNIT({cut.warpgroups}, {cut.sharing}, {cut.stages}, {int(cut.turns)})"
     return re.sub(r"^UNIT\(.*\)$", lambda found: found[0] if found[0] == wanted else "", text, flags=re.MULTILINE)
 
 
-def reduced_codes(cuts: Sequence[codec_cuda.Cut]) -> list[tuple[codec_cuda.Cut, str, bytes]]:
+def reduced_codes(cuts: Sequence[Cut | WideCut]) -> list[tuple[Cut | WideCut, str, bytes]]:
     """Machine code of each cut with each of `LEFT_OUT` left out, which it names."""
-    source = binaries.SOURCES / f"{codec_cuda.SOURCE}.cu"
-    cases = [(cut, what) for cut in cuts for what in ("nothing", *LEFT_OUT)]
+    cases = [(cut, what) for cut in cuts for what in ("nothing", *LEFT_OUT[cut.channels])]
 
-    def made(case: tuple[codec_cuda.Cut, str]) -> bytes:
+    def made(case: tuple[Cut | WideCut, str]) -> bytes:
         cut, what = case
+        source = binaries.SOURCES / f"{cut.source}.cu"
         with tempfile.TemporaryDirectory() as folder:
             edited = Path(folder) / source.name
-            edited.write_text(reduced(source.read_text(), cut, LEFT_OUT.get(what, {})))
-            return toolchain.compile_cuda(edited, binaries._headers(codec_cuda.SOURCE), "sm_90a")
+            edited.write_text(reduced(source.read_text(), cut, LEFT_OUT[cut.channels].get(what, {})))
+            return toolchain.compile_cuda(edited, binaries._headers(cut.source), "sm_90a")
 
     with ThreadPoolExecutor(8) as pool:
         return [(*case, code) for case, code in zip(cases, pool.map(made, cases))]
 
 
-def without(bench: Bench, rows: int, frames: int, codes: Sequence[tuple[codec_cuda.Cut, str, bytes]]) -> None:
-    """What the parts of the kernel cost: its time with one of them left out, us per frame of one unit of dilation 9."""
-    unit, kept = Unit(96, 9, rows, frames * STEPS[96]), codec_cuda._kernel
+def without(bench: Bench, channels: int, rows: int, frames: int, codes: Sequence[tuple[Cut | WideCut, str, bytes]]) -> None:
+    """What the parts of a kernel cost: its time with one of them left out, us per frame of one unit of dilation 9."""
+    unit, kept = Unit(channels, 9, rows, frames * STEPS[channels]), codec_cuda._kernel
     raw, active = unit.outputs()
     try:
         for cut, what, code in codes:
             kernel = Module(code, 0).kernel(cut.kernel, cut.shared_bytes)
             codec_cuda._kernel = lambda *_, kernel=kernel: kernel  # type: ignore[assignment]
             us = event_us(partial(unit.launches()[cut.kernel], raw, active)) / (rows * frames)
-            bench.add({"part": "without", "channels": 96, "kernel": cut.kernel, "left_out": what, "us_per_frame": us})
+            bench.add({"part": "without", "channels": channels, "kernel": cut.kernel, "left_out": what, "us_per_frame": us})
     finally:
         codec_cuda._kernel = kept
 
@@ -224,8 +249,8 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
     channels, name = int(options.channels), options.kernel
     signal.alarm(2 * SECONDS)
     if name == "without":
-        codes = reduced_codes([codec_cuda.CUTS[number] for number in options.cuts])
-        known = {"without": partial(without, bench, options.rows, options.frames, codes)}
+        codes = reduced_codes([KINDS[channels].CUTS[number] for number in options.cuts])
+        known = {"without": partial(without, bench, channels, options.rows, options.frames, codes)}
     else:
         bench.attempt(f"compile {name}", partial(compile_launches, channels, name))
         known = {
@@ -245,9 +270,8 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
 def measure_all(options: argparse.Namespace) -> dict[str, Any]:
     """Every kernel in a process of its own, so that one that fails leaves the others alone."""
     channels = (96, 192) if options.channels == "both" else (int(options.channels),)
-    cases = [(each, name) for each in channels for name in kernels(each)]
-    if 96 in channels and "without" in options.parts:
-        cases.append((96, "without"))
+    left_out = ["without"] if "without" in options.parts else []
+    cases = [(each, name) for each in channels for name in (*kernels(each), *left_out)]
     found: dict[str, Any] = {"rows": [], "faults": {}}
     with tempfile.TemporaryDirectory() as folder:
         running: list[tuple[str, Path, subprocess.Popen[bytes]]] = []
@@ -282,7 +306,7 @@ def main() -> int:
     made.add_argument("--parts", default="check,times,sizes,without")
     made.add_argument("--rows", type=int, default=32)
     made.add_argument("--frames", type=int, default=100)
-    made.add_argument("--cuts", type=numbers, default=[0, 1], help="cuts of `without`, as numbers of `codec_cuda.CUTS`")
+    made.add_argument("--cuts", type=numbers, default=[0, 1], help="cuts of `without`, as numbers of a width's `CUTS`")
     made.add_argument("--kernel", help=argparse.SUPPRESS)
     made.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     options = made.parse_args()
