@@ -17,7 +17,7 @@ from jobs.dialogue import clean
 from jobs.ledger.records import Reading
 from jobs.store import is_remote
 from jobs.tables import Columns, row_dialogue
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, StoreError
 
 #: Folder of a home's state for inputs that were no file.
 INPUTS = "inputs"
@@ -31,13 +31,17 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
     A record is a text, a dialogue or chat (a mapping with `messages`), a row (a mapping with a `text`, or the columns that `chosen`
     names), or an object with `id` and `text`, such as a supervision of Lhotse, or a cut with supervisions. Relative paths of audio
     start in the working directory. Raises `InputError` for a record that is none of these, with its number, and for what is no
-    collection of records.
+    collection of records, and `StoreError` (`store.forbidden`) for a folder that cannot be written.
     """
     _check_collection(records)
     folder = state_folder / INPUTS
-    folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
-    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".writing-")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=folder, prefix=".writing-")
+    except OSError as error:
+        message = f"The folder {folder} cannot be written: {error.strerror}."
+        raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a folder that you may write as `out`.") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             for line in islice(_lines(records, chosen), chosen.limit):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import msgspec
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
 from nightjar.options import plain_numbers
-from pipelines.errors import ErrorCode, InputError
+from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
 from pipelines.stored_voices import in_voice_of
@@ -26,6 +27,11 @@ from pipelines.validation import check_seed, own_voice
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+#: A setting of the engine, and what the option is called that does not have its name.
+_SETTING = re.compile(r"SPEECH_(?:ENGINE|VLLM)__([A-Z_]+)")
+_OPTIONS = {"KIND": "engine"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,11 +136,24 @@ class Voice:
 
 
 def open_model(model: str | Path = "hibari", **options: Any) -> Voice:
-    """Opens a model by its name or the folder of its checkpoint; `options` are those of its family, such as `device="cuda"`.
+    """Opens a model by its name or the folder of its checkpoint; `options` are those of its family, such as `device="cuda"`, which
+    docs/models.md lists.
 
-    Raises `ModelError`.
+    Raises `ModelError`, and `ConfigError` for an option that the model does not have or cannot run with here.
     """
-    return Voice(describe(str(model)), open_pipeline(str(model), **options))
+    try:
+        return Voice(describe(str(model)), open_pipeline(str(model), **options))
+    except NightjarError as error:
+        error.advice = _in_python(error.advice)
+        raise
+
+
+def _in_python(advice: str) -> str:
+    """The advice with options in the place of the settings that a worker or a server takes them from."""
+    named = _SETTING.sub(lambda found: f"the option `{_OPTIONS.get(found[1], found[1].lower())}`", advice)
+    if named == advice:
+        return advice
+    return named.replace("Unset ", "Leave out ").replace("unset it", "leave it out").replace("unset ", "leave out ")
 
 
 def _read(path: Path) -> bytes:

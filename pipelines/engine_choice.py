@@ -25,7 +25,7 @@ def has_gpu() -> bool:
 
 
 #: What to do where vLLM cannot draw frames of several codes.
-FRAMES_ADVICE = "Set SPEECH_ENGINE__KIND to native (in Python the option engine), or unset it."
+FRAMES_ADVICE = "Set SPEECH_ENGINE__KIND to native, or unset it."
 
 
 def check_frames_on_vllm() -> None:

@@ -20,14 +20,16 @@ T = TypeVar("T")
 _converting = threading.Lock()
 
 
-def read_options(kind: type[T], given: Mapping[str, Any]) -> T:
-    """The dataclass `kind` of options by name.
+def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
+    """The dataclass `kind` of options by name. `others`: options that a person may give too, and that are not read here.
 
     Raises `ConfigError` (`config.invalid`) for an option that it does not have, or a value that this one cannot have.
     """
     known = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     if unknown := sorted(set(given) - known):
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown option {unknown[0]!r}.", f"Options are: {', '.join(sorted(known))}.")
+        raise ConfigError(
+            ErrorCode.CONFIG_INVALID, f"Unknown option {unknown[0]!r}.", f"Options are: {', '.join(sorted({*known, *others}))}."
+        )
     try:
         with _converting:
             return msgspec.convert(dict(given), kind)

@@ -22,7 +22,7 @@ from pipelines.fish_speech.native import load_model, open_host, plan_sizes
 from pipelines.fish_speech.prompt import Conversation, Reference, Vocabulary, clean, clean_reference, groups
 from pipelines.fish_speech.weights import check_language_model
 from pipelines.nn.checkpoint import open_device, precision, type_name
-from pipelines.nn.options import NativeModelOptions, TokenModelOptions, take_engine
+from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, take_engine
 from pipelines.options import read_options
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
@@ -104,7 +104,7 @@ def open_pipeline(folder: Path, **options: Any) -> FishPipeline:
 
 
 def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
-    chosen = read_options(FishOptions, options)
+    chosen = read_options(FishOptions, options, ENGINE)
     check_frames_on_vllm()
     load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
@@ -123,7 +123,7 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> FishPipeline:
 
 
 def _open_on_native(folder: Path, options: dict[str, Any]) -> FishPipeline:
-    chosen = read_options(NativeModelOptions, options)
+    chosen = read_options(NativeModelOptions, options, ENGINE)
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)
     config = FishConfig.from_folder(folder)

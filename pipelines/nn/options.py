@@ -15,6 +15,9 @@ from pipelines.nn.checkpoint import Precision
 from pipelines.options import Count, read_options
 from pipelines.vllm_engine.options import VllmOptions
 
+#: The option that chooses the engine of a model that both can run.
+ENGINE = "engine"
+
 
 @dataclass(frozen=True, slots=True)
 class _EngineOption:
@@ -23,8 +26,8 @@ class _EngineOption:
 
 def take_engine(options: Mapping[str, Any]) -> tuple[Literal["native", "vllm"], dict[str, Any]]:
     """The engine that the option `engine` chooses where both can run a model, and the other options. Raises as `read_options`."""
-    rest = {name: value for name, value in options.items() if name != "engine"}
-    chosen = read_options(_EngineOption, {name: value for name, value in options.items() if name == "engine"}).engine
+    rest = {name: value for name, value in options.items() if name != ENGINE}
+    chosen = read_options(_EngineOption, {name: value for name, value in options.items() if name == ENGINE}).engine
     return "native" if chosen == "auto" else chosen, rest
 
 
@@ -118,7 +121,7 @@ class TokenModelOptions(ModelOptions):
         Raises `ConfigError` (`config.invalid`) for the reproducible mode.
         """
         if self.reproducible:
-            advice = "Leave SPEECH_ENGINE__REPRODUCIBLE unset for models of this engine."
+            advice = "Unset SPEECH_ENGINE__REPRODUCIBLE for models of this engine."
             raise ConfigError(ErrorCode.CONFIG_INVALID, "The engine vllm has no reproducible mode.", advice)
         return VllmOptions(
             dtype=self.dtype,

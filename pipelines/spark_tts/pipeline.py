@@ -14,7 +14,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.engine.opening import check_executor, memory_told
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, Precision, open_device, precision, require_names, type_name
-from pipelines.nn.options import NativeModelOptions, TokenModelOptions, take_engine
+from pipelines.nn.options import ENGINE, NativeModelOptions, TokenModelOptions, take_engine
 from pipelines.options import read_options
 from pipelines.request import Generation, SynthesisRequest
 from pipelines.results import FinishedCodes, Meta, SpeechPipeline, no_audio
@@ -169,7 +169,7 @@ def open_pipeline(folder: Path, **options: Any) -> SparkPipeline:
 
 
 def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
-    chosen = read_options(TokenModelOptions, options)
+    chosen = read_options(TokenModelOptions, options, ENGINE)
     _check_precision(chosen.dtype)
     load_vllm(chosen.cpu_kv_gib)
     device = open_device(chosen.device, chosen.threads)
@@ -183,7 +183,7 @@ def _open_on_vllm(folder: Path, options: dict[str, Any]) -> SparkPipeline:
 
 
 def _open_on_native(folder: Path, options: dict[str, Any]) -> SparkPipeline:
-    chosen = read_options(NativeModelOptions, options)
+    chosen = read_options(NativeModelOptions, options, ENGINE)
     _check_precision(chosen.dtype)
     device = open_device(chosen.device, chosen.threads)
     dtype = precision(chosen.dtype, device)

@@ -22,7 +22,7 @@ from nightjar.inputs import written_input
 from nightjar.job import Job
 from nightjar.options import checked_generation
 from nightjar.runs import _job_options  # pyright: ignore[reportPrivateUsage]
-from pipelines.errors import ConfigError, ErrorCode, InputError, NotFoundError
+from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, NotFoundError
 from pipelines.request import Generation
 
 COSTLY = ("torch", "vllm", "celery", "transformers", "sqlalchemy", "numpy", "datasets", "lhotse")
@@ -201,3 +201,11 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ConfigError, match=f"needs the library {name}") as caught:
             call()
         assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
+
+
+def test_a_folder_that_cannot_be_written_has_its_own_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NightjarError) as caught:
+        nightjar.run(["Good evening."], out=tmp_path / "file", quiet=True)
+    assert caught.value.code is ErrorCode.STORE_FORBIDDEN
+    assert "`out`" in caught.value.advice

@@ -309,7 +309,7 @@ class TestOpening:
         for opening in (partial(open_pipeline, str(whole()), engine="vllm"), partial(card.check_engine, "vllm")):
             with pytest.raises(ConfigError, match="Triton") as caught:
                 opening()
-            assert caught.value.advice == "Set SPEECH_ENGINE__KIND to native (in Python the option engine), or unset it."
+            assert caught.value.advice == "Set SPEECH_ENGINE__KIND to native, or unset it."
         monkeypatch.setattr(engine_choice, "entry_points", lambda **_: ["cpu"])
         card.check_engine("vllm")
 
