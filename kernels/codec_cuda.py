@@ -7,15 +7,19 @@ order of rounding of Triton's kernel, on a Hopper GPU.
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import binaries
+from kernels import binaries, codec_unit_wide, toolchain
 from kernels.codec_unit_wide import WideCut
 from kernels.cuda_driver import Kernel, Module
+
+log = logging.getLogger(__name__)
 
 SOURCE = "codec_unit"
 CHANNELS, TAPS, MAX_DILATION = 96, 7, 9
@@ -89,12 +93,42 @@ def pack(weight1: Tensor, weight2: Tensor) -> Tensor:
     return whole.view(TAPS + 1, CHANNELS // 8, 8, CHANNELS).transpose(2, 3).reshape(-1)
 
 
-def chosen(weight1: Tensor, weight2: Tensor) -> Tensor | None:
-    """The packed weights of a unit that runs on this kernel; None for any other one. weight1, weight2: as in `pack`."""
-    known = weight1.shape == (TAPS * CHANNELS, CHANNELS) and weight1.dtype == torch.bfloat16 and weight1.is_cuda
-    if CHOSEN is None or not known or torch.cuda.get_device_capability(weight1.device) != _CAPABILITY:
+def _in_force(channels: int) -> Cut | WideCut | None:
+    return {CHANNELS: CHOSEN, codec_unit_wide.CHANNELS: codec_unit_wide.CHOSEN}.get(channels)
+
+
+def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
+    """The packed weights of a unit that runs on one of these kernels; None for any other one. weight1, weight2: as in `pack`."""
+    channels, cut = len(weight2), _in_force(len(weight2))
+    known = weight1.shape == (TAPS * channels, channels) and weight1.dtype == torch.bfloat16 and dilation <= MAX_DILATION
+    if cut is None or not known or not weight1.is_cuda or not _available(cut, weight1.device.index or 0):
         return None
-    return pack(weight1, weight2)
+    return (pack if channels == CHANNELS else codec_unit_wide.pack)(weight1, weight2)
+
+
+@cache
+def _available(cut: Cut | WideCut, device: int) -> bool:
+    """Whether a device can run the kernel. Where only its code is missing, a warning says so."""
+    if torch.cuda.get_device_capability(device) != _CAPABILITY:
+        return False
+    try:
+        _kernel(cut, device)
+    except (RuntimeError, OSError) as error:
+        log.warning(
+            "the codec's CUDA C++ kernel of %d channels cannot be made (%s); Triton's serves instead, which is slower. %s",
+            cut.channels, toolchain.first_line(error), toolchain.CUDA_ADVICE, exc_info=True,
+        )  # fmt: skip
+        return False
+    return True
+
+
+def aligned(a: Tensor, residual: Tensor, raw: Tensor | None, active: Tensor | None, active_lead: int) -> bool:
+    """Whether the kernels can read and write these, 16 bytes at a time."""
+    return not active_lead % 8 and all(tensor is None or _starts_well(tensor) for tensor in (a, residual, raw, active))
+
+
+def _starts_well(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.data_ptr() % 16 and not tensor.stride(0) % 8
 
 
 @cache
@@ -118,12 +152,8 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-def _address(tensor: Tensor | None, what: str) -> int | None:
-    if tensor is None:
-        return None
-    if tensor.data_ptr() % 16 or not tensor.is_contiguous():
-        raise ValueError(f"{what} has to be contiguous, from a multiple of 16 bytes on")
-    return tensor.data_ptr()
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def unit(
@@ -147,26 +177,36 @@ def unit(
     """`codec_active_unit` with packed weights, as `cut` says, on the current stream of the device.
 
     All tensors are bfloat16 but bias, frequency and gain. Raises ValueError for what the kernel cannot do: other widths, dilations above
-    9, tensors that do not start on 16 bytes.
+    9, tensors that are not `aligned`.
     """
     rows, extended, channels = a.shape
     if channels != cut.channels or not 1 <= dilation <= MAX_DILATION or packed.shape != ((TAPS + 1) * channels**2,):
         raise ValueError(
             f"there is no unit of {channels} channels and dilation {dilation}; {cut.channels} and 1 to {MAX_DILATION} are possible"
         )
+    if not aligned(a, residual, raw, active, active_lead):
+        raise ValueError("tensors of a unit have to be contiguous, and their rows to start on multiples of 16 bytes")
     steps = extended - lead
     blocks = cut.blocks(rows, steps, _processors(a.device))
     if blocks == 0:
         return
-    stride = 0 if active is None else active.view(rows, -1).shape[1]
-    if stride % 8 or active_lead % 8:
-        raise ValueError("a row of the activated result has to start on a multiple of 16 bytes")
-    place = _address(active, "active")
     snakes = (frequency2, gain2) if active is not None else (None, None)
-    parameters = [_address(tensor, "bias or snake") for tensor in (bias1, frequency1, gain1, bias2, *snakes)]
+    parameters = [_address(tensor) for tensor in (bias1, frequency1, gain1, bias2, *snakes)]
+    place, stride = (None, 0) if active is None else (active.data_ptr() + 2 * active_lead, active.stride(0))
     arguments = _Arguments(
-        _address(a, "a"), _address(residual, "residual"), _address(packed, "packed"), (ctypes.c_void_p * 6)(*parameters),
-        _address(raw, "raw"), None if place is None else place + 2 * active_lead, None if ends is None else ends.data_ptr(),
+        a.data_ptr(), residual.data_ptr(), packed.data_ptr(), (ctypes.c_void_p * 6)(*parameters), _address(raw), place, _address(ends),
         stride, rows, steps, lead, dilation,
     )  # fmt: skip
     _kernel(cut, a.device.index or 0).launch((blocks, 1), cut.threads, arguments, _stream(a.device))
+
+
+def run(a: Tensor, *rest: Any, ends: Tensor | None, compile_only: bool) -> None:
+    """`unit` with the cut in force for its width; `compile_only`: its kernel is made and not launched."""
+    cut = _in_force(a.shape[2])
+    if cut is None:
+        raise ValueError(f"no kernel of {a.shape[2]} channels is in force")
+    everything: Any = (a, *rest, cut, ends)
+    if compile_only:
+        _kernel(cut, a.device.index or 0)
+    else:
+        unit(*everything)

@@ -10,9 +10,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kernels import codec_ops
+from kernels import codec_cuda, codec_ops
 from kernels.codec_triton import conv_kernel, head_products_kernel, head_sum_kernel, snake_kernel, unit_kernel
-from kernels.compile_together import on_grid
+from kernels.compile_together import compiling, on_grid
 from kernels.registry import LIBRARY
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -274,7 +274,13 @@ def _conv_on_gpu(
         conv(a, lead, weight, bias, taps, dilation, *after, tile, ends)
 
 
-def _unit_on_gpu(a: Tensor, lead: int, residual: Tensor, weight1: Tensor, *rest: Any, ends: Tensor | None = None) -> None:
+def _unit_on_gpu(
+    a: Tensor, lead: int, residual: Tensor, weight1: Tensor, *rest: Any, ends: Tensor | None = None, packed: Tensor | None = None
+) -> None:
+    if packed is not None and codec_cuda.aligned(a, residual, *rest[6:9]):
+        bias1, frequency1, gain1, _, bias2, *after = rest
+        codec_cuda.run(a, lead, residual, packed, bias1, frequency1, gain1, bias2, *after, ends=ends, compile_only=compiling())
+        return
     channels = a.shape[2]
     shape = Shape("unit", channels, channels, weight1.shape[0] // channels)
     tile = tile_for(shape, a.shape[1] - lead, _has_tma(a.device)) if a.dtype == torch.bfloat16 else None

@@ -143,7 +143,7 @@ def codec_active_conv(
 @op(
     "codec_active_unit(Tensor a, int lead, Tensor residual, Tensor weight1, Tensor bias1, Tensor frequency1, Tensor gain1,"
     " Tensor weight2, Tensor bias2, int dilation, Tensor(a!)? raw, Tensor(b!)? active, int active_lead,"
-    " Tensor? frequency2, Tensor? gain2, *, Tensor? ends=None) -> ()"
+    " Tensor? frequency2, Tensor? gain2, *, Tensor? ends=None, Tensor? packed=None) -> ()"
 )
 def codec_active_unit(
     a: Tensor,
@@ -163,11 +163,13 @@ def codec_active_unit(
     gain2: Tensor | None,
     *,
     ends: Tensor | None = None,
+    packed: Tensor | None = None,
 ) -> None:
     """`codec_residual_unit` whose first snake was applied by the op before it, and which applies the next op's.
 
     a: [B, lead + T, C] = snake(x) after its history; residual: x, [B, T, C]; weight1: [taps * C, C], oldest tap first; weight2: [C, C],
-    input channel first; everything else as in `codec_active_conv`.
+    input channel first; packed: both once more, as `kernels.codec_cuda.chosen` gives them for a kernel that wants them so; everything
+    else as in `codec_active_conv`.
     """
     taps = weight1.shape[0] // a.shape[2]
     hidden = torch.empty_like(residual)

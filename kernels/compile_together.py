@@ -17,7 +17,12 @@ _compiling: ContextVar[bool] = ContextVar("compiling", default=False)
 
 def on_grid(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """The launch of a kernel on a grid, as `kernel[grid]`; within `compiled_together` it is compiled only."""
-    return partial(kernel.run, grid=grid, warmup=_compiling.get())
+    return partial(kernel.run, grid=grid, warmup=compiling())
+
+
+def compiling() -> bool:
+    """Whether this thread's launches run nothing, since it is within `compiled_together`."""
+    return _compiling.get()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import kernels.codec_ops  # noqa: F401  (registers the ops)
+from kernels import codec_cuda
 from kernels.toolchain import TRITON_ADVICE, triton_fault
 from pipelines.codec.blocks import ConvStack, Past, Snake, StateSpan, UpsampleBlock
 
@@ -74,6 +75,7 @@ class FusedUnit:
         self._weight1, self._bias1 = tap_major(unit.weight1), unit.bias1.float()
         self._weight2, self._bias2 = unit.weight2.T.contiguous(), unit.bias2.float()
         self._inner = (unit.second.frequency, unit.second.gain)
+        self._packed = codec_cuda.chosen(self._weight1, self._weight2, self._dilation)
 
     def __call__(
         self, a: Tensor, lead: int, x: Tensor, raw: Tensor | None, active: Tensor, active_lead: int, ends: Tensor | None = None
@@ -82,7 +84,7 @@ class FusedUnit:
         first, second = (self._weight1, self._bias1), (self._weight2, self._bias2)
         after = (raw, active, active_lead, *self._after)
         if self._whole:
-            _ops.codec_active_unit(a, lead, x, *first, *self._inner, *second, self._dilation, *after, ends=ends)
+            _ops.codec_active_unit(a, lead, x, *first, *self._inner, *second, self._dilation, *after, ends=ends, packed=self._packed)
             return
         hidden = torch.empty_like(x)
         _ops.codec_active_conv(a, lead, *first, self._taps, self._dilation, None, None, hidden, 0, *self._inner, ends=ends)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import re
+import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels import binaries, codec_cuda, codec_ops, codec_unit_wide
-from kernels.codec_cuda import TAPS, Cut
+from kernels import binaries, codec_cuda, codec_unit_wide, toolchain
+from kernels.codec_cuda import Cut
 from kernels.codec_unit_wide import WideCut
-from tests.support.cuda_emulated import Kernel, build, guarded
+from tests.support.codec_unit_kit import BF16, CUTS, UNITS, Unit, check
+from tests.support.cuda_emulated import Kernel, build
 
-BF16 = torch.bfloat16
 #: Blocks of a launch: each has some tiles.
 BLOCKS = 2
-#: What packs the weights of a width.
-PACKERS = {96: codec_cuda.pack, 192: codec_unit_wide.pack}
-CUTS: tuple[Cut | WideCut, ...] = (*codec_cuda.CUTS, *codec_unit_wide.CUTS)
 
 
 @cache
@@ -47,96 +45,6 @@ def kernel_of(cut: Cut | WideCut, seed: int) -> Kernel:
     return Kernel(library(cut.source), cut.kernel, cut.shared_bytes, seed, together=isinstance(cut, WideCut) and cut.sharing > 1)
 
 
-def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A unit's weights and inputs, and what is asked of it."""
-
-    rows: int
-    steps: int
-    dilation: int
-    lead: int = 0
-    raw: bool = True
-    active: bool = True
-    margin: int = 0
-    ends: tuple[int, ...] | None = None
-
-    def tensors(self, channels: int) -> dict[str, Tensor]:
-        snakes = [normal(channels, seed=i, scale=0.3) for i in range(4)]
-        inner, after = codec_ops.snake_parameters(*snakes[:2]), codec_ops.snake_parameters(*snakes[2:])
-        return {
-            "a": normal(self.rows, self.lead + self.steps, channels, seed=5).to(BF16),
-            "x": normal(self.rows, self.steps, channels, seed=6).to(BF16),
-            "weight1": (normal(TAPS * channels, channels, seed=7) / math.sqrt(TAPS * channels)).to(BF16),
-            "weight2": (normal(channels, channels, seed=8) / math.sqrt(channels)).to(BF16),
-            "bias1": normal(channels, seed=9), "bias2": normal(channels, seed=10),
-            "frequency1": inner[0], "gain1": inner[1], "frequency2": after[0], "gain2": after[1],
-        }  # fmt: skip
-
-    def outputs(self, channels: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        """raw and active, of which the kernel may not leave anything but the margins as it was."""
-        unwritten = torch.full((self.rows, self.steps, channels), math.nan, dtype=dtype)
-        active = torch.full((self.rows, 2 * self.margin + self.steps, channels), 7.0, dtype=dtype)
-        return guarded(unwritten) if self.raw else None, guarded(active) if self.active else None
-
-    @property
-    def end_tensor(self) -> Tensor | None:
-        return None if self.ends is None else torch.tensor(self.ends, dtype=torch.int32)
-
-    def made(self, cut: Cut | WideCut) -> tuple[Tensor | None, Tensor | None]:
-        channels = cut.channels
-        t = {name: guarded(value) for name, value in self.tensors(channels).items()}
-        packed, (raw, active) = guarded(PACKERS[channels](t["weight1"], t["weight2"])), self.outputs(channels, BF16)
-        codec_cuda.unit(
-            t["a"], self.lead, t["x"], packed, t["bias1"], t["frequency1"], t["gain1"], t["bias2"], self.dilation,
-            raw, active, self.margin * channels, t["frequency2"], t["gain2"], cut, self.end_tensor,
-        )  # fmt: skip
-        return raw, active
-
-    def twin(self, channels: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-        t = {name: value.to(dtype) if value.dtype == BF16 else value for name, value in self.tensors(channels).items()}
-        raw, active = self.outputs(channels, dtype)
-        codec_ops.codec_active_unit(
-            t["a"], self.lead, t["x"], t["weight1"], t["bias1"], t["frequency1"], t["gain1"], t["weight2"], t["bias2"], self.dilation,
-            raw, active, self.margin * channels, t["frequency2"], t["gain2"], ends=self.end_tensor,
-        )  # fmt: skip
-        return raw, active
-
-
-def check(unit: Unit, channels: int, made: tuple[Tensor | None, Tensor | None]) -> None:
-    """The error against float32 is that of the twin in bfloat16, give or take; margins and what lies behind an end are exact."""
-    ends = unit.ends or (unit.steps,) * unit.rows
-    for found, exact, rounded in zip(made, unit.twin(channels, torch.float32), unit.twin(channels, BF16)):
-        assert (found is None) == (exact is None)
-        if found is None or exact is None or rounded is None:
-            continue
-        margin = (found.shape[1] - unit.steps) // 2
-        for row, end in enumerate(ends):
-            inside = slice(margin, margin + end)
-            difference, yardstick = ((one[row, inside].float() - exact[row, inside]).norm() for one in (found, rounded))
-            assert float(difference) <= 1.2 * float(yardstick)
-            assert torch.equal(found[row, :margin], rounded[row, :margin])
-            assert torch.equal(found[row, margin + unit.steps :], rounded[row, margin + unit.steps :])
-            if unit.ends is not None and found is made[1]:
-                assert not found[row, margin + end : margin + unit.steps].any()
-
-
-UNITS = {
-    "dilation 1": Unit(2, 130, 1),
-    "dilation 3": Unit(1, 300, 3),
-    "dilation 9": Unit(1, 257, 9),
-    "history": Unit(2, 140, 9, lead=54),
-    "long history": Unit(1, 129, 3, lead=23),
-    "few steps": Unit(5, 3, 9),
-    "no raw": Unit(1, 100, 1, raw=False),
-    "no active": Unit(1, 100, 1, active=False),
-    "centred, and rows that end": Unit(4, 200, 3, lead=18, margin=5, ends=(200, 70, 0, 131)),
-}
-
-
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
 def test_it_equals_its_twin(unit: Unit, cut: Cut | WideCut, emulated: Callable[[int], None]) -> None:
@@ -144,8 +52,11 @@ def test_it_equals_its_twin(unit: Unit, cut: Cut | WideCut, emulated: Callable[[
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
-def test_the_order_of_threads_changes_no_bit(cut: Cut | WideCut, emulated: Callable[[int], None]) -> None:
-    unit = Unit(3, 200, 3, ends=(200, 0, 150))
+def test_the_order_of_threads_changes_no_bit(
+    cut: Cut | WideCut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(codec_cuda, "_processors", lambda _: 1 if isinstance(cut, Cut) else 2)
+    unit = Unit(3, 450, 3, ends=(450, 0, 150))
     runs: list[Tensor] = []
     for seed in range(4):
         emulated(seed)
@@ -159,3 +70,56 @@ def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None])
     alone, among = (Unit(rows, 150, 3).made(CUTS[0])[1] for rows in (1, 4))
     assert alone is not None and among is not None  # noqa: PT018
     assert torch.equal(alone[0], among[0])
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("cut", [CUTS[0], codec_unit_wide.CUTS[0]], ids=lambda cut: cut.kernel)
+def test_the_op_takes_the_kernel_in_force_where_weights_are_packed_and_tensors_aligned(
+    cut: Cut | WideCut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kernels import codec_launch
+
+    unit, launched = Unit(2, 70, 3), list[int]()
+    monkeypatch.setattr(codec_launch, "_has_tma", lambda _: False)
+    monkeypatch.setattr(codec_launch, "unit", lambda *given: launched.append(len(given)))
+    monkeypatch.setattr(codec_cuda if cut.channels == 96 else codec_unit_wide, "CHOSEN", cut)
+    t, made = unit.tensors(cut.channels), unit.made(cut)
+
+    def op(a: Tensor, packed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        raw, active = unit.outputs(cut.channels, BF16)
+        before = (t["weight1"], t["bias1"], t["frequency1"], t["gain1"], t["weight2"], t["bias2"], 3)
+        codec_launch._unit_on_gpu(a, 0, t["x"], *before, raw, active, 0, t["frequency2"], t["gain2"], packed=packed)
+        return raw, active
+
+    for found, wanted in zip(op(t["a"], unit.packed(cut.channels)), made):
+        assert found is not None and wanted is not None  # noqa: PT018
+        assert torch.equal(found, wanted)
+    assert launched == []
+    off = torch.zeros(t["a"].numel() + 1, dtype=BF16)[1:].view_as(t["a"])
+    op(t["a"], None)
+    op(off, unit.packed(cut.channels))
+    assert len(launched) == 2
+
+
+def test_what_the_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -> None:
+    with pytest.raises(ValueError, match="dilation 10"):
+        Unit(1, 70, 10).made(CUTS[0])
+    t, packed = Unit(1, 70, 1).tensors(96), Unit(1, 70, 1).packed(96)
+    snakes, odd = (t["bias1"], t["frequency1"], t["gain1"], t["bias2"]), torch.zeros(70 * 96 + 1, dtype=BF16)[1:]
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        codec_cuda.unit(t["a"], 0, t["x"], packed, *snakes, 1, odd.view(1, 70, 96), None, 0, None, None, CUTS[0])
+
+
+@pytest.mark.parametrize("source", sorted({cut.source for cut in CUTS}))
+def test_its_kernels_spill_no_registers_and_products_overlap(source: str) -> None:
+    """ptxas says so where it lets one product wait for the other (C7510)."""
+    if (nvcc := toolchain.nvcc()) is None:
+        pytest.skip("needs nvcc")
+    command = [nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3", "-Xptxas", "-v", "-o", "/dev/null"]
+    said = subprocess.run(
+        [*command, str(binaries.SOURCES / f"{source}.cu")], capture_output=True, text=True, check=True, timeout=240
+    ).stderr
+    names = [cut.kernel for cut in CUTS if cut.source == source]
+    assert sorted(re.findall(r"entry function '(\w+)'", said)) == sorted(names)
+    assert [int(each) for each in re.findall(r"(\d+) bytes spill", said)] == [0] * (2 * len(names)), said
+    assert "warning" not in said.lower(), said

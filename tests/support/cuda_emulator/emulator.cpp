@@ -76,7 +76,7 @@ struct Launch {
     size_t statics_bytes = 0;
     unsigned long long random, turns = 0, looks = 0;  // looks: since something changed
     bool together;
-    unsigned burst_bits, eager, slow;  // how long blocks run alone; how often the last thread goes on first; how long stores take
+    unsigned burst_bits, eager, slow;  // how long blocks run alone; how often the last thread goes on first; how long stores and products take
 } *launch;
 
 // Copies of a thread after which it arrives at a barrier.
@@ -218,7 +218,7 @@ void multiply_next(Block& block, Warp& warp) {
 
 void arrive_some(Block& block, bool must) {
     for (Warp& warp : block.warps)
-        if (!warp.products.empty() && draw(must ? 2 : 16) == 0) multiply_next(block, warp);
+        if (!warp.products.empty() && draw(must ? 2 : launch->slow) == 0) multiply_next(block, warp);
 
     if (!block.stores.empty() && (must || block.stores.size() > 256 || draw(launch->slow) == 0)) {
         const char* at = block.stores[draw(block.stores.size())].to;
@@ -457,7 +457,7 @@ void add_product(const Part& part, Multiply multiply, const Called& called) {
     }
     warp.products.push_back({part, multiply, false});
     warp.products.back().part.thread = running->thread / 32 * 32;
-    while (!warp.products.empty() && draw(4) == 0) multiply_next(block, warp);
+    while (!warp.products.empty() && draw(launch->slow) == 0) multiply_next(block, warp);
 }
 void commit_products() { running->block->warps[running->thread / 32].products.push_back({{}, nullptr, true}); }
 void finish_products(unsigned pending) {
