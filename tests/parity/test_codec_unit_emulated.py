@@ -52,9 +52,7 @@ def test_it_equals_its_twin(unit: Unit, cut: Cut | WideCut, emulated: Callable[[
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
-def test_the_order_of_threads_changes_no_bit(
-    cut: Cut | WideCut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_order_of_threads_changes_no_bit(cut: Cut | WideCut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec_cuda, "_processors", lambda _: 1 if isinstance(cut, Cut) else 2)
     unit = Unit(3, 450, 3, ends=(450, 0, 150))
     runs: list[Tensor] = []
