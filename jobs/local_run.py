@@ -28,6 +28,7 @@ from pipelines.errors import ErrorCode, NightjarError, ServiceError, StoreError
 
 if TYPE_CHECKING:
     from jobs.input_format import InputFormat
+    from pipelines.registry import ModelCard
 
 #: How often a run looks at its ledger and its processes.
 POLL_SECONDS = 0.5
@@ -101,7 +102,7 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
     with EmbeddedHome(settings, run.devices) as embedded:
         events.began(embedded)
         store = open_store(settings.effective_store_url, settings.s3)
-        _say_settings(run.chosen, store, events)
+        _say_settings(run.chosen, spec.card, store, events)
         if engine == "native":
             # Such a model takes longer to open than most inputs take to read.
             embedded.prepare(spec.spec.model)
@@ -139,12 +140,14 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
     return RunResult(status, made, where)
 
 
-def _say_settings(settings: Settings, store: ObjectStore, events: RunEvents) -> None:
+def _say_settings(settings: Settings, card: ModelCard, store: ObjectStore, events: RunEvents) -> None:
     """Says which settings of an installation apply here, and which do not."""
     if settings.store_url is not None:
         events.say(f"The store is {redact(store.url)}, set by store_url ({settings.origin('store_url')}).")
     if settings.broker_url is not None:
         events.say(f"broker_url ({settings.origin('broker_url')}) is not used: `nightjar run` has a broker of its own.")
+    if unused := settings.unused(card):
+        events.say(unused)
 
 
 def _explain(job: Job, where: str, *, created: bool, events: RunEvents) -> None:

@@ -176,6 +176,16 @@ class Settings(SettingsGroup):
             options["engine"] = engine
         return {name: value for name, value in options.items() if value is not None}
 
+    def unused(self, card: ModelCard) -> str | None:
+        """A sentence about settings of the engine vllm where a model runs on the engine native; None: there are none.
+
+        Raises as `chosen_engine`.
+        """
+        names = [f"{PREFIX}VLLM__{name.upper()}" for name in self.vllm.model_dump(exclude_defaults=True)]
+        if not names or self.chosen_engine(card) != "native":
+            return None
+        return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not used: {card.name} runs on the engine native."
+
     def origin(self, key: str) -> str:
         """Where a dotted key was set: `command line`, `environment`, `.env`, a file's name, or `default`."""
         while key:

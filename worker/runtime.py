@@ -116,6 +116,7 @@ class Runtime:
         #: Why this worker ended by itself.
         self.failure: NightjarError | None = None
         self._up = False
+        self._said_unused = False
         self._stop_serving: Callable[[], None] = lambda: None
         self.ledger = Ledger.of(settings)
         self._writer = ResultWriter(self.metrics.waited_for, meters=MeterPool(settings.worker.meter_processes))
@@ -229,7 +230,14 @@ class Runtime:
             self._end_with(error)
             raise LeaseGoneError(GoneReason.DRAINED) from error
         log.info(f"engine ready: {engine_info(pipeline).summary(pipeline.name)}")
+        self._say_unused(model)
         return pipeline
+
+    def _say_unused(self, model: str) -> None:
+        """Names the settings that the first model which does not take them leaves unused."""
+        if not self._said_unused and (unused := self.settings.unused(describe(model))) is not None:
+            self._said_unused = True
+            log.warning(unused)
 
     def _opened(self, model: str) -> Pipeline:
         if self._open_model is not None:

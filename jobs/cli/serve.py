@@ -80,6 +80,8 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
     else:
         output.line(server.url)
     sys.stdout.flush()
+    if unused := settings.unused(card):
+        output.note(unused)
     output.note(f"Serving {options.names[0]}; the model is loading while {server.url}/health says `starting`.")
     serve_threads()
     server.run()

@@ -147,6 +147,19 @@ def test_the_engine_of_a_model_that_both_can_run_is_chosen() -> None:
         assert chosen.engine_options(describe("hibari")) == {}
 
 
+def test_settings_of_the_engine_that_does_not_run_a_model_are_named() -> None:
+    spark = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, name="spark", engines=("native", "vllm"))
+    settings = load_settings(vllm={"step_tokens": 64, "tensor_parallel": 2})
+    assert (
+        settings.unused(spark) == "SPEECH_VLLM__TENSOR_PARALLEL and SPEECH_VLLM__STEP_TOKENS are not used: spark runs on the engine native."
+    )
+    assert load_settings(vllm={"step_tokens": 64}).unused(spark) == "SPEECH_VLLM__STEP_TOKENS is not used: spark runs on the engine native."
+    assert load_settings(vllm={"step_tokens": 64}, engine={"kind": "vllm"}).unused(spark) is None
+    assert settings.unused(replace(spark, engine="vllm")) is None
+    assert settings.unused(describe("hibari")) is None, "nobody expects vLLM there"
+    assert load_settings(vllm={"tensor_parallel": 1}).unused(spark) is None, "the default changes nothing"
+
+
 @pytest.mark.parametrize(("kind", "engine"), [("vllm", "native"), ("native", "vllm")])
 def test_an_engine_that_cannot_run_a_model_is_refused_in_a_sentence(kind: str, engine: Literal["native", "vllm"]) -> None:
     card = replace(PUBLISHED["qwen3-tts-0.6b-base"][1].card, engine=engine)

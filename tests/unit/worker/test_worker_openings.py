@@ -6,6 +6,7 @@ import signal
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from jobs.settings import Settings
 from jobs.settings_groups import VllmSettings
@@ -73,6 +74,24 @@ def test_a_worker_of_one_model_does_not_wait_for_its_gpu(
             with pytest.raises(type(error)) as caught:
                 runtime.start()
             assert caught.value is error
+    finally:
+        runtime.drain()
+        runtime.stop()
+
+
+def test_a_worker_says_once_which_settings_it_does_not_use(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch)
+    monkeypatch.setattr(runtime_module, "describe", lambda _: replace(fake_card(), engine="native"))
+    settings = settings_of(build()).model_copy(update={"vllm": VllmSettings(step_tokens=64)})
+    runtime = Runtime(settings)
+    try:
+        with capture_logs() as logs:
+            for model in ("fake", "fake-two", "fake"):
+                with runtime.pipelines.use(model):
+                    pass
+        noted = [one for one in logs if "SPEECH_VLLM__STEP_TOKENS is not used" in one["event"]]
+        assert [one["log_level"] for one in noted] == ["warning"]
+        assert len([one for one in logs if one["event"].startswith("engine ready")]) == 3
     finally:
         runtime.drain()
         runtime.stop()
