@@ -125,7 +125,8 @@ class EngineSettings(SettingsGroup):
     codec_rows: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="Qwen3-TTS on a GPU: rows of the codec's continuous batch of whole utterances, such as 256. "
-        "0: batches of similar lengths. Not measured yet.",
+        "0: batches of similar lengths. The codec alone on an H200 is as fast with 256 rows where lengths are mixed, slower where they are "
+        "equal, and takes a fifth of the CPU time; with the LM it was not measured.",
     )
 
 
