@@ -60,8 +60,7 @@ LEFT_OUT: dict[int, dict[str, dict[str, str]]] = {
         "the sine": {"const float wave = fast_sine(v * frequency);": "const float wave = v * frequency;"},
         "the weights' copies": {
             "arrive_expecting(full, CHUNK);": "arrive(full);",
-            "if (BLOCKS == 2) bulk_copy_to_pair(to, from + chunk * CHUNK, PART, full);": "",
-            "else bulk_copy(to, from + chunk * CHUNK, PART, full);": "",
+            "bulk_copy(s.ring() + place.stage * CHUNK, plan.p.weights + chunk * CHUNK, CHUNK, full);": "",
         },
         "the first product": {
             "                multiply(total, a, b, true);\n": "",
@@ -249,7 +248,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
     channels, name = int(options.channels), options.kernel
     signal.alarm(2 * SECONDS)
     if name == "without":
-        codes = reduced_codes([KINDS[channels].CUTS[number] for number in options.cuts])
+        codes = reduced_codes([cut for number, cut in enumerate(KINDS[channels].CUTS) if number in options.cuts])
         known = {"without": partial(without, bench, channels, options.rows, options.frames, codes)}
     else:
         bench.attempt(f"compile {name}", partial(compile_launches, channels, name))

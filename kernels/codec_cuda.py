@@ -63,6 +63,10 @@ class Cut:
         """Of a launch."""
         return min(rows * -(-steps // self.steps), processors)
 
+    def pays(self, rows: int, steps: int) -> bool:
+        """Whether a launch of this size is faster than Triton's kernel, which has the same bits (`results/codec_units_h200.json`)."""
+        return rows * steps > 0
+
 
 #: Those that the source has.
 CUTS = (Cut(2, 2, 2, False), Cut(2, 2, 2, True), Cut(2, 1, 3, True), Cut(3, 1, 3, False))
@@ -120,6 +124,12 @@ def _available(cut: Cut | WideCut, device: int) -> bool:
         )  # fmt: skip
         return False
     return True
+
+
+def pays(a: Tensor, lead: int) -> bool:
+    """Whether the kernel in force for the width of `a` is the faster one for so many steps."""
+    cut = _in_force(a.shape[2])
+    return cut is not None and cut.pays(a.shape[0], a.shape[1] - lead)
 
 
 def aligned(a: Tensor, residual: Tensor, raw: Tensor | None, active: Tensor | None, active_lead: int) -> bool:

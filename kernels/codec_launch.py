@@ -277,7 +277,7 @@ def _conv_on_gpu(
 def _unit_on_gpu(
     a: Tensor, lead: int, residual: Tensor, weight1: Tensor, *rest: Any, ends: Tensor | None = None, packed: Tensor | None = None
 ) -> None:
-    if packed is not None and codec_cuda.aligned(a, residual, *rest[6:9]):
+    if packed is not None and codec_cuda.pays(a, lead) and codec_cuda.aligned(a, residual, *rest[6:9]):
         bias1, frequency1, gain1, _, bias2, *after = rest
         codec_cuda.run(a, lead, residual, packed, bias1, frequency1, gain1, bias2, *after, ends=ends, compile_only=compiling())
         return

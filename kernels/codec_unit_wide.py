@@ -13,35 +13,35 @@ from torch import Tensor
 CHANNELS, TAPS = 192, 7
 #: Steps of a piece, which is the work of a warpgroup.
 _STEPS = 64
+#: Steps of a batch below which Triton's kernel is faster: a block's tile takes as long, and Triton has three blocks a multiprocessor.
+_FEWEST_STEPS = 20_000
 
 
 @dataclass(frozen=True, slots=True)
 class WideCut:
-    """How the work is cut: blocks that share a stream of weights, 1 or 2 (a cluster)."""
+    """A kernel of the source: three warpgroups of a block multiply, one has the thread that streams the weights."""
 
-    sharing: int
+    kernel: str
 
     channels = CHANNELS
     source = "codec_unit_wide"
-    #: Of a block: three warpgroups multiply, one has the thread that streams the weights.
     threads = 512
     #: Bias and snakes, barriers, the activations of three pieces, and as many chunks of weights as there is room for.
     shared_bytes = 226 << 10
 
-    @property
-    def kernel(self) -> str:
-        return "codec_unit_wide" if self.sharing == 1 else "codec_unit_wide_pair"
-
     def blocks(self, rows: int, steps: int, processors: int) -> int:
-        """Of a launch: one for each piece, up to one for each multiprocessor, in whole clusters."""
-        pieces = rows * -(-steps // _STEPS)
-        return min(-(-pieces // self.sharing), processors // self.sharing) * self.sharing
+        """Of a launch: one for each piece, up to one for each multiprocessor."""
+        return min(rows * -(-steps // _STEPS), processors)
+
+    def pays(self, rows: int, steps: int) -> bool:
+        """Whether a launch of this size is faster than Triton's kernel, which has the same bits (`results/codec_units_h200.json`)."""
+        return rows * steps >= _FEWEST_STEPS
 
 
 #: Those that the source has.
-CUTS = (WideCut(1), WideCut(2))
+CUTS = (WideCut("codec_unit_wide"),)
 #: The one in force; None: units of 192 channels run on Triton's kernel.
-CHOSEN: WideCut | None = None
+CHOSEN: WideCut | None = CUTS[0]
 
 
 def pack(weight1: Tensor, weight2: Tensor) -> Tensor:

@@ -7,7 +7,6 @@
 // order of use; who is done with its products goes on to its snake while the others keep the tensor cores busy.
 #include "common.cuh"
 #include "wgmma.cuh"
-#include "cluster.cuh"
 
 namespace {
 
@@ -46,32 +45,28 @@ struct alignas(16) Shared {
 };
 static_assert(sizeof(Shared) % 16 == 0, "the ring is aligned");
 
-// The work of a launch: in each turn every block takes a piece for each of its warpgroups. BLOCKS get the same weights at the same time.
-template <int BLOCKS>
+// The work of a launch: in each turn every block takes a piece for each of its warpgroups.
 struct Plan {
     const Args& p;
-    const int pieces, reach, slab, stages, rank, turns;
+    const int pieces, reach, slab, stages, turns;
 
     __device__ __forceinline__ explicit Plan(const Args& args)
         : p(args), pieces((args.steps + STEPS - 1) / STEPS), reach((TAPS - 1) * args.dilation),
           slab((STEPS + reach) | 1),  // odd: copies do not meet in a bank
           stages(min(MOST_STAGES, (SHARED_BYTES - static_cast<int>(sizeof(Shared)) - GROUPS * SLABS * slab * 16) / CHUNK)),
-          rank(BLOCKS == 2 ? rank_in_pair() : 0), turns((args.rows * pieces + GROUPS * gridDim.x - 1) / (GROUPS * gridDim.x)) {}
+          turns((args.rows * pieces + GROUPS * gridDim.x - 1) / (GROUPS * gridDim.x)) {}
 
-    __device__ __forceinline__ int number(int turn, int group, int block) const {
-        return (turn * GROUPS + group) * gridDim.x + blockIdx.x - rank + block;
-    }
-    __device__ __forceinline__ Piece piece(int turn, int group, int block) const {
-        const int at = number(turn, group, block), row = at / pieces;
+    __device__ __forceinline__ int number(int turn, int group) const { return (turn * GROUPS + group) * gridDim.x + blockIdx.x; }
+    __device__ __forceinline__ Piece piece(int turn, int group) const {
+        const int at = number(turn, group), row = at / pieces;
         const bool there = row < p.rows;
         return {row, (at - row * pieces) * STEPS, p.ends != nullptr && there ? p.ends[row] : p.steps, there};
     }
-    __device__ __forceinline__ Piece mine(int turn, int group) const { return piece(turn, group, rank); }
-    // Whether a turn has no work for those who get the same weights.
+    // Whether a turn has no work for this block.
     __device__ __forceinline__ bool idle(int turn) const {
-        if (p.ends == nullptr) return number(turn, 0, 0) >= p.rows * pieces;
-        for (int i = 0; i < GROUPS * BLOCKS; ++i)
-            if (piece(turn, i / BLOCKS, i % BLOCKS).works()) return false;
+        if (p.ends == nullptr) return number(turn, 0) >= p.rows * pieces;
+        for (int group = 0; group < GROUPS; ++group)
+            if (piece(turn, group).works()) return false;
         return true;
     }
     // The first turn with work, from `turn` on.
@@ -96,28 +91,21 @@ struct Place {
     }
 };
 
-// Of a pair, each block brings half of a chunk to both, once the stage is free in both.
-template <int BLOCKS>
-__device__ __forceinline__ void stream_weights(const Plan<BLOCKS>& plan, Shared& s) {
-    constexpr int PART = CHUNK / BLOCKS;
+__device__ __forceinline__ void stream_weights(const Plan& plan, Shared& s) {
     Place place;
-    const char* from = plan.p.weights + plan.rank * PART;
     for (int turn = plan.working(0); turn < plan.turns; turn = plan.working(turn + 1))
 #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             unsigned long long* const full = &s.full[place.stage];
-            char* const to = s.ring() + place.stage * CHUNK + plan.rank * PART;
             wait_for(&s.empty[place.stage], place.parity ^ 1);
             arrive_expecting(full, CHUNK);
-            if (BLOCKS == 2) bulk_copy_to_pair(to, from + chunk * CHUNK, PART, full);
-            else bulk_copy(to, from + chunk * CHUNK, PART, full);
+            bulk_copy(s.ring() + place.stage * CHUNK, plan.p.weights + chunk * CHUNK, CHUNK, full);
             place.next(plan.stages);
         }
 }
 
-template <int BLOCKS>
 struct Worker {
-    const Plan<BLOCKS>& plan;
+    const Plan& plan;
     const Args& p;
     Shared& s;
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
@@ -125,7 +113,7 @@ struct Worker {
     Place place;
     int held = -1;  // the stage whose products may be under way
 
-    __device__ Worker(const Plan<BLOCKS>& all, Shared& shared)
+    __device__ Worker(const Plan& all, Shared& shared)
         : plan(all), p(all.p), s(shared), mine(s.ring() + plan.stages * CHUNK + group * SLABS * plan.slab * 16) {}
 
     __device__ __forceinline__ void sync() const { sync_some(1 + group, 128); }
@@ -162,10 +150,7 @@ struct Worker {
         place.next(plan.stages);
     }
     __device__ __forceinline__ void release() {
-        if (held >= 0 && lane < BLOCKS) {
-            if (BLOCKS == 2) arrive_at(&s.empty[held], lane);
-            else arrive(&s.empty[held]);
-        }
+        if (held >= 0 && lane == 0) arrive(&s.empty[held]);
         held = -1;
     }
 
@@ -184,7 +169,7 @@ struct Worker {
             }
         }
         products_wait<0>();
-                release();
+        release();
     }
 
     // The first snake of the sums: the left factor of the second product, as its instructions want it.
@@ -280,7 +265,7 @@ struct Worker {
             second_product(total, hidden);
             read_residual(residual, piece, half);
             products_wait<0>();
-                        release();
+            release();
             deliver(total, residual, piece, half);
         }
     }
@@ -289,7 +274,7 @@ struct Worker {
     __device__ __forceinline__ void clear() const {
         if (p.ends == nullptr || p.active == nullptr) return;
         for (int turn = 0; turn < plan.turns; ++turn) {
-            const Piece piece = plan.mine(turn, group);
+            const Piece piece = plan.piece(turn, group);
             if (piece.works() || !piece.there) continue;
             bf16* to = p.active + piece.row * p.active_stride + piece.start * CHANNELS;
             for (int i = thread; i < min(STEPS, p.steps - piece.start) * SLABS; i += 128)
@@ -311,11 +296,11 @@ struct Worker {
     __device__ __forceinline__ void run() {
         clear();
         int turn = plan.working(0);
-        Piece piece = plan.mine(turn, group);
+        Piece piece = plan.piece(turn, group);
         bring(piece);
         while (turn < plan.turns) {
             turn = plan.working(turn + 1);
-            const Piece next = plan.mine(turn, group);
+            const Piece next = plan.piece(turn, group);
             if (piece.works()) {
                 copies_wait();
                 writes_to_products();
@@ -336,35 +321,28 @@ struct Worker {
     }
 };
 
-template <int BLOCKS>
 __device__ __forceinline__ void prepare(const Args& p, Shared& s) {
 #pragma unroll
     for (int i = 0; i < 6; ++i)
         if (threadIdx.x < CHANNELS && p.parameters[i] != nullptr) s.parameters[i][threadIdx.x] = p.parameters[i][threadIdx.x];
     if (threadIdx.x == 0) {
-        for (int i = 0; i < MOST_STAGES; ++i) arrivals_init(&s.full[i], 1), arrivals_init(&s.empty[i], BLOCKS * WORKERS / 32);
+        for (int i = 0; i < MOST_STAGES; ++i) arrivals_init(&s.full[i], 1), arrivals_init(&s.empty[i], WORKERS / 32);
         arrivals_visible();
     }
-    if (BLOCKS == 2) sync_pair();
-    else __syncthreads();
+    __syncthreads();
 }
 
-template <int BLOCKS>
-__device__ __forceinline__ void run_unit(const Args& p) {
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_wide(const Args p) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared());
-    const Plan<BLOCKS> plan(p);
-    prepare<BLOCKS>(p, s);
+    const Plan plan(p);
+    prepare(p, s);
     if (threadIdx.x >= WORKERS) {
         give_registers<32>();
         if (threadIdx.x == WORKERS) stream_weights(plan, s);
     } else {
         take_registers<160>();
-        Worker<BLOCKS>(plan, s).run();
+        Worker(plan, s).run();
     }
-    if (BLOCKS == 2) sync_pair();  // until then the other block writes here
 }
-
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_wide(const Args p) { run_unit<1>(p); }
-extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(THREADS, 1) codec_unit_wide_pair(const Args p) { run_unit<2>(p); }

@@ -41,8 +41,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def kernel_of(cut: Cut | WideCut, seed: int) -> Kernel:
-    """Blocks that share a stream of weights have to be there at once."""
-    return Kernel(library(cut.source), cut.kernel, cut.shared_bytes, seed, together=isinstance(cut, WideCut) and cut.sharing > 1)
+    return Kernel(library(cut.source), cut.kernel, cut.shared_bytes, seed)
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
@@ -53,7 +52,7 @@ def test_it_equals_its_twin(unit: Unit, cut: Cut | WideCut, emulated: Callable[[
 
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
 def test_the_order_of_threads_changes_no_bit(cut: Cut | WideCut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_cuda, "_processors", lambda _: 1 if isinstance(cut, Cut) else 2)
+    monkeypatch.setattr(codec_cuda, "_processors", lambda _: 1)
     unit = Unit(3, 450, 3, ends=(450, 0, 150))
     runs: list[Tensor] = []
     for seed in range(4):
@@ -81,6 +80,7 @@ def test_the_op_takes_the_kernel_in_force_where_weights_are_packed_and_tensors_a
     monkeypatch.setattr(codec_launch, "_has_tma", lambda _: False)
     monkeypatch.setattr(codec_launch, "unit", lambda *given: launched.append(len(given)))
     monkeypatch.setattr(codec_cuda if cut.channels == 96 else codec_unit_wide, "CHOSEN", cut)
+    monkeypatch.setattr(codec_unit_wide, "_FEWEST_STEPS", 140)
     t, made = unit.tensors(cut.channels), unit.made(cut)
 
     def op(a: Tensor, packed: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -97,6 +97,9 @@ def test_the_op_takes_the_kernel_in_force_where_weights_are_packed_and_tensors_a
     op(t["a"], None)
     op(off, unit.packed(cut.channels))
     assert len(launched) == 2
+    monkeypatch.setattr(codec_unit_wide, "_FEWEST_STEPS", 141)
+    op(t["a"], unit.packed(cut.channels))
+    assert len(launched) == 2 + (cut.channels == 192)
 
 
 def test_what_the_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -> None:

@@ -70,7 +70,6 @@ struct Launch {
     unsigned threads, shared_bytes, next;
     std::vector<unsigned> order;
     std::deque<Block> blocks;
-    std::vector<Barrier> pairs;
     Block* current = nullptr;
     char* statics = nullptr;
     size_t statics_bytes = 0;
@@ -373,20 +372,6 @@ unsigned meet_block(int identity, unsigned threads, bool mine) {
     return running->count;
 }
 
-char* shared_of_pair(unsigned rank) {
-    const size_t number = running->block->index.x / 2 * 2 + rank;
-    must(launch->together && number < launch->blocks.size(), "a pair of blocks that are not there at once");
-    must(launch->blocks[number].live > 0, "the other block of a pair has returned");
-    return launch->blocks[number].memory;
-}
-void meet_pair() {
-    must(launch->together && gridDim.x % 2 == 0 && gridDim.y == 1, "a pair of blocks that are not there at once");
-    Barrier& barrier = launch->pairs[running->block->index.x / 2];
-    barrier.there.push_back(running);
-    if (barrier.there.size() < 2 * launch->threads) wait("the other block of the pair");
-    else release(barrier, *running->block);
-}
-
 void load(void* to, const void* from, unsigned bytes) {
     std::memcpy(to, from, bytes);
     for (const Store& one : running->block->stores)
@@ -486,7 +471,6 @@ extern "C" const char* emulator_launch(void (*kernel)(const void*), const void* 
     Launch here{};
     launch = &here, running = nullptr, anchor = 0;
     here.kernel = kernel, here.arguments = arguments, here.threads = threads, here.shared_bytes = shared_bytes;
-    here.pairs.resize(grid_x / 2);
     here.random = seed * 0x2545F4914F6CDD1Dull + 1, here.together = together != 0;
     blockDim = {threads, 1, 1}, gridDim = {grid_x, grid_y, 1};
     dl_iterate_phdr(find_statics, &anchor);

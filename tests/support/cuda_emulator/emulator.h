@@ -32,9 +32,6 @@ void progress();  // something changed that a waiting thread may look for
 unsigned lane();
 unsigned long long turns();
 char* dynamic_shared();
-// Pairs of blocks, 2 i and 2 i + 1, in launches whose blocks are there all at once.
-char* shared_of_pair(unsigned rank);  // the dynamic shared memory of this block or the other one
-void meet_pair();                     // a barrier of all threads of both
 // Global memory that blocks of one launch share. A store reaches other blocks at a later turn, in any order, but for one address, until
 // a fence of the same thread, or of one that met it at a barrier since, sends all earlier ones; its own block sees it at once.
 void load(void* to, const void* from, unsigned bytes);
@@ -133,7 +130,6 @@ extern uint3 threadIdx, blockIdx, blockDim, gridDim;
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__ thread_local  // all of it is exchanged when another block runs
 #define __restrict__
