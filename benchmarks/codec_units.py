@@ -55,6 +55,28 @@ LEFT_OUT: dict[int, dict[str, dict[str, str]]] = {
             "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw"
         },
         "the fence": {"        writes_to_products();\n": ""},
+        "six taps and stores": {
+            "tap < TAPS; ++tap": "tap < 1; ++tap",
+            "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw",
+        },
+        "six taps and copies": {
+            "tap < TAPS; ++tap": "tap < 1; ++tap",
+            "for (int i = thread / 4; i < K::TILE + reach; i += 32)": "for (int i = 0; i < 0; ++i)",
+        },
+        "copies and stores": {
+            "for (int i = thread / 4; i < K::TILE + reach; i += 32)": "for (int i = 0; i < 0; ++i)",
+            "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw",
+        },
+        "all but copies": {
+            "tap < TAPS; ++tap": "tap < 1; ++tap",
+            "        read_residual(tiles);  //": "        for (auto& half : before) half[0] = half[1] = half[2] = uint4{}; //",
+            "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw",
+        },
+        "all but the residual and stores": {
+            "tap < TAPS; ++tap": "tap < 1; ++tap",
+            "for (int i = thread / 4; i < K::TILE + reach; i += 32)": "for (int i = 0; i < 0; ++i)",
+            "const float sine = fast_sine(x * frequency);": "const float sine = x * frequency;",
+        },
     },
     192: {
         "the sine": {"const float wave = fast_sine(v * frequency);": "const float wave = v * frequency;"},
@@ -72,6 +94,50 @@ LEFT_OUT: dict[int, dict[str, dict[str, str]]] = {
         },
         "the fence": {"                writes_to_products();\n": ""},
     },
+}
+
+#: Names of the clocks of a warpgroup's tile, in order; and the edits of the source of 96 channels that count them, into `raw`.
+PHASES = (
+    "before",
+    "tile there",
+    "residual asked for",
+    "turn",
+    "issued",
+    "convolved",
+    "activated",
+    "mixed",
+    "written",
+    "since asked",
+    "waits",
+)
+COUNTED = {
+    "    Barriers barriers;\n};": "    Barriers barriers;\n    int phases[4][16], last[4], asked[4];\n};",
+    "    static_assert(K::THREADS >= C": """    for (int i = threadIdx.x; i < 64; i += K::THREADS)
+        s.phases[i / 16][i % 16] = 0, s.last[i / 16] = clock();
+    static_assert(K::THREADS >= C""",
+    "    __device__ __forceinline__ void mark(int) const {}": """
+    __device__ __forceinline__ void mark(int i) const {
+        if (thread != 0) return;
+        const int now = clock();
+        s.phases[warpgroup][i] += now - s.last[warpgroup];
+        if (i == 1 && now - s.last[warpgroup] > 200) s.phases[warpgroup][9] += now - s.asked[stage_now], s.phases[warpgroup][10] += 1;
+        s.last[warpgroup] = now, s.phases[warpgroup][11] += i == 8;
+    }
+    int stage_now;
+""",
+    "        mark(0);": "        stage_now = stage;\n        mark(0);",
+    "        wait_for(&s.barriers.empty[stage], tiles.parity() ^ 1);\n": """        const int t0 = clock();
+        wait_for(&s.barriers.empty[stage], tiles.parity() ^ 1);
+        const int t1 = clock();
+        if (thread == 0) s.asked[stage] = t1;
+""",
+    "        arrive_after_copies(&s.barriers.full[stage]);\n": """        arrive_after_copies(&s.barriers.full[stage]);
+        if (thread == 0) s.phases[3][0] += t1 - t0, s.phases[3][1] += clock() - t1, s.phases[3][11] += 1;
+""",
+    "    else Multiplier<K>(p, s, warpgroup).run();\n": """    else Multiplier<K>(p, s, warpgroup).run();
+    __syncthreads();
+    if (threadIdx.x < 64) reinterpret_cast<int*>(p.raw)[blockIdx.x * 64 + threadIdx.x] = s.phases[threadIdx.x / 16][threadIdx.x % 16];
+""",
 }
 
 #: After which a part of one kernel, of a second on a GPU, is given up.
@@ -195,24 +261,34 @@ def reduced(text: str, cut: Cut | WideCut, edits: dict[str, str]) -> str:
         text = text.replace(old, new)
     if isinstance(cut, WideCut):
         return text
-    wanted = f"UNIT({cut.warpgroups}, {cut.sharing}, {cut.stages}, {int(cut.turns)})"
+    wanted = f"UNIT({cut.warpgroups}, {cut.sharing}, {cut.stages}, {cut.turns})"
     return re.sub(r"^UNIT\(.*\)$", lambda found: found[0] if found[0] == wanted else "", text, flags=re.MULTILINE)
 
 
 def reduced_codes(cuts: Sequence[Cut | WideCut]) -> list[tuple[Cut | WideCut, str, bytes]]:
     """Machine code of each cut with each of `LEFT_OUT` left out, which it names."""
-    cases = [(cut, what) for cut in cuts for what in ("nothing", *LEFT_OUT[cut.channels])]
+    counted = ["clocks"] if cuts[0].channels == 96 else []
+    cases = [(cut, what) for cut in cuts for what in ("nothing", *LEFT_OUT[cut.channels], *counted)]
 
     def made(case: tuple[Cut | WideCut, str]) -> bytes:
         cut, what = case
         source = binaries.SOURCES / f"{cut.source}.cu"
         with tempfile.TemporaryDirectory() as folder:
             edited = Path(folder) / source.name
-            edited.write_text(reduced(source.read_text(), cut, LEFT_OUT[cut.channels].get(what, {})))
+            edited.write_text(reduced(source.read_text(), cut, COUNTED if what == "clocks" else LEFT_OUT[cut.channels].get(what, {})))
             return toolchain.compile_cuda(edited, binaries._headers(cut.source), "sm_90a")
 
     with ThreadPoolExecutor(8) as pool:
         return [(*case, code) for case, code in zip(cases, pool.map(made, cases))]
+
+
+def clocks(raw: Tensor) -> dict[str, list[int]]:
+    """Mean clocks of a tile by phase, of the warpgroups; of the copying one: those it waits for room, and those it needs to ask."""
+    counts = raw.view(-1)[: 2 * 64 * 132].view(torch.int32).view(132, 4, 16).double()
+    mean = (counts[:, :, :11] / counts[:, :, 11:12].clamp(min=1)).mean(dim=0)
+    waited = counts[:, :, 9].sum(dim=0) / counts[:, :, 10].sum(dim=0).clamp(min=1)
+    found = {name: [round(float(value)) for value in mean[:3, i]] for i, name in enumerate(PHASES) if i != 9}
+    return found | {PHASES[9]: [round(float(value)) for value in waited[:3]], "copying": [round(float(value)) for value in mean[3, :2]]}
 
 
 def without(bench: Bench, channels: int, rows: int, frames: int, codes: Sequence[tuple[Cut | WideCut, str, bytes]]) -> None:
@@ -221,10 +297,11 @@ def without(bench: Bench, channels: int, rows: int, frames: int, codes: Sequence
     raw, active = unit.outputs()
     try:
         for cut, what, code in codes:
-            kernel = Module(code, 0).kernel(cut.kernel, cut.shared_bytes)
+            kernel = Module(code, 0).kernel(cut.kernel, cut.shared_bytes + (512 if what == "clocks" else 0))
             codec_cuda._kernel = lambda *_, kernel=kernel: kernel  # type: ignore[assignment]
             us = event_us(partial(unit.launches()[cut.kernel], raw, active)) / (rows * frames)
-            bench.add({"part": "without", "channels": channels, "kernel": cut.kernel, "left_out": what, "us_per_frame": us})
+            row = {"part": "without", "channels": channels, "kernel": cut.kernel, "left_out": what, "us_per_frame": us}
+            bench.add(row | (clocks(raw) if what == "clocks" else {}))
     finally:
         codec_cuda._kernel = kept
 

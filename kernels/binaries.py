@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 from kernels import toolchain
@@ -26,6 +27,10 @@ NAMES = ("skinny", "predictor_attention", "sampler")
 SHIPPED = (*NAMES, "persistent", "persistent_talker")
 #: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer GPU makes its own.
 SHIPPED_TARGETS = ("sm_90a", "compute_90")
+#: Sources with Hopper's own products, which no other GPU runs: a wheel brings machine code alone.
+HOPPER_ONLY = ("codec_unit",)
+#: All code that a wheel brings, by source and target.
+SHIPPED_CODE = (*product(SHIPPED, SHIPPED_TARGETS), *product(HOPPER_ONLY, SHIPPED_TARGETS[:1]))
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
@@ -48,7 +53,7 @@ def cache_folder() -> Path:
 
 def shipped() -> bool:
     """Whether this installation brings code of every source."""
-    return all((SOURCES / file_name(name, target)).exists() for name in SHIPPED for target in SHIPPED_TARGETS)
+    return all((SOURCES / file_name(name, target)).exists() for name, target in SHIPPED_CODE)
 
 
 def candidates(name: str, capability: tuple[int, int]) -> Iterator[bytes]:
@@ -126,11 +131,10 @@ def _alone(lock: Path) -> Iterator[None]:
 
 def write_shipped(folder: Path) -> list[Path]:
     """Compiles what a wheel brings into `folder`. Raises RuntimeError with the compilers' words."""
-    made = [(name, target) for name in SHIPPED for target in SHIPPED_TARGETS]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        codes = list(pool.map(lambda one: compiled(*one), made))
+        codes = list(pool.map(lambda one: compiled(*one), SHIPPED_CODE))
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / file_name(name, target) for name, target in made]
+    paths = [folder / file_name(name, target) for name, target in SHIPPED_CODE]
     for path, code in zip(paths, codes):
         path.write_bytes(code)
     return paths

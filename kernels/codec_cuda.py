@@ -29,19 +29,22 @@ _CAPABILITY = (9, 0)
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the work is cut: warpgroups that multiply, how many share a tile, tiles in shared memory, whether they multiply in turns."""
+    """How the work is cut: warpgroups that multiply, how many share a tile, tiles in shared memory; and whether they multiply in turns.
+
+    turns: 1: one issues its products behind those of the one before it; 2: when they are over; 0: whenever it can.
+    """
 
     warpgroups: int
     sharing: int
     stages: int
-    turns: bool
+    turns: int
 
     channels = CHANNELS
     source = SOURCE
 
     @property
     def kernel(self) -> str:
-        return f"codec_unit_{CHANNELS}_{self.warpgroups}_{self.sharing}_{self.stages}_{int(self.turns)}"
+        return f"codec_unit_{CHANNELS}_{self.warpgroups}_{self.sharing}_{self.stages}_{self.turns}"
 
     @property
     def threads(self) -> int:
@@ -69,9 +72,9 @@ class Cut:
 
 
 #: Those that the source has.
-CUTS = (Cut(2, 2, 2, False), Cut(2, 2, 2, True), Cut(2, 1, 3, True), Cut(3, 1, 3, False))
-#: The one in force; None: units of 96 channels run on Triton's kernel.
-CHOSEN: Cut | None = None
+CUTS = (Cut(2, 2, 2, 0), Cut(2, 2, 2, 2), Cut(2, 1, 3, 0), Cut(2, 1, 3, 1), Cut(2, 1, 3, 2))
+#: The one in force, which an H200 measured fastest (benchmarks/NOTES.md); None: units of 96 channels run on Triton's kernel.
+CHOSEN: Cut | None = Cut(2, 1, 3, 1)
 
 
 class _Arguments(ctypes.Structure):

@@ -25,10 +25,10 @@ struct Args {
 };
 
 // A cut of the work: warpgroups that multiply, how many of them share a tile, tiles in shared memory, and whether they multiply in turns.
-template <int WARPGROUPS_, int SHARING_, int STAGES_, bool TURNS_>
+template <int WARPGROUPS_, int SHARING_, int STAGES_, int TURNS_>
 struct Cut {
     static constexpr int WARPGROUPS = WARPGROUPS_, SHARING = SHARING_, STAGES = STAGES_, TEAMS = WARPGROUPS / SHARING;
-    static constexpr bool TURNS = TURNS_;
+    static constexpr bool TURNS = TURNS_ > 0, DRAINS = TURNS_ > 1;  // the next one starts when the products are over, not when they are issued
     static constexpr int TILE = M * SHARING, THREADS = (WARPGROUPS + 1) * WARPGROUP;
     // Two more than a multiple of 8: copies of two steps x four slabs fall on all banks.
     static constexpr int LENGTH = (TILE + (TAPS - 1) * MAX_DILATION + 5) / 8 * 8 + 2;
@@ -217,6 +217,7 @@ struct Multiplier {
     __device__ __forceinline__ void pass_turn(int to) const {
         if (K::TURNS) arrive_some(1 + to, 2 * WARPGROUP);
     }
+    __device__ __forceinline__ void mark(int) const {}
 
     __device__ void run() {
         if (warpgroup == K::WARPGROUPS - 1) pass_turn(0);
@@ -231,18 +232,28 @@ struct Multiplier {
         const int stage = tiles.stage();
         float d[C / 2];
         uint32_t hidden[STEPS_OF_16][4];
+        mark(0);
         wait_for(&s.barriers.full[stage], tiles.parity());
+        mark(1);
         writes_to_products();
         read_residual(tiles);  // behind the fence, which waits for the thread's own accesses
+        mark(2);
         await_turn();
+        mark(3);
         convolve(d, stage);
-        pass_turn((warpgroup + 1) % K::WARPGROUPS);
+        mark(4);
+        if (!K::DRAINS) pass_turn((warpgroup + 1) % K::WARPGROUPS);
         products_wait<0>();
+        if (K::DRAINS) pass_turn((warpgroup + 1) % K::WARPGROUPS);
+        mark(5);
         if (thread % 32 == 0) arrive(&s.barriers.empty[stage]);
         activate(d, hidden);
+        mark(6);
         mix(d, hidden);
         products_wait<0>();
+        mark(7);
         write(d, tiles);
+        mark(8);
     }
 };
 
@@ -283,6 +294,7 @@ __device__ __forceinline__ void unit(const Args& p) {
     }
 
 UNIT(2, 2, 2, 0)
-UNIT(2, 2, 2, 1)
+UNIT(2, 2, 2, 2)
+UNIT(2, 1, 3, 0)
 UNIT(2, 1, 3, 1)
-UNIT(3, 1, 3, 0)
+UNIT(2, 1, 3, 2)

@@ -80,10 +80,9 @@ def test_headers_of_other_sources_change_nothing_and_headers_of_headers_do(machi
 
 
 def test_what_the_wheel_brings_comes_first_and_newer_devices_take_its_ptx(machine: Path) -> None:
-    for target in binaries.SHIPPED_TARGETS:
+    for name, target in binaries.SHIPPED_CODE:
         assert not binaries.shipped()
-        for name in binaries.SHIPPED:
-            (machine / "sources" / binaries.file_name(name, target)).write_text(target)
+        (machine / "sources" / binaries.file_name(name, target)).write_text(target)
     assert binaries.shipped()
     assert first() == b"sm_90a"
     assert first((12, 0)) == b"compute_90"
