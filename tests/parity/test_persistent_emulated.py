@@ -239,7 +239,7 @@ def test_weights_are_packed_once_each_and_zeros_fill_them_up() -> None:
 @pytest.mark.parametrize("cut", persistent_kit.EMULATED_CUTS.values(), ids=lambda cut: cut.name)
 def test_kernels_take_the_arguments_of_their_launch(cut: Cut) -> None:
     for tested in (False, True):
-        taken = persistent_kit.library()[f"bytes_{kernel_name(cut, 1, tested)}"]
+        taken = persistent_kit.library(cut.name)[f"bytes_{kernel_name(cut, 1, tested)}"]
         assert taken() == ctypes.sizeof(lm_persistent.Arguments)
 
 

@@ -168,7 +168,7 @@ def test_talkers_without_a_kernel_are_not_known() -> None:
 @pytest.mark.parametrize("cut", persistent_kit.EMULATED_TALKER_CUTS.values(), ids=lambda cut: cut.name)
 def test_kernels_take_the_arguments_of_their_launch(cut: Cut) -> None:
     for tested in (False, True):
-        taken = persistent_kit.library()[f"bytes_{kernel_name(cut, 1, tested)}"]
+        taken = persistent_kit.library(cut.name)[f"bytes_{kernel_name(cut, 1, tested)}"]
         assert taken() == ctypes.sizeof(lm_persistent_talker.Arguments)
 
 

@@ -23,8 +23,8 @@ from kernels import binaries, lm_cuda
 EMULATOR = Path(__file__).parent / "cuda_emulator"
 _COMPILER = "g++"
 _FLAGS = (
-    "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
-    "-ftrivial-auto-var-init=pattern",
+    "-std=c++17", "-fPIC", "-w", "-pthread", "-fno-strict-aliasing", "-ffp-contract=off", "-U_FORTIFY_SOURCE",
+    "-ftrivial-auto-var-init=pattern", "-include", str(EMULATOR / "emulator.h"),
 )  # fmt: skip
 #: Makes a kernel whose parameter is a structure callable with the structure's address.
 _ENTRIES = """
@@ -85,11 +85,24 @@ def build(source: Path, kernels: Iterable[str], edits: Mapping[str, str] | None 
         folder = Path(name)
         for file, text in texts.items():
             (folder / file).write_text(text)
-        command = [_COMPILER, *_FLAGS, "-include", EMULATOR / "emulator.h", EMULATOR / "emulator.cpp", "-x", "c++", folder / source.name]
-        done = subprocess.run([*command, "-o", folder / "kernel.so"], capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"g++ failed on {source.name}: {done.stderr[-2000:]}")
+        (folder / "emulator.o").write_bytes(_emulator())
+        _compile(["-O1", "-shared", folder / "emulator.o", "-x", "c++", folder / source.name], folder / "kernel.so")
         return ctypes.CDLL(str(folder / "kernel.so"))
+
+
+@cache
+def _emulator() -> bytes:
+    """The object file of the emulator itself, which every library has."""
+    with tempfile.TemporaryDirectory() as name:
+        made = Path(name) / "emulator.o"
+        _compile(["-O2", "-c", EMULATOR / "emulator.cpp"], made)
+        return made.read_bytes()
+
+
+def _compile(words: list[str | Path], made: Path) -> None:
+    done = subprocess.run([_COMPILER, *_FLAGS, *words, "-o", made], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"g++ failed on {words[-1]}: {done.stderr[-2000:]}")
 
 
 @cache

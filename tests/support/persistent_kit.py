@@ -52,6 +52,8 @@ LEAST = Shape(
 #: What any settings need.
 ANY_DRAWS = DrawFlags(1 << 20, any_top_p=True, all_greedy=False)
 SOURCE = Path(__file__).parent / "persistent_small.cu"
+#: A line of it with the kernels of one cut.
+_CUT = re.compile(r"(PREDICTOR|TALKER)S?\(")
 #: What `persistent_small.cu` has, beside sizes that it has for the emulator alone.
 CUTS = {
     (64, 96, 4, 2, 32, 48, 2, 4): Cut("persistent_tiny", 4, 2, 1, 32_768),
@@ -75,11 +77,13 @@ EMULATED_TALKER_CUTS = {
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """The kernels for small shapes, built for the emulator."""
-    cuts = (*EMULATED_CUTS.values(), *EMULATED_TALKER_CUTS.values())
-    names = [kernel_name(cut, rows, tested) for cut in cuts for rows in (1, 2) for tested in (False, True)]
-    return cuda_emulated.build(SOURCE, [name for name in names if "least_2" not in name], {"#ifdef EMULATED": "#if 1"})
+def library(name: str) -> ctypes.CDLL:
+    """The kernels of the cut with this name, built for the emulator."""
+    cut = next(one for one in (*EMULATED_CUTS.values(), *EMULATED_TALKER_CUTS.values()) if one.name == name)
+    kernels = [kernel_name(cut, rows, tested) for rows in (1, 2) for tested in (False, True)]
+    others = [line for line in SOURCE.read_text().splitlines() if _CUT.match(line) and not re.match(rf"\w+\({name}(_1\w*)?,", line)]
+    edits = {"#ifdef EMULATED": "#if 1"} | dict.fromkeys(others, "")
+    return cuda_emulated.build(SOURCE, [kernel for kernel in kernels if "least_2" not in kernel], edits)
 
 
 class Emulated:
@@ -94,7 +98,8 @@ class Emulated:
         return 132
 
     def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int, cooperative: bool) -> None:
-        kernel = cuda_emulated.Kernel(library(), self._name, self._shared_bytes, Emulated.seed, together=cooperative)
+        built = library(re.sub(r"_[12](_tested)?$", "", self._name))
+        kernel = cuda_emulated.Kernel(built, self._name, self._shared_bytes, Emulated.seed, together=cooperative)
         kernel.launch(grid, threads, arguments)
 
 
@@ -107,7 +112,7 @@ def rebuild(monkeypatch: pytest.MonkeyPatch, folder: Path, kernel: str, edits: d
     source, name = folder / "edited.cu", kernel.partition("(")[2].partition(",")[0]
     source.write_text(f'#include "persistent{"_talker" if kernel.startswith("TALKER") else ""}.cuh"\n{kernel}\n')
     built = cuda_emulated.build(source, [name], edits)
-    monkeypatch.setattr(f"{__name__}.library", lambda: built)
+    monkeypatch.setattr(f"{__name__}.library", lambda _: built)
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:

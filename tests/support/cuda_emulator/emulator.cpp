@@ -198,9 +198,11 @@ void reach_memory(const Store& one) {
 
 template <typename Which>
 void send_all(Block& block, Which which) {  // in the order of the program
-    std::vector<Store> left;
-    for (const Store& one : block.stores) which(one) ? reach_memory(one) : left.push_back(one);
-    block.stores.swap(left);
+    auto end = block.stores.begin();
+    for (const Store& one : block.stores)
+        if (which(one)) reach_memory(one);
+        else *end++ = one;
+    block.stores.erase(end, block.stores.end());
 }
 
 void land(Block& block, const Copy& one) {
@@ -272,6 +274,7 @@ void deadlock(const char* what) {
 void run_all() {
     unsigned burst = 0;
     Block* block = nullptr;
+    std::vector<Block*> able;
     const size_t resident = launch->together ? launch->order.size() : 1;
     unsigned live_blocks = 0;
     while (true) {
@@ -284,7 +287,7 @@ void run_all() {
         if (live_blocks == 0) return;
         auto runs = [](const Block& one) { return !(one.ready.empty() && one.copies.empty() && one.stores.empty()); };
         if (block == nullptr || burst == 0 || !runs(*block)) {
-            std::vector<Block*> able;
+            able.clear();
             for (Block& one : launch->blocks)
                 if (runs(one)) able.push_back(&one);
             if (able.empty()) deadlock("a deadlock");
@@ -374,11 +377,14 @@ unsigned meet_block(int identity, unsigned threads, bool mine) {
 
 void load(void* to, const void* from, unsigned bytes) {
     std::memcpy(to, from, bytes);
-    for (const Store& one : running->block->stores)
+    const auto* first = static_cast<const char*>(from);
+    for (const Store& one : running->block->stores) {
+        if (one.to >= first + bytes || one.to + one.bytes <= first) continue;
         for (unsigned i = 0; i < one.bytes; ++i) {
-            const auto place = one.to + i - static_cast<const char*>(from);
+            const auto place = one.to + i - first;
             if (place >= 0 && place < bytes) static_cast<char*>(to)[place] = one.value[i];
         }
+    }
 }
 void store(void* to, const void* from, unsigned bytes) {
     Block& block = *running->block;
