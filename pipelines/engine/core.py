@@ -76,6 +76,8 @@ class EngineOptions:
     spare_slots: int = 0
     #: How graphs prefill prompts; "packed" is not for reproducible mode.
     prefill: Prefill = "auto"
+    #: Whether the executor "auto" may have persistent kernels: there is memory for the weights that they read.
+    persistent: bool = True
     #: Sizes of a stream's chunks, and those of them that the first one may have; see `TurnPlanner`.
     chunk_frames: tuple[int, ...] = CHUNK_FRAMES
     first_frames: tuple[int, ...] = FIRST_FRAMES

@@ -195,8 +195,8 @@ def open_executor(
     reproducible: bool = False,
     streams: int = 0,
 ) -> FrameExecutor:
-    """The executor of a model; "auto" means graphs on a CUDA device, persistent kernels of one and two rows
-    included where they were measured (`may_be_persistent`), else eager.
+    """The executor of a model; "auto" means graphs on a CUDA device, persistent kernels of one and two rows included where they were
+    measured (`may_be_persistent`) and `sizes` have memory for them, else eager.
 
     The first graphs are captured before this returns; all of them where it is made for `streams`, whose frames go first on the device.
     Where the kernels of graphs cannot be made "auto" is eager too, with a warning.
@@ -230,7 +230,8 @@ def _open_graphs(
     if fault is not None:
         return None, fault
     try:
-        persistent = may_be_persistent(kind, reproducible, model.device) and (kind == "megakernel" or _has_persistent_kernels(model))
+        by_itself = sizes.persistent and may_be_persistent(kind, reproducible, model.device) and _has_persistent_kernels(model)
+        persistent = kind == "megakernel" or by_itself
         executor = graph_executor(
             model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context,
             reproducible, streams, persistent=persistent, prefill=sizes.prefill, spare_slots=sizes.spare_slots,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from pipelines.engine.engine import Engine
 from pipelines.engine.opening import check_executor, may_be_persistent, memory_told, open_executor
 from pipelines.engine.scheduler import GenerationRequest
 from pipelines.engine.state import SamplingParams
-from pipelines.errors import ErrorCode, ModelError, NightjarError, SynthesisError
+from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError, SynthesisError
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.nn.options import NativeModelOptions
 from pipelines.options import Count, read_options
@@ -175,7 +176,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         self._voices = VoiceCache(speaker, self.codec, self._voice_files(speaker)) if speaker else None
         self._positions = min(sizes.pages * sizes.page_size, sizes.max_context)
         executor = open_executor(model, sizes, options.executor, options.reproducible, options.streams)
-        self._meta = {"engine": "native", "executor": executor.name, "dtype": type_name(dtype)}
+        self._meta = {"engine": "native", "dtype": type_name(dtype)}
         wait_for_codec()
         if options.streams:
             self.codec.decoder.prepare_streams(sizes.slots + LATE_STATES)
@@ -191,7 +192,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         shape, ids = (_WARM_POSITIONS, self.config.codebooks), self.config.ids
         prompt = Prompt(np.full(shape[0], ids.tts_pad), np.full(shape, NONE), np.full(_WARM_FRAMES, ids.tts_pad))
         wanted = GenerationRequest("", prompt, SamplingParams(min_new_tokens=_WARM_FRAMES + 1), 0, _WARM_FRAMES + 1)
-        info = FrameRequestInfo("", self.sample_rate, {**self._meta}, True, None, self._frame_seconds)
+        info = FrameRequestInfo("", self.sample_rate, {}, True, None, self._frame_seconds)
         outcomes: SimpleQueue[AudioChunk | NightjarError] = SimpleQueue()
         try:
             self._start(wanted, info, outcomes.put)
@@ -249,7 +250,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         max_tokens = min(self._token_limit(task.generation), room)
         generation = GenerationRequest(request_id, prompt, sampling_params(self.config.sampling, task.generation), seed, max_tokens)
         start = voice.codec_state if voice else None
-        meta = {**self._meta, "prompt_positions": len(prompt)}
+        # As it is now: one with persistent kernels goes on without them when a launch gave up.
+        meta = {**self._meta, "executor": self.engine.core.executor.name, "prompt_positions": len(prompt)}
         info = FrameRequestInfo(task.text, self.sample_rate, meta, self._options.keep_unfinished, start, self._frame_seconds)
         return generation, info
 
@@ -313,22 +315,33 @@ def _sizes(
     """Sizes of the engine, before anything is loaded. Raises as `engine_options`."""
     with Checkpoint.open(config.folder) as model, Checkpoint.open(config.folder / "speech_tokenizer") as codec:
         weight_bytes = model.values() * dtype.itemsize + codec.values() * codec_dtype.itemsize
-    graphs, state, steps = 0, 0, 0
+    graphs, state, steps, packed = 0, 0, 0, 0
     if device.type == "cuda":
         decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
         graphs, state = stream_needs(decoder, codec_dtype) if options.streams else (0, 0)
         steps = utterance_needs(decoder, codec_dtype, options.codec_rows)
-        steps += packed_needs(config, dtype) if may_be_persistent(options.executor, options.reproducible, device) else 0
-    return engine_options(
-        config,
-        device,
-        dtype,
-        **options.sizes,
-        max_context=options.context(_CONTEXT),
-        weight_bytes=weight_bytes,
-        stream_bytes=graphs + steps,
-        state_bytes=state,
-    )
+        packed = packed_needs(config, dtype) if may_be_persistent(options.executor, options.reproducible, device) else 0
+
+    def planned(more: int) -> EngineOptions:
+        return engine_options(
+            config,
+            device,
+            dtype,
+            **options.sizes,
+            max_context=options.context(_CONTEXT),
+            weight_bytes=weight_bytes,
+            stream_bytes=graphs + steps + more,
+            state_bytes=state,
+        )
+
+    if options.executor == "megakernel" or not packed:
+        return planned(packed)
+    # What nobody asked for takes no slot away, and no engine that would fit without it.
+    plain = planned(0)
+    with suppress(ConfigError, SynthesisError):
+        if (whole := planned(packed)).slots == plain.slots:
+            return whole
+    return replace(plain, persistent=False)
 
 
 def _load(

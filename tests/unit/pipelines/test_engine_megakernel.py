@@ -11,18 +11,20 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from kernels import lm_persistent_talker
+from kernels import binaries, lm_persistent, lm_persistent_talker
 from kernels.dummy import Maker
 from kernels.lm_frame import FusedFrame
 from kernels.lm_persistent import FAILED
 from kernels.lm_persistent_talker import PersistentFrame
-from pipelines.engine import megakernel
+from pipelines.engine import graph, megakernel
 from pipelines.engine.buckets import Buckets
 from pipelines.engine.executor import FrameCodes, FrameSettings
 from pipelines.engine.graph import GraphExecutor
 from pipelines.engine.megakernel import MegakernelExecutor, PersistentKernelError
+from pipelines.engine.opening import graph_executor
 from tests.support import persistent_kit
 from tests.support.persistent_kit import ANY_DRAWS, SMALLEST, Emulated
+from tests.support.qwen3_golden import golden_model
 
 SETTINGS = FrameSettings(64, ANY_DRAWS, ANY_DRAWS)
 
@@ -78,8 +80,10 @@ def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_thei
         executor = Unmade()
         executor._capture(1)
         assert executor._frames[1].talker is None  # type: ignore[attr-defined]
+        assert executor._frames[1].plan.pdl
     executor = Unmade()
     kinds(executor)
+    assert not executor._frames[1].plan.pdl, "no kernel is launched early behind a cooperative one"
     one, two = (executor._frames[bucket].talker for bucket in (1, 2))  # type: ignore[attr-defined]
     assert one.talker is two.talker
     assert one.behind is executor._frames[1].behind  # type: ignore[attr-defined]
@@ -114,6 +118,31 @@ def test_a_fault_of_the_device_is_not_a_missing_kernel(kind: type[RuntimeError],
     monkeypatch.setattr(megakernel, "Predictor", fails)
     with pytest.raises(kind):
         Unmade()._capture(1)
+
+
+def test_a_talker_that_finds_no_memory_leaves_no_predictor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    executor = Unmade()
+    with monkeypatch.context() as full:
+        full.setattr(megakernel, "Talker", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            executor._capture(1)
+    assert executor._predictor is None
+    executor._capture(1)
+    assert executor._frames[1].talker is not None  # type: ignore[attr-defined]
+
+
+def test_persistent_kernels_are_the_executor_megakernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "GraphExecutor", lambda *_: "graph")
+    monkeypatch.setattr(megakernel, "MegakernelExecutor", lambda *_: "megakernel")
+    opened = [graph_executor(golden_model("base"), 1, 8, 8, 64, persistent=persistent) for persistent in (False, True)]
+    assert opened == ["graph", "megakernel"]
+
+
+def test_a_wheel_brings_both_kernels() -> None:
+    assert {lm_persistent.SOURCE, lm_persistent_talker.SOURCE} <= {*binaries.SHIPPED}
 
 
 def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import logging
 import stat
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,8 @@ from pipelines.engine import opening
 from pipelines.engine.core import EngineOptions
 from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.opening import open_executor
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, SynthesisError
+from pipelines.qwen3_tts import pipeline
 from pipelines.qwen3_tts.config import Qwen3TTSConfig, StackConfig
 from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder, published_config
 from pipelines.qwen3_tts.execution import packed_needs, start_warming
@@ -211,10 +213,39 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
         with pytest.raises(torch.OutOfMemoryError):
             open_executor(gpu_model, SIZES, kind, reproducible)
     assert asked == [fits, False, False, True]
+    for kind in ("auto", "megakernel"):
+        with pytest.raises(torch.OutOfMemoryError):
+            open_executor(gpu_model, replace(SIZES, persistent=False), kind)
+    assert asked[4:] == [False, True]
     monkeypatch.setattr(lm_persistent, "known", lambda _: False)
     with pytest.raises(torch.OutOfMemoryError):
         open_executor(gpu_model, SIZES)
     assert not asked[-1]
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "total_gib", "refused"), [(5, 5, ConfigError), (5, 141, SynthesisError), (9.9, 141, None), (140, 141, None)]
+)
+def test_persistent_kernels_that_nobody_asked_for_take_no_slot_away(
+    free_gib: float, total_gib: int, refused: type[NightjarError] | None, model: Qwen3TTSModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "packed_needs", lambda *_: 4 << 30)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free_gib * 2**30), total_gib << 30))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+
+    def sizes(executor: opening.ExecutorKind) -> EngineOptions:
+        options = pipeline.PipelineOptions(executor=executor)
+        return pipeline._sizes(model.config, options, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
+
+    plain, chosen, roomy = sizes("graph"), sizes("auto"), free_gib == 140
+    assert (chosen.slots, chosen.persistent) == (plain.slots, roomy)
+    if refused is None:
+        assert (sizes("megakernel").slots == plain.slots) is roomy
+    else:
+        with pytest.raises(refused):
+            sizes("megakernel")
 
 
 @pytest.mark.parametrize("size", ["0b6", "1b7"])

@@ -96,7 +96,12 @@ def test_speech_says_what_it_is(base: Qwen3TTSPipeline) -> None:
     assert speech.samples.dtype == np.float32
     assert len(speech.samples) == int(speech.meta["frames"]) * 1920
     assert speech.meta["finish"] in ("eos", "length")
-    assert speech.meta["engine"] == "native"
+    assert (speech.meta["engine"], speech.meta["executor"], speech.meta["dtype"]) == ("native", "eager", "float32")
+
+
+def test_speech_says_which_executor_made_it_where_that_changed(base: Qwen3TTSPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base.engine.core.executor, "name", "changed")
+    assert base.submit(clone("meta", "Hello there.")).result(SECONDS).meta["executor"] == "changed"
 
 
 def test_max_seconds_is_the_limit(base: Qwen3TTSPipeline) -> None:
