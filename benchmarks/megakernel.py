@@ -1,4 +1,4 @@
-"""The persistent kernel of the code predictor on a GPU: its codes, its times and its speech beside the graph's, and frames with delays.
+"""The persistent kernels on a GPU: their codes, times and speech beside the graph's, and frames with delays.
 
     python -m benchmarks.megakernel [--part codes,times,soak,rtf] [--rows 1,2] [--frames 100000] [--gaps 900,1200]
     python -m benchmarks.megakernel --part rtf --device cpu --tiny
@@ -7,7 +7,7 @@ All but `rtf` once for each of `--kinds`: `predictor`, and `whole`, whose talker
 `codes`: from one state the graph's frame, this one's and the one of single PyTorch ops, over and over: which share of their codes is
 equal. `times`: the predictor and the whole frame at context 300, each as a replayed graph, ours for several pauses between the copies of
 the weight stream. `soak`: launches whose blocks stumble at random, which must all give the same codes. `rtf`: one utterance after the
-other through a pipeline with each executor, in turn: text in, samples out. Sizes are those of Qwen3-TTS 0.6B.
+other through a pipeline with each executor, in turn: text in, samples out. Sizes are those of 0.6B, with `--large` of 1.7B but for `rtf`.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def soak(bench: Bench, setting: Setting, frames: int) -> None:
             wrong += (setting.codes != wanted).sum()
         done += turn
     fault = ours.behind.fault
-    bench.add({"part": "soak", "kind": setting.kind, "rows": setting.count, "frames": done, "wrong": int(wrong), "fault": fault})
+    about = {"part": "soak", "kind": setting.kind, "rows": setting.count, "naps": bench.options.delay}
+    bench.add({**about, "frames": done, "wrong": int(wrong), "fault": fault})
     assert not int(wrong)
     assert fault is None, fault
 

@@ -115,7 +115,8 @@ class EngineSettings(SettingsGroup):
         default="auto",
         description="How a frame is run. `graph`: CUDA graphs. `eager`: single operations; starts faster, runs slower. `auto`: the best. "
         "`megakernel`: as `graph`, and persistent kernels for one or two Qwen3-TTS utterances at a time: on an H200 a frame of one at 0.6B "
-        "takes 1.5 instead of 2.0 ms; not for `reproducible`. `auto` has them on GPUs of compute capability 9.0.",
+        "takes 1.5 instead of 2.0 ms; not for `reproducible`. `auto` has them on GPUs of compute capability 9.0 with at least 128 "
+        "multiprocessors, such as the H200.",
     )
 
     voice_cache: Path | None = Field(

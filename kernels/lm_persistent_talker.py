@@ -1,6 +1,6 @@
 """The talker's layers of a frame in one cooperative launch: which models it knows, its weights, its launch, and frames with it.
 
-Not measured yet. The kernel is `kernels/cuda/persistent_talker.cuh`, its twin the layers of `kernels.reference.backbone_step`.
+The kernel is `kernels/cuda/persistent_talker.cuh`, its twin the layers of `kernels.reference.backbone_step`.
 """
 
 from __future__ import annotations

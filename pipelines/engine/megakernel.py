@@ -1,4 +1,4 @@
-"""Frames of one or two rows with one persistent kernel behind code 0; everything else is the graph executor's."""
+"""Frames of one or two rows with persistent kernels; everything else is the graph executor's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class PersistentKernelError(RuntimeError):
 
 
 class MegakernelExecutor(GraphExecutor):
-    """The graph executor whose graphs of one and two rows have a cooperative launch in the place of the predictor's kernels.
+    """The graph executor whose graphs of one and two rows have a cooperative launch in the place of the predictor's kernels, and one in
+    that of the talker's layers where there is a kernel for them.
 
     Where there is no such kernel for a model or a device, a warning says so and all graphs are plain. When a launch gives up, the frames
     under way raise `PersistentKernelError`, which fails requests that may be tried again, and from then on all graphs are plain. Where all

@@ -76,8 +76,8 @@ class EngineSizes(TypedDict):
 class NativeModelOptions(ModelOptions):
     """How a checkpoint whose LM runs on our own engine is opened; None means the best for the device."""
 
-    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels; "auto": graphs on a CUDA device with Triton.
-    #: "megakernel": as graphs, with one persistent kernel for one or two utterances of Qwen3-TTS.
+    #: How frames are made: PyTorch ops one by one, or CUDA graphs of fused kernels. "megakernel": as graphs, with persistent kernels for
+    #: one or two utterances of Qwen3-TTS. "auto": graphs on a CUDA device with Triton, and those kernels where they were measured.
     executor: Literal["auto", "eager", "graph", "megakernel"] = "auto"
     #: Streams that run at once: as many slots, but for one, are kept free of whole utterances. On a GPU everything that they, or any
     #: request, need is compiled and captured before the pipeline is open, which takes a while.

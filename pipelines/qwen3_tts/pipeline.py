@@ -320,7 +320,8 @@ def _sizes(
         decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
         graphs, state = stream_needs(decoder, codec_dtype) if options.streams else (0, 0)
         steps = utterance_needs(decoder, codec_dtype, options.codec_rows)
-        packed = packed_needs(config, dtype) if may_be_persistent(options.executor, options.reproducible, device) else 0
+        if (needed := packed_needs(config, dtype)) and may_be_persistent(options.executor, options.reproducible, device):
+            packed = needed
 
     def planned(more: int) -> EngineOptions:
         return engine_options(

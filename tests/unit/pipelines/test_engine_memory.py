@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +23,7 @@ from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
-from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, memory_needs, stream_needs, utterance_needs
+from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, memory_needs, packed_needs, stream_needs, utterance_needs
 from pipelines.spark_tts import pipeline as spark
 from tests.support import fish_checkpoint, golden_checkpoint
 from tests.support.qwen3_golden import GOLDEN
@@ -59,6 +60,13 @@ def test_the_table_of_slots_is_what_the_arithmetic_says(tmp_path: Path) -> None:
         cells = " | ".join(f"{plan.slots}, {plan.pages:,}" for plan in plans)
         rows.append(f"| {gigabytes} GB | {cells} |")
     assert lines[start + 2 : start + 2 + len(rows)] == rows
+    fewer = []
+    for size in ("0b6", "1b7"):
+        plain = published_needs(tmp_path, size)
+        packed = replace(plain, weights=plain.weights + packed_needs(Qwen3TTSConfig.from_folder(tmp_path), torch.bfloat16))
+        (pages,) = {planned(gigabytes, plain).pages - planned(gigabytes, packed).pages for gigabytes in (80, 141)}
+        fewer.append(pages)
+    assert f"Where the executor is `megakernel`, there are {fewer[0]} pages fewer (1.7B: {fewer[1]})." in lines
 
 
 @pytest.mark.parametrize("size", ["0b6", "1b7"])
