@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from jobs.formatting import redact
+from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError
 
 _PR_SET_PDEATHSIG = 1
 UP_PIPE = "NIGHTJAR_UP_PIPE"
 START_PIPE = "NIGHTJAR_START_PIPE"
-_UP, _FINISHED, _ENDS = b"up", b"finished", b"ends "
+_UP, _FINISHED, _ENDS, _REFUSED = b"up", b"finished", b"ends ", b"refused "
 #: So many bytes go through a pipe in one piece.
 MAX_WORDS_BYTES = 2000
 #: This process's end of the pipe, once it said something.
@@ -36,6 +37,8 @@ class UpPipe:
         self.came_up = False
         #: Why the child says that it ends; empty if it has said nothing.
         self.last_words = ""
+        #: What the child cannot open its model with, however often it is started; None if it has said nothing of that.
+        self.refusal: NightjarError | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -59,6 +62,8 @@ class UpPipe:
                 finished |= line == _FINISHED
                 if line.startswith(_ENDS):
                     self.last_words = line.removeprefix(_ENDS).decode(errors="replace")
+                if line.startswith(_REFUSED):
+                    self.refusal = _refusal(line.removeprefix(_REFUSED).decode(errors="replace"))
         return finished
 
     def close(self) -> bool:
@@ -121,7 +126,24 @@ def say_finished() -> None:
 
 def say_last_words(text: str) -> None:
     """Tells it why this process ends, without the passwords of addresses."""
-    _say(_ENDS + redact(" ".join(text.split())).encode()[:MAX_WORDS_BYTES])
+    _say(_ENDS + _plain(text).encode()[:MAX_WORDS_BYTES])
+
+
+def say_refused(error: ConfigError | ModelError) -> None:
+    """Tells it that every start would end with this error: a person has to mend a setting or the model."""
+    parts = (error.code.value, error.message, error.advice)
+    _say(_REFUSED + "\t".join(map(_plain, parts)).encode()[:MAX_WORDS_BYTES])
+
+
+def _plain(text: str) -> str:
+    """On one line, without the passwords of addresses."""
+    return redact(" ".join(text.split()))
+
+
+def _refusal(said: str) -> NightjarError:
+    code, message, advice = (*said.split("\t"), "", "")[:3]
+    kind = ConfigError if code == ErrorCode.CONFIG_INVALID else ModelError
+    return kind(ErrorCode(code), message, advice)
 
 
 def _say(line: bytes) -> None:

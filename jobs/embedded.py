@@ -183,7 +183,8 @@ class EmbeddedHome:
         """Brings back what died; to be called often, from the main thread.
 
         Calls `on_broker_lost` after an empty broker took the place of one that died, `on_worker_lost` with host and process of a worker
-        that died, and `on_quarantine` with the reason why one of several is left alone. Raises `worker.crash` when none can work.
+        that died, and `on_quarantine` with the reason why one of several is left alone. Raises `worker.crash` when none can work, and
+        what they cannot open the model with where that is it.
         """
         if self._broker is not None and self._broker.poll() is not None:
             self._start_broker()
@@ -268,6 +269,10 @@ class EmbeddedHome:
         return variables
 
     def _no_worker(self, workers: WorkerGroup) -> NightjarError:
+        refusals = [member.refusal for member in workers.members if member.refusal is not None]
+        if len(refusals) == len(workers.members):
+            first = refusals[0]
+            return type(first)(first.code, first.message, f"{first.advice} Then give the same command again to continue.".lstrip())
         reasons = " ".join(workers.sentence(member) for member in workers.members)
         return NightjarError(
             ErrorCode.WORKER_CRASH,

@@ -13,7 +13,7 @@ from jobs.console import INVALID_INPUT
 from jobs.formatting import seconds_text
 from jobs.gpus import VISIBLE, Device, share_cores
 from jobs.settings import Settings
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, NightjarError
 
 FIRST_PAUSE_SECONDS = 0.5
 #: A worker that ends so often in a row, with an exit status and before it came up, cannot start at all.
@@ -100,6 +100,8 @@ class Member:
     #: Why it is quarantined, and what to do.
     reason: str = ""
     last_words: str = ""
+    #: What it cannot open its model with, however often it is started.
+    refusal: NightjarError | None = None
 
     def forgive(self, pause_seconds: float) -> None:
         self.crashes = self.failed_starts = 0
@@ -110,7 +112,8 @@ class WorkerGroup:
     """Starts a worker for each plan and starts those that end again, until `stop` or a signal.
 
     A worker that dies is started again after a pause that doubles up to `longest_pause_seconds`. One that fails again and again without a
-    finished item is quarantined: it is started every `quarantine_seconds` only, until it finishes an item, while the others go on.
+    finished item, or cannot open its model with its settings, is quarantined: it is started every `quarantine_seconds` only, until it
+    finishes an item, while the others go on.
     `start` starts the process of a plan; `words` knows what a worker said that did not say it to its parent; `on_event` gets what a log
     would: level, event, details.
     """
@@ -171,6 +174,8 @@ class WorkerGroup:
 
     def sentence(self, member: Member) -> str:
         """How a worker ended, and what it said last."""
+        if member.refusal is not None:
+            return f"{member.plan.name} cannot open its model ({member.refusal.code.value}): {member.refusal}"
         said = f" It said: {member.last_words[:400]}" if member.last_words else ""
         times = f"{member.crashes} times in a row" if member.crashes > 1 else "again"
         return f"{member.plan.name} ended {_how(member)}, {times} without a finished item.{said}"
@@ -218,6 +223,7 @@ class WorkerGroup:
             member.failing_since = now
         member.status = process.returncode
         member.last_words = member.up.last_words or self._words()
+        member.refusal = member.up.refusal
         member.crashes += 1
         # A worker whose settings cannot be used may find that out when it opens its first model.
         never_worked = process.returncode == INVALID_INPUT or (process.returncode > 0 and not came_up)
@@ -231,7 +237,7 @@ class WorkerGroup:
         self._on_event("warning", "worker ended", {"gpu": member.plan.gpu, **details, "last_words": member.last_words})
 
     def _is_hopeless(self, member: Member) -> bool:
-        if member.failed_starts >= FAILED_STARTS or member.crashes >= CRASHES:
+        if member.refusal is not None or member.failed_starts >= FAILED_STARTS or member.crashes >= CRASHES:
             return True
         others = [other for other in self.members if other is not member and not other.quarantined]
         return member.crashes >= CRASHES_BESIDE_OTHERS and any(other.finished_at >= member.failing_since for other in others)
@@ -241,12 +247,12 @@ class WorkerGroup:
         member.restart_at = now + self._quarantine_seconds
         again = f"It is quarantined: it is started again every {seconds_text(self._quarantine_seconds)}."
         gpu = member.plan.gpu
-        advice = "See its last words and its log."
-        if gpu is not None:
+        advice = "" if member.refusal is not None else " See its last words and its log."
+        if advice and gpu is not None:
             advice += (
                 f" If `nvidia-smi` reports an error of GPU {gpu}, reset the GPU or restart the host; until then, leave it out of --gpu."
             )
-        sentence = member.reason = f"{self.sentence(member)} {again} {advice}"
+        sentence = member.reason = f"{self.sentence(member)} {again}{advice}"
         details = {"status": member.status, "retry_seconds": self._quarantine_seconds, "reason": sentence}
         self._on_event("error", "worker quarantined", {"gpu": gpu, **details})
         self._on_quarantine(sentence)

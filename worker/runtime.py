@@ -17,7 +17,7 @@ import structlog
 from structlog.contextvars import bound_contextvars
 
 from jobs import installed_version
-from jobs.child_process import is_watched, say_up
+from jobs.child_process import is_watched, say_refused, say_up
 from jobs.dispatch import Publisher
 from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
@@ -224,7 +224,10 @@ class Runtime:
         try:
             pipeline = self._opened(model)
         except (ConfigError, ModelError) as error:
-            if error.code.retryable or not (self._up and self.options.private):
+            if error.code.retryable or (self._up and not self.options.private):
+                raise
+            say_refused(error)
+            if not self._up:
                 raise
             # The shard goes back as it was.
             self._end_with(error)

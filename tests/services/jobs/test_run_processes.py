@@ -147,8 +147,10 @@ def test_settings_that_do_not_let_the_model_open_end_the_run_and_fail_no_item(sh
     write_input(shell.folder / "in.jsonl", 3)
     model = str(Path(__file__).parents[2] / "golden/qwen3_tts/checkpoint-custom")
     run = shell.run("run", "in.jsonl", "--model", model, SPEECH_ENGINE__SLOTS="3", SPEECH_ENGINE__EXECUTOR="graph", CUDA_VISIBLE_DEVICES="")
-    assert run.returncode == 1, run.stderr
-    assert "It said: The graph executor needs a CUDA device. Set SPEECH_ENGINE__EXECUTOR to eager, or unset it." in run.stderr
+    assert run.returncode == 4, run.stderr
+    assert "Error config.invalid: The graph executor needs a CUDA device.\nSet SPEECH_ENGINE__EXECUTOR to eager, or unset it." in run.stderr
+    assert "give the same command again to continue" in run.stderr
+    assert (shell.folder / "out/.nightjar/worker.log").read_text().count("worker up") == 1, "another start would end in the same way"
     assert {(row["state"], row["attempts"]) for row in shell.items().values()} == {("pending", 0)}
 
 
@@ -157,8 +159,8 @@ def test_a_checkpoint_that_cannot_be_opened_ends_the_run_and_fails_no_item(shell
     write_input(shell.folder / "in.jsonl", 3)
     model = str(Path(__file__).parents[2] / "golden/qwen3_tts/checkpoint-custom")
     run = shell.run("run", "in.jsonl", "--model", model, SPEECH_ENGINE__SLOTS="3")
-    assert run.returncode == 1, run.stderr
-    assert re.search(r"It said: Tensor \S+ has shape", run.stderr)
+    assert run.returncode == 4, run.stderr
+    assert re.search(r"Error model.bad_checkpoint: Tensor \S+ has shape", run.stderr)
     assert {(row["state"], row["attempts"]) for row in shell.items().values()} == {("pending", 0)}
 
 

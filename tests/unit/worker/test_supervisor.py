@@ -13,18 +13,20 @@ from pathlib import Path
 
 import pytest
 
-from jobs.child_process import UP_PIPE, UpPipe, say_finished, say_last_words, say_up
+from jobs.child_process import UP_PIPE, UpPipe, say_finished, say_last_words, say_refused, say_up
 from jobs.gpus import Device
 from jobs.settings import Settings
 from jobs.worker_group import CRASHES, CRASHES_BESIDE_OTHERS, FAILED_STARTS, HEALTHY_SECONDS, WorkerGroup, WorkerPlan
-from pipelines.errors import ErrorCode, ServiceError
+from pipelines.errors import ConfigError, ErrorCode, ModelError, ServiceError
 from worker.runtime import Runtime
 
-#: A child that says up when its GPU is in `up`, finishes items when it is in `works`, says its last words when it is in `says`, and ends
-#: by SIGTERM or with the status of its GPU in `ends`; unless the file `mended` is there.
+#: A child that says up when its GPU is in `up`, finishes items when it is in `works`, says its last words when it is in `says` and that no
+#: start can open its model when it is in `refuses`, and ends by SIGTERM or with the status of its GPU in `ends`; unless the file `mended`
+#: is there.
 CHILD = """
 import os, signal, sys, time
-from jobs.child_process import say_finished, say_last_words, say_up
+from jobs.child_process import say_finished, say_last_words, say_refused, say_up
+from pipelines.errors import ConfigError, ErrorCode
 log = open(sys.argv[1], 'a', buffering=1)
 gpu = os.environ.get('CUDA_VISIBLE_DEVICES', '-')
 signal.signal(signal.SIGTERM, lambda *_: (log.write(f'end {gpu}\\n'), sys.exit(0)))
@@ -35,6 +37,8 @@ if gpu in UP or mended:
     say_up()
 if gpu in SAYS:
     say_last_words(SAYS[gpu])
+if gpu in REFUSES and not mended:
+    say_refused(ConfigError(ErrorCode.CONFIG_INVALID, REFUSES[gpu], 'Unset it.'))
 if gpu in ENDS and not mended:
     status = ENDS[gpu]
     os.kill(os.getpid(), -status) if status < 0 else sys.exit(status)
@@ -65,10 +69,12 @@ class Run:
         ends: dict[str, int] | None = None,
         works: str = "",
         says: dict[str, str] | None = None,
+        refuses: dict[str, str] | None = None,
         quarantine_seconds: float = 600.0,
     ) -> None:
         child = CHILD
-        for name, value in {"UP": list(up), "ENDS": ends or {}, "WORKS": list(works), "SAYS": says or {}}.items():
+        values = {"UP": list(up), "ENDS": ends or {}, "WORKS": list(works), "SAYS": says or {}, "REFUSES": refuses or {}}
+        for name, value in values.items():
             child = child.replace(name, repr(value))
         (folder / "child.py").write_text(child)
         self.log, self.said = folder / "log", folder / "said"
@@ -164,6 +170,24 @@ def test_a_lone_worker_that_cannot_start_ends_the_supervisor(run: Callable[..., 
     assert "It said: The driver is too old." in said
     assert "nvidia-smi" in said
     assert "no worker can work; the supervisor ends" in said
+
+
+def test_a_worker_that_can_never_open_its_model_is_started_once(run: Callable[..., Run]) -> None:
+    supervisor = run(["0", "1"], up="1", ends={"0": 4}, refuses={"0": "No executor of this kind."})
+    supervisor.wait_for(lambda: "worker quarantined" in supervisor.said.read_text() and supervisor.count("start 1") == 1)
+    assert supervisor.end() == 1
+    assert (supervisor.count("start 0"), supervisor.count("end 1")) == (1, 1)
+    said = supervisor.said.read_text()
+    assert "The worker of GPU 0 cannot open its model (config.invalid): No executor of this kind. Unset it. It is quarantined" in said
+    assert "nvidia-smi" not in said
+
+
+def test_a_worker_whose_settings_were_mended_comes_back(run: Callable[..., Run]) -> None:
+    supervisor = run(["0", "1"], up="1", ends={"0": 4}, refuses={"0": "No executor of this kind."}, quarantine_seconds=0.2)
+    supervisor.wait_for(lambda: supervisor.count("start 0") >= 2)
+    supervisor.mend()
+    supervisor.wait_for(lambda: "out of quarantine" in supervisor.said.read_text())
+    assert supervisor.end() == 0
 
 
 def test_a_lone_worker_that_dies_without_end_ends_the_supervisor(run: Callable[..., Run]) -> None:
@@ -302,6 +326,22 @@ def test_a_child_tells_only_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     # Nobody reads any more.
     say_finished()
     say_finished()
+    pipe.started()
+
+
+@pytest.mark.parametrize(
+    "error", [ConfigError(ErrorCode.CONFIG_INVALID, "No.", "Unset it."), ModelError(ErrorCode.MODEL_UNKNOWN, "No model.")]
+)
+def test_a_parent_hears_what_no_start_can_open(monkeypatch: pytest.MonkeyPatch, error: ConfigError | ModelError) -> None:
+    pipe = UpPipe()
+    monkeypatch.setenv(UP_PIPE, pipe.environment[UP_PIPE])
+    say_refused(error)
+    say_last_words("It ends.")
+    assert not pipe.close()
+    heard = pipe.refusal
+    assert heard is not None
+    assert (type(heard), heard.code, heard.message, heard.advice) == (type(error), error.code, error.message, error.advice)
+    assert pipe.last_words == "It ends."
     pipe.started()
 
 

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from jobs.settings import Settings
 from jobs.settings_groups import VllmSettings
-from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, SynthesisError
+from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError, NightjarError, SynthesisError
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakePipeline
@@ -22,6 +22,8 @@ from worker.runtime import Runtime, WorkerOptions
 
 CRASH = EngineCrashError(ErrorCode.WORKER_CRASH, "The engine's process ended.")
 FULL = SynthesisError(ErrorCode.SYNTH_OOM, "Another program fills the GPU.")
+REFUSED = ConfigError(ErrorCode.CONFIG_INVALID, "The graph executor needs a CUDA device.")
+AWAY = ModelError(ErrorCode.MODEL_UNREACHABLE, "The hub is away.")
 FAILED = SynthesisError(ErrorCode.SYNTH_ENGINE, "vLLM could not start.")
 
 
@@ -92,6 +94,35 @@ def test_a_worker_says_once_which_settings_it_does_not_use(build: Build, monkeyp
         noted = [one for one in logs if "SPEECH_VLLM__STEP_TOKENS is not used" in one["event"]]
         assert [one["log_level"] for one in noted] == ["warning"]
         assert len([one for one in logs if one["event"].startswith("engine ready")]) == 3
+    finally:
+        runtime.drain()
+        runtime.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "options", "told"),
+    [
+        (REFUSED, WorkerOptions(private=True), True),
+        (REFUSED, WorkerOptions("fake"), True),
+        (REFUSED, WorkerOptions(), False),
+        (AWAY, WorkerOptions(private=True), False),
+    ],
+)
+def test_a_worker_says_what_no_start_of_it_can_open(
+    build: Build, monkeypatch: pytest.MonkeyPatch, error: NightjarError, options: WorkerOptions, told: bool
+) -> None:
+    """A worker of many jobs goes on: the model that it cannot open is one job's."""
+    said: list[NightjarError] = []
+    monkeypatch.setattr(runtime_module, "say_refused", said.append)
+    monkeypatch.setattr(runtime_module.os, "kill", lambda _pid, _number: None)
+    failing(monkeypatch, error)
+    runtime = Runtime(settings_of(build()), options)
+    try:
+        with pytest.raises(NightjarError if options.model or not told else LeaseGoneError):
+            runtime.start()
+            with runtime.pipelines.use("fake"):
+                pass
+        assert said == [error] * told
     finally:
         runtime.drain()
         runtime.stop()
