@@ -36,15 +36,15 @@ from kernels.codec_unit_wide import WideCut
 from kernels.cuda_driver import Module
 
 DILATIONS = (1, 3, 9)
-#: What packs the weights of a width, and its cuts.
+#: What has the cuts of a width.
 KINDS: dict[int, Any] = {96: codec_cuda, 192: codec_unit_wide}
 #: Steps of the codec's frame at a width.
 STEPS = {96: 1920, 192: 640}
 #: Rows and frames of small batches.
 SIZES = ((1, 1), (1, 16), (8, 4), (32, 4), (256, 16))
 #: What `without` leaves out, as edits of the source.
-LEFT_OUT: dict[int, dict[str, dict[str, str]]] = {
-    96: {
+LEFT_OUT: dict[str, dict[str, dict[str, str]]] = {
+    "codec_unit": {
         "the sine": {"const float sine = fast_sine(x * frequency);": "const float sine = x * frequency;"},
         "six taps": {"tap < TAPS; ++tap": "tap < 1; ++tap"},
         "copies": {"for (int i = thread / 4; i < K::TILE + reach; i += 32)": "for (int i = 0; i < 0; ++i)"},
@@ -78,7 +78,7 @@ LEFT_OUT: dict[int, dict[str, dict[str, str]]] = {
             "const float sine = fast_sine(x * frequency);": "const float sine = x * frequency;",
         },
     },
-    192: {
+    "codec_unit_streamed": {
         "the sine": {"const float wave = fast_sine(v * frequency);": "const float wave = v * frequency;"},
         "the weights' copies": {
             "arrive_expecting(full, CHUNK);": "arrive(full);",
@@ -88,11 +88,9 @@ LEFT_OUT: dict[int, dict[str, dict[str, str]]] = {
             "                multiply(total, a, b, true);\n": "",
             "                multiply(total, moved(a, 32 * plan.slab), moved(b, 32 * CHANNELS), true);\n": "",
         },
-        "copies": {"        if (!piece.works()) return;\n        const int first": "        return;\n        const int first"},
-        "the residual and stores": {
-            "return piece.there && step_of(piece, row) < p.steps;": "return piece.there && step_of(piece, row) == 1 << 30;"
-        },
-        "the fence": {"                writes_to_products();\n": ""},
+        "copies": {"for (int step = lane / 8; step < count;": "for (int step = lane / 8; step < 0;"},
+        "the residual and stores": {"return row * 8 < left;": "return row * 8 < left - (1 << 30);"},
+        "the fence": {"            writes_to_products();\n": ""},
     },
 }
 
@@ -192,8 +190,8 @@ class Unit:
 
     def launches(self) -> dict[str, Launch]:
         kind = KINDS[self.channels]
-        packed = kind.pack(self.weight1, self.weight2)
-        return {"triton": self.triton, **{cut.kernel: self.with_weights(codec_cuda.unit, packed, cut) for cut in kind.CUTS}}
+        weights = self.weight1, self.weight2
+        return {"triton": self.triton, **{cut.kernel: self.with_weights(codec_cuda.unit, cut.pack(*weights), cut) for cut in kind.CUTS}}
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
@@ -268,14 +266,14 @@ def reduced(text: str, cut: Cut | WideCut, edits: dict[str, str]) -> str:
 def reduced_codes(cuts: Sequence[Cut | WideCut]) -> list[tuple[Cut | WideCut, str, bytes]]:
     """Machine code of each cut with each of `LEFT_OUT` left out, which it names."""
     counted = ["clocks"] if cuts[0].channels == 96 else []
-    cases = [(cut, what) for cut in cuts for what in ("nothing", *LEFT_OUT[cut.channels], *counted)]
+    cases = [(cut, what) for cut in cuts for what in ("nothing", *LEFT_OUT.get(cut.source, {}), *counted)]
 
     def made(case: tuple[Cut | WideCut, str]) -> bytes:
         cut, what = case
         source = binaries.SOURCES / f"{cut.source}.cu"
         with tempfile.TemporaryDirectory() as folder:
             edited = Path(folder) / source.name
-            edited.write_text(reduced(source.read_text(), cut, COUNTED if what == "clocks" else LEFT_OUT[cut.channels].get(what, {})))
+            edited.write_text(reduced(source.read_text(), cut, COUNTED if what == "clocks" else LEFT_OUT.get(cut.source, {}).get(what, {})))
             return toolchain.compile_cuda(edited, binaries._headers(cut.source), "sm_90a")
 
     with ThreadPoolExecutor(8) as pool:

@@ -62,6 +62,10 @@ class Cut:
         length = (self.steps + (TAPS - 1) * MAX_DILATION + 5) // 8 * 8 + 2
         return (TAPS + 1) * CHANNELS**2 * 2 + self.stages * length * CHANNELS * 2 + 6 * CHANNELS * 4 + 128
 
+    def pack(self, weight1: Tensor, weight2: Tensor) -> Tensor:
+        """The weights of a unit as the kernel wants them, by `pack`."""
+        return pack(weight1, weight2)
+
     def blocks(self, rows: int, steps: int, processors: int) -> int:
         """Of a launch."""
         return min(rows * -(-steps // self.steps), processors)
@@ -110,7 +114,7 @@ def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
     known = weight1.shape == (TAPS * channels, channels) and weight1.dtype == torch.bfloat16 and dilation <= MAX_DILATION
     if cut is None or not known or not weight1.is_cuda or not _available(cut, weight1.device.index or 0):
         return None
-    return (pack if channels == CHANNELS else codec_unit_wide.pack)(weight1, weight2)
+    return cut.pack(weight1, weight2)
 
 
 @cache

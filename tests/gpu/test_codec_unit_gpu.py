@@ -51,7 +51,7 @@ def test_a_row_has_the_same_bits_in_any_company(cut: Cut | WideCut) -> None:
 def test_a_launch_can_be_captured(cut: Cut | WideCut) -> None:
     unit = Unit(2, 2_000, 3, device="cuda")
     t, (raw, active), wanted = unit.tensors(cut.channels), unit.outputs(cut.channels, torch.bfloat16), unit.made(cut)
-    packed = unit.packed(cut.channels)
+    packed = unit.packed(cut)
     before = (t["bias1"], t["frequency1"], t["gain1"], t["bias2"], 3)
     graph = captured(lambda: codec_cuda.unit(t["a"], 0, t["x"], packed, *before, raw, active, 0, t["frequency2"], t["gain2"], cut))
     assert raw is not None and active is not None  # noqa: PT018

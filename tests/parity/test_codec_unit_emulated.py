@@ -89,23 +89,23 @@ def test_the_op_takes_the_kernel_in_force_where_weights_are_packed_and_tensors_a
         codec_launch._unit_on_gpu(a, 0, t["x"], *before, raw, active, 0, t["frequency2"], t["gain2"], packed=packed)
         return raw, active
 
-    for found, wanted in zip(op(t["a"], unit.packed(cut.channels)), made):
+    for found, wanted in zip(op(t["a"], unit.packed(cut)), made):
         assert found is not None and wanted is not None  # noqa: PT018
         assert torch.equal(found, wanted)
     assert launched == []
     off = torch.zeros(t["a"].numel() + 1, dtype=BF16)[1:].view_as(t["a"])
     op(t["a"], None)
-    op(off, unit.packed(cut.channels))
+    op(off, unit.packed(cut))
     assert len(launched) == 2
     monkeypatch.setattr(codec_unit_wide, "_FEWEST_STEPS", 141)
-    op(t["a"], unit.packed(cut.channels))
+    op(t["a"], unit.packed(cut))
     assert len(launched) == 2 + (cut.channels == 192)
 
 
 def test_what_the_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -> None:
     with pytest.raises(ValueError, match="dilation 10"):
         Unit(1, 70, 10).made(CUTS[0])
-    t, packed = Unit(1, 70, 1).tensors(96), Unit(1, 70, 1).packed(96)
+    t, packed = Unit(1, 70, 1).tensors(96), Unit(1, 70, 1).packed(CUTS[0])
     snakes, odd = (t["bias1"], t["frequency1"], t["gain1"], t["bias2"]), torch.zeros(70 * 96 + 1, dtype=BF16)[1:]
     with pytest.raises(ValueError, match="multiples of 16 bytes"):
         codec_cuda.unit(t["a"], 0, t["x"], packed, *snakes, 1, odd.view(1, 70, 96), None, 0, None, None, CUTS[0])

@@ -14,8 +14,6 @@ from kernels.codec_unit_wide import WideCut
 from tests.support.cuda_emulated import guarded
 
 BF16 = torch.bfloat16
-#: What packs the weights of a width.
-PACKERS = {96: codec_cuda.pack, 192: codec_unit_wide.pack}
 CUTS: tuple[Cut | WideCut, ...] = (*codec_cuda.CUTS, *codec_unit_wide.CUTS)
 
 
@@ -53,9 +51,9 @@ class Unit:
     def _placed(self, tensor: Tensor) -> Tensor:
         return guarded(tensor) if self.device == "cpu" else tensor.to(self.device)
 
-    def packed(self, channels: int) -> Tensor:
-        t = self.tensors(channels)
-        return self._placed(PACKERS[channels](t["weight1"], t["weight2"]))
+    def packed(self, cut: Cut | WideCut) -> Tensor:
+        t = self.tensors(cut.channels)
+        return self._placed(cut.pack(t["weight1"], t["weight2"]))
 
     def outputs(self, channels: int, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
         """raw and active, of which the kernel may not leave anything but the margins as it was."""
@@ -69,7 +67,7 @@ class Unit:
 
     def made(self, cut: Cut | WideCut) -> tuple[Tensor | None, Tensor | None]:
         channels = cut.channels
-        t, packed, (raw, active) = self.tensors(channels), self.packed(channels), self.outputs(channels, BF16)
+        t, packed, (raw, active) = self.tensors(channels), self.packed(cut), self.outputs(channels, BF16)
         codec_cuda.unit(
             t["a"], self.lead, t["x"], packed, t["bias1"], t["frequency1"], t["gain1"], t["bias2"], self.dilation,
             raw, active, self.margin * channels, t["frequency2"], t["gain2"], cut, self.end_tensor,
