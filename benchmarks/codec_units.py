@@ -47,9 +47,14 @@ LEFT_OUT: dict[str, dict[str, dict[str, str]]] = {
     "codec_unit": {
         "the sine": {"const float sine = fast_sine(x * frequency);": "const float sine = x * frequency;"},
         "six taps": {"tap < TAPS; ++tap": "tap < 1; ++tap"},
-        "copies": {"for (int i = thread / 4; i < K::TILE + reach; i += 32)": "for (int i = 0; i < 0; ++i)"},
+        "copies": {
+            "        if (K::WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
+            "        else copy_thirds": "        else if (p.lead == 1 << 30) copy_thirds",
+        },
         "the residual": {
-            "        read_residual(tiles);  //": "        for (auto& half : before) half[0] = half[1] = half[2] = uint4{}; //"
+            "if (!K::LATE) read_residual(tiles, 0, 3);": "for (auto& half : before) half[0] = half[1] = half[2] = uint4{};",
+            "if (K::LATE) read_residual(tiles, 0, 2);": "for (auto& half : before) half[0] = half[1] = half[2] = uint4{};",
+            "            if (K::LATE && part == 0) read_residual(tiles, 2, 3);\n": "",
         },
         "the last snake and stores": {
             "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw"
@@ -61,20 +66,25 @@ LEFT_OUT: dict[str, dict[str, dict[str, str]]] = {
         },
         "six taps and copies": {
             "tap < TAPS; ++tap": "tap < 1; ++tap",
-            "for (int i = thread / 4; i < K::TILE + reach; i += 32)": "for (int i = 0; i < 0; ++i)",
+            "        if (K::WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
+            "        else copy_thirds": "        else if (p.lead == 1 << 30) copy_thirds",
         },
         "copies and stores": {
-            "for (int i = thread / 4; i < K::TILE + reach; i += 32)": "for (int i = 0; i < 0; ++i)",
+            "        if (K::WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
+            "        else copy_thirds": "        else if (p.lead == 1 << 30) copy_thirds",
             "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw",
         },
         "all but copies": {
             "tap < TAPS; ++tap": "tap < 1; ++tap",
-            "        read_residual(tiles);  //": "        for (auto& half : before) half[0] = half[1] = half[2] = uint4{}; //",
+            "if (!K::LATE) read_residual(tiles, 0, 3);": "for (auto& half : before) half[0] = half[1] = half[2] = uint4{};",
+            "if (K::LATE) read_residual(tiles, 0, 2);": "for (auto& half : before) half[0] = half[1] = half[2] = uint4{};",
+            "            if (K::LATE && part == 0) read_residual(tiles, 2, 3);\n": "",
             "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw",
         },
         "all but the residual and stores": {
             "tap < TAPS; ++tap": "tap < 1; ++tap",
-            "for (int i = thread / 4; i < K::TILE + reach; i += 32)": "for (int i = 0; i < 0; ++i)",
+            "        if (K::WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
+            "        else copy_thirds": "        else if (p.lead == 1 << 30) copy_thirds",
             "const float sine = fast_sine(x * frequency);": "const float sine = x * frequency;",
         },
     },
@@ -109,8 +119,8 @@ PHASES = (
     "waits",
 )
 COUNTED = {
-    "    Barriers barriers;\n};": "    Barriers barriers;\n    int phases[4][16], last[4], asked[4];\n};",
-    "    static_assert(K::THREADS >= C": """    for (int i = threadIdx.x; i < 64; i += K::THREADS)
+    "    Barriers barriers;\n};": "    Barriers barriers;\n    int phases[5][16], last[5], asked[4];\n};",
+    "    static_assert(K::THREADS >= C": """    for (int i = threadIdx.x; i < 80; i += K::THREADS)
         s.phases[i / 16][i % 16] = 0, s.last[i / 16] = clock();
     static_assert(K::THREADS >= C""",
     "    __device__ __forceinline__ void mark(int) const {}": """
@@ -130,16 +140,17 @@ COUNTED = {
         if (thread == 0) s.asked[stage] = t1;
 """,
     "        arrive_after_copies(&s.barriers.full[stage]);\n": """        arrive_after_copies(&s.barriers.full[stage]);
-        if (thread == 0) s.phases[3][0] += t1 - t0, s.phases[3][1] += clock() - t1, s.phases[3][11] += 1;
+        if (thread == 0) s.phases[4][0] += t1 - t0, s.phases[4][1] += clock() - t1, s.phases[4][11] += 1;
 """,
-    "    else Multiplier<K>(p, s, warpgroup).run();\n": """    else Multiplier<K>(p, s, warpgroup).run();
+    "        Multiplier<K>(p, s, warpgroup).run();\n    }\n": """        Multiplier<K>(p, s, warpgroup).run();
+    }
     __syncthreads();
-    if (threadIdx.x < 64) reinterpret_cast<int*>(p.raw)[blockIdx.x * 64 + threadIdx.x] = s.phases[threadIdx.x / 16][threadIdx.x % 16];
+    if (threadIdx.x < 80) reinterpret_cast<int*>(p.raw)[blockIdx.x * 80 + threadIdx.x] = s.phases[threadIdx.x / 16][threadIdx.x % 16];
 """,
 }
 
 #: After which a part of one kernel, of a second on a GPU, is given up.
-SECONDS = 30
+SECONDS = 15
 
 #: Of the rows that are checked, of 1000 steps.
 ENDS = (1000, 999, 150, 0)
@@ -259,7 +270,7 @@ def reduced(text: str, cut: Cut | WideCut, edits: dict[str, str]) -> str:
         text = text.replace(old, new)
     if isinstance(cut, WideCut):
         return text
-    wanted = f"UNIT({cut.warpgroups}, {cut.sharing}, {cut.stages}, {cut.turns})"
+    wanted = f"UNIT({cut.warpgroups}, {cut.sharing}, {cut.stages}, {cut.turns}, {cut.whole})"
     return re.sub(r"^UNIT\(.*\)$", lambda found: found[0] if found[0] == wanted else "", text, flags=re.MULTILINE)
 
 
@@ -282,11 +293,11 @@ def reduced_codes(cuts: Sequence[Cut | WideCut]) -> list[tuple[Cut | WideCut, st
 
 def clocks(raw: Tensor) -> dict[str, list[int]]:
     """Mean clocks of a tile by phase, of the warpgroups; of the copying one: those it waits for room, and those it needs to ask."""
-    counts = raw.view(-1)[: 2 * 64 * 132].view(torch.int32).view(132, 4, 16).double()
+    counts = raw.view(-1)[: 2 * 80 * 132].view(torch.int32).view(132, 5, 16).double()
     mean = (counts[:, :, :11] / counts[:, :, 11:12].clamp(min=1)).mean(dim=0)
     waited = counts[:, :, 9].sum(dim=0) / counts[:, :, 10].sum(dim=0).clamp(min=1)
-    found = {name: [round(float(value)) for value in mean[:3, i]] for i, name in enumerate(PHASES) if i != 9}
-    return found | {PHASES[9]: [round(float(value)) for value in waited[:3]], "copying": [round(float(value)) for value in mean[3, :2]]}
+    found = {name: [round(float(value)) for value in mean[:4, i]] for i, name in enumerate(PHASES) if i != 9}
+    return found | {PHASES[9]: [round(float(value)) for value in waited[:4]], "copying": [round(float(value)) for value in mean[4, :2]]}
 
 
 def without(bench: Bench, channels: int, rows: int, frames: int, codes: Sequence[tuple[Cut | WideCut, str, bytes]]) -> None:
@@ -380,7 +391,7 @@ def main() -> int:
     made.add_argument("--parts", default="check,times,sizes,without")
     made.add_argument("--rows", type=int, default=32)
     made.add_argument("--frames", type=int, default=100)
-    made.add_argument("--cuts", type=numbers, default=[0, 1], help="cuts of `without`, as numbers of a width's `CUTS`")
+    made.add_argument("--cuts", type=numbers, default=[1, 4, 6], help="cuts of `without`, as numbers of a width's `CUTS`")
     made.add_argument("--kernel", help=argparse.SUPPRESS)
     made.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     options = made.parse_args()

@@ -31,6 +31,7 @@ _CAPABILITY = (9, 0)
 class Cut:
     """How the work is cut: warpgroups that multiply, how many share a tile, tiles in shared memory; and whether they multiply in turns.
 
+    whole: whether a warp copies whole steps, one after the other, or a third of eight steps.
     turns: 1: one issues its products behind those of the one before it; 2: when they are over; 0: whenever it can.
     """
 
@@ -38,17 +39,18 @@ class Cut:
     sharing: int
     stages: int
     turns: int
+    whole: int
 
     channels = CHANNELS
     source = SOURCE
 
     @property
     def kernel(self) -> str:
-        return f"codec_unit_{CHANNELS}_{self.warpgroups}_{self.sharing}_{self.stages}_{self.turns}"
+        return f"codec_unit_{CHANNELS}_{self.warpgroups}_{self.sharing}_{self.stages}_{self.turns}_{self.whole}"
 
     @property
     def threads(self) -> int:
-        """Of a block: one warpgroup more copies."""
+        """Of a block: a warpgroup more copies."""
         return 128 * (self.warpgroups + 1)
 
     @property
@@ -59,7 +61,7 @@ class Cut:
     @property
     def shared_bytes(self) -> int:
         """`Shared` of the source: the weights, the tiles with their history, bias and snakes, and room for the barriers."""
-        length = (self.steps + (TAPS - 1) * MAX_DILATION + 5) // 8 * 8 + 2
+        length = (self.steps + (TAPS - 1) * MAX_DILATION + 5) // 8 * 8 + (1 if self.whole else 2)
         return (TAPS + 1) * CHANNELS**2 * 2 + self.stages * length * CHANNELS * 2 + 6 * CHANNELS * 4 + 128
 
     def pack(self, weight1: Tensor, weight2: Tensor) -> Tensor:
@@ -76,9 +78,12 @@ class Cut:
 
 
 #: Those that the source has.
-CUTS = (Cut(2, 2, 2, 0), Cut(2, 2, 2, 2), Cut(2, 1, 3, 0), Cut(2, 1, 3, 1), Cut(2, 1, 3, 2))
+CUTS = (
+    Cut(2, 2, 2, 0, 0), Cut(2, 2, 2, 2, 0), Cut(2, 2, 2, 2, 1),
+    Cut(2, 1, 3, 1, 0), Cut(2, 1, 3, 2, 0), Cut(2, 1, 3, 2, 1), Cut(4, 2, 2, 0, 1),
+)  # fmt: skip
 #: The one in force, which an H200 measured fastest (benchmarks/NOTES.md); None: units of 96 channels run on Triton's kernel.
-CHOSEN: Cut | None = Cut(2, 1, 3, 1)
+CHOSEN: Cut | None = Cut(2, 1, 3, 1, 0)
 
 
 class _Arguments(ctypes.Structure):

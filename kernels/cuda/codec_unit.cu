@@ -24,14 +24,18 @@ struct Args {
     int rows, steps, lead, dilation;
 };
 
-// A cut of the work: warpgroups that multiply, how many of them share a tile, tiles in shared memory, and whether they multiply in turns.
-template <int WARPGROUPS_, int SHARING_, int STAGES_, int TURNS_>
+// A cut of the work: warpgroups that multiply, how many of them share a tile, tiles in shared memory, whether they multiply in turns, and
+// whether a warp copies whole steps, one after the other, or a third of eight steps.
+template <int WARPGROUPS_, int SHARING_, int STAGES_, int TURNS_, int WHOLE_>
 struct Cut {
     static constexpr int WARPGROUPS = WARPGROUPS_, SHARING = SHARING_, STAGES = STAGES_, TEAMS = WARPGROUPS / SHARING;
+    static constexpr bool LATE = WARPGROUPS > 3;  // the residual is asked for behind the long products, when there are registers for it
     static constexpr bool TURNS = TURNS_ > 0, DRAINS = TURNS_ > 1;  // the next one starts when the products are over, not when they are issued
-    static constexpr int TILE = M * SHARING, THREADS = (WARPGROUPS + 1) * WARPGROUP;
-    // Two more than a multiple of 8: copies of two steps x four slabs fall on all banks.
-    static constexpr int LENGTH = (TILE + (TAPS - 1) * MAX_DILATION + 5) / 8 * 8 + 2;
+    static constexpr int COPIERS = WARPGROUP;  // threads
+    static constexpr int TILE = M * SHARING, THREADS = WARPGROUPS * WARPGROUP + COPIERS;
+    static constexpr bool WHOLE = WHOLE_ > 0;
+    // One more than a multiple of 8: copies of eight slabs fall on all banks; two more: copies of two steps x four slabs.
+    static constexpr int LENGTH = (TILE + (TAPS - 1) * MAX_DILATION + 5) / 8 * 8 + (WHOLE ? 1 : 2);
     static constexpr int SLAB = LENGTH * 16, STAGE = GROUPS_OF_8 * SLAB;
     static_assert(LENGTH >= TILE + (TAPS - 1) * MAX_DILATION, "a tile with what its taps reach back for");
 };
@@ -79,23 +83,44 @@ struct Tiles {
     __device__ __forceinline__ int parity() const { return item / K::STAGES & 1; }
 };
 
-// Four warps copy all tiles.
+template <class K>
+__device__ __forceinline__ void copy_thirds(const Args& p, Shared<K>& s, const Tiles<K>& tiles, const bf16* row, int reach, int thread) {
+    const int group = thread % 4;
+    for (int i = thread / 4; i < K::TILE + reach; i += K::COPIERS / 4) {
+        const int at = tiles.start - reach + i;
+        const bool inside = at >= -p.lead && at < p.steps;
+        const bf16* from = row + static_cast<long long>(inside ? p.lead + at : 0) * C + group * 8;
+        char* to = s.stages[tiles.stage()] + group * K::SLAB + i * 16;
+#pragma unroll
+        for (int slab = 0; slab < GROUPS_OF_8; slab += 4) copy16_or_zeros(to + slab * K::SLAB, from + slab * 8, inside);
+    }
+}
+
+template <class K>
+__device__ __forceinline__ void copy_whole(const Args& p, Shared<K>& s, const Tiles<K>& tiles, const bf16* row, int reach, int thread) {
+    const int count = (K::TILE + reach) * GROUPS_OF_8, first = tiles.start - reach;
+    int i = thread / GROUPS_OF_8, slab = thread % GROUPS_OF_8;
+#pragma unroll 2
+    for (int part = thread; part < count; part += K::COPIERS) {
+        const bool inside = first + i >= -p.lead && first + i < p.steps;
+        const bf16* from = row + static_cast<long long>(inside ? p.lead + first + i : 0) * C + slab * 8;
+        copy16_or_zeros(s.stages[tiles.stage()] + slab * K::SLAB + i * 16, from, inside);
+        i += K::COPIERS / GROUPS_OF_8, slab += K::COPIERS % GROUPS_OF_8;
+        if (slab >= GROUPS_OF_8) slab -= GROUPS_OF_8, i += 1;
+    }
+}
+
+// One warp or four copy all tiles.
 template <class K>
 __device__ void copy_tiles(const Args& p, Shared<K>& s, int thread) {
-    const int reach = (TAPS - 1) * p.dilation, group = thread % 4;
+    const int reach = (TAPS - 1) * p.dilation;
     for (Tiles<K> tiles(p); tiles.found(); tiles.next()) {
         if (!tiles.multiplied()) continue;
         const int stage = tiles.stage();
         wait_for(&s.barriers.empty[stage], tiles.parity() ^ 1);
-        const bf16* row = p.a + static_cast<long long>(tiles.row) * (p.lead + p.steps) * C + group * 8;
-        for (int i = thread / 4; i < K::TILE + reach; i += 32) {
-            const int at = tiles.start - reach + i;
-            const bool inside = at >= -p.lead && at < p.steps;
-            const bf16* from = row + static_cast<long long>(inside ? p.lead + at : 0) * C;
-            char* to = s.stages[stage] + group * K::SLAB + i * 16;
-#pragma unroll
-            for (int slab = 0; slab < GROUPS_OF_8; slab += 4) copy16_or_zeros(to + slab * K::SLAB, from + slab * 8, inside);
-        }
+        const bf16* row = p.a + static_cast<long long>(tiles.row) * (p.lead + p.steps) * C;
+        if (K::WHOLE) copy_whole<K>(p, s, tiles, row, reach, thread);
+        else copy_thirds<K>(p, s, tiles, row, reach, thread);
         arrive_after_copies(&s.barriers.full[stage]);
     }
 }
@@ -111,21 +136,23 @@ struct Multiplier {
     __device__ Multiplier(const Args& arguments, Shared<K>& shared, int number)
         : p(arguments), s(shared), warpgroup(number), thread(threadIdx.x % WARPGROUP), quad(threadIdx.x % 4) {}
 
-    __device__ __forceinline__ int step_of(const Tiles<K>& tiles, int half) const {
-        return tiles.start + warpgroup % K::SHARING * M + thread / 32 * 16 + thread % 32 / 4 + half * 8;
+    // The thread's first step, and where its first channels of it are in a [rows, steps, C] tensor. The second step is 8 further on.
+    __device__ __forceinline__ int step_of(const Tiles<K>& tiles) const {
+        return tiles.start + warpgroup % K::SHARING * M + thread / 32 * 16 + thread % 32 / 4;
     }
-    __device__ __forceinline__ long long place_of(const Tiles<K>& tiles, int step) const {  // in a [rows, steps, C] tensor
-        return (static_cast<long long>(tiles.row) * p.steps + step) * C + quad * 8;
+    __device__ __forceinline__ long long place_of(const Tiles<K>& tiles) const {
+        return (static_cast<long long>(tiles.row) * p.steps + step_of(tiles)) * C + quad * 8;
     }
 
-    __device__ __forceinline__ void read_residual(const Tiles<K>& tiles) {
+    __device__ __forceinline__ void read_residual(const Tiles<K>& tiles, int first, int end) {
+        const bf16* from = p.residual + place_of(tiles);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int step = step_of(tiles, half);
-            const bf16* from = p.residual + place_of(tiles, step);
+        for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int part = 0; part < 3; ++part) before[half][part] = step < p.steps ? load16(from + part * 32) : make_uint4(0, 0, 0, 0);
-        }
+            for (int part = first; part < end; ++part) {
+                const bool inside = step_of(tiles) + half * 8 < p.steps;
+                before[half][part] = inside ? load16(from + half * 8 * C + part * 32) : make_uint4(0, 0, 0, 0);
+            }
     }
 
     __device__ __forceinline__ void convolve(float (&d)[C / 2], int stage) {
@@ -172,13 +199,15 @@ struct Multiplier {
 
     // The second weight's columns lie so that of each 32 channels a thread has 8 that follow each other.
     __device__ __forceinline__ void write(const float (&d)[C / 2], const Tiles<K>& tiles) {
+        bf16* const raw_at = p.raw + place_of(tiles);
+        bf16* const active_at = p.active + tiles.row * p.active_stride + static_cast<long long>(step_of(tiles)) * C + quad * 8;
 #pragma unroll
         for (int part = 0; part < 3; ++part) {
             float bias[8], frequency[8], gain[8];
             eight(bias, BIAS2, part), eight(frequency, FREQUENCY2, part), eight(gain, GAIN2, part);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const int step = step_of(tiles, half);
+                const int step = step_of(tiles) + half * 8, there = half * 8 * C + part * 32;
                 const uint32_t old[4] = {before[half][part].x, before[half][part].y, before[half][part].z, before[half][part].w};
                 uint32_t raw[4], active[4];
 #pragma unroll
@@ -191,16 +220,13 @@ struct Multiplier {
                     if (step >= tiles.end) active[i] = 0;
                 }
                 if (step >= p.steps) continue;
-                if (p.raw != nullptr) store16(p.raw + place_of(tiles, step) + part * 32, make_uint4(raw[0], raw[1], raw[2], raw[3]));
+                if (p.raw != nullptr) store16(raw_at + there, make_uint4(raw[0], raw[1], raw[2], raw[3]));
                 if (p.active == nullptr) continue;
-                store16(active_at(tiles, step) + part * 32, make_uint4(active[0], active[1], active[2], active[3]));
+                store16(active_at + there, make_uint4(active[0], active[1], active[2], active[3]));
             }
+            if (K::LATE && part == 0) read_residual(tiles, 2, 3);
         }
     }
-    __device__ __forceinline__ bf16* active_at(const Tiles<K>& tiles, int step) const {
-        return p.active + tiles.row * p.active_stride + static_cast<long long>(step) * C + quad * 8;
-    }
-
     __device__ __forceinline__ void clear(const Tiles<K>& tiles) {  // a tile behind the row's end
         if (p.active == nullptr) return;
         const int steps = min(K::TILE, p.steps - tiles.start);
@@ -236,7 +262,7 @@ struct Multiplier {
         wait_for(&s.barriers.full[stage], tiles.parity());
         mark(1);
         writes_to_products();
-        read_residual(tiles);  // behind the fence, which waits for the thread's own accesses
+        if (!K::LATE) read_residual(tiles, 0, 3);  // behind the fence, which waits for the thread's own accesses
         mark(2);
         await_turn();
         mark(3);
@@ -247,6 +273,7 @@ struct Multiplier {
         if (K::DRAINS) pass_turn((warpgroup + 1) % K::WARPGROUPS);
         mark(5);
         if (thread % 32 == 0) arrive(&s.barriers.empty[stage]);
+        if (K::LATE) read_residual(tiles, 0, 2);
         activate(d, hidden);
         mark(6);
         mix(d, hidden);
@@ -265,7 +292,7 @@ __device__ void prepare(const Args& p, Shared<K>& s) {
         if (threadIdx.x < C) s.parameters[which][threadIdx.x] = p.parameters[which] == nullptr ? 0.f : p.parameters[which][threadIdx.x];
     if (threadIdx.x == 0) {
         arrivals_init(&s.barriers.weights, 1);
-        for (int i = 0; i < K::STAGES; ++i) arrivals_init(&s.barriers.full[i], WARPGROUP), arrivals_init(&s.barriers.empty[i], 4 * K::SHARING);
+        for (int i = 0; i < K::STAGES; ++i) arrivals_init(&s.barriers.full[i], K::COPIERS), arrivals_init(&s.barriers.empty[i], 4 * K::SHARING);
         arrivals_visible();
     }
     __syncthreads();
@@ -280,21 +307,28 @@ __device__ __forceinline__ void unit(const Args& p) {
     auto& s = *reinterpret_cast<Shared<K>*>(dynamic_shared());
     prepare<K>(p, s);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
-    if (warpgroup == K::WARPGROUPS) copy_tiles<K>(p, s, threadIdx.x % WARPGROUP);
-    else Multiplier<K>(p, s, warpgroup).run();
+    if (warpgroup == K::WARPGROUPS) {
+        if (K::WARPGROUPS > 3) give_registers<32>();
+        copy_tiles<K>(p, s, threadIdx.x % WARPGROUP);
+    } else {
+        if (K::WARPGROUPS > 3) take_registers<112>();
+        Multiplier<K>(p, s, warpgroup).run();
+    }
 }
 
 }  // namespace
 
-#define UNIT(warpgroups, sharing, stages, turns)                                                                         \
-    extern "C" __global__ void __launch_bounds__((warpgroups + 1) * WARPGROUP, 1)                                        \
-        codec_unit_96_##warpgroups##_##sharing##_##stages##_##turns(const Args p) {                                      \
-        static_assert(sizeof(Shared<Cut<warpgroups, sharing, stages, turns>>) <= 232448, "the shared memory of a block"); \
-        unit<Cut<warpgroups, sharing, stages, turns>>(p);                                                                \
+#define UNIT(warpgroups, sharing, stages, turns, whole)                                                                         \
+    extern "C" __global__ void __launch_bounds__(Cut<warpgroups, sharing, stages, turns, whole>::THREADS, 1)                    \
+        codec_unit_96_##warpgroups##_##sharing##_##stages##_##turns##_##whole(const Args p) {                                   \
+        static_assert(sizeof(Shared<Cut<warpgroups, sharing, stages, turns, whole>>) <= 232448, "the shared memory of a block"); \
+        unit<Cut<warpgroups, sharing, stages, turns, whole>>(p);                                                                \
     }
 
-UNIT(2, 2, 2, 0)
-UNIT(2, 2, 2, 2)
-UNIT(2, 1, 3, 0)
-UNIT(2, 1, 3, 1)
-UNIT(2, 1, 3, 2)
+UNIT(2, 2, 2, 0, 0)
+UNIT(2, 2, 2, 2, 0)
+UNIT(2, 2, 2, 2, 1)
+UNIT(2, 1, 3, 1, 0)
+UNIT(2, 1, 3, 2, 0)
+UNIT(2, 1, 3, 2, 1)
+UNIT(4, 2, 2, 0, 1)
