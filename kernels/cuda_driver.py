@@ -9,6 +9,7 @@ from functools import cache
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+_CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 
@@ -114,15 +115,21 @@ class Kernel:
         stream: int,
         programmatic: bool = False,
         cooperative: bool = False,
+        *,
+        cluster: int = 1,
+        shared_bytes: int | None = None,
     ) -> None:
         """Starts grid[0] x grid[1] blocks of `threads` on a stream of its device. Raises RuntimeError when the driver refuses.
 
         programmatic: the kernel may start before those ahead of it in the stream are over (programmatic dependent launch); cooperative:
-        its blocks run all at once or not at all.
+        its blocks run all at once or not at all; cluster: so many neighbours along grid[0] reach each other's shared memory; shared_bytes:
+        less dynamic shared memory than the kernel was made for.
         """
-        chosen = [kind for kind, wanted in ((_PROGRAMMATIC, programmatic), (_COOPERATIVE, cooperative)) if wanted]
-        attributes = (_Attribute * max(1, len(chosen)))(*[_Attribute(kind, b"", (1,)) for kind in chosen])
-        config = _Config((*grid, 1), (threads, 1, 1), self._shared_bytes, stream or None, attributes, len(chosen))
+        asked = [(_PROGRAMMATIC, (1,), programmatic), (_COOPERATIVE, (1,), cooperative), (_CLUSTER, (cluster, 1, 1), cluster > 1)]
+        chosen = [_Attribute(kind, b"", value) for kind, value, wanted in asked if wanted]
+        attributes = (_Attribute * max(1, len(chosen)))(*chosen)
+        size = self._shared_bytes if shared_bytes is None else shared_bytes
+        config = _Config((*grid, 1), (threads, 1, 1), size, stream or None, attributes, len(chosen))
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         with _on(self._device):
             _check(_driver().cuLaunchKernelEx(ctypes.byref(config), self._function, parameters, None), f"A launch of {self._name}")

@@ -2,7 +2,8 @@
 
 What it computes is `kernels.reference.run_frame` with its rounding points; how, depends on the number of rows:
 up to `Plan.skinny_rows` the weight stream is everything and five launches a layer overlap it; above, norms are launches of
-their own between cuBLAS or Triton products. Nothing here allocates or reads the device, so a run can be captured.
+their own between products: cuBLAS's, Triton's, or, with `Plan.products`, those of `kernels.lm_products`. Nothing here allocates or reads
+the device, so a run can be captured.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kernels import lm_cuda
+from kernels import lm_cuda, lm_products
 from kernels.frame import DepthTensors, DrawTensors, FrameTensors, StackTensors, StateTensors, fused_fault
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
+from kernels.lm_products import Products
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY, draw
 from kernels.lm_triton import RESIDUAL, SWIGLU, Tiles, add_norm, product, swiglu
 
@@ -36,6 +38,8 @@ class Plan:
     cuda_draw: bool = True
     #: Tiles of Triton products for "qkv", "o", "gate_up", "down", by the largest row count they serve; cuBLAS where there is none.
     tiles: dict[str, tuple[tuple[int, Tiles], ...]] = field(default_factory=dict)
+    #: The kernels of `lm_products` serve all products of frames that are not skinny, on a GPU and for weights that they know.
+    products: Products | None = None
 
     def splits_for(self, rows: int) -> int:
         return next(splits for limit, splits in self.splits if rows <= limit)
@@ -67,6 +71,18 @@ def _skinny_shapes(weights: FrameTensors) -> bool:
     return all(lm_cuda.has_skinny(*shape) for shape in needed)
 
 
+def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
+    """Whether the kernels of `lm_products` know every product of the frame and its device."""
+    matrices = [weights.head]
+    for stack in weights.stacks:
+        layer = stack.layers[0]
+        matrices += [layer.qkv, layer.o, layer.gate_up, layer.down]
+    if weights.depth is not None:
+        matrices += [weights.depth.heads[0], *([] if weights.depth.project is None else [weights.depth.project[0]])]
+    known = k_cache.dtype == torch.bfloat16 and k_cache.is_cuda and all(lm_products.has_product(*matrix.shape) for matrix in matrices)
+    return known and lm_products.available(k_cache.device.index)
+
+
 def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
     """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the predictor, draws."""
     known = k_cache.dtype == torch.bfloat16 and k_cache.is_cuda and known_to_cuda(weights) and _skinny_shapes(weights)
@@ -91,6 +107,7 @@ class FusedFrame:
         self._order: list[Tensor] = []
         self._step = 0
         self._skinny = runs_cuda(weights, k_cache)
+        self._products = plan.products if plan.products is not None and runs_products(weights, k_cache) else None
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
@@ -163,12 +180,12 @@ class FusedFrame:
     def _narrow(self, rows: int) -> bool:
         return self._skinny and rows <= self.plan.skinny_rows
 
-    def _ahead(self, weight: Tensor) -> Tensor | None:
-        """The weight that comes `plan.ahead` skinny products later; the order is learnt in the first run of a row count."""
+    def _ahead(self, weight: Tensor, ahead: int) -> Tensor | None:
+        """The weight that comes `ahead` products later; the order is learnt in the first run of a row count."""
         at, self._step = self._step, self._step + 1
         if at == len(self._order):
             self._order.append(weight)
-        return self._order[(at + self.plan.ahead) % len(self._order)] if self.plan.ahead else None
+        return self._order[(at + ahead) % len(self._order)] if ahead else None
 
     def _stack(self, stack: StackTensors, x: Tensor, attend, keep: int = 0) -> None:
         """All layers in place on x [rows, width]; the last layer's output is only made for the rows from `keep` on."""
@@ -182,6 +199,9 @@ class FusedFrame:
             narrow = self._narrow(rows)
             if narrow:
                 self._thin_normed(x, qkv_weight, qkv, input_norm, stack.eps)
+            elif self._products is not None:
+                normed = add_norm(x, None, input_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
+                self._wide("qkv", normed, qkv_weight, qkv, bias=layer.qkv_bias)
             else:
                 normed = add_norm(x, pending, input_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
                 self._product("qkv", normed, qkv_weight, qkv, layer.qkv_bias)
@@ -193,6 +213,12 @@ class FusedFrame:
                 self._thin(mixed, o, x, epilogue=lm_cuda.RESIDUAL, extra=x)
                 self._thin_normed(x, gate_up, act, post_norm, stack.eps, epilogue=lm_cuda.SWIGLU)
                 self._thin(act, down, x, epilogue=lm_cuda.RESIDUAL, extra=x)
+                continue
+            if self._products is not None:
+                self._wide("o", mixed, o, x, epilogue=lm_products.RESIDUAL, extra=x)
+                normed = add_norm(x, None, post_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
+                self._wide("gate_up", normed, gate_up, act, epilogue=lm_products.SWIGLU)
+                self._wide("down", act, down, x, epilogue=lm_products.RESIDUAL, extra=x)
                 continue
             y = self._y[: rows * width].view(rows, width)
             pending = self._residual("o", mixed, o, x, y)
@@ -214,11 +240,13 @@ class FusedFrame:
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
         normed = self._h[: rows * width].view(rows, width) if hidden is None else hidden
         add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self.plan.pdl)
-        return torch.mm(normed, head.t(), out=logits)
+        return torch.mm(normed, head.t(), out=logits) if self._products is None else self._wide("head", normed, head, logits)
 
     def _project(self, weight: Tensor, bias: Tensor, hidden: Tensor, x: Tensor) -> None:
         if self._narrow(hidden.shape[0]):
             self._thin(hidden, weight, x, epilogue=lm_cuda.BIAS, extra=bias)
+        elif self._products is not None:
+            self._wide("project", hidden, weight, x, bias=bias)
         else:
             torch.addmm(bias, hidden, weight.t(), out=x)
 
@@ -233,7 +261,26 @@ class FusedFrame:
     def _thin(self, x: Tensor, weight: Tensor, y: Tensor, **options) -> Tensor:
         plan = self.plan
         late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
-        return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight), late=late, pdl=plan.pdl, **options)
+        return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight, plan.ahead), late=late, pdl=plan.pdl, **options)
+
+    def _wide(
+        self,
+        name: str,
+        x: Tensor,
+        weight: Tensor,
+        y: Tensor,
+        *,
+        epilogue: int = lm_products.PLAIN,
+        extra: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """A product of `lm_products`, with a bias where there is one."""
+        if bias is not None:
+            epilogue, extra = lm_products.BIAS, bias
+        products = self._products
+        assert products is not None
+        cut, ahead = products.cut(name, len(x), *weight.shape), self._ahead(weight, products.ahead)
+        return lm_products.product(x, weight, y, cut, epilogue=epilogue, extra=extra, ahead=ahead, late=products.late, pdl=self.plan.pdl)
 
     def _product(self, name: str, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None:

@@ -24,8 +24,8 @@ __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// d[64, n] = a[64, 16] @ b[n, 16]^T, with what d held where `add`; n = 64, 96 or 192, twice the registers of a thread. Warp w of the group has
-// the rows 16 w on; d and a are laid out in them as in mma.m16n8k16: of thread t, d[4 i + 2 r + j] is row t / 4 + 8 r, column
+// d[64, n] = a[64, 16] @ b[n, 16]^T, with what d held where `add`; n = 32, 64, 96, 128 or 192, twice the registers of a thread. Warp w of
+// the group has the rows 16 w on; d and a are laid out in them as in mma.m16n8k16: of thread t, d[4 i + 2 r + j] is row t / 4 + 8 r, column
 // 8 i + 2 (t % 4) + j, and half j of a[2 i + r] is row t / 4 + 8 r, value 8 i + 2 (t % 4) + j of k.
 #define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 __device__ __forceinline__ void multiply(float (&d)[32], const uint32_t (&a)[4], Matrix b, bool add) {
@@ -73,6 +73,32 @@ __device__ __forceinline__ void multiply(float (&d)[96], const uint32_t (&a)[4],
         "}, {%96,%97,%98,%99}, %100, p, 1, 1, 0;\n}"
         : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56), EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void multiply(float (&d)[16], Matrix a, Matrix b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+        "}, %16, %17, p, 1, 1, 0, 0;\n}"
+        : EIGHT(0), EIGHT(8)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void multiply(float (&d)[32], Matrix a, Matrix b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+        "}, %32, %33, p, 1, 1, 0, 0;\n}"
+        : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
+}
+__device__ __forceinline__ void multiply(float (&d)[64], Matrix a, Matrix b, bool add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,"
+        "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,"
+        "%61,%62,%63"
+        "}, %64, %65, p, 1, 1, 0, 0;\n}"
+        : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56)
+        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
 #undef EIGHT
 

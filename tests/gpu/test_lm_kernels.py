@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
 from kernels import lm_cuda
 from kernels.dummy import SMALL, TINY, Maker, Shape
 from kernels.lm_frame import FusedFrame, Plan, plan_for
+from kernels.lm_products import Products
 from tests.support import lm_checks
 from tests.support.lm_checks import clone_state
 
@@ -55,6 +56,7 @@ def test_float32_frames_draw_the_codes_of_the_twin(splits: int) -> None:
         (FEW, 70, plan_for(128)),
         (LARGE, 6, plan_for(8)),
         (LARGE, 29, plan_for(32)),
+        *((shape, batch, Plan(skinny_rows=0, products=Products(ahead=1))) for shape in (FEW, LARGE) for batch in (29, 62, 128)),
     ],
 )
 def test_bfloat16_frames_are_within_twice_the_error_of_the_twin(shape: Shape, batch: int, plan: Plan, maker: Maker) -> None:

@@ -52,7 +52,17 @@ class Kernel:
     def __init__(self, library: ctypes.CDLL, name: str, shared_bytes: int, seed: int = 0, together: bool = False) -> None:
         self._library, self._name, self._shared_bytes, self._seed, self._together = library, name, shared_bytes, seed, together
 
-    def launch(self, grid: tuple[int, int], threads: int, arguments: ctypes.Structure, stream: int = 0, programmatic: bool = False) -> None:
+    def launch(
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: ctypes.Structure,
+        stream: int = 0,
+        programmatic: bool = False,
+        *,
+        cluster: int = 1,
+        shared_bytes: int | None = None,
+    ) -> None:
         """Runs grid[0] x grid[1] blocks of `threads` to their end. Raises `KernelError`."""
         expected = self._library[f"bytes_{self._name}"]()
         if expected != ctypes.sizeof(arguments):
@@ -60,9 +70,8 @@ class Kernel:
         start = self._library.emulator_launch
         start.restype = ctypes.c_char_p
         kernel = ctypes.cast(self._library[f"run_{self._name}"], ctypes.c_void_p)
-        fault = start(
-            kernel, ctypes.byref(arguments), *grid, threads, self._shared_bytes, ctypes.c_ulonglong(self._seed), int(self._together)
-        )  # fmt: skip
+        size = self._shared_bytes if shared_bytes is None else shared_bytes
+        fault = start(kernel, ctypes.byref(arguments), *grid, threads, size, ctypes.c_ulonglong(self._seed), int(self._together), cluster)
         if fault is not None:
             raise KernelError(f"{self._name}, seed {self._seed}: {fault.decode()}")
 

@@ -53,6 +53,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void** p
         c->sharedMemBytes, (size_t)c->hStream);
     for (unsigned i = 0; i < c->numAttrs; ++i) {
         if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE) SAY(" cooperative %d", c->attrs[i].value.cooperative);
+        else if (c->attrs[i].id == CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
+            SAY(" cluster %u %u %u", c->attrs[i].value.clusterDim.x, c->attrs[i].value.clusterDim.y, c->attrs[i].value.clusterDim.z);
         else if (c->attrs[i].id != CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION) return CUDA_ERROR_INVALID_VALUE;
         else SAY(" programmatic %d", c->attrs[i].value.programmaticStreamSerializationAllowed);
     }

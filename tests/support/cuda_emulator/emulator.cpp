@@ -40,9 +40,13 @@ struct Fiber {
     void* mine;
     emulator::Finish finish;
     const char* waits;  // null while it can run
+    unsigned phase;     // of its cluster's barrier: when it arrived last
+    bool arrived;       // there, and has not waited
     std::vector<Copy> copies;
 };
 struct Barrier { std::vector<Fiber*> there; unsigned count = 0, threads = 0; };
+// The barrier of a cluster: how many threads arrived in this phase, and who waits for its end.
+struct Meeting { unsigned arrived = 0, phase = 0; std::vector<Fiber*> waiting; };
 struct Block {
     uint3 index;
     unsigned live;
@@ -67,9 +71,10 @@ struct Arena {  // memory that is kept from launch to launch
 struct Launch {
     void (*kernel)(const void*);
     const void* arguments;
-    unsigned threads, shared_bytes, next;
+    unsigned threads, shared_bytes, next, cluster;
     std::vector<unsigned> order;
     std::deque<Block> blocks;
+    std::vector<Meeting> meetings;
     Block* current = nullptr;
     char* statics = nullptr;
     size_t statics_bytes = 0;
@@ -172,7 +177,7 @@ void start(Block& block, unsigned number, size_t place) {
     for (unsigned i = 0; i < launch->threads; ++i) {
         Fiber& fiber = block.fibers[i];
         fiber.started = fiber.over = false;
-        fiber.block = &block, fiber.thread = i, fiber.waits = nullptr;
+        fiber.block = &block, fiber.thread = i, fiber.waits = nullptr, fiber.arrived = false;
         fiber.stack = mapped(kept.stacks, place * launch->threads + i, STACK);
         *reinterpret_cast<unsigned long long*>(fiber.stack) = CANARY;
         getcontext(&fiber.start);
@@ -375,6 +380,38 @@ unsigned meet_block(int identity, unsigned threads, bool mine) {
     return running->count;
 }
 
+Meeting& my_meeting() {
+    must(launch->cluster > 1, "a barrier of a cluster in a launch without clusters");
+    const Block& block = *running->block;
+    return launch->meetings[(block.index.y * gridDim.x + block.index.x) / launch->cluster];
+}
+char* shared_of(unsigned rank, unsigned bytes) {
+    must(rank < launch->cluster && bytes <= launch->shared_bytes, "an address outside of the cluster's shared memory");
+    const uint3 index = running->block->index;
+    const Block& other = launch->blocks[index.y * gridDim.x + index.x / launch->cluster * launch->cluster + rank];
+    bool started = false;
+    for (const Fiber& fiber : other.fibers) started |= fiber.started;
+    must(started && other.live > 0, "a block of the cluster that has not started, or has returned");
+    return other.memory;
+}
+void arrive_in_cluster() {
+    Meeting& meeting = my_meeting();
+    must(!running->arrived, "a thread arrives twice at the barrier of a cluster");
+    running->arrived = true, running->phase = meeting.phase, meeting.arrived += 1, launch->looks = 0;
+    if (meeting.arrived < launch->cluster * launch->threads) return;
+    meeting.arrived = 0, meeting.phase += 1;
+    for (Fiber* fiber : meeting.waiting) wake(fiber);
+    meeting.waiting.clear();
+}
+void wait_for_cluster() {
+    Meeting& meeting = my_meeting();
+    must(running->arrived, "a thread waits at the barrier of a cluster before it arrived");
+    running->arrived = false;
+    if (meeting.phase != running->phase) return;
+    meeting.waiting.push_back(running);
+    wait("the others at the barrier of a cluster");
+}
+
 void load(void* to, const void* from, unsigned bytes) {
     std::memcpy(to, from, bytes);
     const auto* first = static_cast<const char*>(from);
@@ -473,13 +510,15 @@ const void* seen_by_products(unsigned offset) {
 
 // Runs a whole launch. Null, or what went wrong; then memory that the kernel was given is in any state.
 extern "C" const char* emulator_launch(void (*kernel)(const void*), const void* arguments, unsigned grid_x, unsigned grid_y, unsigned threads,
-                                       unsigned shared_bytes, unsigned long long seed, int together) {
+                                       unsigned shared_bytes, unsigned long long seed, int together, unsigned cluster) {
     Launch here{};
     launch = &here, running = nullptr, anchor = 0;
     here.kernel = kernel, here.arguments = arguments, here.threads = threads, here.shared_bytes = shared_bytes;
-    here.random = seed * 0x2545F4914F6CDD1Dull + 1, here.together = together != 0;
+    here.random = seed * 0x2545F4914F6CDD1Dull + 1, here.together = together != 0 || cluster > 1, here.cluster = cluster;
     blockDim = {threads, 1, 1}, gridDim = {grid_x, grid_y, 1};
     dl_iterate_phdr(find_statics, &anchor);
+    if (cluster < 1 || cluster > 8 || grid_x % cluster != 0) return "clusters of 1 to 8 blocks along x, in whole numbers";
+    here.meetings.resize(grid_x * grid_y / cluster);
     if (threads == 0 || threads > 1024 || shared_bytes + here.statics_bytes > MAX_SHARED) return "more threads or shared memory than a block has";
     for (unsigned i = 0; i < grid_x * grid_y; ++i) here.order.push_back(i);
     for (unsigned i = grid_x * grid_y; !here.together && i-- > 1;) std::swap(here.order[i], here.order[draw(i + 1)]);

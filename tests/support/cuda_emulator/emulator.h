@@ -32,6 +32,10 @@ void progress();  // something changed that a waiting thread may look for
 unsigned lane();
 unsigned long long turns();
 char* dynamic_shared();
+// Blocks of a cluster, neighbours along x, in launches that say how many they are.
+char* shared_of(unsigned rank, unsigned bytes);  // the dynamic shared memory of one of them, of which so many bytes are needed
+void arrive_in_cluster();
+void wait_for_cluster();
 // Global memory that blocks of one launch share. A store reaches other blocks at a later turn, in any order, but for one address, until
 // a fence of the same thread, or of one that met it at a barrier since, sends all earlier ones; its own block sees it at once.
 void load(void* to, const void* from, unsigned bytes);

@@ -75,6 +75,12 @@ def test_a_cooperative_launch_says_so_and_its_room_is_known(said: Callable[[], l
     assert said()[-1] == "launch 128 1 1 x 288 1 1 shared 4096 stream 7 cooperative 1 first 1"
 
 
+def test_a_launch_of_clusters_says_so_and_takes_less_shared_memory(said: Callable[[], list[str]]) -> None:
+    kernel = cuda_driver.Module(b"code", 1).kernel("name", 200_000)
+    kernel.launch((128, 2), 256, Arguments(1), 7, programmatic=True, cluster=8, shared_bytes=100_000)
+    assert said()[-1] == "launch 128 2 1 x 256 1 1 shared 100000 stream 7 programmatic 1 cluster 8 1 1 first 1"
+
+
 def test_what_the_driver_refuses_is_an_error_with_its_name(said: Callable[[], list[str]]) -> None:
     with pytest.raises(RuntimeError, match=r"machine code was refused: CUDA_ERROR_INVALID_IMAGE \(200\)"):
         cuda_driver.Module(b"bad", 0)

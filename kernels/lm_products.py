@@ -1,0 +1,209 @@
+"""Products of decoding for 17 rows and more in CUDA C++ (`kernels/cuda/products.cu`): how each is cut, and its launch.
+
+They need a Hopper GPU and sizes in multiples of 64. Rounding points are those of `kernels.lm_triton.product`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kernels import binaries, toolchain
+from kernels.cuda_driver import Kernel, Module
+
+log = logging.getLogger(__name__)
+
+SOURCE = "products"
+PLAIN, RESIDUAL, SWIGLU, BIAS = range(4)
+#: Rows of x that a kernel has room for; more are further blocks.
+ROWS = (32, 64, 128)
+#: Values of k in a stage, and weight rows of a warpgroup.
+PIECE = 64
+#: Bytes of shared memory that a block may have; stages and blocks of a cluster that a kernel may have.
+_SHARED, _MOST_STAGES, _MOST_SPLITS = 227 << 10, 16, 8
+#: Blocks of a launch that are sought: one for each multiprocessor.
+_BLOCKS = 132
+_CAPABILITY = (9, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a product is cut: warpgroups of a block, each with 64 weight rows; parts of the inner size; stages of x in shared memory."""
+
+    groups: int
+    splits: int
+    stages: int
+
+    def kernel(self, room: int) -> str:
+        """Its name in the source, for so many rows of x."""
+        return f"product_{self.groups}_{room}"
+
+    @property
+    def threads(self) -> int:
+        """Of a block: one warpgroup more copies."""
+        return 128 * (self.groups + 1)
+
+    def shared_bytes(self, room: int, inner: int) -> int:
+        """`Block` of the source: barriers, sums, stages of x, the block's weights."""
+        tile = PIECE * self.groups
+        weights = inner // self.splits // 8 * (tile + 1) * 16
+        return 2 * _MOST_STAGES * 8 + room * (tile + 4) * 4 + self.stages * 8 * (room + 1) * 16 + weights
+
+    def fault(self, room: int, weight_rows: int, inner: int) -> str | None:
+        """Why a product of these sizes cannot be cut so, or None."""
+        if weight_rows % (PIECE * self.groups) or inner % (PIECE * self.splits):
+            return f"{weight_rows} x {inner} weights do not fall into tiles of {PIECE * self.groups} x {PIECE * self.splits}"
+        if self.splits not in (1, 2, 4, _MOST_SPLITS) or not 2 <= self.stages <= _MOST_STAGES:
+            return f"a product has 1, 2, 4 or {_MOST_SPLITS} splits and 2 to {_MOST_STAGES} stages"
+        if (size := self.shared_bytes(room, inner)) > _SHARED:
+            return f"{size} bytes of shared memory are more than a block has"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """How the products of a frame are run; every field changes time, none changes meaning."""
+
+    #: Cuts for "qkv", "o", "gate_up", "down", "head", "project"; the one that `cut_for` finds where there is none, or it does not fit.
+    cuts: Mapping[str, Cut] = field(default_factory=dict)
+    #: The next kernel may start when the copies of this one were asked for, not before.
+    late: bool = False
+    #: Weights this many products ahead are brought into the L2; 0 = none.
+    ahead: int = 0
+
+    def cut(self, name: str, rows: int, weight_rows: int, inner: int) -> Cut:
+        """Raises ValueError for sizes that no cut has."""
+        found = self.cuts.get(name)
+        if found is not None and found.fault(room_for(rows), weight_rows, inner) is None:
+            return found
+        return cut_for(rows, weight_rows, inner)
+
+
+def room_for(rows: int) -> int:
+    """Rows of x of the kernel that serves `rows`."""
+    return next((room for room in ROWS if rows <= room), ROWS[-1])
+
+
+@cache
+def cut_for(rows: int, weight_rows: int, inner: int) -> Cut:
+    """The cut of a product: about a block for each multiprocessor, with few parts. Raises ValueError for sizes that have none."""
+    room, tiles = room_for(rows), weight_rows // PIECE
+    stages = {32: 8, 64: 5, 128: 3}[room]
+    fitting: list[Cut] = []
+    for splits in (1, 2, 4, 8):
+        for fewer in range(stages, 1, -1):
+            cut = Cut(1, splits, fewer)
+            if cut.fault(room, weight_rows, inner) is None:
+                fitting.append(replace(cut, stages=max(2, min(fewer, inner // splits // PIECE))))
+                break
+    if not fitting:
+        raise ValueError(f"there is no product of {weight_rows} x {inner} weights: both have to be multiples of {PIECE}")
+    return max((cut for cut in fitting if tiles * cut.splits <= _BLOCKS), key=lambda cut: cut.splits, default=fitting[0])
+
+
+def has_product(weight_rows: int, inner: int) -> bool:
+    """Whether weights of this shape, those of gate and up one below the other, can be multiplied."""
+    try:
+        for room in ROWS:
+            cut_for(room, weight_rows, inner)
+    except ValueError:
+        return False
+    return True
+
+
+class _Arguments(ctypes.Structure):
+    """`Args` of kernels/cuda/products.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "w", "extra", "y", "ahead")),
+        ("ahead_bytes", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("rows", "n", "inner", "x_stride", "y_stride", "epilogue", "splits", "stages", "late")),
+    )
+
+
+def kernel_names() -> list[str]:
+    """All that the source has."""
+    return [Cut(groups, 1, 2).kernel(room) for groups in (1, 2) for room in ROWS]
+
+
+@cache
+def _kernel(name: str, device: int) -> Kernel:
+    """A kernel on a device, made by the first code that the driver takes."""
+    fault = RuntimeError(f"there is no code of {SOURCE}")
+    for code in binaries.candidates(SOURCE, _CAPABILITY):
+        try:
+            return Module(code, device).kernel(name, _SHARED)
+        except RuntimeError as error:
+            fault = error
+    raise fault
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether a device has the kernels. Where only their code is missing, a warning says so."""
+    if torch.cuda.get_device_capability(device) != _CAPABILITY:
+        return False
+    try:
+        for name in kernel_names():
+            _kernel(name, device)
+    except (RuntimeError, OSError) as error:
+        log.warning(
+            "the CUDA C++ kernels of products cannot be made (%s); cuBLAS serves instead, which is slower. %s",
+            toolchain.first_line(error), toolchain.CUDA_ADVICE, exc_info=True,
+        )  # fmt: skip
+        return False
+    return True
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    cut: Cut,
+    *,
+    epilogue: int = PLAIN,
+    extra: Tensor | None = None,
+    ahead: Tensor | None = None,
+    late: bool = False,
+    pdl: bool = True,
+) -> Tensor:
+    """y = epilogue(x @ weight.T), bfloat16, launched on the current stream of x's device.
+
+    x: [rows, inner]; weight: [n, inner], for SWIGLU [2 * n, inner] with the gate's rows first; y: [rows, n]; extra: what RESIDUAL adds,
+    [rows, n] with y's strides (may be y), or BIAS, [n]; ahead: a weight that a later launch reads, brought into the L2 meanwhile; late: the
+    next kernel may start when the copies were asked for, not before; pdl: programmatic dependent launch.
+    The same cut and room give a row the same bits in any company. Raises ValueError for what the kernel cannot do.
+    """
+    rows, inner = x.shape
+    room, weight_rows = room_for(rows), len(weight)
+    if (fault := cut.fault(room, weight_rows, inner)) is not None:
+        raise ValueError(f"There is no such product: {fault}.")
+    if weight_rows != (2 if epilogue == SWIGLU else 1) * y.shape[1] or len(y) != rows:
+        raise ValueError(f"{weight_rows} weight rows do not give {len(y)} rows of {y.shape[1]} outputs.")
+    if not weight.is_contiguous() or any(t.data_ptr() % 16 or t.stride(0) % 8 or t.stride(1) != 1 for t in (x, weight, y)):
+        raise ValueError("Tensors of a product have to be row by row, and their rows to start on multiples of 16 bytes.")
+    bytes_ahead = 0 if ahead is None else ahead.numel() * ahead.element_size()
+    pointers = [_address(tensor) for tensor in (x, weight, extra, y, ahead)]
+    arguments = _Arguments(
+        *pointers, bytes_ahead, rows, y.shape[1], inner, x.stride(0), y.stride(0), epilogue, cut.splits, cut.stages, int(late)
+    )
+    tiles = weight_rows // (PIECE * cut.groups)
+    _kernel(cut.kernel(room), x.device.index or 0).launch(
+        (tiles * cut.splits, -(-rows // room)), cut.threads, arguments, _stream(x.device), pdl, cluster=cut.splits,
+        shared_bytes=cut.shared_bytes(room, inner),
+    )  # fmt: skip
+    return y
