@@ -109,6 +109,9 @@ __device__ __forceinline__ void stream_weights(const Plan& plan, Shared& s) {
         }
 }
 
+// Brings steps of a piece into the L2: what its products will be added to, and what the next ones read.
+__device__ __forceinline__ void ahead(const bf16* from, int left) { prefetch(from, min(STEPS, left) * CHANNELS * 2); }
+
 // A warp brings the activations of a group's pieces; what lies outside of their rows is zero. 8 lanes read 128 bytes of a step.
 __device__ __forceinline__ void carry(const Plan& plan, Shared& s, int group) {
     const Args& p = plan.p;
@@ -122,6 +125,7 @@ __device__ __forceinline__ void carry(const Plan& plan, Shared& s, int group) {
         wait_for(&s.used[group], parity);
         __syncwarp();  // no lane is left behind when they are used again
         parity ^= 1;
+        if (lane == 0) ahead(p.residual + (piece.row * p.steps + piece.start) * CHANNELS, p.steps - piece.start);
         int at = p.lead + piece.start - plan.reach() + lane / 8;
         const bf16* from = p.a + (piece.row * extended + at) * CHANNELS + lane % 8 * 8;
         char* to = mine;
@@ -134,8 +138,8 @@ __device__ __forceinline__ void carry(const Plan& plan, Shared& s, int group) {
             copy16_or_zeros(to + 2 * eight_slabs, there + 128, inside);
         }
         arrive_after_copies(&s.ready[group]);
-        const int there = min(STEPS, p.steps - piece.start);
-        if (lane == 0) prefetch(p.residual + (piece.row * p.steps + piece.start) * CHANNELS, there * CHANNELS * 2);
+        const Piece next = plan.piece(turn + 1, group);
+        if (lane == 0 && next.there) ahead(p.a + (next.row * extended + p.lead + next.start) * CHANNELS, p.steps - next.start);
     }
 }
 
