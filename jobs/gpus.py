@@ -203,7 +203,7 @@ def _there_is(gpus: Sequence[Gpu]) -> str:
 def _no_gpus(reason: str) -> ConfigError:
     there = len(list(Path("/dev").glob("nvidia[0-9]*")))
     looked = f"{reason}; /dev has {there} NVIDIA devices"
-    advice = "`nightjar doctor` shows what is missing. Leave --gpu away to work on the CPU, or name the GPUs: --gpu 0,1."
+    advice = "`nightjar doctor` shows what is missing. Leave --gpu out to use the CPU, or name the GPUs: --gpu 0,1."
     return ConfigError(ErrorCode.CONFIG_INVALID, f"--gpu all: no GPU was found on this host ({looked}).", advice)
 
 

@@ -277,8 +277,9 @@ class ServeSettings(SettingsGroup):
     )
     text_in: bool | None = Field(
         default=None,
-        description="Speak the text of a context while it is being written. Unset: where the model reads its text so anyway (Qwen3-TTS, "
-        "voices cloned without the recording's text). `true`: all voices of Qwen3-TTS, named ones on all routes. `false`: by sentence.",
+        description="Speak the text of a context while it is being written. Unset: with the voices for which the model always reads "
+        "its text in this way (Qwen3-TTS, voices cloned without the recording's text). `true`: all voices of Qwen3-TTS, named ones on all "
+        "routes. `false`: sentence by sentence.",
     )
     voices_folder: Path | None = Field(default=None, description="Folder of stored voices. Unset: `voices` in `home`.")
     stored_voices: PositiveInt = Field(default=256, description="Maximum stored voices.")
