@@ -48,7 +48,7 @@ LEFT_OUT: dict[str, dict[str, dict[str, str]]] = {
         "the sine": {"const float sine = fast_sine(x * frequency);": "const float sine = x * frequency;"},
         "six taps": {"tap < TAPS; ++tap": "tap < 1; ++tap"},
         "copies": {
-            "        if (K::WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
+            "        if (K::COPYING == WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
             "        else copy_thirds": "        else if (p.lead == 1 << 30) copy_thirds",
         },
         "the residual": {
@@ -59,18 +59,18 @@ LEFT_OUT: dict[str, dict[str, dict[str, str]]] = {
         "the last snake and stores": {
             "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw"
         },
-        "the fence": {"        writes_to_products();\n": ""},
+        "the fence": {"        if (K::COPYING != BOXES) writes_to_products();\n": ""},
         "six taps and stores": {
             "tap < TAPS; ++tap": "tap < 1; ++tap",
             "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw",
         },
         "six taps and copies": {
             "tap < TAPS; ++tap": "tap < 1; ++tap",
-            "        if (K::WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
+            "        if (K::COPYING == WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
             "        else copy_thirds": "        else if (p.lead == 1 << 30) copy_thirds",
         },
         "copies and stores": {
-            "        if (K::WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
+            "        if (K::COPYING == WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
             "        else copy_thirds": "        else if (p.lead == 1 << 30) copy_thirds",
             "if (step >= p.steps) continue;\n                if (p.raw": "if (step != 1 << 30) continue;\n                if (p.raw",
         },
@@ -83,7 +83,7 @@ LEFT_OUT: dict[str, dict[str, dict[str, str]]] = {
         },
         "all but the residual and stores": {
             "tap < TAPS; ++tap": "tap < 1; ++tap",
-            "        if (K::WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
+            "        if (K::COPYING == WHOLE) copy_whole": "        if (p.lead == 1 << 30) copy_whole",
             "        else copy_thirds": "        else if (p.lead == 1 << 30) copy_thirds",
             "const float sine = fast_sine(x * frequency);": "const float sine = x * frequency;",
         },
@@ -134,10 +134,13 @@ COUNTED = {
     int stage_now;
 """,
     "        mark(0);": "        stage_now = stage;\n        mark(0);",
-    "        wait_for(&s.barriers.empty[stage], tiles.parity() ^ 1);\n": """        const int t0 = clock();
+    "        wait_for(&s.barriers.empty[stage], tiles.parity() ^ 1);\n        const": """        const int t0 = clock();
         wait_for(&s.barriers.empty[stage], tiles.parity() ^ 1);
         const int t1 = clock();
         if (thread == 0) s.asked[stage] = t1;
+        const""",
+    "        arrive_expecting(&s.barriers.full[stage], (K::TILE + reach) * C * 2);\n": """        s.asked[stage] = clock();
+        arrive_expecting(&s.barriers.full[stage], (K::TILE + reach) * C * 2);
 """,
     "        arrive_after_copies(&s.barriers.full[stage]);\n": """        arrive_after_copies(&s.barriers.full[stage]);
         if (thread == 0) s.phases[4][0] += t1 - t0, s.phases[4][1] += clock() - t1, s.phases[4][11] += 1;
@@ -270,8 +273,8 @@ def reduced(text: str, cut: Cut | WideCut, edits: dict[str, str]) -> str:
         text = text.replace(old, new)
     if isinstance(cut, WideCut):
         return text
-    wanted = f"UNIT({cut.warpgroups}, {cut.sharing}, {cut.stages}, {cut.turns}, {cut.whole})"
-    return re.sub(r"^UNIT\(.*\)$", lambda found: found[0] if found[0] == wanted else "", text, flags=re.MULTILINE)
+    wanted = f"{'BOXED' if cut.boxed else 'UNIT'}({cut.warpgroups}, {cut.sharing}, {cut.stages}, {cut.turns}, {cut.copying})"
+    return re.sub(r"^(?:UNIT|BOXED)\(.*\)$", lambda found: found[0] if found[0] == wanted else "", text, flags=re.MULTILINE)
 
 
 def reduced_codes(cuts: Sequence[Cut | WideCut]) -> list[tuple[Cut | WideCut, str, bytes]]:
@@ -391,7 +394,7 @@ def main() -> int:
     made.add_argument("--parts", default="check,times,sizes,without")
     made.add_argument("--rows", type=int, default=32)
     made.add_argument("--frames", type=int, default=100)
-    made.add_argument("--cuts", type=numbers, default=[1, 4, 6], help="cuts of `without`, as numbers of a width's `CUTS`")
+    made.add_argument("--cuts", type=numbers, default=[1, 4, 8], help="cuts of `without`, as numbers of a width's `CUTS`")
     made.add_argument("--kernel", help=argparse.SUPPRESS)
     made.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     options = made.parse_args()

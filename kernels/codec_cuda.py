@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import binaries, codec_unit_wide, toolchain
+from kernels import binaries, codec_unit_wide, cuda_driver, toolchain
 from kernels.codec_unit_wide import WideCut
 from kernels.cuda_driver import Kernel, Module
 
@@ -31,7 +31,7 @@ _CAPABILITY = (9, 0)
 class Cut:
     """How the work is cut: warpgroups that multiply, how many share a tile, tiles in shared memory; and whether they multiply in turns.
 
-    whole: whether a warp copies whole steps, one after the other, or a third of eight steps.
+    copying: threads copy a third of eight steps at a time (0) or whole steps (1), or boxes of the tensor are copied (2).
     turns: 1: one issues its products behind those of the one before it; 2: when they are over; 0: whenever it can.
     """
 
@@ -39,19 +39,24 @@ class Cut:
     sharing: int
     stages: int
     turns: int
-    whole: int
+    copying: int
 
     channels = CHANNELS
     source = SOURCE
 
     @property
     def kernel(self) -> str:
-        return f"codec_unit_{CHANNELS}_{self.warpgroups}_{self.sharing}_{self.stages}_{self.turns}_{self.whole}"
+        return f"codec_unit_{CHANNELS}_{self.warpgroups}_{self.sharing}_{self.stages}_{self.turns}_{self.copying}"
+
+    @property
+    def boxed(self) -> bool:
+        """Whether boxes are copied, for which the kernel takes a map of the tensor."""
+        return self.copying == 2
 
     @property
     def threads(self) -> int:
-        """Of a block: a warpgroup more copies."""
-        return 128 * (self.warpgroups + 1)
+        """Of a block: a warpgroup more copies threads' parts, a warp more boxes."""
+        return 128 * self.warpgroups + (32 if self.boxed else 128)
 
     @property
     def steps(self) -> int:
@@ -61,8 +66,8 @@ class Cut:
     @property
     def shared_bytes(self) -> int:
         """`Shared` of the source: the weights, the tiles with their history, bias and snakes, and room for the barriers."""
-        length = (self.steps + (TAPS - 1) * MAX_DILATION + 5) // 8 * 8 + (1 if self.whole else 2)
-        return (TAPS + 1) * CHANNELS**2 * 2 + self.stages * length * CHANNELS * 2 + 6 * CHANNELS * 4 + 128
+        length = (self.steps + (TAPS - 1) * MAX_DILATION + 5) // 8 * 8 + (2, 1, 0)[self.copying]
+        return (TAPS + 1) * CHANNELS**2 * 2 + self.stages * length * CHANNELS * 2 + 6 * CHANNELS * 4 + (1152 if self.boxed else 128)
 
     def pack(self, weight1: Tensor, weight2: Tensor) -> Tensor:
         """The weights of a unit as the kernel wants them, by `pack`."""
@@ -81,6 +86,7 @@ class Cut:
 CUTS = (
     Cut(2, 2, 2, 0, 0), Cut(2, 2, 2, 2, 0), Cut(2, 2, 2, 2, 1),
     Cut(2, 1, 3, 1, 0), Cut(2, 1, 3, 2, 0), Cut(2, 1, 3, 2, 1), Cut(4, 2, 2, 0, 1),
+    Cut(2, 2, 2, 2, 2), Cut(2, 1, 3, 2, 2), Cut(3, 1, 3, 0, 2),
 )  # fmt: skip
 #: The one in force, which an H200 measured fastest (benchmarks/NOTES.md); None: units of 96 channels run on Triton's kernel.
 CHOSEN: Cut | None = Cut(2, 1, 3, 1, 0)
@@ -96,6 +102,12 @@ class _Arguments(ctypes.Structure):
         ("active_stride", ctypes.c_longlong),
         *((name, ctypes.c_int) for name in ("rows", "steps", "lead", "dilation")),
     )
+
+
+class _TensorArguments(ctypes.Structure):
+    """`TensorArgs` of kernels/cuda/codec_unit.cu."""
+
+    _fields_ = (("plain", _Arguments), ("padding", ctypes.c_char * (-ctypes.sizeof(_Arguments) % 64)), ("map", ctypes.c_byte * 128))
 
 
 def pack(weight1: Tensor, weight2: Tensor) -> Tensor:
@@ -219,6 +231,10 @@ def unit(
         a.data_ptr(), residual.data_ptr(), packed.data_ptr(), (ctypes.c_void_p * 6)(*parameters), _address(raw), place, _address(ends),
         stride, rows, steps, lead, dilation,
     )  # fmt: skip
+    if isinstance(cut, Cut) and cut.boxed:
+        box = (32, cut.steps + (TAPS - 1) * dilation, 1)
+        map_bytes = (ctypes.c_byte * 128).from_buffer_copy(cuda_driver.tensor_map(a.data_ptr(), (channels, extended, rows), box))
+        arguments = _TensorArguments(arguments, b"", map_bytes)
     _kernel(cut, a.device.index or 0).launch((blocks, 1), cut.threads, arguments, _stream(a.device))
 
 

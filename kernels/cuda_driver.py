@@ -72,6 +72,27 @@ def _on(device: int) -> Iterator[None]:
             driver.cuCtxSetCurrent(current)
 
 
+_MAP_BYTES, _BFLOAT16, _SWIZZLE_64B, _PROMOTION_128B = 128, 9, 2, 2  # CUtensorMap, and of its enumerations
+
+
+def tensor_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> bytes:
+    """What kernels copy boxes of a contiguous bfloat16 tensor by, `TensorMap` of kernels/cuda/wgmma.cuh.
+
+    sizes, box: of the last dimension, the one before it, and the first one. The last size of a box is 32 values. Raises RuntimeError when
+    the driver refuses.
+    """
+    memory = (ctypes.c_char * (2 * _MAP_BYTES))()
+    offset = -ctypes.addressof(memory) % 64
+    strides = (ctypes.c_ulonglong * 2)(2 * sizes[0], 2 * sizes[0] * sizes[1])
+    steps = (ctypes.c_uint * 3)(1, 1, 1)
+    code = _driver().cuTensorMapEncodeTiled(
+        ctypes.byref(memory, offset), _BFLOAT16, 3, ctypes.c_void_p(address), (ctypes.c_ulonglong * 3)(*sizes), strides,
+        (ctypes.c_uint * 3)(*box), steps, 0, _SWIZZLE_64B, _PROMOTION_128B, 0,
+    )  # fmt: skip
+    _check(code, "A map of a tensor")
+    return bytes(memory)[offset : offset + _MAP_BYTES]
+
+
 class Module:
     """Machine code on one device, and its kernels by name. Raises RuntimeError where the driver does not take it."""
 

@@ -24,19 +24,24 @@ struct Args {
     int rows, steps, lead, dilation;
 };
 
+struct TensorArgs {
+    Args p;
+    TensorMap map;  // of `a`: boxes of 32 channels x the steps of a tile with what its taps reach back for
+};
+
 // A cut of the work: warpgroups that multiply, how many of them share a tile, tiles in shared memory, whether they multiply in turns, and
-// whether a warp copies whole steps, one after the other, or a third of eight steps.
-template <int WARPGROUPS_, int SHARING_, int STAGES_, int TURNS_, int WHOLE_>
+// how a tile is copied: by threads, a third of eight steps at a time or whole steps, or as boxes of a tensor.
+enum Copying { THIRDS, WHOLE, BOXES };
+template <int WARPGROUPS_, int SHARING_, int STAGES_, int TURNS_, int COPYING_>
 struct Cut {
     static constexpr int WARPGROUPS = WARPGROUPS_, SHARING = SHARING_, STAGES = STAGES_, TEAMS = WARPGROUPS / SHARING;
     static constexpr bool LATE = WARPGROUPS > 3;  // the residual is asked for behind the long products, when there are registers for it
     static constexpr bool TURNS = TURNS_ > 0, DRAINS = TURNS_ > 1;  // the next one starts when the products are over, not when they are issued
-    static constexpr int COPIERS = WARPGROUP;  // threads
+    static constexpr int COPYING = COPYING_, COPIERS = COPYING == BOXES ? 32 : WARPGROUP;  // threads
     static constexpr int TILE = M * SHARING, THREADS = WARPGROUPS * WARPGROUP + COPIERS;
-    static constexpr bool WHOLE = WHOLE_ > 0;
-    // One more than a multiple of 8: copies of eight slabs fall on all banks; two more: copies of two steps x four slabs.
-    static constexpr int LENGTH = (TILE + (TAPS - 1) * MAX_DILATION + 5) / 8 * 8 + (WHOLE ? 1 : 2);
-    static constexpr int SLAB = LENGTH * 16, STAGE = GROUPS_OF_8 * SLAB;
+    // Slabs have one more than a multiple of 8: copies of eight slabs fall on all banks; two more: copies of two steps x four slabs.
+    static constexpr int LENGTH = (TILE + (TAPS - 1) * MAX_DILATION + 5) / 8 * 8 + (COPYING == THIRDS ? 2 : COPYING == WHOLE ? 1 : 0);
+    static constexpr int SLAB = LENGTH * 16, BOX = LENGTH * 64, STAGE = GROUPS_OF_8 * SLAB;  // a box has four slabs' bytes
     static_assert(LENGTH >= TILE + (TAPS - 1) * MAX_DILATION, "a tile with what its taps reach back for");
 };
 
@@ -119,9 +124,23 @@ __device__ void copy_tiles(const Args& p, Shared<K>& s, int thread) {
         const int stage = tiles.stage();
         wait_for(&s.barriers.empty[stage], tiles.parity() ^ 1);
         const bf16* row = p.a + static_cast<long long>(tiles.row) * (p.lead + p.steps) * C;
-        if (K::WHOLE) copy_whole<K>(p, s, tiles, row, reach, thread);
+        if (K::COPYING == WHOLE) copy_whole<K>(p, s, tiles, row, reach, thread);
         else copy_thirds<K>(p, s, tiles, row, reach, thread);
         arrive_after_copies(&s.barriers.full[stage]);
+    }
+}
+
+// One thread copies all tiles.
+template <class K>
+__device__ void copy_boxes(const Args& p, const TensorMap& map, Shared<K>& s) {
+    const int reach = (TAPS - 1) * p.dilation;
+    for (Tiles<K> tiles(p); tiles.found(); tiles.next()) {
+        if (!tiles.multiplied()) continue;
+        const int stage = tiles.stage();
+        wait_for(&s.barriers.empty[stage], tiles.parity() ^ 1);
+        arrive_expecting(&s.barriers.full[stage], (K::TILE + reach) * C * 2);
+        for (int box = 0; box < 3; ++box)
+            tensor_copy(s.stages[stage] + box * K::BOX, map, box * 32, p.lead + tiles.start - reach, tiles.row, &s.barriers.full[stage]);
     }
 }
 
@@ -156,15 +175,17 @@ struct Multiplier {
     }
 
     __device__ __forceinline__ void convolve(float (&d)[C / 2], int stage) {
-        Matrix steps = matrix_at(s.stages[stage] + warpgroup % K::SHARING * M * 16, K::SLAB, 128);
+        constexpr bool BOXED = K::COPYING == BOXES;
+        const char* tile = s.stages[stage] + warpgroup % K::SHARING * M * (BOXED ? 64 : 16);
+        Matrix steps = BOXED ? swizzled_matrix_at(tile) : matrix_at(tile, K::SLAB, 128);
         Matrix weights = matrix_at(s.weights, ALONG_K, 128);
         products_begin();
 #pragma unroll 1
         for (int tap = 0; tap < TAPS; ++tap) {
 #pragma unroll
             for (int k = 0; k < STEPS_OF_16; ++k)
-                multiply(d, moved(steps, k * 2 * K::SLAB), moved(weights, k * 2 * ALONG_K), tap + k > 0);
-            steps = moved(steps, p.dilation * 16), weights = moved(weights, TAP_BYTES);
+                multiply(d, moved(steps, BOXED ? k / 2 * K::BOX + k % 2 * 32 : k * 2 * K::SLAB), moved(weights, k * 2 * ALONG_K), tap + k > 0);
+            steps = moved(steps, p.dilation * (BOXED ? 64 : 16)), weights = moved(weights, TAP_BYTES);
         }
         products_commit();
     }
@@ -261,7 +282,7 @@ struct Multiplier {
         mark(0);
         wait_for(&s.barriers.full[stage], tiles.parity());
         mark(1);
-        writes_to_products();
+        if (K::COPYING != BOXES) writes_to_products();
         if (!K::LATE) read_residual(tiles, 0, 3);  // behind the fence, which waits for the thread's own accesses
         mark(2);
         await_turn();
@@ -292,7 +313,7 @@ __device__ void prepare(const Args& p, Shared<K>& s) {
         if (threadIdx.x < C) s.parameters[which][threadIdx.x] = p.parameters[which] == nullptr ? 0.f : p.parameters[which][threadIdx.x];
     if (threadIdx.x == 0) {
         arrivals_init(&s.barriers.weights, 1);
-        for (int i = 0; i < K::STAGES; ++i) arrivals_init(&s.barriers.full[i], K::COPIERS), arrivals_init(&s.barriers.empty[i], 4 * K::SHARING);
+        for (int i = 0; i < K::STAGES; ++i) arrivals_init(&s.barriers.full[i], K::COPYING == BOXES ? 1 : K::COPIERS), arrivals_init(&s.barriers.empty[i], 4 * K::SHARING);
         arrivals_visible();
     }
     __syncthreads();
@@ -303,13 +324,16 @@ __device__ void prepare(const Args& p, Shared<K>& s) {
 }
 
 template <class K>
-__device__ __forceinline__ void unit(const Args& p) {
-    auto& s = *reinterpret_cast<Shared<K>*>(dynamic_shared());
+__device__ __forceinline__ void unit(const Args& p, const TensorMap* map = nullptr) {
+    // From a multiple of 1,024 bytes on, as boxes have to lie.
+    char* const memory = dynamic_shared();
+    auto& s = *reinterpret_cast<Shared<K>*>(memory + (K::COPYING == BOXES ? -shared_address(memory) & 1023 : 0));
     prepare<K>(p, s);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup == K::WARPGROUPS) {
         if (K::WARPGROUPS > 3) give_registers<32>();
-        copy_tiles<K>(p, s, threadIdx.x % WARPGROUP);
+        if (K::COPYING != BOXES) copy_tiles<K>(p, s, threadIdx.x % WARPGROUP);
+        else if (threadIdx.x % 32 == 0) copy_boxes<K>(p, *map, s);
     } else {
         if (K::WARPGROUPS > 3) take_registers<112>();
         Multiplier<K>(p, s, warpgroup).run();
@@ -318,11 +342,17 @@ __device__ __forceinline__ void unit(const Args& p) {
 
 }  // namespace
 
-#define UNIT(warpgroups, sharing, stages, turns, whole)                                                                         \
-    extern "C" __global__ void __launch_bounds__(Cut<warpgroups, sharing, stages, turns, whole>::THREADS, 1)                    \
-        codec_unit_96_##warpgroups##_##sharing##_##stages##_##turns##_##whole(const Args p) {                                   \
-        static_assert(sizeof(Shared<Cut<warpgroups, sharing, stages, turns, whole>>) <= 232448, "the shared memory of a block"); \
-        unit<Cut<warpgroups, sharing, stages, turns, whole>>(p);                                                                \
+#define UNIT(warpgroups, sharing, stages, turns, copying)                                                                          \
+    extern "C" __global__ void __launch_bounds__(Cut<warpgroups, sharing, stages, turns, copying>::THREADS, 1)                    \
+        codec_unit_96_##warpgroups##_##sharing##_##stages##_##turns##_##copying(const Args p) {                                   \
+        static_assert(sizeof(Shared<Cut<warpgroups, sharing, stages, turns, copying>>) <= 232448, "the shared memory of a block"); \
+        unit<Cut<warpgroups, sharing, stages, turns, copying>>(p);                                                                \
+    }
+#define BOXED(warpgroups, sharing, stages, turns, copying)                                                                         \
+    extern "C" __global__ void __launch_bounds__(Cut<warpgroups, sharing, stages, turns, copying>::THREADS, 1)                    \
+        codec_unit_96_##warpgroups##_##sharing##_##stages##_##turns##_##copying(const __grid_constant__ TensorArgs p) {           \
+        static_assert(sizeof(Shared<Cut<warpgroups, sharing, stages, turns, copying>>) <= 231424, "the shared memory of a block"); \
+        unit<Cut<warpgroups, sharing, stages, turns, copying>>(p.p, &p.map);                                                      \
     }
 
 UNIT(2, 2, 2, 0, 0)
@@ -332,3 +362,6 @@ UNIT(2, 1, 3, 1, 0)
 UNIT(2, 1, 3, 2, 0)
 UNIT(2, 1, 3, 2, 1)
 UNIT(4, 2, 2, 0, 1)
+BOXED(2, 2, 2, 2, 2)
+BOXED(2, 1, 3, 2, 2)
+BOXED(3, 1, 3, 0, 2)

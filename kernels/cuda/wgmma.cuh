@@ -16,6 +16,10 @@ __device__ __forceinline__ Matrix matrix_at(const void* start, uint32_t along_k,
 }
 __device__ __forceinline__ Matrix moved(Matrix matrix, int bytes) { return matrix + (bytes >> 4); }  // the same, so much further on
 
+// A matrix whose rows have 64 bytes, 32 values of k, as `tensor_copy` lays them out: row after row from a multiple of 512 bytes on, and of
+// the four 16 bytes of a row, number i is where i ^ (row / 2 % 4) would be. `start` may be any row's, and 32 bytes further on.
+__device__ __forceinline__ Matrix swizzled_matrix_at(const void* start) { return matrix_at(start, 16, 512) | 2ull << 62; }
+
 // Registers written before are seen by the products that follow: before the first product, and after each wait.
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -107,6 +111,13 @@ __device__ __forceinline__ void writes_to_products() { asm volatile("fence.proxy
 // `copy16`, or zeros where not `inside`; then nothing is read.
 __device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
+}
+// A tensor in global memory and the box of it that a copy takes, made by `kernels.cuda_driver.tensor_map`. A parameter of the kernel.
+struct alignas(64) TensorMap { char bytes[128]; };
+// The box whose first element is at [row, step, channel]; zeros where it is outside. Its bytes arrive at the barrier.
+__device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int channel, int step, int row, unsigned long long* barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(shared_address(to)), "l"(&map), "r"(channel), "r"(step), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
 // The thread arrives at a barrier when its copies so far are over: one of the threads that the barrier counts.
 __device__ __forceinline__ void arrive_after_copies(unsigned long long* barrier) {

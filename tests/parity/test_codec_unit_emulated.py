@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 from collections.abc import Callable
 from functools import cache
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import binaries, codec_cuda, codec_unit_wide, toolchain
+from kernels import binaries, codec_cuda, codec_unit_wide, cuda_driver, toolchain
 from kernels.codec_cuda import Cut
 from kernels.codec_unit_wide import WideCut
 from tests.support.codec_unit_kit import BF16, CUTS, UNITS, Unit, check
@@ -27,11 +28,17 @@ def library(source: str):
     return build(binaries.SOURCES / f"{source}.cu", [cut.kernel for cut in CUTS if cut.source == source])
 
 
+def emulated_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> bytes:
+    """`TensorMap` of the emulator."""
+    return struct.pack("P3q3i", address, *sizes, *box).ljust(128, b"\0")
+
+
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
     monkeypatch.setattr(codec_cuda, "_processors", lambda _: BLOCKS)
     monkeypatch.setattr(codec_cuda, "_stream", lambda _: 0)
+    monkeypatch.setattr(cuda_driver, "tensor_map", emulated_map)
 
     def choose(seed: int) -> None:
         monkeypatch.setattr(codec_cuda, "_kernel", lambda cut, _: kernel_of(cut, seed))

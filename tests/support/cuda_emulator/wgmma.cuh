@@ -11,8 +11,10 @@ struct Piece { float* d; const uint32_t* a; Called called; };
 
 inline float element(Matrix matrix, unsigned row, unsigned k) {
     const unsigned start = (matrix & 0x3fff) << 4, along_k = (matrix >> 16 & 0x3fff) << 4, along_rows = (matrix >> 32 & 0x3fff) << 4;
-    must(matrix >> 46 == 0 && (matrix >> 14 & 3) == 0 && (matrix >> 30 & 3) == 0, "a matrix in shared memory that is not one");
-    const unsigned at = start + k / 8 * along_k + row / 8 * along_rows + row % 8 * 16;
+    const bool swizzled = matrix >> 62 == 2;
+    must((matrix << 2 >> 48) == 0 && (matrix >> 14 & 3) == 0 && (matrix >> 30 & 3) == 0, "a matrix in shared memory that is not one");
+    unsigned at = start + row / 8 * along_rows + (swizzled ? row % 8 * 64 + k / 8 * 16 : row % 8 * 16 + k / 8 * along_k);
+    if (swizzled) at ^= (at >> 7 & 3) << 4;
     must(at >= SHARED_START, "a product reads outside of shared memory");
     return half_of(static_cast<const bf16*>(seen_by_products(at - SHARED_START))[k % 8], 0);
 }
@@ -83,6 +85,8 @@ inline Matrix moved(Matrix matrix, int bytes) {
     return matrix + bytes / 16;
 }
 
+inline Matrix swizzled_matrix_at(const void* start) { return matrix_at(start, 16, 512) | 2ull << 62; }
+
 inline void products_begin() { emulator::meet_warp(~0u, nullptr, emulator::all_begin, "products_begin"); }
 inline void products_commit() { emulator::meet_warp(~0u, nullptr, emulator::all_commit, "products_commit"); }
 template <int PENDING>
@@ -100,6 +104,24 @@ inline void writes_to_products() { emulator::show_to_products(); }
 inline void copy16_or_zeros(void* to, const void* from, bool inside) {
     static const char zeros[16] = {};
     copy16(to, inside ? from : zeros);
+}
+// As tests/parity/test_codec_unit_emulated.py makes it, where a GPU's driver has its own form.
+struct alignas(64) TensorMap {
+    const char* address;
+    long long sizes[3];
+    int box[3];
+    char rest[128 - 8 - 24 - 12];
+};
+inline void tensor_copy(void* to, const TensorMap& map, int channel, int step, int row, unsigned long long* barrier) {
+    static const char zeros[16] = {};
+    emulator::must_align(reinterpret_cast<void*>(static_cast<uintptr_t>(shared_address(to))), 512);
+    emulator::must(map.box[0] == 32 && map.box[2] == 1, "a box that is not of 32 channels");
+    for (int i = 0; i < map.box[1] * 4; ++i) {
+        const int at = step + i / 4, first = channel + i % 4 * 8;
+        const bool inside = at >= 0 && at < map.sizes[1] && first < map.sizes[0] && row >= 0 && row < map.sizes[2];
+        const char* from = inside ? map.address + ((row * map.sizes[1] + at) * map.sizes[0] + first) * 2 : zeros;
+        bulk_copy(static_cast<char*>(to) + i / 4 * 64 + (i % 4 ^ i / 8 % 4) * 16, from, 16, barrier);
+    }
 }
 inline void arrive_after_copies(unsigned long long* barrier) {
     emulator::pause();
