@@ -246,8 +246,8 @@ def _open_graphs(
 
 
 def may_be_persistent(kind: ExecutorKind, reproducible: bool, device: torch.device) -> bool:
-    """Whether a model may have the persistent kernels: they are asked for, or nothing is and they were measured on such a device."""
-    if kind != "auto" or reproducible or device.type != "cuda":
+    """Whether a model may have the persistent kernels: they are asked for, or nothing is and they were measured on such a CUDA device."""
+    if kind != "auto" or reproducible:
         return kind == "megakernel"
     blocks = max(cut.blocks for cut in PREDICTORS.values())
     measured = torch.cuda.get_device_capability(device) == MEASURED_ON

@@ -87,8 +87,14 @@ def test_the_talkers_layers_have_a_persistent_kernel_where_there_is_one_for_thei
     one, two = (executor._frames[bucket].talker for bucket in (1, 2))  # type: ignore[attr-defined]
     assert one.talker is two.talker
     assert one.behind is executor._frames[1].behind  # type: ignore[attr-defined]
+    x = torch.zeros(1, SMALLEST.hidden, dtype=torch.bfloat16)
+    one_row = executor._frames[1]
+    one_row._pending = torch.ones(1)
+    one_row._backbone(torch.zeros(1, dtype=torch.int64), x)
+    assert x.any()
+    assert one_row._pending is None, "what was left of other layers belongs to no state of the kernel"
     executor._turn_plain()
-    assert executor._talker is None
+    assert (executor._talker, executor._predictor) == (None, None)
 
 
 def test_a_model_without_a_kernel_has_plain_frames_and_one_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -145,8 +151,11 @@ def test_a_wheel_brings_both_kernels() -> None:
     assert {lm_persistent.SOURCE, lm_persistent_talker.SOURCE} <= {*binaries.SHIPPED}
 
 
-def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(caplog: pytest.LogCaptureFixture) -> None:
-    executor = Unmade()
+def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, held = Unmade(), list[set[int]]()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: held.append(set(executor._graphs)))
     kinds(executor)
     assert executor.frames([0], 1, SETTINGS).result().flags.tolist() == [[0, 0]]
     executor.flags[0, 0] = FAILED
@@ -158,6 +167,7 @@ def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(caplog:
     assert [record.getMessage() for record in caplog.records] == [
         "the persistent kernel for 2 rows timed out: Block 3 of the predictor waited in vain for exchange 7."
     ]
+    assert held == [{1, 2, 4}], "the device is waited for once, before what it may be using goes"
     assert executor.name == "graph"
     assert executor._buckets.captured == {4}
     assert set(executor._graphs) == {4}
