@@ -118,6 +118,11 @@ def test_what_the_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -
         codec_cuda.unit(t["a"], 0, t["x"], packed, *snakes, 1, odd.view(1, 70, 96), None, 0, None, None, CUTS[0])
 
 
+def test_a_wheel_brings_the_kernels_in_force() -> None:
+    in_force = {cut.source for cut in (codec_cuda.CHOSEN, codec_unit_wide.CHOSEN) if cut is not None}
+    assert in_force <= set(binaries.HOPPER_ONLY)
+
+
 @pytest.mark.parametrize("source", sorted({cut.source for cut in CUTS}))
 def test_its_kernels_spill_no_registers_and_products_overlap(source: str) -> None:
     """ptxas says so where it lets one product wait for the other (C7510)."""
