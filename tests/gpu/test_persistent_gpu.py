@@ -6,6 +6,8 @@ at those of shared memory.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ if not torch.cuda.is_available():
 from kernels.dummy import SMALL, Shape
 from kernels.lm_persistent import FAILED, Predictor, PredictorRun, Trial
 from tests.support import persistent_kit, persistent_talker_kit
-from tests.support.persistent_kit import GOLDEN, SMALLEST, Made, case, last_logits, launched, run_of, twin
+from tests.support.persistent_kit import GOLDEN, SMALLEST, Case, Made, case, last_logits, launched, run_of, twin
 
 pytestmark = pytest.mark.gpu
 
@@ -119,6 +121,25 @@ def test_a_silent_block_of_the_talker_ends_in_a_fault() -> None:
     run = persistent_talker_kit.run_of(one, patience=200_000, trial=Trial(silent=77))
     persistent_talker_kit.launched(run, one)
     assert "waited in vain for exchange 1." in str(run.behind.fault)
+
+
+def test_two_engines_at_once_make_what_each_makes_alone() -> None:
+    ones = [case(SMALL, rows, device="cuda") for rows in (1, 2)]
+    runs = [run_of(one) for one in ones]
+    wanted = [launched(run, one) for run, one in zip(runs, ones)]
+    torch.cuda.synchronize()
+
+    def work(run: PredictorRun, one: Case) -> list[Made]:
+        with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
+            made = [launched(run, one) for _ in range(100)]
+            torch.cuda.current_stream().synchronize()
+            return made
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(work, runs, ones))
+    for made, alone in zip(found, wanted):
+        assert all(equal(one, alone) for one in made)
+    assert [run.fault for run in runs] == [None, None]
 
 
 def test_two_gpus_of_one_process_have_kernels_of_their_own() -> None:
