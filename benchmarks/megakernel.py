@@ -1,13 +1,14 @@
 """The persistent kernels on a GPU: their codes, times and speech beside the graph's, and frames with delays.
 
-    python -m benchmarks.megakernel [--part codes,times,soak,rtf] [--rows 1,2] [--frames 100000] [--gaps 900,1200]
+    python -m benchmarks.megakernel [--part codes,times,soak,rtf,streams] [--rows 1,2] [--frames 100000] [--gaps 900,1200]
     python -m benchmarks.megakernel --part rtf --device cpu --tiny
 
-All but `rtf` once for each of `--kinds`: `predictor`, and `whole`, whose talker's layers have a persistent kernel too.
+All but `rtf` and `streams` once for each of `--kinds`: `predictor`, and `whole`, whose talker's layers have a persistent kernel too.
 `codes`: from one state the graph's frame, this one's and the one of single PyTorch ops, over and over: which share of their codes is
 equal. `times`: the predictor and the whole frame at context 300, each as a replayed graph, ours for several pauses between the copies of
 the weight stream. `soak`: launches whose blocks stumble at random, which must all give the same codes. `rtf`: one utterance after the
-other through a pipeline with each executor, in turn: text in, samples out. Sizes are those of 0.6B, with `--large` of 1.7B but for `rtf`.
+other through a pipeline with each executor, in turn: text in, samples out. `streams`: first chunks of one and of two listeners. Sizes are those of 0.6B, with `--large` of 1.7B for
+the parts without a pipeline.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.gpu import Bench, graph_us, numbers, parser
 from benchmarks.random_checkpoint import FRAMES_PER_SECOND, write_checkpoint
+from benchmarks.speech_load import first_chunks
 from kernels import lm_persistent
 from kernels.dummy import LARGE, SMALL, Maker, Shape
 from kernels.frame import FrameTensors, StateTensors
@@ -46,6 +49,8 @@ TODAY, AIM = 1.25, 1.15
 COMPARED, SLACK = 80, 0.03
 #: Launches of the soak between two looks at what they made.
 _LOOK = 1000
+#: Turns of the executors in `streams`.
+_ROUNDS = 4
 #: Seconds of the utterances of `rtf`: the ones that are judged, and shorter ones, which show what a frame more takes.
 SPOKEN, SHORT = 10.0, 2.0
 _TINY_SPOKEN, _TINY_SHORT = 0.8, 0.4
@@ -244,6 +249,40 @@ def speak(bench: Bench, executors: list[str], utterances: int) -> None:
             pipeline.close()
 
 
+def listen(bench: Bench, executors: list[str], streams: int) -> None:
+    """Adds a row for each executor and for one and two streams at a time: first chunks, and how long a stream takes."""
+    tiny = bench.options.tiny
+    size, seconds = ("tiny", _TINY_SHORT) if tiny else ("0b6", SHORT)
+
+    def request(index: int) -> SynthesisRequest:
+        return SynthesisRequest(f"stream-{index}", (Message("user", "text", _TEXT),), Generation(max_seconds=seconds), seed=index)
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "checkpoint"
+        write_checkpoint(folder, size, bench.device, [_TEXT], seconds)
+        options = {"device": str(bench.device), "slots": 2, "streams": 2, "max_context": 1024, "keep_unfinished": True}
+        pipelines = {name: open_pipeline(str(folder), executor=name, **options) for name in executors}
+        found: dict[tuple[str, int], list[float]] = {}
+        took: dict[tuple[str, int], float] = {}
+        for turn in range(-1, _ROUNDS):  # the first makes whatever was not made yet
+            for name, pipeline in pipelines.items():
+                for at_once in (1, 2):
+                    began = time.perf_counter()
+                    waits = first_chunks(pipeline, at_once, streams if turn >= 0 else at_once, request)
+                    if turn >= 0:
+                        found.setdefault((name, at_once), []).extend(waits)
+                        took[name, at_once] = took.get((name, at_once), 0.0) + time.perf_counter() - began
+        for (name, at_once), waits in found.items():
+            p50, p95 = np.percentile(waits, (50, 95)).tolist()
+            each = 1000 * at_once * took[name, at_once] / (_ROUNDS * streams)
+            bench.add(
+                {"part": "streams", "executor": name, "opened": pipelines[name].info.executor, "at_once": at_once, "streams": len(waits)}
+                | {"p50_ms": p50, "p95_ms": p95, "longest_ms": max(waits), "spoken_s": seconds, "stream_ms": each}
+            )
+        for pipeline in pipelines.values():
+            pipeline.close()
+
+
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--part", default="codes,times,soak,rtf")
@@ -252,9 +291,10 @@ def main() -> int:
     made.add_argument("--frames", type=int, default=100_000, help="launches of the soak for each number of rows")
     made.add_argument("--delay", type=int, default=16, help="naps of 100 ns of a block that stumbles, at most")
     made.add_argument("--gaps", type=numbers, default=[GAP, 900, 1000, 1200, 1300, 1400], help="clocks between two copies")
-    made.add_argument("--executors", default="graph,megakernel", help="those of `rtf`")
+    made.add_argument("--executors", default="graph,megakernel", help="those of `rtf` and `streams`")
     made.add_argument("--kinds", default="predictor,whole")
     made.add_argument("--speech-gap", type=int, default=GAP, help="clocks between two copies in `rtf`")
+    made.add_argument("--streams", type=int, default=25, help="streams of `streams` for each executor, number at once and turn of four")
     made.add_argument("--utterances", type=int, default=11, help="utterances of `rtf` for each executor and length")
     return run(made.parse_args())
 
@@ -263,12 +303,14 @@ def run(options: argparse.Namespace) -> int:
     bench = Bench("megakernel", options, today_ms=TODAY, aim_ms=AIM)
     parts = options.part.split(",")
     if bench.on_gpu:
-        measure_kernel(bench, [part for part in parts if part != "rtf"])
-    elif parts != ["rtf"]:
+        measure_kernel(bench, [part for part in parts if part not in ("rtf", "streams")])
+    elif not {"rtf", "streams"}.issuperset(parts):
         print("the persistent kernel needs a GPU; its tests run it on a CPU in an emulator")
+    executors = options.executors.split(",") if bench.on_gpu else ["eager", "auto"]
     if "rtf" in parts and (bench.on_gpu or options.tiny):
-        executors = options.executors.split(",") if bench.on_gpu else ["eager", "auto"]
         bench.attempt("rtf", lambda: speak(bench, executors, options.utterances))
+    if "streams" in parts and (bench.on_gpu or options.tiny):
+        bench.attempt("streams", lambda: listen(bench, executors, options.streams))
     return bench.end()
 
 

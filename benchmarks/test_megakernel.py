@@ -30,3 +30,16 @@ def test_utterances_of_two_executors_take_turns(tmp_path: Path, monkeypatch: pyt
     for row in rows:
         assert row["spoken_s"] == pytest.approx(0.8)
         assert 0 < row["rtf_least"] <= row["rtf"] <= row["rtf_most"]
+
+
+def test_first_chunks_of_one_and_two_streams_are_timed_for_each_executor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = tmp_path / "found.json"
+    options = ["--part", "streams", "--device", "cpu", "--tiny", "--streams", "2", "--json", str(found)]
+    monkeypatch.setattr("sys.argv", ["megakernel", *options])
+    assert megakernel.main() == 0
+    rows = json.loads(found.read_text())["rows"]
+    assert [(row["executor"], row["at_once"], row["streams"]) for row in rows] == [
+        (name, at_once, 8) for name in ("eager", "auto") for at_once in (1, 2)
+    ]
+    for row in rows:
+        assert 0 < row["p50_ms"] <= row["p95_ms"] <= row["longest_ms"]
