@@ -7,8 +7,8 @@ All but `rtf` and `streams` once for each of `--kinds`: `predictor`, and `whole`
 `codes`: from one state the graph's frame, this one's and the one of single PyTorch ops, over and over: which share of their codes is
 equal. `times`: the predictor and the whole frame at context 300, each as a replayed graph, ours for several pauses between the copies of
 the weight stream. `soak`: launches whose blocks stumble at random, which must all give the same codes. `rtf`: one utterance after the
-other through a pipeline with each executor, in turn: text in, samples out. `streams`: first chunks of one and of two listeners. Sizes are those of 0.6B, with `--large` of 1.7B for
-the parts without a pipeline.
+other through a pipeline with each executor, in turn: text in, samples out. `streams`: first chunks of one and of two listeners. Sizes are
+those of 0.6B, with `--large` of 1.7B for the parts without a pipeline.
 """
 
 from __future__ import annotations
