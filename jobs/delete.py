@@ -40,7 +40,9 @@ def objects_of(store: ObjectStore, job_id: str) -> Iterator[ObjectInfo]:
     """The objects of a job, streamed. Raises `store.bad_key` for an id that would lead out of its folder."""
     prefix = job_prefix(job_id)
     if split_key(prefix.removesuffix("/")) != ["jobs", job_id]:
-        raise StoreError(ErrorCode.STORE_BAD_KEY, f"The id {job_id[:80]!a} is no job's.", "`nightjar list` shows the jobs of this ledger.")
+        raise StoreError(
+            ErrorCode.STORE_BAD_KEY, f"The id {job_id[:80]!a} is not the id of a job.", "`nightjar list` shows the jobs of this ledger."
+        )
     return (info for info in store.list(prefix) if info.key.startswith(prefix) and _is_written_by_us(info.key))
 
 

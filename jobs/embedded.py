@@ -328,7 +328,7 @@ def _open_log(path: Path) -> int:
 
 
 def _no_plain_file(path: Path) -> StoreError:
-    message = f"{path} is a link, or no plain file, and is not written to."
+    message = f"{path} is a link, or not a regular file, and is not written to."
     return StoreError(ErrorCode.STORE_FORBIDDEN, message, "Find out who created it, remove it, and run the command again.")
 
 

@@ -172,7 +172,7 @@ def records(store: ObjectStore, job: Job) -> list[Provenance]:
         try:
             found.append(_decode(data))
         except ValueError as error:
-            message = f"The object {key} is no record of what the job was made with."
+            message = f"The object {key} is not a record of what the job was made with."
             raise StoreError(ErrorCode.STORE_CONFLICT, message, "Restore it from a backup, or remove it.") from error
     return found
 

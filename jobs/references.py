@@ -148,7 +148,9 @@ def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
     Raises `input.audio_forbidden` for anything else, `input.audio_missing` when it is gone, `StoreError` when the store fails.
     """
     if not content.startswith(references_prefix(job_id)):
-        raise InputError(ErrorCode.INPUT_AUDIO_FORBIDDEN, f"{clean(content, 200)!r} is no reference of job {job_id}.", "Submit it again.")
+        raise InputError(
+            ErrorCode.INPUT_AUDIO_FORBIDDEN, f"{clean(content, 200)!r} is not a reference of job {job_id}.", "Submit it again."
+        )
     return _read_object(store, content, content)
 
 
@@ -172,7 +174,7 @@ def _read_file(path: str, content: str) -> bytes:
         raise _unreadable(_named(content), error.strerror or "it cannot be opened") from error
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise _unreadable(_named(content), "it is no plain file")
+        raise _unreadable(_named(content), "it is not a regular file")
     with os.fdopen(file, "rb") as stream:
         try:
             return _bounded(stream.read(MAX_REFERENCE_BYTES + 1), _named(content))

@@ -90,9 +90,8 @@ class Repair:
                 for expected in some:
                     row, artifact = self._known(expected)
                     if row is None or artifact is None:
-                        reason = (
-                            "It is no item's: the same `nightjar run INPUT` writes it again, or submit it under another --idempotency-key."
-                        )
+                        again = "the same `nightjar run INPUT` writes it again, or submit the input under another --idempotency-key."
+                        reason = f"It does not belong to an item: {again}"
                         yield Repaired(expected.key, expected.example_id or "", Mended.FAILED, reason)
                         continue
                     try:

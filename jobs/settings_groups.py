@@ -218,7 +218,7 @@ class NotifySettings(SettingsGroup):
     def _refuse_other_schemes(cls, value: SecretStr | None) -> SecretStr | None:
         parts = None if value is None else urlsplit(value.get_secret_value())
         if parts is not None and (parts.scheme not in ("http", "https") or not parts.hostname):
-            raise ValueError("it is no address of the form https://HOST/PATH")
+            raise ValueError("it is not an address of the form https://HOST/PATH")
         return value
 
 

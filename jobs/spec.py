@@ -107,7 +107,7 @@ def _check_format(format: AskedFormat, spec: JobSpec) -> None:
         return
     chosen = reading_of(spec)
     if chosen.columns is not None and format not in ("csv", "tsv", "parquet"):
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "This input is no table, and has no columns.", "Leave --column out.")
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "This input is not a table, and has no columns.", "Leave --column out.")
     if chosen.voices is not None and format not in ("csv", "tsv", "parquet", "kaldi"):
         message = "This input names no speakers."
         advice = f"Speakers are in a table's column `speaker`, or in `{SPEAKERS}` beside Kaldi's `text`. Leave --voice-for out."

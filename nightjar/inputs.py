@@ -60,11 +60,15 @@ def _check_collection(records: Any) -> None:
     kind = type(records).__name__
     if isinstance(records, Mapping):
         advice = "Give one of its values, such as a split of a dataset, or put a single record into a list."
-        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} is a mapping, and no list of records.", advice)
+        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} is a mapping, not a list of records.", advice)
     if hasattr(records, "iterrows"):
         raise InputError(ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} gives its columns, and no records.", 'Give its rows: to_dict("records").')
     if not isinstance(records, Iterable):
-        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, f"A {kind} is no list of records.", "Give a path, or a list of texts or mappings.")
+        raise InputError(
+            ErrorCode.INPUT_WRONG_FORMAT,
+            f"A value of type {kind} is not a list of records.",
+            "Give a path, or a list of texts or mappings.",
+        )
 
 
 def _lines(records: Iterable[Any], chosen: Reading) -> Iterator[bytes]:
@@ -109,7 +113,7 @@ class _Converter:
             return self._of_mapping(record, number)
         text = getattr(record, "text", None)
         if not isinstance(text, str):
-            message = f"A {type(record).__name__} is no text, dialogue, row or supervision."
+            message = f"A value of type {type(record).__name__} is not a text, a dialogue, a row or a supervision."
             raise InputError(ErrorCode.INPUT_BAD_LINE, message, "Give texts, or mappings with `text` or `messages`.")
         values = {"text": text, "id": str(getattr(record, "id", "") or ""), "speaker": str(getattr(record, "speaker", "") or "")}
         return row_dialogue(values, number, self._chosen.voices)
@@ -122,7 +126,7 @@ class _Converter:
             isinstance(message, str) or not isinstance(message, Collection) for message in messages
         ):
             advice = "Write them as [role, modality, content], or as mappings with `role` and `content`."
-            raise InputError(ErrorCode.INPUT_BAD_LINE, "`messages` is no list of messages.", advice)
+            raise InputError(ErrorCode.INPUT_BAD_LINE, "`messages` is not a list of messages.", advice)
         if messages and isinstance(messages[0], Mapping):
             return _absolute(msgspec.json.decode(chat_dialogue(_encode(record), number)))
         return _absolute({"example_id": f"line-{number}", **record})

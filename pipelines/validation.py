@@ -131,7 +131,7 @@ def check_seed(seed: int) -> None:
 
 def no_character() -> InputError:
     """The error for a text that is no Unicode."""
-    message = "The text holds half of a surrogate pair, which is no character."
+    message = "The text holds half of a surrogate pair, which is not a character."
     return InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.")
 
 

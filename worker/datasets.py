@@ -92,7 +92,7 @@ def _check_formats(name: str, schedule: Schedule) -> None:
     known = (*format_names(), REPORT)
     for wanted in schedule.exports:
         if wanted not in known:
-            reason = f"The schedule {name!r} exports {wanted[:40]!r}, which is no format."
+            reason = f"The schedule {name!r} exports {wanted[:40]!r}, which is not a format."
             raise ConfigError(ErrorCode.CONFIG_INVALID, reason, f"Use: {', '.join(known)}.")
     if schedule.splits is not None:
         parse_splits(schedule.splits)

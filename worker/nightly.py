@@ -246,7 +246,7 @@ def run_nights(
     try:
         last = date.fromisoformat(night) if night else last_night(now)
     except ValueError:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"{night!r} is no date.", "Write it as YYYY-MM-DD.") from None
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"{night!r} is not a date.", "Write it as YYYY-MM-DD.") from None
     if unknown := set(names) - settings.schedules.keys():
         known = ", ".join(sorted(settings.schedules)) or "none"
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no schedule {sorted(unknown)[0]!r}.", f"Schedules are: {known}.")
@@ -357,7 +357,7 @@ def _unfinished(settings: Settings, ledger: Ledger, night: Night) -> Night:
     datasets = " for its datasets" if settings.schedules[night.schedule].exports else ""
     if job.state is JobState.PAUSED:
         why = f" ({job.state_reason})" if job.state_reason else ""
-        reason = f"its job is paused{why}; let it go on with `nightjar resume {job.id}`, and run this again{datasets}"
+        reason = f"its job is paused{why}; continue it with `nightjar resume {job.id}`, and run this again{datasets}"
     else:
         reason = f"its job is {job.state.value}; run this again{datasets}" if datasets else f"its job is {job.state.value}"
     return replace(night, state=job.state, reason=reason)

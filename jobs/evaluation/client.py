@@ -104,7 +104,7 @@ class ChatClient:
 
     def _unreachable(self, reason: str) -> ServiceError:
         message = f"The server {self.url} cannot be asked: {reason}."
-        return ServiceError(ErrorCode.SERVER_UNREACHABLE, message, "Start it, or correct --server; then the same command goes on.")
+        return ServiceError(ErrorCode.SERVER_UNREACHABLE, message, "Start it, or correct --server; then the same command continues.")
 
 
 def _read(answer: httpx2.Response, attempts: int) -> Answer:

@@ -34,7 +34,7 @@ _CODES = {
     ErrorCode.STORE_BAD_KEY: {errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.EILSEQ},
 }
 _ADVICE = {
-    ErrorCode.STORE_FULL: "Free space on that disk; the work goes on where it stopped.",
+    ErrorCode.STORE_FULL: "Free space on that disk; the work continues where it stopped.",
     ErrorCode.STORE_FORBIDDEN: "Give this user the right to write there, or choose another store.",
     ErrorCode.STORE_MISSING: "Check that the store's folder is the right one and is mounted.",
     ErrorCode.STORE_BAD_KEY: "Symbolic links and special files inside the store are not followed.",
@@ -67,7 +67,7 @@ class FolderStore:
             parts = urlsplit(address)
             path = unquote(parts.path) if parts.netloc in ("", "localhost") else ""
         if not path:
-            raise ConfigError(ErrorCode.CONFIG_INVALID, f"{address[:200]!r} is no folder.", "Use a folder or file:///DIR.")
+            raise ConfigError(ErrorCode.CONFIG_INVALID, f"{address[:200]!r} is not a folder.", "Use a folder or file:///DIR.")
         return cls(Path(path))
 
     def put(

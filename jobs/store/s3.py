@@ -23,7 +23,7 @@ _FULL = {"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull", "StorageFu
 _ADVICE = {
     ErrorCode.STORE_MISSING: "Check the bucket's name and the key.",
     ErrorCode.STORE_FORBIDDEN: "Check the S3 credentials and the bucket's policy.",
-    ErrorCode.STORE_FULL: "Free space or raise the quota; the work goes on where it stopped.",
+    ErrorCode.STORE_FULL: "Free space or raise the quota; the work continues where it stopped.",
     ErrorCode.STORE_BAD_KEY: "Use a shorter name.",
     ErrorCode.STORE_UNREACHABLE: "Check the endpoint, the network and the server.",
 }

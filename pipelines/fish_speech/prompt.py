@@ -83,7 +83,7 @@ def clean(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        message = "The text holds half of a surrogate pair, which is no character."
+        message = "The text holds half of a surrogate pair, which is not a character."
         raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.") from error
     text = _OLD_SPEAKER.sub(r"<|speaker:\1|>", text)
     inside = False

@@ -83,7 +83,7 @@ class Vocabulary:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            message = "The text holds half of a surrogate pair, which is no character."
+            message = "The text holds half of a surrogate pair, which is not a character."
             raise InputError(ErrorCode.INPUT_UNPRONOUNCEABLE, message, "Correct its encoding.") from error
         ids = self.encode(f"<|start_content|>{text}<|end_content|>")
         named = [token for token in ids[1:-1] if token in self._added]

@@ -94,7 +94,7 @@ def _read(source: Path) -> dict[str, Tensor]:
     except FileNotFoundError as error:
         raise InputError(ErrorCode.INPUT_UNREADABLE, f"{source} does not exist.", "Give the .pt file.") from error
     except Exception as error:  # the library raises many kinds for a file that is none, or that holds more than tensors
-        raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{source} is no checkpoint of tensors: {error}.", bad) from error
+        raise ModelError(ErrorCode.MODEL_BAD_CHECKPOINT, f"{source} is not a checkpoint of tensors: {error}.", bad) from error
     if isinstance(held, dict) and isinstance(held.get("module"), dict):
         held = held["module"]
     if not isinstance(held, dict) or not held or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in held.items()):

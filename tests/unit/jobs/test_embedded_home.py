@@ -42,7 +42,7 @@ PLANTED = pytest.mark.parametrize("how", ["link", "dangling link", "pipe", "fold
 
 def check(state: Path, error: StoreError) -> None:
     assert error.code is ErrorCode.STORE_FORBIDDEN
-    assert "no plain file" in error.message
+    assert "not a regular file" in error.message
     assert "remove it" in error.advice
     assert (state.parents[1] / "precious").read_text() == "precious"
     assert not (state.parents[1] / "new").exists()

@@ -96,17 +96,17 @@ def test_a_limit_takes_no_more_of_an_endless_iterable(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        (7, "Record 2: A int is no text"),
+        (7, "Record 2: A value of type int is not a text"),
         ({"words": "x"}, "Record 2: The input 'This input' has no column `text`"),
         ({"text": 1.5}, "Record 2: The column 'text' holds no text"),
         ({"messages": [{"role": "user"}]}, "Record 2: "),
         ({"messages": [["user", "text", object()]]}, "cannot be written"),
         ({"messages": [{"role": "user", "content": "x"}], "more": object()}, "Record 2 cannot be written"),
-        ({"messages": 5}, "Record 2: `messages` is no list of messages"),
-        ({"messages": "hello"}, "Record 2: `messages` is no list of messages"),
-        ({"messages": [1, 2]}, "Record 2: `messages` is no list of messages"),
+        ({"messages": 5}, "Record 2: `messages` is not a list of messages"),
+        ({"messages": "hello"}, "Record 2: `messages` is not a list of messages"),
+        ({"messages": [1, 2]}, "Record 2: `messages` is not a list of messages"),
         ("\ud800", "Record 2 cannot be written"),
-        (SimpleNamespace(text=None), "is no text"),
+        (SimpleNamespace(text=None), "is not a text"),
     ],
 )
 def test_a_record_that_is_none_is_named_and_leaves_nothing(tmp_path: Path, record: Any, words: str) -> None:
@@ -121,7 +121,7 @@ def test_a_record_that_is_none_is_named_and_leaves_nothing(tmp_path: Path, recor
         ({"text": "Good evening."}, "A dict is a mapping"),
         (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["one"]})}), "A DatasetDict is a mapping"),
         (pandas.DataFrame({"text": ["one"], "speaker": ["anna"]}), "A DataFrame gives its columns"),
-        (5, "A int is no list of records"),
+        (5, "A value of type int is not a list of records"),
     ],
 )
 def test_names_of_splits_and_columns_are_not_taken_for_texts(tmp_path: Path, records: Any, words: str) -> None:
