@@ -88,7 +88,7 @@ LEFT_OUT: dict[str, dict[str, dict[str, str]]] = {
             "const float sine = fast_sine(x * frequency);": "const float sine = x * frequency;",
         },
     },
-    "codec_unit_streamed": {
+    "codec_unit_wide": {
         "the sine": {"const float wave = fast_sine(v * frequency);": "const float wave = v * frequency;"},
         "the weights' copies": {
             "arrive_expecting(full, CHUNK);": "arrive(full);",
@@ -98,9 +98,11 @@ LEFT_OUT: dict[str, dict[str, dict[str, str]]] = {
             "                multiply(total, a, b, true);\n": "",
             "                multiply(total, moved(a, 32 * plan.slab), moved(b, 32 * CHANNELS), true);\n": "",
         },
-        "copies": {"for (int step = lane / 8; step < count;": "for (int step = lane / 8; step < 0;"},
-        "the residual and stores": {"return row * 8 < left;": "return row * 8 < left - (1 << 30);"},
-        "the fence": {"            writes_to_products();\n": ""},
+        "copies": {"        if (!piece.works()) return;\n        const int first": "        return;\n        const int first"},
+        "the residual and stores": {
+            "return piece.there && step_of(piece, row) < p.steps;": "return piece.there && step_of(piece, row) == 1 << 30;"
+        },
+        "the fence": {"                writes_to_products();\n": ""},
     },
 }
 

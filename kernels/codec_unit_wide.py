@@ -19,26 +19,18 @@ _FEWEST_STEPS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class WideCut:
-    """A kernel, alone in the source of its name: three warpgroups of a block multiply, one brings weights.
-
-    parts: in which the second product is made; each has so many of the columns.
-    """
-
-    kernel: str
-    parts: int
+    """The kernel: three warpgroups of a block multiply, one has the thread that streams the weights."""
 
     channels = CHANNELS
+    source = "codec_unit_wide"
+    kernel = "codec_unit_wide"
     threads = 512
     #: Bias and snakes, barriers, the activations of three pieces, and as many chunks of weights as there is room for.
     shared_bytes = 226 << 10
 
-    @property
-    def source(self) -> str:
-        return self.kernel
-
     def pack(self, weight1: Tensor, weight2: Tensor) -> Tensor:
         """The weights of a unit as the kernel wants them, by `pack`."""
-        return pack(weight1, weight2, self.parts)
+        return pack(weight1, weight2)
 
     def blocks(self, rows: int, steps: int, processors: int) -> int:
         """Of a launch: one for each piece, up to one for each multiprocessor."""
@@ -50,19 +42,19 @@ class WideCut:
 
 
 #: All there are.
-CUTS = (WideCut("codec_unit_wide", 2), WideCut("codec_unit_streamed", 3))
+CUTS = (WideCut(),)
 #: The one in force; None: units of 192 channels run on Triton's kernel.
 CHOSEN: WideCut | None = CUTS[0]
 
 
-def pack(weight1: Tensor, weight2: Tensor, parts: int) -> Tensor:
+def pack(weight1: Tensor, weight2: Tensor) -> Tensor:
     """The weights of a unit as chunks in the order of use, each as it lies in shared memory: [8 * 192 * 192].
 
     weight1: [7 * 192, 192], oldest tap first; weight2: [192, 192], input channel first. A chunk has 12 KB: 32 input channels and all
-    columns of weight1, or more input channels and one of `parts` of the columns of weight2, as [input channels / 8, columns, 8]. A thread
-    has two columns of each 8 of a product; the second weight's are in such an order that these are 8 channels of each 32.
+    columns of weight1, or 64 input channels and half of the columns of weight2, as [input channels / 8, columns, 8]. A thread has two
+    columns of each 8 of a product; the second weight's are in such an order that these are 8 channels of each 32.
     """
     first = weight1.view(-1, 4, 8, CHANNELS).transpose(2, 3)
-    ordered = weight2.view(CHANNELS, 6, 4, 4, 2).transpose(2, 3).reshape(CHANNELS // 8, 8, parts, CHANNELS // parts)
+    ordered = weight2.view(CHANNELS, 6, 4, 4, 2).transpose(2, 3).reshape(CHANNELS // 8, 8, 2, CHANNELS // 2)
     second = ordered.permute(2, 0, 3, 1)
     return torch.cat((first.reshape(-1), second.reshape(-1)))

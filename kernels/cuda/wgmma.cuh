@@ -32,14 +32,6 @@ __device__ __forceinline__ void products_wait() {
 // the group has the rows 16 w on; d and a are laid out in them as in mma.m16n8k16: of thread t, d[4 i + 2 r + j] is row t / 4 + 8 r, column
 // 8 i + 2 (t % 4) + j, and half j of a[2 i + r] is row t / 4 + 8 r, value 8 i + 2 (t % 4) + j of k.
 #define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-__device__ __forceinline__ void multiply(float (&d)[32], const uint32_t (&a)[4], Matrix b, bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-        "}, {%32,%33,%34,%35}, %36, p, 1, 1, 0;\n}"
-        : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
-}
 __device__ __forceinline__ void multiply(float (&d)[48], Matrix a, Matrix b, bool add) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %50, 0;\nwgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"

@@ -91,7 +91,6 @@ inline void products_begin() { emulator::meet_warp(~0u, nullptr, emulator::all_b
 inline void products_commit() { emulator::meet_warp(~0u, nullptr, emulator::all_commit, "products_commit"); }
 template <int PENDING>
 void products_wait() { emulator::meet_warp(~0u, nullptr, emulator::all_wait<PENDING>, "products_wait"); }
-inline void multiply(float (&d)[32], const uint32_t (&a)[4], Matrix b, bool add) { emulator::multiply_later(d, a, 0, b, 64, add); }
 inline void multiply(float (&d)[16], Matrix a, Matrix b, bool add) { emulator::multiply_later(d, nullptr, a, b, 32, add); }
 inline void multiply(float (&d)[32], Matrix a, Matrix b, bool add) { emulator::multiply_later(d, nullptr, a, b, 64, add); }
 inline void multiply(float (&d)[64], Matrix a, Matrix b, bool add) { emulator::multiply_later(d, nullptr, a, b, 128, add); }
