@@ -1,11 +1,11 @@
 """Times the products of 17 to 128 rows in CUDA C++ (`kernels/lm_products.py`) beside cuBLAS and the skinny ones, and frames with them.
 
-    python -m benchmarks.products_gpu [--rows 32,64,128] [--parts check,cuts,layer,frame]
+    python -m benchmarks.products_gpu [--rows 32,64,128] [--parts check,norms,cuts,layer,frame]
 
 For each number of rows, in a process of its own: `check` compares every product with float64 (`error`: its error over cuBLAS's) and
-launches it twice; `cuts` times each cut in a chain of launches over the weights of 28 layers, us a launch; `layer` a layer without its
-attention, us; `frame` whole frames at context 300, ms, with today's plan and with the products as `cut_for` cuts them and as `cuts` found
-best. Random weights of the 0.6B sizes.
+launches it twice, `norms` one that norms its rows; `cuts` times each cut in a chain of launches over the weights of 28 layers, us a launch;
+`layer` a layer without its attention, us; `frame` whole frames at context 300, ms, with today's plan and with the products as `cut_for`
+cuts them and as `cuts` found best. Random weights of the 0.6B sizes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.gpu import Bench, graph_us, numbers, parser
 from benchmarks.lm_gpu import frame_us
 from kernels import lm_cuda
 from kernels.dummy import SMALL, Maker
-from kernels.layers import swiglu
+from kernels.layers import rms_norm, swiglu
 from kernels.lm_frame import Plan, plan_for
 from kernels.lm_products import PIECE, PLAIN, RESIDUAL, SWIGLU, Cut, Products, cut_for, product, room_for
 from kernels.lm_triton import add_norm
@@ -93,7 +93,7 @@ def cuts_of(rows: int, weight_rows: int, inner: int) -> Iterator[Cut]:
     for groups in (1, 2):
         for splits in (1, 2, 4, 8):
             tiles, pieces = weight_rows // (PIECE * groups), inner // (splits * PIECE)
-            for stages in (2, 3, 4, 6, 8, 12):
+            for stages in (2, 3, 4, 6, 8):
                 cut = Cut(groups, splits, stages)
                 if cut.fault(room, weight_rows, inner) is None and tiles * splits in BLOCKS and stages <= max(2, pieces):
                     yield cut
@@ -122,6 +122,28 @@ def check(bench: Bench, rows: int) -> None:
             raise RuntimeError(f"{name} is wrong: {worst:.2f} times cuBLAS's error, launches agree: {same}, cuts {wrong}.")
 
 
+def check_norms(bench: Bench, rows: int) -> None:
+    """A residual product that writes the squares of its rows, and a product of their norm."""
+    maker = Maker(str(bench.device), torch.bfloat16, seed=7)
+    o, qkv = Layer(maker, "o", rows, 1), Layer(maker, "qkv", rows, 1)
+    found: list[tuple[Tensor, Tensor]] = []
+    before = o.y.clone()
+    for _ in range(3):
+        x, y, squares = before.clone(), torch.full_like(qkv.y, float("nan")), o.x.new_full((rows, 16), float("nan"), dtype=torch.float32)
+        product(o.x, o.weights[0], x, cut_for(rows, 1024, 2048), epilogue=RESIDUAL, extra=x, sums=squares)
+        cut = cut_for(rows, 4096, 1024, normed=True)
+        found.append((x, product(x, qkv.weights[0], y, cut, norm=qkv.norm, eps=1e-6, squares=squares)))
+    x, y = found[0]
+    wide = x.double()
+    exact = qkv.norm.double() * wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) @ qkv.weights[0].double().T
+    plain = functional.linear(rms_norm(x, qkv.norm, 1e-6), qkv.weights[0])
+    error = float((y - exact).norm() / (plain - exact).norm())
+    same = all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+    bench.add({"part": "check", "rows": rows, "product": "norm, qkv", "error": error, "same": same})
+    if not (error < 1.5 and same):
+        raise RuntimeError(f"A product with a norm is wrong: {error:.2f} times the twin's error, launches agree: {same}.")
+
+
 def cuts(bench: Bench, rows: int, best: dict[str, Cut]) -> None:
     """us of a launch: cuBLAS (with SwiGLU's), skinny (with its norm), and each cut; the fastest goes into `best`."""
     for name, (_, inner, _) in SIZES.items():
@@ -142,12 +164,14 @@ def layers(bench: Bench, rows: int, best: dict[str, Cut]) -> None:
     """us of a layer's two norms and four products in their order, without attention, over the weights of 28 layers."""
     made = {name: Layer(Maker(str(bench.device), torch.bfloat16), name, rows, LAYERS) for name in SIZES}
     qkv, o, gate_up, down = made.values()
+    squares = torch.ones(rows, o.n // PIECE, device=bench.device)
 
     def chain(products: Products | None) -> None:
         for index in range(LAYERS):
             for name, layer, norm in (("qkv", qkv, True), ("o", o, False), ("gate_up", gate_up, True), ("down", down, False)):
                 weight, y = layer.weights[index], o.y if layer.epilogue == RESIDUAL else layer.y
-                if norm:
+                fused = products is not None and products.norms
+                if norm and not fused:
                     add_norm(o.y, None, layer.norm, 1e-6, layer.x, pdl=products is not None)
                 if products is None:
                     torch.mm(layer.x, weight.t(), out=layer.both if layer.epilogue == SWIGLU else y)
@@ -156,9 +180,13 @@ def layers(bench: Bench, rows: int, best: dict[str, Cut]) -> None:
                     continue
                 following = list(made.values())[(list(made).index(name) + products.ahead) % 4]
                 ahead = following.weights[index] if products.ahead else None
-                extra = y if layer.epilogue == RESIDUAL else None
-                cut = products.cut(name, rows, *weight.shape)
-                product(layer.x, weight, y, cut, epilogue=layer.epilogue, extra=extra, ahead=ahead, late=products.late)
+                shape: dict[str, Any] = {"epilogue": layer.epilogue, "ahead": ahead, "late": products.late}
+                shape["extra"] = y if layer.epilogue == RESIDUAL else None
+                if fused:
+                    shape |= {"norm": layer.norm, "eps": 1e-6, "squares": squares} if norm else {"sums": squares}
+                product(
+                    o.y if fused and norm else layer.x, weight, y, products.cut(name, rows, *weight.shape, normed=fused and norm), **shape
+                )
 
     found = {name: graph_us(partial(chain, variant), LAYERS, 7) for name, variant in {"cublas": None, **variants(best)}.items()}
     bench.add({"part": "layer", "rows": rows, **found})
@@ -166,7 +194,7 @@ def layers(bench: Bench, rows: int, best: dict[str, Cut]) -> None:
 
 def variants(best: dict[str, Cut]) -> dict[str, Products]:
     """Products by name, with the cuts that were found where there are any."""
-    kinds = {"": {}, " late": {"late": True}, " ahead": {"ahead": 2}}
+    kinds = {"": {}, " ahead": {"ahead": 2}, " norms": {"norms": True}}
     names = {"standard": {}, "best": best} if best else {"standard": {}}
     return {f"{name}{kind}": Products(cuts, **options) for name, cuts in names.items() for kind, options in kinds.items()}
 
@@ -196,6 +224,7 @@ def measure(bench: Bench, options: argparse.Namespace) -> None:
     signal.alarm(0)
     known = {
         "check": partial(check, bench, rows),
+        "norms": partial(check_norms, bench, rows),
         "cuts": partial(cuts, bench, rows, best),
         "layer": partial(layers, bench, rows, best),
         "frame": partial(frame, bench, rows, best),
@@ -237,7 +266,7 @@ def summary(rows: list[dict[str, Any]]) -> None:
 def main() -> int:
     made = parser(__doc__)
     made.add_argument("--rows", type=numbers, default=[32, 64, 128])
-    made.add_argument("--parts", default="check,cuts,layer,frame")
+    made.add_argument("--parts", default="check,norms,cuts,layer,frame")
     made.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     options = made.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import cache
 
 _MAX_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _COOPERATIVE = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _CLUSTER = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -102,13 +103,18 @@ class Module:
         with _on(device):
             _check(_driver().cuModuleLoadData(ctypes.byref(self._module), code), "A kernel's machine code")
 
-    def kernel(self, name: str, shared_bytes: int = 0) -> Kernel:
-        """A kernel that is launched with so much dynamic shared memory."""
+    def kernel(self, name: str, shared_bytes: int = 0, all_shared: bool = False) -> Kernel:
+        """A kernel that is launched with so much dynamic shared memory.
+
+        all_shared: multiprocessors that run it had better be set to as much shared memory as they have, as those of the kernels around it.
+        """
         function = ctypes.c_void_p()
         what = f"{shared_bytes} bytes of shared memory for {name}"
         with _on(self._device):
             _check(_driver().cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), f"The kernel {name}")
             _check(_driver().cuFuncSetAttribute(function, _MAX_SHARED_BYTES, shared_bytes), what)
+            if all_shared:
+                _check(_driver().cuFuncSetAttribute(function, _CARVEOUT, 100), what)
         return Kernel(function, name, shared_bytes, self._device)
 
 

@@ -130,6 +130,8 @@ class FusedFrame:
             self._past = torch.zeros((2, len(stack.layers), max_rows, stack.kv_heads, span, stack.head_dim), device=device, dtype=dtype)
         talker = weights.backbone
         most = max(splits for _, splits in plan.splits)
+        #: Sums of squares of x, for products that norm it, and whether they are those of the x there is.
+        self._squares, self._squared = torch.empty(rows * -(-width // lm_products.PIECE), device=device), False
         self._scratch = SplitScratch(max_rows * talker.kv_heads, most, talker.heads // talker.kv_heads, talker.head_dim, device)
 
     def run(self, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
@@ -190,6 +192,7 @@ class FusedFrame:
     def _stack(self, stack: StackTensors, x: Tensor, attend, keep: int = 0) -> None:
         """All layers in place on x [rows, width]; the last layer's output is only made for the rows from `keep` on."""
         pending: Tensor | None = None
+        self._squared = False
         for index, layer in enumerate(stack.layers):
             qkv_weight, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
             input_norm, post_norm = layer.input_norm, layer.post_norm
@@ -200,8 +203,7 @@ class FusedFrame:
             if narrow:
                 self._thin_normed(x, qkv_weight, qkv, input_norm, stack.eps)
             elif self._products is not None:
-                normed = add_norm(x, None, input_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
-                self._wide("qkv", normed, qkv_weight, qkv, bias=layer.qkv_bias)
+                self._wide_normed("qkv", x, qkv_weight, qkv, input_norm, stack.eps, bias=layer.qkv_bias)
             else:
                 normed = add_norm(x, pending, input_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
                 self._product("qkv", normed, qkv_weight, qkv, layer.qkv_bias)
@@ -215,10 +217,9 @@ class FusedFrame:
                 self._thin(act, down, x, epilogue=lm_cuda.RESIDUAL, extra=x)
                 continue
             if self._products is not None:
-                self._wide("o", mixed, o, x, epilogue=lm_products.RESIDUAL, extra=x)
-                normed = add_norm(x, None, post_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
-                self._wide("gate_up", normed, gate_up, act, epilogue=lm_products.SWIGLU)
-                self._wide("down", act, down, x, epilogue=lm_products.RESIDUAL, extra=x)
+                self._wide_added("o", mixed, o, x)
+                self._wide_normed("gate_up", x, gate_up, act, post_norm, stack.eps, epilogue=lm_products.SWIGLU)
+                self._wide_added("down", act, down, x)
                 continue
             y = self._y[: rows * width].view(rows, width)
             pending = self._residual("o", mixed, o, x, y)
@@ -238,6 +239,8 @@ class FusedFrame:
         logits = self._logits[: rows * head.shape[0]].view(rows, -1)
         if self._pending is None and self._narrow(rows):
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
+        if self._products is not None and hidden is None:
+            return self._wide_normed("head", x, head, logits, stack.norm, stack.eps)
         normed = self._h[: rows * width].view(rows, width) if hidden is None else hidden
         add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self.plan.pdl)
         return torch.mm(normed, head.t(), out=logits) if self._products is None else self._wide("head", normed, head, logits)
@@ -263,24 +266,34 @@ class FusedFrame:
         late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
         return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight, plan.ahead), late=late, pdl=plan.pdl, **options)
 
-    def _wide(
-        self,
-        name: str,
-        x: Tensor,
-        weight: Tensor,
-        y: Tensor,
-        *,
-        epilogue: int = lm_products.PLAIN,
-        extra: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
+    def _wide(self, name: str, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, **options) -> Tensor:
         """A product of `lm_products`, with a bias where there is one."""
-        if bias is not None:
-            epilogue, extra = lm_products.BIAS, bias
         products = self._products
         assert products is not None
-        cut, ahead = products.cut(name, len(x), *weight.shape), self._ahead(weight, products.ahead)
-        return lm_products.product(x, weight, y, cut, epilogue=epilogue, extra=extra, ahead=ahead, late=products.late, pdl=self.plan.pdl)
+        if bias is not None:
+            options |= {"epilogue": lm_products.BIAS, "extra": bias}
+        cut = products.cut(name, len(x), *weight.shape, normed="norm" in options)
+        ahead = self._ahead(weight, products.ahead)
+        return lm_products.product(x, weight, y, cut, ahead=ahead, late=products.late, pdl=self.plan.pdl, **options)
+
+    def _wide_normed(self, name: str, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, **options) -> Tensor:
+        """A product of the norm of x, which is a launch of its own where the squares of x are not known."""
+        rows, width = x.shape
+        if self._squared:
+            return self._wide(name, x, weight, y, norm=norm, eps=eps, squares=self._squares_of(x), **options)
+        normed = add_norm(x, None, norm, eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
+        return self._wide(name, normed, weight, y, **options)
+
+    def _wide_added(self, name: str, a: Tensor, weight: Tensor, x: Tensor) -> None:
+        """x += a @ weight.T, and, for norms in the products behind it, the squares of x."""
+        assert self._products is not None
+        self._squared = self._products.norms
+        sums = self._squares_of(x) if self._squared else None
+        self._wide(name, a, weight, x, epilogue=lm_products.RESIDUAL, extra=x, sums=sums)
+
+    def _squares_of(self, x: Tensor) -> Tensor:
+        rows, parts = len(x), x.shape[1] // lm_products.PIECE
+        return self._squares[: rows * parts].view(rows, parts)
 
     def _product(self, name: str, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None:

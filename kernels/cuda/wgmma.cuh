@@ -14,6 +14,9 @@ __device__ __forceinline__ Matrix matrix_at(const void* start, uint32_t along_k,
     const Matrix distances = static_cast<Matrix>(along_k >> 4) << 16 | static_cast<Matrix>(along_rows >> 4) << 32;
     return distances | (shared_address(start) >> 4 & 0x3fff);
 }
+// A matrix whose rows are 128 bytes, 64 values of k, one behind the other, from a multiple of 1024 on: the 16 bytes number i of row r lie at
+// i ^ r % 8. `moved` by 32 it starts 16 values of k further on.
+__device__ __forceinline__ Matrix matrix_of_lines(const void* start) { return matrix_at(start, 16, 1024) | 1ull << 62; }
 __device__ __forceinline__ Matrix moved(Matrix matrix, int bytes) { return matrix + (bytes >> 4); }  // the same, so much further on
 
 // A matrix whose rows have 64 bytes, 32 values of k, as `tensor_copy` lays them out: row after row from a multiple of 512 bytes on, and of

@@ -56,7 +56,12 @@ def test_float32_frames_draw_the_codes_of_the_twin(splits: int) -> None:
         (FEW, 70, plan_for(128)),
         (LARGE, 6, plan_for(8)),
         (LARGE, 29, plan_for(32)),
-        *((shape, batch, Plan(skinny_rows=0, products=Products(ahead=1))) for shape in (FEW, LARGE) for batch in (29, 62, 128)),
+        *(
+            (shape, batch, Plan(skinny_rows=0, products=Products(ahead=1, norms=norms)))
+            for shape in (FEW, LARGE)
+            for batch in (29, 62, 128)
+            for norms in (False, True)
+        ),
     ],
 )
 def test_bfloat16_frames_are_within_twice_the_error_of_the_twin(shape: Shape, batch: int, plan: Plan, maker: Maker) -> None:

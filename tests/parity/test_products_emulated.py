@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import binaries, lm_products, toolchain
-from kernels.layers import swiglu
+from kernels.layers import rms_norm, swiglu
 from kernels.lm_products import BIAS, PLAIN, RESIDUAL, SWIGLU, Cut, Products, cut_for, has_product, product, room_for
 from tests.support.cuda_emulated import Kernel, KernelError, build, guarded
 
-BF16 = torch.bfloat16
+BF16, EPS = torch.bfloat16, 1e-6
 
 
 @cache
@@ -119,6 +119,63 @@ def test_the_order_of_threads_changes_no_bit(case: Case, cut: Cut, emulated: Cal
     assert all(torch.equal(runs[0], other) for other in runs[1:])
 
 
+class Normed:
+    """Rows of x, whose squares a residual product writes, and a product of their norm."""
+
+    def __init__(self, rows: int, inner: int, n: int) -> None:
+        draw = torch.Generator().manual_seed(rows + inner)
+
+        def normal(*shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
+            return guarded((torch.randn(shape, generator=draw) * std + mean).to(BF16))
+
+        self.a, self.first, self.before = normal(rows, 64), normal(inner, 64, std=0.2), normal(rows, inner)
+        self.second, self.norm = normal(n, inner, std=inner**-0.5), normal(inner, std=0.1, mean=1.0)
+
+    def made(self, first: Cut, second: Cut) -> tuple[Tensor, Tensor, Tensor]:
+        """x, the sums of its squares, and the product."""
+        rows, inner = self.before.shape
+        x, y = guarded(self.before), guarded(torch.full((rows, len(self.second)), float("nan"), dtype=BF16))
+        sums = guarded(torch.full((rows, inner // 64), float("nan")))
+        product(self.a, self.first, x, first, epilogue=RESIDUAL, extra=x, sums=sums)
+        return x, sums, product(x, self.second, y, second, norm=self.norm, eps=EPS, squares=sums)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "n", "first", "second"),
+    [
+        (29, 128, 64, Cut(1, 1, 2), Cut(1, 2, 8)),
+        (32, 768, 64, Cut(2, 1, 2), Cut(1, 1, 9)),
+        (61, 512, 128, Cut(2, 1, 2), Cut(2, 1, 5)),
+        (128, 512, 64, Cut(1, 1, 2), Cut(1, 2, 3)),
+        (130, 256, 64, Cut(2, 1, 2), Cut(1, 1, 3)),
+    ],
+)
+def test_a_product_norms_its_rows_by_the_squares_that_another_one_writes(
+    rows: int, inner: int, n: int, first: Cut, second: Cut, emulated: Callable[[int], None]
+) -> None:
+    case = Normed(rows, inner, n)
+    x, sums, y = case.made(first, second)
+    assert error(sums, x.double().square().view(rows, -1, 64).sum(-1)) < 1e-6
+    exact = (case.norm.double() * x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)) @ case.second.double().T
+    assert error(y, exact) <= 1.5 * error(functional.linear(rms_norm(x, case.norm, EPS), case.second), exact)
+    for seed in (1, 2):
+        emulated(seed)
+        assert all(torch.equal(one, other) for one, other in zip(case.made(first, second), (x, sums, y)))
+
+
+def test_norms_without_squares_are_refused(emulated: Callable[[int], None]) -> None:
+    case = Normed(20, 128, 64)
+    y, squares = torch.zeros(20, 64, dtype=BF16), torch.zeros(20, 2)
+    for cut, options, said in (
+        (Cut(1, 1, 7), {"norm": case.norm, "squares": squares}, "at least 8 stages"),
+        (Cut(1, 1, 8), {"norm": case.norm}, "needs the squares"),
+        (Cut(1, 1, 8), {"norm": case.norm, "squares": squares[:, :1]}, r"tensor of \(20, 2\)"),
+        (Cut(1, 1, 2), {"sums": squares[:, :1].contiguous()}, "only RESIDUAL"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            product(case.before, case.second, y, cut, **options)
+
+
 def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None]) -> None:
     case, cut = Case(32, 256, 64, RESIDUAL), Cut(1, 4, 2)
     whole = case.made(cut)
@@ -157,6 +214,7 @@ def test_cuts_that_a_kernel_does_not_have_are_refused(cut: Cut, said: str) -> No
         product(x, weight, torch.zeros(20, 64, dtype=BF16), cut)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("rows", [17, 64, 128, 256])
 @pytest.mark.parametrize(
     "sizes",
@@ -183,10 +241,11 @@ def test_cuts_that_a_kernel_does_not_have_are_refused(cut: Cut, said: str) -> No
     ],
     ids=str,
 )
-def test_every_size_of_the_models_has_a_cut(sizes: tuple[int, int], rows: int) -> None:
-    """Qwen3-TTS of 0.6B and of 1.7B; SparkTTS and Fish S2 Pro."""
-    assert cut_for(rows, *sizes).fault(room_for(rows), *sizes) is None
-    assert Products({"o": Cut(1, 1, 16)}).cut("o", rows, *sizes).fault(room_for(rows), *sizes) is None
+def test_every_size_of_the_models_has_a_cut(sizes: tuple[int, int], rows: int, normed: bool) -> None:
+    """Qwen3-TTS of 0.6B and of 1.7B; SparkTTS and Fish S2 Pro. What is normed is no wider than a model."""
+    normed = normed and sizes[1] <= 2560
+    assert cut_for(rows, *sizes, normed).fault(room_for(rows), *sizes, normed) is None
+    assert Products({"o": Cut(1, 1, 16)}).cut("o", rows, *sizes, normed).fault(room_for(rows), *sizes, normed) is None
 
 
 def test_other_sizes_have_none() -> None:

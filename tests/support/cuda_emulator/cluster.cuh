@@ -14,8 +14,9 @@ inline uint32_t address_there(const void* here, uint32_t rank) {
     emulator::must(offset >= 0 && offset < (228 << 10), "an address outside of dynamic shared memory");
     return rank << emulator::RANK_BITS | static_cast<uint32_t>(offset);
 }
-inline void store4_there(uint32_t there, float v) {
+inline void store16_there(uint32_t there, float4 v) {
     emulator::pause();
-    char* memory = emulator::shared_of(there >> emulator::RANK_BITS, there % (1u << emulator::RANK_BITS) + 4);
+    char* memory = emulator::shared_of(there >> emulator::RANK_BITS, there % (1u << emulator::RANK_BITS) + 16);
+    emulator::must_align(memory + there % (1u << emulator::RANK_BITS), 16);
     std::memcpy(memory + there % (1u << emulator::RANK_BITS), &v, sizeof(v));
 }

@@ -11,10 +11,10 @@ struct Piece { float* d; const uint32_t* a; Called called; };
 
 inline float element(Matrix matrix, unsigned row, unsigned k) {
     const unsigned start = (matrix & 0x3fff) << 4, along_k = (matrix >> 16 & 0x3fff) << 4, along_rows = (matrix >> 32 & 0x3fff) << 4;
-    const bool swizzled = matrix >> 62 == 2;
+    const unsigned kind = matrix >> 62, line = kind == 1 ? 128 : kind == 2 ? 64 : 16;  // bytes of a row that lie together
     must((matrix << 2 >> 48) == 0 && (matrix >> 14 & 3) == 0 && (matrix >> 30 & 3) == 0, "a matrix in shared memory that is not one");
-    unsigned at = start + row / 8 * along_rows + (swizzled ? row % 8 * 64 + k / 8 * 16 : row % 8 * 16 + k / 8 * along_k);
-    if (swizzled) at ^= (at >> 7 & 3) << 4;
+    unsigned at = start + row / 8 * along_rows + row % 8 * line + k / 8 * (kind == 0 ? along_k : 16);
+    if (kind != 0) at ^= (at >> 7 & (line / 16 - 1)) << 4;
     must(at >= SHARED_START, "a product reads outside of shared memory");
     return half_of(static_cast<const bf16*>(seen_by_products(at - SHARED_START))[k % 8], 0);
 }
@@ -79,6 +79,10 @@ inline Matrix matrix_at(const void* start, uint32_t along_k, uint32_t along_rows
     emulator::must(along_k % 16 == 0 && along_rows % 16 == 0, "a matrix in shared memory that is not one");
     const Matrix distances = static_cast<Matrix>(along_k >> 4) << 16 | static_cast<Matrix>(along_rows >> 4) << 32;
     return distances | (shared_address(start) >> 4);
+}
+inline Matrix matrix_of_lines(const void* start) {
+    emulator::must(shared_address(start) % 1024 == 0, "a matrix of lines that starts at no multiple of 1024");
+    return matrix_at(start, 16, 1024) | 1ull << 62;
 }
 inline Matrix moved(Matrix matrix, int bytes) {
     emulator::must(bytes % 16 == 0, "a matrix in shared memory that is not one");

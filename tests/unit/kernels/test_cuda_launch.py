@@ -76,7 +76,8 @@ def test_a_cooperative_launch_says_so_and_its_room_is_known(said: Callable[[], l
 
 
 def test_a_launch_of_clusters_says_so_and_takes_less_shared_memory(said: Callable[[], list[str]]) -> None:
-    kernel = cuda_driver.Module(b"code", 1).kernel("name", 200_000)
+    kernel = cuda_driver.Module(b"code", 1).kernel("name", 200_000, all_shared=True)
+    assert said()[-1] == "carveout 100"
     kernel.launch((128, 2), 256, Arguments(1), 7, programmatic=True, cluster=8, shared_bytes=100_000)
     assert said()[-1] == "launch 128 2 1 x 256 1 1 shared 100000 stream 7 programmatic 1 cluster 8 1 1 first 1"
 
