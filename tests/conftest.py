@@ -41,6 +41,7 @@ LONGEST = (
     "vllm/test_job.py",
     "vllm/test_fish.py",
     "faults/test_bad_luck.py",
+    "parity/test_persistent_emulated.py",
     "vllm/test_speechlm.py",
     "vllm/test_host.py",
     "vllm/test_speechlm_pairs.py",

@@ -49,6 +49,23 @@ extern "C" __global__ void relay(const Args p) {
     }
 }
 
+// Each thread reads what it stored in other pieces, and then its neighbour's, behind a barrier of the block alone.
+extern "C" __global__ void read_back(const Args p) {
+    const unsigned first = blockIdx.x * 32, value = p.in[first + threadIdx.x];
+    uint32_t* mine = p.out + 2 * (first + threadIdx.x);
+    uint2 seen;
+    if (threadIdx.x % 2 == 0) {
+        store4_relaxed(mine, value + 1), store4_relaxed(mine + 1, value + 2);
+        seen = load8_relaxed(mine);
+    } else {
+        store8_relaxed(mine, make_uint2(value + 1, value + 2));
+        seen = make_uint2(load4_relaxed(mine), load4_relaxed(mine + 1));
+    }
+    if (p.fault != NO_BARRIER) __syncthreads();
+    const uint32_t other = load4_relaxed(p.out + 2 * (first + (threadIdx.x + 1) % 32) + 1);
+    store4_relaxed(mine, seen.x + seen.y + other);
+}
+
 // Warp 0 brings n tiles of 32 words into a ring of two; warp 1 adds them up.
 extern "C" __global__ void streamed(const Args p) {
     __shared__ unsigned long long full[2], empty[2];

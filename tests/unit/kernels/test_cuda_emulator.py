@@ -21,7 +21,7 @@ class Arguments(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL:
-    return build(EMULATOR / "examples.cu", ("turned", "relay", "streamed", "multiplied_96", "multiplied_192"))
+    return build(EMULATOR / "examples.cu", ("turned", "relay", "read_back", "streamed", "multiplied_96", "multiplied_192"))
 
 
 def run(
@@ -40,6 +40,10 @@ def turned(fault: int, seed: int) -> list[int]:
 
 def relay(fault: int, seed: int) -> list[int]:
     return run("relay", guarded(torch.ones(192, dtype=torch.int32)), 6, 6, 32, 0, fault, seed, True)
+
+
+def read_back(fault: int, seed: int) -> list[int]:
+    return run("read_back", guarded(torch.arange(64, dtype=torch.int32)), 128, 2, 32, 0, fault, seed, True)
 
 
 def streamed(fault: int, seed: int) -> list[int]:
@@ -82,6 +86,7 @@ def products(columns: int) -> list[int]:
 CASES = {
     turned: torch.arange(320).view(5, 64).flip(1).flatten().tolist(),
     relay: [32, 64, 96, 128, 160, 192],
+    read_back: [word for n in range(64) for word in (2 * n + 3 + (n // 32 * 32 + (n + 1) % 32 + 2), n + 2)],
     streamed: [7] * 96,
     multiplied_96: products(96),
     multiplied_192: products(192),
@@ -101,6 +106,7 @@ def test_a_kernel_that_is_right_gives_one_result_in_any_order(case) -> None:
         (relay, NO_WAIT),
         (relay, NO_BARRIER),
         (relay, NO_FENCE),
+        (read_back, NO_BARRIER),
         (streamed, NO_WAIT),
         (multiplied_96, NO_WAIT),
         (multiplied_192, NOT_FINISHED),
