@@ -1,4 +1,4 @@
-"""The codec's residual unit of 96 channels in CUDA C++ (`kernels/cuda/codec_unit.cu`): its cuts, its packed weights, its launch.
+"""The codec's residual unit of 96 channels in CUDA C++ (`kernels/cuda/codec_unit.cu`): its packed weights, its launch.
 
 The unit of 192 channels (`kernels.codec_unit_wide`) is launched here too. Each does what `kernels.codec_ops.codec_active_unit` says, in the
 order of rounding of Triton's kernel, on a Hopper GPU.
@@ -21,75 +21,43 @@ from kernels.cuda_driver import Kernel, Module
 
 log = logging.getLogger(__name__)
 
-SOURCE = "codec_unit"
 CHANNELS, TAPS, MAX_DILATION = 96, 7, 9
 #: The only GPUs that have the kernel's products.
 _CAPABILITY = (9, 0)
 
 
+#: Of a tile.
+_STEPS = 128
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the work is cut: warpgroups that multiply, how many share a tile, tiles in shared memory; and whether they multiply in turns.
-
-    copying: threads copy a third of eight steps at a time (0) or whole steps (1), or boxes of the tensor are copied (2).
-    turns: 1: one issues its products behind those of the one before it; 2: when they are over; 0: whenever it can.
-    """
-
-    warpgroups: int
-    sharing: int
-    stages: int
-    turns: int
-    copying: int
+    """The kernel: two warpgroups of a block multiply, one warp has the thread that copies the activations."""
 
     channels = CHANNELS
-    source = SOURCE
-
-    @property
-    def kernel(self) -> str:
-        return f"codec_unit_{CHANNELS}_{self.warpgroups}_{self.sharing}_{self.stages}_{self.turns}_{self.copying}"
-
-    @property
-    def boxed(self) -> bool:
-        """Whether boxes are copied, for which the kernel takes a map of the tensor."""
-        return self.copying == 2
-
-    @property
-    def threads(self) -> int:
-        """Of a block: a warpgroup more copies threads' parts, a warp more boxes."""
-        return 128 * self.warpgroups + (32 if self.boxed else 128)
-
-    @property
-    def steps(self) -> int:
-        """Of a tile."""
-        return 64 * self.sharing
-
-    @property
-    def shared_bytes(self) -> int:
-        """`Shared` of the source: the weights, the tiles with their history, bias and snakes, and room for the barriers."""
-        length = (self.steps + (TAPS - 1) * MAX_DILATION + 5) // 8 * 8 + (2, 1, 0)[self.copying]
-        return (TAPS + 1) * CHANNELS**2 * 2 + self.stages * length * CHANNELS * 2 + 6 * CHANNELS * 4 + (1152 if self.boxed else 128)
+    source = "codec_unit"
+    kernel = "codec_unit_96"
+    threads = 2 * 128 + 32
+    #: `Shared` of the source, from a multiple of 1,024 bytes on: the weights, two tiles with their history, bias and snakes, barriers.
+    shared_bytes = (TAPS + 1) * CHANNELS**2 * 2 + 2 * (_STEPS + 56) * CHANNELS * 2 + 6 * CHANNELS * 4 + 128 + 1024
 
     def pack(self, weight1: Tensor, weight2: Tensor) -> Tensor:
         """The weights of a unit as the kernel wants them, by `pack`."""
         return pack(weight1, weight2)
 
     def blocks(self, rows: int, steps: int, processors: int) -> int:
-        """Of a launch."""
-        return min(rows * -(-steps // self.steps), processors)
+        """Of a launch: one for each tile, up to one for each multiprocessor."""
+        return min(rows * -(-steps // _STEPS), processors)
 
     def pays(self, rows: int, steps: int) -> bool:
         """Whether a launch of this size is faster than Triton's kernel, which has the same bits (`results/codec_units_h200.json`)."""
         return rows * steps > 0
 
 
-#: Those that the source has.
-CUTS = (
-    Cut(2, 2, 2, 0, 0), Cut(2, 2, 2, 2, 0), Cut(2, 2, 2, 2, 1),
-    Cut(2, 1, 3, 1, 0), Cut(2, 1, 3, 2, 0), Cut(2, 1, 3, 2, 1), Cut(4, 2, 2, 0, 1),
-    Cut(2, 2, 2, 2, 2), Cut(2, 1, 3, 2, 2), Cut(3, 1, 3, 0, 2),
-)  # fmt: skip
-#: The one in force, which an H200 measured fastest (benchmarks/NOTES.md); None: units of 96 channels run on Triton's kernel.
-CHOSEN: Cut | None = Cut(2, 1, 3, 1, 0)
+#: All there are.
+CUTS = (Cut(),)
+#: The one in force; None: units of 96 channels run on Triton's kernel.
+CHOSEN: Cut | None = CUTS[0]
 
 
 class _Arguments(ctypes.Structure):
@@ -231,8 +199,8 @@ def unit(
         a.data_ptr(), residual.data_ptr(), packed.data_ptr(), (ctypes.c_void_p * 6)(*parameters), _address(raw), place, _address(ends),
         stride, rows, steps, lead, dilation,
     )  # fmt: skip
-    if isinstance(cut, Cut) and cut.boxed:
-        box = (32, cut.steps + (TAPS - 1) * dilation, 1)
+    if isinstance(cut, Cut):
+        box = (32, _STEPS + (TAPS - 1) * dilation, 1)
         map_bytes = (ctypes.c_byte * 128).from_buffer_copy(cuda_driver.tensor_map(a.data_ptr(), (channels, extended, rows), box))
         arguments = _TensorArguments(arguments, b"", map_bytes)
     _kernel(cut, a.device.index or 0).launch((blocks, 1), cut.threads, arguments, _stream(a.device))
