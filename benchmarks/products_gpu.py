@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import product as product_of
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ SIZES = {"qkv": (4096, 1024, PLAIN), "o": (1024, 2048, RESIDUAL), "gate_up": (30
 CHECKED = {**SIZES, "head": (2048, 1024, PLAIN), "first head": (3072, 1024, PLAIN), "1.7b down": (2048, 6144, RESIDUAL)}
 #: Cuts of which a product has this many blocks are timed.
 BLOCKS = range(64, 257)
+STAGES = {32: (4, 8), 64: (3, 6), 128: (2, 3, 4)}
 #: After which a part, of a few seconds on a GPU, is given up.
 SECONDS = 40
 
@@ -93,8 +95,8 @@ def cuts_of(rows: int, weight_rows: int, inner: int) -> Iterator[Cut]:
     for groups in (1, 2):
         for splits in (1, 2, 4, 8):
             tiles, pieces = weight_rows // (PIECE * groups), inner // (splits * PIECE)
-            for stages in (2, 3, 4, 6, 8):
-                cut = Cut(groups, splits, stages)
+            for stages, boxed in product_of(STAGES[room], (False, True)):
+                cut = Cut(groups, splits, stages, boxed)
                 if cut.fault(room, weight_rows, inner) is None and tiles * splits in BLOCKS and stages <= max(2, pieces):
                     yield cut
 
@@ -188,26 +190,28 @@ def layers(bench: Bench, rows: int, best: dict[str, Cut]) -> None:
                     o.y if fused and norm else layer.x, weight, y, products.cut(name, rows, *weight.shape, normed=fused and norm), **shape
                 )
 
-    found = {name: graph_us(partial(chain, variant), LAYERS, 7) for name, variant in {"cublas": None, **variants(best)}.items()}
+    found = {name: graph_us(partial(chain, variant), LAYERS, 7) for name, variant in {"cublas": None, **variants(rows, best)}.items()}
     bench.add({"part": "layer", "rows": rows, **found})
 
 
-def variants(best: dict[str, Cut]) -> dict[str, Products]:
+def variants(rows: int, best: dict[str, Cut]) -> dict[str, Products]:
     """Products by name, with the cuts that were found where there are any."""
-    kinds = {"": {}, " ahead": {"ahead": 2}, " norms": {"norms": True}}
-    names = {"standard": {}, "best": best} if best else {"standard": {}}
-    return {f"{name}{kind}": Products(cuts, **options) for name, cuts in names.items() for kind, options in kinds.items()}
+    sizes = {**SIZES, "head": CHECKED["head"]}
+    boxed = {name: replace(cut_for(rows, (2 if e == SWIGLU else 1) * n, inner), boxed=True) for name, (n, inner, e) in sizes.items()}
+    found = {"standard": Products(), "boxed": Products(boxed), "norms": Products(norms=True)}
+    tuned = {**boxed, **best}
+    return {**found, "best": Products(tuned), "best ahead": Products(tuned, ahead=2), "best norms": Products(tuned, norms=True)}
 
 
 def plans_for(rows: int, best: dict[str, Cut]) -> dict[str, Plan]:
-    return {"today": plan_for(rows)} | {name: Plan(skinny_rows=0, products=products) for name, products in variants(best).items()}
+    return {"today": plan_for(rows)} | {name: Plan(skinny_rows=0, products=products) for name, products in variants(rows, best).items()}
 
 
 def compile_kernels(bench: Bench, rows: int) -> None:
     """Makes the kernels that the parts launch."""
     shape = replace(SMALL, layers=1, predictor_layers=1)
     plans = plans_for(rows, {})
-    frame_us(shape, Maker(str(bench.device), torch.bfloat16), rows, {name: plans[name] for name in ("today", "standard")})
+    frame_us(shape, Maker(str(bench.device), torch.bfloat16), rows, {name: plans[name] for name in ("today", "standard", "boxed")})
 
 
 def frame(bench: Bench, rows: int, best: dict[str, Cut]) -> None:

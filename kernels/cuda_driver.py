@@ -73,14 +73,15 @@ def _on(device: int) -> Iterator[None]:
             driver.cuCtxSetCurrent(current)
 
 
-_MAP_BYTES, _BFLOAT16, _SWIZZLE_64B, _PROMOTION_128B = 128, 9, 2, 2  # CUtensorMap, and of its enumerations
+_MAP_BYTES, _BFLOAT16, _PROMOTION_128B = 128, 9, 2  # CUtensorMap, and of its enumerations
+_SWIZZLES = {32: 2, 64: 3}  # of 64 and of 128 bytes, by the last size of a box
 
 
 def tensor_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> bytes:
     """What kernels copy boxes of a contiguous bfloat16 tensor by, `TensorMap` of kernels/cuda/wgmma.cuh.
 
-    sizes, box: of the last dimension, the one before it, and the first one. The last size of a box is 32 values. Raises RuntimeError when
-    the driver refuses.
+    sizes, box: of the last dimension, the one before it, and the first one. The last size of a box is 32 or 64 values. Raises
+    RuntimeError when the driver refuses.
     """
     memory = (ctypes.c_char * (2 * _MAP_BYTES))()
     offset = -ctypes.addressof(memory) % 64
@@ -88,7 +89,7 @@ def tensor_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, i
     steps = (ctypes.c_uint * 3)(1, 1, 1)
     code = _driver().cuTensorMapEncodeTiled(
         ctypes.byref(memory, offset), _BFLOAT16, 3, ctypes.c_void_p(address), (ctypes.c_ulonglong * 3)(*sizes), strides,
-        (ctypes.c_uint * 3)(*box), steps, 0, _SWIZZLE_64B, _PROMOTION_128B, 0,
+        (ctypes.c_uint * 3)(*box), steps, 0, _SWIZZLES[box[0]], _PROMOTION_128B, 0,
     )  # fmt: skip
     _check(code, "A map of a tensor")
     return bytes(memory)[offset : offset + _MAP_BYTES]

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels import binaries, toolchain
+from kernels import binaries, cuda_driver, toolchain
 from kernels.cuda_driver import Kernel, Module
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ _SHARED, _MOST_STAGES, _MOST_SPLITS = 227 << 10, 16, 8
 #: Blocks of a launch that are sought: one for each multiprocessor.
 _BLOCKS = 132
 _CAPABILITY = (9, 0)
+_MAP_BYTES = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class Cut:
     groups: int
     splits: int
     stages: int
+    #: Boxes that one thread asks for (TMA), where x is contiguous and not normed; else 16 bytes a thread.
+    boxed: bool = False
 
     def kernel(self, room: int) -> str:
         """Its name in the source, for so many rows of x."""
@@ -55,7 +58,7 @@ class Cut:
         """`Block` of the source: stages of x and the block's weights, or its own sums; those of the cluster; barriers; alignment."""
         tile = PIECE * self.groups
         sums, stages, weights = room * (tile + 4) * 4, self.stages * room * 2 * PIECE, tile * inner // self.splits * 2
-        return max(stages + weights, sums) + sums + 2 * _MOST_STAGES * 8 + 1024
+        return max(stages + weights, sums) + sums + 2 * _MOST_STAGES * 8 + 16 + 1024
 
     def fault(self, room: int, weight_rows: int, inner: int, normed: bool = False) -> str | None:
         """Why a product of these sizes cannot be cut so, or None."""
@@ -127,10 +130,12 @@ class _Arguments(ctypes.Structure):
     """`Args` of kernels/cuda/products.cu."""
 
     _fields_ = (
+        ("maps", (ctypes.c_byte * _MAP_BYTES) * 2),
         *((name, ctypes.c_void_p) for name in ("x", "w", "extra", "y", "ahead", "norm", "squares", "sums")),
         ("ahead_bytes", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "n", "inner", "x_stride", "y_stride", "epilogue", "splits", "stages", "late")),
+        *((name, ctypes.c_int) for name in ("rows", "n", "inner", "x_stride", "y_stride", "epilogue", "splits", "stages", "late", "boxed")),
         ("eps", ctypes.c_float),
+        ("pad", ctypes.c_byte * 12),
     )
 
 
@@ -176,6 +181,12 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def _map(matrix: Tensor, rows: int) -> ctypes.Array[ctypes.c_byte]:
+    """Of a contiguous matrix, whose boxes are 64 values of so many rows."""
+    made = cuda_driver.tensor_map(matrix.data_ptr(), (matrix.shape[1], len(matrix), 1), (PIECE, rows, 1))
+    return (ctypes.c_byte * _MAP_BYTES).from_buffer_copy(made)
+
+
 def product(
     x: Tensor,
     weight: Tensor,
@@ -216,9 +227,10 @@ def product(
         raise ValueError("A norm needs the squares of its rows, and only RESIDUAL writes them.")
     bytes_ahead = 0 if ahead is None else ahead.numel() * ahead.element_size()
     pointers = [_address(tensor) for tensor in (x, weight, extra, y, ahead, norm, squares, sums)]
-    arguments = _Arguments(
-        *pointers, bytes_ahead, rows, y.shape[1], inner, x.stride(0), y.stride(0), epilogue, cut.splits, cut.stages, int(late), eps
-    )
+    boxed = cut.boxed and norm is None and x.is_contiguous()
+    maps = (_map(weight, PIECE * cut.groups // 2), _map(x, room)) if boxed else ()
+    numbers = (rows, y.shape[1], inner, x.stride(0), y.stride(0), epilogue, cut.splits, cut.stages, int(late), int(boxed))
+    arguments = _Arguments((ctypes.c_byte * _MAP_BYTES * 2)(*maps), *pointers, bytes_ahead, *numbers, eps)
     tiles = weight_rows // (PIECE * cut.groups)
     _kernel(cut.kernel(room), x.device.index or 0).launch(
         (tiles * cut.splits, -(-rows // room)), cut.threads, arguments, _stream(x.device), pdl, cluster=cut.splits,

@@ -18,6 +18,7 @@ constexpr int PATIENCE = 1 << 22;  // looks at a barrier before the launch is gi
 enum Epilogue { PLAIN = 0, RESIDUAL = 1, SWIGLU = 2, BIAS = 3 };
 
 struct Args {
+    TensorMap weights_map, x_map;  // where `boxed`: boxes of 64 values x half a tile, and x all rows that there is room for
     const bf16* x;      // [rows, inner], row stride x_stride
     const bf16* w;      // [n, inner]; SWIGLU: [2 * n, inner], gate rows then up rows
     const bf16* extra;  // RESIDUAL: [rows, n] added to the product, row stride y_stride; BIAS: [n]
@@ -27,7 +28,7 @@ struct Args {
     const float* squares;  // [rows, inner / 64], with norm: sums of the squares of 64 values of x
     float* sums;           // [rows, n / 64] or null: the same of y, for RESIDUAL
     long long ahead_bytes;
-    int rows, n, inner, x_stride, y_stride, epilogue, splits, stages, late;
+    int rows, n, inner, x_stride, y_stride, epilogue, splits, stages, late, boxed;
     float eps;
 };
 
@@ -53,7 +54,7 @@ __device__ __forceinline__ int place(int slab, int row) { return row * LINE + ((
 template <class C>
 struct Block {
     const Args& p;
-    unsigned long long *full, *empty;
+    unsigned long long *full, *empty, *landed;  // of a stage, and of the weights where they come in boxes
     char *ring, *weights;  // then the block's own sums are there: [N][TILE]
     float* sums;           // of each rank its part of this block's rows: [splits][rows of a share][TILE]
     const int tile, rank, first, share, share_bits, pieces, k;  // first: row of x; share: rows that a rank finishes; k: its first value
@@ -65,12 +66,13 @@ struct Block {
         ring += -shared_address(ring) & 1023;
         weights = ring + p.stages * C::STAGE;
         sums = reinterpret_cast<float*>(ring + max(p.stages * C::STAGE + pieces * C::WEIGHTS, C::SUMS_BYTES));
-        full = reinterpret_cast<unsigned long long*>(sums + C::N * C::SUM), empty = full + MOST_STAGES;
+        full = reinterpret_cast<unsigned long long*>(sums + C::N * C::SUM), empty = full + MOST_STAGES, landed = empty + MOST_STAGES;
     }
 
     __device__ __forceinline__ void prepare() {
         if (threadIdx.x == 0) {
-            for (int i = 0; i < p.stages; ++i) arrivals_init(full + i, WARPGROUP), arrivals_init(empty + i, C::GROUPS * 4);
+            for (int i = 0; i < p.stages; ++i) arrivals_init(full + i, p.boxed ? 1 : WARPGROUP), arrivals_init(empty + i, C::GROUPS * 4);
+            arrivals_init(landed, 1);
             arrivals_visible();
         }
         if (p.splits > 1) arrive_in_cluster();
@@ -160,11 +162,32 @@ struct Block {
         copies_wait();
     }
 
-    __device__ __forceinline__ void copy(int thread) {
+    __device__ __forceinline__ void copy_boxes() {
+        arrive_expecting(landed, pieces * C::WEIGHTS);
+        for (int piece = 0; piece < pieces; ++piece)
+            for (int half = 0; half < 2; ++half)
+                tensor_copy(weights + piece * C::WEIGHTS + half * (C::WEIGHTS / 2), p.weights_map, k + piece * PIECE,
+                            static_cast<int>(weight_row(half * (C::TILE / 2))), 0, landed);
+        wait_for_previous();
+        for (int piece = 0; piece < pieces; ++piece) {
+            const int stage = piece % p.stages;
+            wait_for(empty + stage, (piece / p.stages & 1) ^ 1);
+            arrive_expecting(full + stage, C::STAGE);
+            tensor_copy(ring + stage * C::STAGE, p.x_map, k + piece * PIECE, first, 0, full + stage);
+        }
+    }
+
+    __device__ __forceinline__ void copy_all(int thread) {
         copy_weights(thread % SLABS, thread / SLABS);
         wait_for_previous();
         if (p.norm == nullptr) copy_rows(thread % SLABS, thread / SLABS);
         else copy_normed_rows(thread % SLABS, thread / SLABS);
+    }
+
+    __device__ __forceinline__ void copy(int thread) {
+        if (!p.boxed) copy_all(thread);
+        else if (thread == 0) copy_boxes();
+        wait_for_previous();
         if (p.late) launch_dependents();
         if (p.ahead_bytes > 0 && thread == 0 && blockIdx.y == 0) {
             const long long part = (p.ahead_bytes / gridDim.x + 127) / 128 * 128, from = part * blockIdx.x;
@@ -178,10 +201,11 @@ struct Block {
         const Matrix b = matrix_of_lines(ring);
         int stage = 0;
         uint32_t parity = 0;
+        if (p.boxed) wait_for(landed, 0);
 #pragma unroll 1
         for (int piece = 0; piece < pieces; ++piece) {
             wait_for(full + stage, parity);
-            writes_to_products();
+            if (!p.boxed) writes_to_products();
             products_begin();
             const Matrix rows = moved(b, stage * C::STAGE);
 #pragma unroll
@@ -311,7 +335,7 @@ __device__ __forceinline__ void product(const Args& p) {
 }  // namespace
 
 #define PRODUCT(groups, rows)                                                                                                             \
-    extern "C" __global__ void __launch_bounds__((groups + 1) * WARPGROUP) product_##groups##_##rows(const Args p) { product<Cut<groups, rows>>(p); }
+    extern "C" __global__ void __launch_bounds__((groups + 1) * WARPGROUP) product_##groups##_##rows(const __grid_constant__ Args p) { product<Cut<groups, rows>>(p); }
 
 PRODUCT(1, 32)
 PRODUCT(1, 64)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import binaries, lm_products, toolchain
+from kernels import binaries, cuda_driver, lm_products, toolchain
 from kernels.layers import rms_norm, swiglu
 from kernels.lm_products import BIAS, PLAIN, RESIDUAL, SWIGLU, Cut, Products, cut_for, has_product, product, room_for
 from tests.support.cuda_emulated import Kernel, KernelError, build, guarded
@@ -26,10 +27,16 @@ def library():
     return build(binaries.SOURCES / "products.cu", lm_products.kernel_names())
 
 
+def emulated_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> bytes:
+    """`TensorMap` of the emulator."""
+    return struct.pack("P3q3i", address, *sizes, *box).ljust(128, b"\0")
+
+
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Chooses the order in which the threads of the next launches run."""
     monkeypatch.setattr(lm_products, "_stream", lambda _: 0)
+    monkeypatch.setattr(cuda_driver, "tensor_map", emulated_map)
 
     def choose(seed: int) -> None:
         monkeypatch.setattr(lm_products, "_kernel", lambda name, _: Kernel(library(), name, 0, seed))
@@ -108,6 +115,7 @@ def test_every_product_equals_its_twin(case: Case, cut: Cut, emulated: Callable[
     assert error(found, exact) <= allowed
     emulated(case.rows)
     assert torch.equal(case.made(cut, late=True), found)
+    assert torch.equal(case.made(replace(cut, boxed=True)), found)
 
 
 @pytest.mark.parametrize(("case", "cut"), [CASES[3], CASES[5], CASES[7]], ids=str)

@@ -117,13 +117,14 @@ struct alignas(64) TensorMap {
 };
 inline void tensor_copy(void* to, const TensorMap& map, int channel, int step, int row, unsigned long long* barrier) {
     static const char zeros[16] = {};
-    emulator::must_align(reinterpret_cast<void*>(static_cast<uintptr_t>(shared_address(to))), 512);
-    emulator::must(map.box[0] == 32 && map.box[2] == 1, "a box that is not of 32 channels");
-    for (int i = 0; i < map.box[1] * 4; ++i) {
-        const int at = step + i / 4, first = channel + i % 4 * 8;
+    const int parts = map.box[0] / 8;  // 16 bytes each, which change places within a row
+    emulator::must((parts == 4 || parts == 8) && map.box[2] == 1, "a box that is not of 32 or 64 channels");
+    emulator::must(shared_address(to) % (128 * parts) == 0, "a box that starts at no multiple of 8 of its rows");
+    for (int i = 0; i < map.box[1] * parts; ++i) {
+        const int at = step + i / parts, first = channel + i % parts * 8;
         const bool inside = at >= 0 && at < map.sizes[1] && first < map.sizes[0] && row >= 0 && row < map.sizes[2];
         const char* from = inside ? map.address + ((row * map.sizes[1] + at) * map.sizes[0] + first) * 2 : zeros;
-        bulk_copy(static_cast<char*>(to) + i / 4 * 64 + (i % 4 ^ i / 8 % 4) * 16, from, 16, barrier);
+        bulk_copy(static_cast<char*>(to) + (i ^ i / 8 % parts) * 16, from, 16, barrier);
     }
 }
 inline void arrive_after_copies(unsigned long long* barrier) {
