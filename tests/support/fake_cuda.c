@@ -51,6 +51,17 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice
     if (attribute != CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) return CUDA_ERROR_INVALID_VALUE;
     return *value = 132 - device, CUDA_SUCCESS;
 }
+CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address, const cuuint64_t* sizes,
+                                const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+    if ((size_t)map % 64 != 0 || (size_t)address % 16 != 0 || type != CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || rank != 3) return CUDA_ERROR_INVALID_VALUE;
+    if (interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || swizzle != CU_TENSOR_MAP_SWIZZLE_64B || promotion != CU_TENSOR_MAP_L2_PROMOTION_L2_128B ||
+        fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE || steps[0] != 1 || steps[1] != 1 || steps[2] != 1) return CUDA_ERROR_INVALID_VALUE;
+    SAY("map %zx of %llu %llu %llu strides %llu %llu box %u %u %u\n", (size_t)address, (unsigned long long)sizes[0], (unsigned long long)sizes[1],
+        (unsigned long long)sizes[2], (unsigned long long)strides[0], (unsigned long long)strides[1], box[0], box[1], box[2]);
+    memset(map, 7, sizeof(*map));
+    return CUDA_SUCCESS;
+}
 CUresult cuLaunchKernelEx(const CUlaunchConfig* c, CUfunction function, void** parameters, void** extra) {
     if (extra != NULL || function != (CUfunction)(current + 200)) return CUDA_ERROR_INVALID_HANDLE;
     SAY("launch %u %u %u x %u %u %u shared %u stream %zu", c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,

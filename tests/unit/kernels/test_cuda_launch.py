@@ -82,6 +82,13 @@ def test_a_launch_of_clusters_says_so_and_takes_less_shared_memory(said: Callabl
     assert said()[-1] == "launch 128 2 1 x 256 1 1 shared 100000 stream 7 programmatic 1 cluster 8 1 1 first 1"
 
 
+def test_a_map_of_a_tensor_is_what_the_driver_reads(said: Callable[[], list[str]]) -> None:
+    assert cuda_driver.tensor_map(0x1230, (96, 1000, 4), (32, 182, 1)) == b"\7" * 128
+    assert said() == ["map 1230 of 96 1000 4 strides 192 192000 box 32 182 1"]
+    with pytest.raises(RuntimeError, match="A map of a tensor was refused"):
+        cuda_driver.tensor_map(0x1231, (96, 1000, 4), (32, 182, 1))
+
+
 def test_what_the_driver_refuses_is_an_error_with_its_name(said: Callable[[], list[str]]) -> None:
     with pytest.raises(RuntimeError, match=r"machine code was refused: CUDA_ERROR_INVALID_IMAGE \(200\)"):
         cuda_driver.Module(b"bad", 0)
