@@ -182,7 +182,7 @@ def layers(bench: Bench, rows: int, best: dict[str, Cut]) -> None:
                     continue
                 following = list(made.values())[(list(made).index(name) + products.ahead) % 4]
                 ahead = following.weights[index] if products.ahead else None
-                shape: dict[str, Any] = {"epilogue": layer.epilogue, "ahead": ahead, "late": products.late}
+                shape: dict[str, Any] = {"epilogue": layer.epilogue, "ahead": ahead}
                 shape["extra"] = y if layer.epilogue == RESIDUAL else None
                 if fused:
                     shape |= {"norm": layer.norm, "eps": 1e-6, "squares": squares} if norm else {"sums": squares}

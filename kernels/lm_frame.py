@@ -274,7 +274,7 @@ class FusedFrame:
             options |= {"epilogue": lm_products.BIAS, "extra": bias}
         cut = products.cut(name, len(x), *weight.shape, normed="norm" in options)
         ahead = self._ahead(weight, products.ahead)
-        return lm_products.product(x, weight, y, cut, ahead=ahead, late=products.late, pdl=self.plan.pdl, **options)
+        return lm_products.product(x, weight, y, cut, ahead=ahead, pdl=self.plan.pdl, **options)
 
     def _wide_normed(self, name: str, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, **options) -> Tensor:
         """A product of the norm of x, which is a launch of its own where the squares of x are not known."""

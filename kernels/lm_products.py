@@ -79,8 +79,6 @@ class Products:
 
     #: Cuts for "qkv", "o", "gate_up", "down", "head", "project"; the one that `cut_for` finds where there is none, or it does not fit.
     cuts: Mapping[str, Cut] = field(default_factory=dict)
-    #: The next kernel may start when the copies of this one were asked for, not before.
-    late: bool = False
     #: Weights this many products ahead are brought into the L2; 0 = none.
     ahead: int = 0
     #: Norms are made in the products behind them where the product ahead of them is one of these.
@@ -133,9 +131,9 @@ class _Arguments(ctypes.Structure):
         ("maps", (ctypes.c_byte * _MAP_BYTES) * 2),
         *((name, ctypes.c_void_p) for name in ("x", "w", "extra", "y", "ahead", "norm", "squares", "sums")),
         ("ahead_bytes", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "n", "inner", "x_stride", "y_stride", "epilogue", "splits", "stages", "late", "boxed")),
+        *((name, ctypes.c_int) for name in ("rows", "n", "inner", "x_stride", "y_stride", "epilogue", "splits", "stages", "boxed")),
         ("eps", ctypes.c_float),
-        ("pad", ctypes.c_byte * 12),
+        ("pad", ctypes.c_byte * 16),
     )
 
 
@@ -200,7 +198,6 @@ def product(
     squares: Tensor | None = None,
     sums: Tensor | None = None,
     ahead: Tensor | None = None,
-    late: bool = False,
     pdl: bool = True,
 ) -> Tensor:
     """y = epilogue(norm(x) @ weight.T), bfloat16, launched on the current stream of x's device.
@@ -208,8 +205,7 @@ def product(
     x: [rows, inner]; weight: [n, inner], for SWIGLU [2 * n, inner] with the gate's rows first; y: [rows, n]; extra: what RESIDUAL adds,
     [rows, n] with y's strides (may be y), or BIAS, [n]; norm: [inner], RMSNorm of x in the order of the reference, for which squares,
     float32 [rows, inner / 64], are the sums of the squares of each 64 values of x; sums: the same of y, written by RESIDUAL; ahead: a
-    weight that a later launch reads, brought into the L2 meanwhile; late: the next kernel may start when the copies were asked for, not
-    before; pdl: programmatic dependent launch.
+    weight that a later launch reads, brought into the L2 meanwhile; pdl: programmatic dependent launch.
     The same cut and room give a row the same bits in any company. Raises ValueError for what the kernel cannot do.
     """
     rows, inner = x.shape
@@ -229,7 +225,7 @@ def product(
     pointers = [_address(tensor) for tensor in (x, weight, extra, y, ahead, norm, squares, sums)]
     boxed = cut.boxed and norm is None and x.is_contiguous()
     maps = (_map(weight, PIECE * cut.groups // 2), _map(x, room)) if boxed else ()
-    numbers = (rows, y.shape[1], inner, x.stride(0), y.stride(0), epilogue, cut.splits, cut.stages, int(late), int(boxed))
+    numbers = (rows, y.shape[1], inner, x.stride(0), y.stride(0), epilogue, cut.splits, cut.stages, int(boxed))
     arguments = _Arguments((ctypes.c_byte * _MAP_BYTES * 2)(*maps), *pointers, bytes_ahead, *numbers, eps)
     tiles = weight_rows // (PIECE * cut.groups)
     _kernel(cut.kernel(room), x.device.index or 0).launch(

@@ -28,7 +28,7 @@ struct Args {
     const float* squares;  // [rows, inner / 64], with norm: sums of the squares of 64 values of x
     float* sums;           // [rows, n / 64] or null: the same of y, for RESIDUAL
     long long ahead_bytes;
-    int rows, n, inner, x_stride, y_stride, epilogue, splits, stages, late, boxed;
+    int rows, n, inner, x_stride, y_stride, epilogue, splits, stages, boxed;
     float eps;
 };
 
@@ -188,7 +188,6 @@ struct Block {
         if (!p.boxed) copy_all(thread);
         else if (thread == 0) copy_boxes();
         wait_for_previous();
-        if (p.late) launch_dependents();
         if (p.ahead_bytes > 0 && thread == 0 && blockIdx.y == 0) {
             const long long part = (p.ahead_bytes / gridDim.x + 127) / 128 * 128, from = part * blockIdx.x;
             const long long size = min(part, p.ahead_bytes - from);
@@ -216,7 +215,6 @@ struct Block {
             a = moved(a, C::WEIGHTS);
             if (++stage == p.stages) stage = 0, parity ^= 1;
         }
-        if (p.late) launch_dependents();
         products_wait<0>();
     }
 
@@ -303,7 +301,7 @@ struct Pairs {
 template <class C>
 __device__ __forceinline__ void product(const Args& p) {
     Block<C> block(p);
-    if (!p.late) launch_dependents();
+    launch_dependents();
     block.prepare();
     const int group = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     const Pairs<C> pairs(block);

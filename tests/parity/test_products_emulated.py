@@ -114,7 +114,7 @@ def test_every_product_equals_its_twin(case: Case, cut: Cut, emulated: Callable[
     found = case.made(cut, ahead=guarded(torch.zeros(3, 1000, dtype=BF16)))
     assert error(found, exact) <= allowed
     emulated(case.rows)
-    assert torch.equal(case.made(cut, late=True), found)
+    assert torch.equal(case.made(cut), found)
     assert torch.equal(case.made(replace(cut, boxed=True)), found)
 
 
