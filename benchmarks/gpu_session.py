@@ -6,7 +6,7 @@
     NIGHTJAR_COMMIT=... NIGHTJAR_REFERENCE_SITE=/tmp/reference python -m benchmarks.gpu_session --out $OUT --steps speed
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps engines
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "codec ways"
-    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "codec gathered" "codec continuous" "codec fused"
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "codec gathered" "codec continuous" "codec plain"
     NIGHTJAR_COMMIT=... NIGHTJAR_VLLM_SITE=/tmp/vllm python -m benchmarks.gpu_session --out $OUT --steps spark fish
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "eight 0.6B"
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "eight 1.7B"
@@ -137,7 +137,7 @@ def codec_steps(device: str, tiny: bool, out: Path, throughput: tuple[str, ...])
             for name, more in (
                 ("gathered", ("--parts", "all")),
                 ("continuous", ("--parts", "all", "--codec-rows", "4" if tiny else "256")),
-                ("fused", ("--parts", "all", "--codec-rows", "4" if tiny else "256", "--codec-fused-front")),
+                ("plain", ("--parts", "all", "--codec-plain-front")),
             )
         ),
     ]
@@ -310,7 +310,7 @@ def summary(out: Path) -> list[str]:
             lines.append(f"{about}{row['us_per_frame']:7.2f} us a frame{threads}")
         elif row["part"] == "error":
             lines.append(f"codec error {row['way']:24}{row['relative_rms']:8.4f}")
-    for name in ("gathered", "continuous", "fused"):
+    for name in ("gathered", "continuous", "plain"):
         if rows := read(out / f"codec_{name}.json").get("rows"):
             lines += [f"codec {name}:", table(rows)]
     lines += [f"agreement {row['model']:6}{row['rows']:5} {row['verdict']}" for row in read(out / "agreement.json").get("rows", [])]

@@ -31,7 +31,7 @@ from benchmarks.roofline import device_named, floor_ms, mean_context
 from benchmarks.watched_executor import Watched
 from pipelines.engine.opening import open_executor
 from pipelines.errors import NightjarError
-from pipelines.qwen3_tts.codec import CodecDecoder
+from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, dummy_model
 from pipelines.qwen3_tts.execution import engine_options, open_stage
 from pipelines.qwen3_tts.model import Qwen3TTSModel
@@ -129,9 +129,9 @@ class Throughput:
     def fixed_decoder(self) -> CodecDecoder:
         """The decoder of reproducible mode."""
         chosen = self.bench.options
-        made = dummy_decoder(
-            self.decoder.config, self.bench.device, self.decoder.dtype, reproducible=True, fused_front=chosen.codec_fused_front
-        )
+        device, dtype = self.bench.device, self.decoder.dtype
+        fused = fuses_front(device, dtype, True, chosen.codec_rows)
+        made = dummy_decoder(self.decoder.config, device, dtype, reproducible=True, fused_front=fused)
         made.prepare_utterances(chosen.codec_rows)
         return made
 
@@ -196,7 +196,7 @@ def main() -> int:
     made.add_argument("--turns", type=int, help="frames a scheduling turn, instead of the engine's choice")
     made.add_argument("--admit-turns", type=int, help="turns that newcomers may wait for company, instead of the engine's choice")
     made.add_argument("--codec-rows", type=int, default=0, help="rows of the codec's continuous batch; 0: gathered batches")
-    made.add_argument("--codec-fused-front", action="store_true", help="the codec's front on fused kernels")
+    made.add_argument("--codec-plain-front", action="store_true", help="the codec's front on single ops")
     made.add_argument("--codec", action="store_true", help="measure the codec alone first")
     made.add_argument("--reference", type=Path, help="JSON of the reference implementation's rows")
     options = made.parse_args()
@@ -205,7 +205,7 @@ def main() -> int:
     limits = {"shortest_s": load.shortest, "longest_s": load.longest, "window_s": load.seconds, "windows": windows}
     bench = Bench("qwen3_tts", options, load=limits)
     config = TINY_CODEC if options.tiny else PUBLISHED_CODEC
-    decoder = dummy_decoder(config, bench.device, bench.dtype, fused_front=options.codec_fused_front)
+    decoder = dummy_decoder(config, bench.device, bench.dtype, fused_front=False if options.codec_plain_front else None)
     decoder.prepare_utterances(options.codec_rows)
     if options.reference and options.reference.exists():
         for row in json.loads(options.reference.read_text(encoding="utf-8"))["rows"]:

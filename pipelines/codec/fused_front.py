@@ -1,7 +1,7 @@
 """What stands in front of a codec's convolution stack, on fused ops: five kernels a layer of the transformer, three a ConvNeXt block.
 
 Linear maps that follow each other are one, and scales stand in the weights beside them: the function is the same, and its states are those
-of the plain modules. Not measured yet.
+of the plain modules.
 """
 
 from __future__ import annotations

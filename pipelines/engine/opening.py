@@ -230,7 +230,7 @@ def _open_graphs(
     if fault is not None:
         return None, fault
     try:
-        by_itself = sizes.persistent and may_be_persistent(kind, reproducible, model.device) and _has_persistent_kernels(model)
+        by_itself = sizes.persistent and may_be_persistent(kind, reproducible, streams, model.device) and _has_persistent_kernels(model)
         persistent = kind == "megakernel" or by_itself
         executor = graph_executor(
             model, sizes.slots, sizes.pages, sizes.page_size, sizes.max_context,
@@ -245,9 +245,12 @@ def _open_graphs(
     return executor, None
 
 
-def may_be_persistent(kind: ExecutorKind, reproducible: bool, device: torch.device) -> bool:
-    """Whether a model may have the persistent kernels: they are asked for, or nothing is and they were measured on such a CUDA device."""
-    if kind != "auto" or reproducible:
+def may_be_persistent(kind: ExecutorKind, reproducible: bool, streams: bool, device: torch.device) -> bool:
+    """Whether a model may have the persistent kernels: they are asked for, or nothing is and they were measured better on such a device.
+
+    For streams they were not: they keep the codec's first chunk waiting (benchmarks/NOTES.md).
+    """
+    if kind != "auto" or reproducible or streams:
         return kind == "megakernel"
     blocks = max(cut.blocks for cut in PREDICTORS.values())
     measured = torch.cuda.get_device_capability(device) == MEASURED_ON

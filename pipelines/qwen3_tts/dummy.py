@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipelines.nn.dummy import DummyWeights, Rule
-from pipelines.qwen3_tts.codec import CodecDecoder
+from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.model import Qwen3TTSModel
@@ -107,10 +107,11 @@ def dummy_decoder(
     fused: bool | None = None,
     *,
     reproducible: bool = False,
-    fused_front: bool = False,
+    fused_front: bool | None = None,
 ) -> CodecDecoder:
     """A codec decoder of this shape."""
-    return CodecDecoder(shape, DummyWeights(device, codec_values), device, dtype, fused, reproducible, fused_front)
+    front = fuses_front(device, dtype, reproducible, 0) if fused_front is None else fused_front
+    return CodecDecoder(shape, DummyWeights(device, codec_values), device, dtype, fused, reproducible, front)
 
 
 def as_published(name: str, noise: Tensor) -> Tensor:

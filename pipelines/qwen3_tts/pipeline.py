@@ -28,7 +28,7 @@ from pipelines.errors import ConfigError, ErrorCode, ModelError, NightjarError, 
 from pipelines.nn.checkpoint import Checkpoint, open_device, precision, type_name
 from pipelines.nn.options import NativeModelOptions
 from pipelines.options import Count, read_options
-from pipelines.qwen3_tts.codec import Codec, load_codec
+from pipelines.qwen3_tts.codec import Codec, fuses_front, load_codec
 from pipelines.qwen3_tts.codec_config import CodecConfig, SpeakerEncoderConfig
 from pipelines.qwen3_tts.config import CONTROL_IDS, Qwen3TTSConfig, SamplingDefaults, capabilities
 from pipelines.qwen3_tts.execution import (
@@ -129,11 +129,8 @@ class PipelineOptions(NativeModelOptions):
 
     dtype: Literal["float32", "bfloat16"] | None = None
     codec_dtype: Literal["float32", "bfloat16"] | None = None
-    #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into batches of like lengths. Not
-    #: measured yet.
+    #: On a GPU: rows of the codec's continuous batch of whole utterances, such as 256; 0: it gathers them into batches of like lengths.
     codec_rows: Annotated[int, msgspec.Meta(ge=0)] = 0
-    #: Whether what stands in front of the codec's convolutions runs on fused kernels as well. Not measured yet.
-    codec_fused_front: bool = False
     #: Whether the whole text stands before the first frame; None: the published default of the mode.
     text_first: bool | None = None
     #: Folder that keeps prepared voices for later processes, and its limit in MiB; None: they are kept in memory alone.
@@ -162,7 +159,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         stacks = (self.config.talker, self.config.predictor)
         check_executor(device, options.executor, options.reproducible, options.page_size, stacks, options.prefill)
         sizes = _sizes(self.config, options, device, dtype, codec_dtype)
-        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, options.codec_fused_front)
+        fused = fuses_front(device, codec_dtype, options.reproducible, options.codec_rows)
+        self.codec = load_codec(folder / "speech_tokenizer", device, codec_dtype, options.reproducible, fused)
         _check_codec(self.config, self.codec)
         wait_for_codec = start_warming(self.codec.decoder)
         self._frontend = Frontend(folder, self.config)
@@ -207,9 +205,8 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
     @property
     def info(self) -> EngineInfo:
         """How the engine was opened, and what of the codec is not as by default."""
-        info, decoder = super().info, self.codec.decoder
-        chosen = {"continuous codec": decoder.utterances is not None, "fused codec front": self._options.codec_fused_front}
-        return replace(info, kernels=", ".join([info.kernels, *(name for name, on in chosen.items() if on)]))
+        info = super().info
+        return info if self.codec.decoder.utterances is None else replace(info, kernels=f"{info.kernels}, continuous codec")
 
     def _prepare(self, request: SynthesisRequest) -> tuple[GenerationRequest, FrameRequestInfo]:
         """The engine's request and what delivery must know. Raises `InputError` for what this checkpoint cannot do."""
@@ -320,7 +317,8 @@ def _sizes(
         decoder = CodecConfig.load(config.folder / "speech_tokenizer").decoder
         graphs, state = stream_needs(decoder, codec_dtype) if options.streams else (0, 0)
         steps = utterance_needs(decoder, codec_dtype, options.codec_rows)
-        if (needed := packed_needs(config, dtype)) and may_be_persistent(options.executor, options.reproducible, device):
+        streams = bool(options.streams)
+        if (needed := packed_needs(config, dtype)) and may_be_persistent(options.executor, options.reproducible, streams, device):
             packed = needed
 
     def planned(more: int) -> EngineOptions:

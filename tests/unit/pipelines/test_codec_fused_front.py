@@ -15,7 +15,7 @@ from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import CodecState
 from pipelines.codec.utterance_graphs import UtteranceGraphs
 from pipelines.nn.checkpoint import Checkpoint
-from pipelines.qwen3_tts.codec import CodecDecoder
+from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.codec_config import CodecConfig
 from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder
 from tests.support.codec_stage_kit import Heard
@@ -100,3 +100,20 @@ def test_bfloat16_errs_no_more_than_the_plain_front() -> None:
         (wave,) = low.decode([item])
         errors.append(float((wave - exact).square().mean().sqrt() / exact.square().mean().sqrt()))
     assert 0.001 < errors[1] <= 1.2 * errors[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "reproducible", "rows", "fused"),
+    [
+        ("cuda", torch.bfloat16, False, 0, True),
+        ("cuda:1", torch.bfloat16, False, 256, True),
+        ("cuda", torch.bfloat16, True, 0, False),
+        ("cuda", torch.bfloat16, True, 256, True),
+        ("cuda", torch.float32, False, 0, False),
+        ("cpu", torch.bfloat16, False, 0, False),
+    ],
+)
+def test_it_serves_where_it_was_measured_or_compared_bit_by_bit(
+    device: str, dtype: torch.dtype, reproducible: bool, rows: int, fused: bool
+) -> None:
+    assert fuses_front(device, dtype, reproducible, rows) is fused

@@ -78,10 +78,10 @@ def test_the_native_engine_on_a_cpu_says_how_it_was_opened() -> None:
 
 
 def test_a_codec_that_is_not_as_by_default_is_named() -> None:
-    pipeline = open_pipeline(GOLDEN / "checkpoint-base", slots=1, pages=8, page_size=16, max_context=100, codec_fused_front=True)
+    pipeline = open_pipeline(GOLDEN / "checkpoint-base", slots=1, pages=8, page_size=16, max_context=100)
     try:
-        assert pipeline.info.kernels == "plain, fused codec front"
+        assert pipeline.info.kernels == "plain"
         pipeline.codec.decoder.utterances = cast(Any, object())
-        assert pipeline.info.kernels == "plain, continuous codec, fused codec front"
+        assert pipeline.info.kernels == "plain, continuous codec"
     finally:
         pipeline.close()

@@ -40,7 +40,7 @@ def test_the_table_of_options_is_that_of_the_classes() -> None:
 
 
 def test_families_have_the_options_of_their_engine_and_few_of_their_own() -> None:
-    own = {"codec_rows", "codec_fused_front", "text_first", "voice_cache", "voice_cache_mib"}
+    own = {"codec_rows", "text_first", "voice_cache", "voice_cache_mib"}
     assert names(PipelineOptions) - names(NativeModelOptions) == own
     assert names(FishOptions) - names(TokenModelOptions) == {"share_prefixes"}
     assert names(TokenModelOptions) < names(SpeechLmOptions)

@@ -216,7 +216,9 @@ def test_the_megakernel_by_itself_is_for_the_devices_it_was_measured_on(
     for kind in ("auto", "megakernel"):
         with pytest.raises(torch.OutOfMemoryError):
             open_executor(gpu_model, replace(SIZES, persistent=False), kind)
-    assert asked[4:] == [False, True]
+        with pytest.raises(torch.OutOfMemoryError):
+            open_executor(gpu_model, SIZES, kind, streams=8)
+    assert asked[4:] == [False, False, True, True]
     monkeypatch.setattr(lm_persistent, "known", lambda _: False)
     with pytest.raises(torch.OutOfMemoryError):
         open_executor(gpu_model, SIZES)

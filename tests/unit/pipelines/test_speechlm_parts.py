@@ -288,7 +288,7 @@ class Evil:
 
 def test_a_checkpoint_that_would_run_something_is_refused(tmp_path: Path) -> None:
     torch.save({"module": {"a": Evil()}}, tmp_path / "evil.pt")
-    with pytest.raises(ModelError, match="no checkpoint of tensors"):
+    with pytest.raises(ModelError, match="is not a checkpoint of tensors"):
         convert(tmp_path / "evil.pt", CHECKPOINT, tmp_path / "out")
     assert not Path("/tmp/nightjar-was-here").exists()
     assert not (tmp_path / "out").exists()
