@@ -16,7 +16,6 @@ from torch import Tensor
 from kernels import lm_cuda, lm_products
 from kernels.frame import DepthTensors, DrawTensors, FrameTensors, StackTensors, StateTensors, fused_fault
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
-from kernels.lm_products import Products
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY, draw
 from kernels.lm_triton import RESIDUAL, SWIGLU, Tiles, add_norm, product, swiglu
 
@@ -38,8 +37,8 @@ class Plan:
     cuda_draw: bool = True
     #: Tiles of Triton products for "qkv", "o", "gate_up", "down", by the largest row count they serve; cuBLAS where there is none.
     tiles: dict[str, tuple[tuple[int, Tiles], ...]] = field(default_factory=dict)
-    #: The kernels of `lm_products` serve all products of frames that are not skinny, on a GPU and for weights that they know.
-    products: Products | None = None
+    #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
+    products: bool = False
 
     def splits_for(self, rows: int) -> int:
         return next(splits for limit, splits in self.splits if rows <= limit)
@@ -71,22 +70,20 @@ def _skinny_shapes(weights: FrameTensors) -> bool:
     return all(lm_cuda.has_skinny(*shape) for shape in needed)
 
 
-def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether the kernels of `lm_products` know every product of the frame and its device."""
-    matrices = [weights.head]
-    for stack in weights.stacks:
-        layer = stack.layers[0]
-        matrices += [layer.qkv, layer.o, layer.gate_up, layer.down]
-    if weights.depth is not None:
-        matrices += [weights.depth.heads[0], *([] if weights.depth.project is None else [weights.depth.project[0]])]
-    known = k_cache.dtype == torch.bfloat16 and k_cache.is_cuda and all(lm_products.has_product(*matrix.shape) for matrix in matrices)
-    return known and lm_products.available(k_cache.device.index)
-
-
 def runs_cuda(weights: FrameTensors, k_cache: Tensor) -> bool:
     """Whether the frames of these weights use the CUDA C++ kernels: products of few rows, attention of the predictor, draws."""
     known = k_cache.dtype == torch.bfloat16 and k_cache.is_cuda and known_to_cuda(weights) and _skinny_shapes(weights)
     return known and lm_cuda.available(k_cache.device.index)
+
+
+def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
+    """Whether the kernels of `lm_products` know every product of the frame and its device, and the other CUDA C++ kernels run too."""
+    depth = weights.depth
+    if depth is None or depth.project is not None or not runs_cuda(weights, k_cache):
+        return False
+    layers = [stack.layers[0] for stack in weights.stacks]
+    matrices = [weights.head, depth.heads[0], *(matrix for layer in layers for matrix in (layer.qkv, layer.o, layer.gate_up, layer.down))]
+    return all(lm_products.has_product(*matrix.shape) for matrix in matrices) and lm_products.available(k_cache.device.index)
 
 
 class FusedFrame:
@@ -99,7 +96,8 @@ class FusedFrame:
             if (fault := fused_fault(stack)) is not None:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
-        self.plan = plan if known_to_cuda(weights) else replace(plan, pdl=False)
+        self._products = plan.products and runs_products(weights, k_cache)
+        self.plan = replace(plan, pdl=self._products or (plan.pdl and known_to_cuda(weights)))
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
         device, dtype = k_cache.device, k_cache.dtype
@@ -107,7 +105,6 @@ class FusedFrame:
         self._order: list[Tensor] = []
         self._step = 0
         self._skinny = runs_cuda(weights, k_cache)
-        self._products = plan.products if plan.products is not None and runs_products(weights, k_cache) else None
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, device=device, dtype=dtype)
@@ -130,8 +127,6 @@ class FusedFrame:
             self._past = torch.zeros((2, len(stack.layers), max_rows, stack.kv_heads, span, stack.head_dim), device=device, dtype=dtype)
         talker = weights.backbone
         most = max(splits for _, splits in plan.splits)
-        #: Sums of squares of x, for products that norm it, and whether they are those of the x there is.
-        self._squares, self._squared = torch.empty(rows * -(-width // lm_products.PIECE), device=device), False
         self._scratch = SplitScratch(max_rows * talker.kv_heads, most, talker.heads // talker.kv_heads, talker.head_dim, device)
 
     def run(self, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
@@ -180,19 +175,18 @@ class FusedFrame:
             self._draw(LAST if step == behind - 1 else MIDDLE, step + 1, logits, rows, codes, flags)
 
     def _narrow(self, rows: int) -> bool:
-        return self._skinny and rows <= self.plan.skinny_rows
+        return self._skinny and not self._products and rows <= self.plan.skinny_rows
 
-    def _ahead(self, weight: Tensor, ahead: int) -> Tensor | None:
-        """The weight that comes `ahead` products later; the order is learnt in the first run of a row count."""
+    def _ahead(self, weight: Tensor) -> Tensor | None:
+        """The weight that comes `plan.ahead` skinny products later; the order is learnt in the first run of a row count."""
         at, self._step = self._step, self._step + 1
         if at == len(self._order):
             self._order.append(weight)
-        return self._order[(at + ahead) % len(self._order)] if ahead else None
+        return self._order[(at + self.plan.ahead) % len(self._order)] if self.plan.ahead else None
 
     def _stack(self, stack: StackTensors, x: Tensor, attend, keep: int = 0) -> None:
         """All layers in place on x [rows, width]; the last layer's output is only made for the rows from `keep` on."""
         pending: Tensor | None = None
-        self._squared = False
         for index, layer in enumerate(stack.layers):
             qkv_weight, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
             input_norm, post_norm = layer.input_norm, layer.post_norm
@@ -202,8 +196,8 @@ class FusedFrame:
             narrow = self._narrow(rows)
             if narrow:
                 self._thin_normed(x, qkv_weight, qkv, input_norm, stack.eps)
-            elif self._products is not None:
-                self._wide_normed("qkv", x, qkv_weight, qkv, input_norm, stack.eps, bias=layer.qkv_bias)
+            elif self._products:
+                self._wide_normed(x, qkv_weight, qkv, input_norm, stack.eps)
             else:
                 normed = add_norm(x, pending, input_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
                 self._product("qkv", normed, qkv_weight, qkv, layer.qkv_bias)
@@ -216,10 +210,10 @@ class FusedFrame:
                 self._thin_normed(x, gate_up, act, post_norm, stack.eps, epilogue=lm_cuda.SWIGLU)
                 self._thin(act, down, x, epilogue=lm_cuda.RESIDUAL, extra=x)
                 continue
-            if self._products is not None:
-                self._wide_added("o", mixed, o, x)
-                self._wide_normed("gate_up", x, gate_up, act, post_norm, stack.eps, epilogue=lm_products.SWIGLU)
-                self._wide_added("down", act, down, x)
+            if self._products:
+                self._wide(mixed, o, x, epilogue=lm_products.RESIDUAL, extra=x)
+                self._wide_normed(x, gate_up, act, post_norm, stack.eps, epilogue=lm_products.SWIGLU)
+                self._wide(act, down, x, epilogue=lm_products.RESIDUAL, extra=x)
                 continue
             y = self._y[: rows * width].view(rows, width)
             pending = self._residual("o", mixed, o, x, y)
@@ -239,17 +233,13 @@ class FusedFrame:
         logits = self._logits[: rows * head.shape[0]].view(rows, -1)
         if self._pending is None and self._narrow(rows):
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
-        if self._products is not None and hidden is None:
-            return self._wide_normed("head", x, head, logits, stack.norm, stack.eps)
         normed = self._h[: rows * width].view(rows, width) if hidden is None else hidden
         add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self.plan.pdl)
-        return torch.mm(normed, head.t(), out=logits) if self._products is None else self._wide("head", normed, head, logits)
+        return self._wide(normed, head, logits) if self._products else torch.mm(normed, head.t(), out=logits)
 
     def _project(self, weight: Tensor, bias: Tensor, hidden: Tensor, x: Tensor) -> None:
         if self._narrow(hidden.shape[0]):
             self._thin(hidden, weight, x, epilogue=lm_cuda.BIAS, extra=bias)
-        elif self._products is not None:
-            self._wide("project", hidden, weight, x, bias=bias)
         else:
             torch.addmm(bias, hidden, weight.t(), out=x)
 
@@ -264,36 +254,16 @@ class FusedFrame:
     def _thin(self, x: Tensor, weight: Tensor, y: Tensor, **options) -> Tensor:
         plan = self.plan
         late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
-        return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight, plan.ahead), late=late, pdl=plan.pdl, **options)
+        return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight), late=late, pdl=plan.pdl, **options)
 
-    def _wide(self, name: str, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None, **options) -> Tensor:
-        """A product of `lm_products`, with a bias where there is one."""
-        products = self._products
-        assert products is not None
-        if bias is not None:
-            options |= {"epilogue": lm_products.BIAS, "extra": bias}
-        cut = products.cut(name, len(x), *weight.shape, normed="norm" in options)
-        ahead = self._ahead(weight, products.ahead)
-        return lm_products.product(x, weight, y, cut, ahead=ahead, pdl=self.plan.pdl, **options)
+    def _wide(self, x: Tensor, weight: Tensor, y: Tensor, **options) -> Tensor:
+        cut = lm_products.cut_for(len(x), *weight.shape)
+        return lm_products.product(x, weight, y, cut, pdl=self.plan.pdl, **options)
 
-    def _wide_normed(self, name: str, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, **options) -> Tensor:
-        """A product of the norm of x, which is a launch of its own where the squares of x are not known."""
+    def _wide_normed(self, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, epilogue: int = lm_products.PLAIN) -> Tensor:
         rows, width = x.shape
-        if self._squared:
-            return self._wide(name, x, weight, y, norm=norm, eps=eps, squares=self._squares_of(x), **options)
         normed = add_norm(x, None, norm, eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
-        return self._wide(name, normed, weight, y, **options)
-
-    def _wide_added(self, name: str, a: Tensor, weight: Tensor, x: Tensor) -> None:
-        """x += a @ weight.T, and, for norms in the products behind it, the squares of x."""
-        assert self._products is not None
-        self._squared = self._products.norms
-        sums = self._squares_of(x) if self._squared else None
-        self._wide(name, a, weight, x, epilogue=lm_products.RESIDUAL, extra=x, sums=sums)
-
-    def _squares_of(self, x: Tensor) -> Tensor:
-        rows, parts = len(x), x.shape[1] // lm_products.PIECE
-        return self._squares[: rows * parts].view(rows, parts)
+        return self._wide(normed, weight, y, epilogue=epilogue)
 
     def _product(self, name: str, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None:
@@ -354,5 +324,5 @@ def plan_for(rows: int, hidden: int = 1024) -> Plan:
     if rows <= 16:
         return Plan(skinny_rows=64)
     if rows <= 32 and hidden <= 1024:
-        return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2)
-    return Plan(skinny_rows=0, pdl=False)
+        return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=True)
+    return Plan(skinny_rows=0, pdl=False, products=rows <= 64)

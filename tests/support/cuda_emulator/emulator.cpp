@@ -18,7 +18,7 @@ constexpr size_t PAGE = 4096, STACK = 64 << 10, MAX_SHARED = 227 << 10, SHARED_P
 constexpr unsigned long long CANARY = 0x5AFE57AC5AFE57ACull, PATIENCE = 4000;  // looks of each thread without any change: a deadlock
 constexpr int POISON = 0xff;                                                    // NaN as a float, -1 as an integer
 
-struct Copy { void* to; const void* from; unsigned bytes; void (*arrived)(void*, unsigned); void* barrier; bool ordinary; unsigned commits; };
+struct Copy { void* to; const void* from; unsigned bytes; void (*arrived)(void*, unsigned); void* barrier; bool ordinary; };
 // A product of a warpgroup as one of its warps does its part; `last`: the commit behind the products before it.
 struct Product { emulator::Part part; emulator::Multiply multiply; bool last; };
 struct Warp {
@@ -43,7 +43,6 @@ struct Fiber {
     unsigned phase;     // of its cluster's barrier: when it arrived last
     bool arrived;       // there, and has not waited
     std::vector<Copy> copies;
-    unsigned commits;  // of its copies
 };
 struct Barrier { std::vector<Fiber*> there; unsigned count = 0, threads = 0; };
 // The barrier of a cluster: how many threads arrived in this phase, and who waits for its end.
@@ -178,7 +177,7 @@ void start(Block& block, unsigned number, size_t place) {
     for (unsigned i = 0; i < launch->threads; ++i) {
         Fiber& fiber = block.fibers[i];
         fiber.started = fiber.over = false;
-        fiber.block = &block, fiber.thread = i, fiber.waits = nullptr, fiber.arrived = false, fiber.commits = 0;
+        fiber.block = &block, fiber.thread = i, fiber.waits = nullptr, fiber.arrived = false;
         fiber.stack = mapped(kept.stacks, place * launch->threads + i, STACK);
         *reinterpret_cast<unsigned long long*>(fiber.stack) = CANARY;
         getcontext(&fiber.start);
@@ -448,7 +447,7 @@ void meet_at(int identity, unsigned threads) {
     if (barrier.there.size() == threads) release(barrier, block);
 }
 void copy_later(void* to, const void* from, unsigned bytes) {
-    const Copy one{to, from, bytes, nullptr, nullptr, true, running->commits};
+    const Copy one{to, from, bytes, nullptr, nullptr, true};
     if (draw(2) == 0) land(*running->block, one);
     else running->copies.push_back(one);
 }
@@ -456,14 +455,8 @@ void finish_copies() {
     for (const Copy& one : running->copies) land(*running->block, one);
     running->copies.clear();
 }
-void commit_copies() { running->commits += 1; }
-void finish_copies(unsigned pending) {
-    std::vector<Copy> left;
-    for (const Copy& one : running->copies) one.commits + pending < running->commits ? land(*running->block, one) : left.push_back(one);
-    running->copies.swap(left);
-}
 void copy_to_barrier(void* to, const void* from, unsigned bytes, void (*arrived)(void*, unsigned), void* barrier) {
-    running->block->copies.push_back({to, from, bytes, arrived, barrier, false, 0});
+    running->block->copies.push_back({to, from, bytes, arrived, barrier, false});
 }
 void send_copies(void (*arrived)(void*, unsigned), void* barrier) {
     auto& mine = running->copies;

@@ -44,9 +44,7 @@ void fence();
 void send(const void* at);  // what was stored there
 // Asynchronous copies: done at once or when waited for; and those that arrive at a barrier, at some later turn.
 void copy_later(void* to, const void* from, unsigned bytes);
-void commit_copies();
 void finish_copies();
-void finish_copies(unsigned pending);  // but those of the last so many commits
 void copy_to_barrier(void* to, const void* from, unsigned bytes, void (*arrived)(void* barrier, unsigned bytes), void* barrier);
 void send_copies(void (*arrived)(void* barrier, unsigned bytes), void* barrier);  // the thread's own; arrives when all are done
 
