@@ -108,7 +108,7 @@ def products(bench: Bench, rows: int) -> None:
 
 def frame(bench: Bench, rows: int) -> None:
     plan = plan_for(rows)
-    plans = {"without": replace(plan, products=False), "with": plan}
+    plans = {"without": replace(plan, products=False), "with": replace(plan, products=True)}
     found = frame_us(SMALL, Maker(str(bench.device), torch.bfloat16), rows, plans)
     bench.add({"part": "frame", "rows": rows, **{name: us / 1000 for name, us in found.items()}})
 

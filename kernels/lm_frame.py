@@ -319,10 +319,14 @@ def _as_bytes(state: StateTensors) -> StateTensors:
     return replace(state, seen=state.seen.view(torch.uint8), first=draws(state.first), residual=draws(state.residual))
 
 
+#: Whether frames of 17 to 64 rows multiply by `lm_products`: once the kernel as it is now has run on a GPU (benchmarks/NOTES.md).
+PRODUCTS = False
+
+
 def plan_for(rows: int, hidden: int = 1024) -> Plan:
     """The plan for frames of `rows` rows of a talker of width `hidden`."""
     if rows <= 16:
         return Plan(skinny_rows=64)
     if rows <= 32 and hidden <= 1024:
-        return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=True)
-    return Plan(skinny_rows=0, pdl=False, products=rows <= 64)
+        return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=PRODUCTS)
+    return Plan(skinny_rows=0, pdl=False, products=PRODUCTS and rows <= 64)
