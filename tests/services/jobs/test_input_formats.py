@@ -146,7 +146,7 @@ def test_lost_inputs_are_written_again_from_a_table(rig: Rig, name: str) -> None
         (Reading(limit=1, sample=1), "csv", "both given"),
         (Reading(limit=0), "csv", "limit is 0"),
         (Reading(columns={"words": "x"}), "csv", "no field 'words'"),
-        (Reading(columns={"text": "x"}), "text", "no table"),
+        (Reading(columns={"text": "x"}), "text", "not a table"),
         (Reading(voices={"anna": "sine"}), "dialogues", "no speakers"),
     ],
 )
