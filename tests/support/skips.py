@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -36,8 +37,13 @@ def unlisted(skipped: list[tuple[str, str]], allowed: list[AllowedSkip]) -> list
     return [(test, reason) for test, reason in skipped if not any(entry.allows(test, reason) for entry in allowed)]
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Where all must run (`CI` is set), an unlisted skip is a failure. With xdist this is asked of the process that counts."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
+    """Where all must run (`CI` is set), an unlisted skip is a failure. With xdist this is asked of the process that counts.
+
+    It wraps the reporter's own hook, so that its lines stand below the summary, at the end of a long log.
+    """
+    yield
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or hasattr(session.config, "workerinput"):
         return
