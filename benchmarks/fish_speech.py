@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag, linear
 
 from benchmarks.fish_engines import NativeFish, Parts, checkpoint_parts, dummy_parts, prompt_positions, vllm_pipeline
-from benchmarks.gpu import Bench, give_way, numbers, parser
+from benchmarks.gpu import Bench, numbers, parser, serves
 from benchmarks.native_parts import frame_part, prefill_of
 from benchmarks.roofline import FISH, fish_frame
 from benchmarks.speech_load import (
@@ -223,7 +223,6 @@ def arguments_of(given: list[str] | None) -> Any:
     made.add_argument("--kept-voices", type=numbers, default="1", help="of vLLM, one run each: whether prompts of a voice share its KV")
     made.add_argument("--seconds", type=float, default=10.0)
     made.add_argument("--codec-dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16, on a CPU float32")
-    made.add_argument("--switch-ms", type=float, default=5.0, help="for how long a thread may keep the interpreter from others")
     made.add_argument("--memory-share", type=float, default=0.6, help="of vLLM")
     made.add_argument("--eager", action="store_true", help="vLLM without compilation and graphs")
     made.add_argument("--no-compile", action="store_true", help="the step's graphs of plain functions")
@@ -238,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     engines = [one for one in options.engines.split(",") if one == "native" or find_spec("vllm")]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     facts: dict[str, Any] = {"codec_dtype": codec_dtype, "seconds": options.seconds, "aim": AIM, "must": MUST}
-    facts |= {"on_vllm_aim": ON_VLLM_AIM, "on_vllm_must": ON_VLLM_MUST, "switch_ms": give_way(options.switch_ms)}
+    facts |= {"on_vllm_aim": ON_VLLM_AIM, "on_vllm_must": ON_VLLM_MUST, "switch_ms": serves()}
     if "vllm" in engines:
         from pipelines.vllm_engine.library import load_vllm
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.figures import commit
-from pipelines.interpreter import collect_seldom
+from pipelines.interpreter import serve_threads
 from pipelines.nn.checkpoint import open_device
 
 Row = dict[str, Any]
@@ -34,11 +34,10 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def give_way(milliseconds: float) -> float:
-    """Garbage is collected as in a worker; and for how long a thread may keep the interpreter from others, which is returned."""
-    collect_seldom()
-    sys.setswitchinterval(milliseconds / 1000)
-    return milliseconds
+def serves() -> float:
+    """Runs Python as a worker's engine process does. For how many milliseconds a thread may keep the interpreter from others."""
+    serve_threads()
+    return sys.getswitchinterval() * 1000
 
 
 def numbers(text: str) -> list[int]:

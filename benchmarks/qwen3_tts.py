@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu import Bench, Row, ThreadUse, memory, parser
+from benchmarks.gpu import Bench, Row, ThreadUse, memory, parser, serves
 from benchmarks.qwen3_load import FRAMES_PER_SECOND, MAX_TOKENS, ClosedLoop, Load, Tally, profile, requests
 from benchmarks.roofline import device_named, floor_ms, mean_context
 from benchmarks.watched_executor import Watched
@@ -203,7 +203,7 @@ def main() -> int:
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)
     limits = {"shortest_s": load.shortest, "longest_s": load.longest, "window_s": load.seconds, "windows": windows}
-    bench = Bench("qwen3_tts", options, load=limits)
+    bench = Bench("qwen3_tts", options, load=limits, switch_ms=serves())
     config = TINY_CODEC if options.tiny else PUBLISHED_CODEC
     decoder = dummy_decoder(config, bench.device, bench.dtype, fused_front=False if options.codec_plain_front else None)
     decoder.prepare_utterances(options.codec_rows)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu import Bench, parser
+from benchmarks.gpu import Bench, parser, serves
 from benchmarks.qwen3_load import Load
 from benchmarks.qwen3_tts import Throughput, table
 from pipelines.engine.buckets import Prefill
@@ -97,7 +97,12 @@ def main() -> int:
     until = time.monotonic() + 60 * options.minutes
     shortest, longest, seconds = (0.3, 0.8, 0.3) if options.tiny else (3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)
-    bench = Bench("qwen3_tts_rows", options, load={"shortest_s": shortest, "longest_s": longest, "window_s": seconds, "windows": windows})
+    bench = Bench(
+        "qwen3_tts_rows",
+        options,
+        load={"shortest_s": shortest, "longest_s": longest, "window_s": seconds, "windows": windows},
+        switch_ms=serves(),
+    )
     decoder = dummy_decoder(TINY_CODEC if options.tiny else PUBLISHED_CODEC, bench.device, bench.dtype)
     left_out: list[str] = []
     for size in sizes:

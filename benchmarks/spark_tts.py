@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2ForCausalLM
 
-from benchmarks.gpu import Bench, give_way, numbers, parser
+from benchmarks.gpu import Bench, numbers, parser, serves
 from benchmarks.native_parts import frame_part, prefill_of
 from benchmarks.roofline import SPARK, spark_frame
 from benchmarks.spark_engines import TOKENS_PER_SECOND, NativeSpark, Parts, checkpoint_parts, dummy_parts, vllm_pipeline
@@ -250,7 +250,6 @@ def arguments_of(given: list[str] | None) -> Any:
     made.add_argument("--loop-batches", type=numbers, default="1,8,32,64,128,256,512,1024")
     made.add_argument("--seconds", type=float, default=10.0)
     made.add_argument("--codec-dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16, on a CPU float32")
-    made.add_argument("--switch-ms", type=float, default=5.0, help="for how long a thread may keep the interpreter from others")
     made.add_argument("--memory-share", type=float, default=0.4, help="of vLLM")
     made.add_argument("--checkpoint", type=Path, help="a checkpoint in float32 instead of dummy weights")
     return made.parse_args(given)
@@ -268,7 +267,7 @@ def main(given: list[str] | None = None) -> int:
         "aim": AIM,
         "must": MUST,
         "first_chunk_aims_ms": CHUNK_AIMS,
-        "switch_ms": give_way(options.switch_ms),
+        "switch_ms": serves(),
     }
     if find_spec("vllm") and ("vllm" in engines or "stock" in wanted):
         from pipelines.vllm_engine.library import load_vllm
