@@ -80,11 +80,17 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
     tests = ("pytest", "-m", "gpu", "tests/gpu", "-q", "-rs", "-n", "6", "--timeout=250", "--durations=8")
     frames = ("benchmarks.lm_gpu", "--part", "frame", "--model", "0.6b,1.7b", "--batch", "1,8,32,64,128,256,512")
     # With tiny shapes fewer of everything: this only tries the steps.
-    slots = ("--slots", "4") if tiny else ("--slots", "512", "128")
-    more = ("--reproducible", "4", "--sweep", "2") if tiny else ("--reproducible", "512", "--sweep", "1", "8", "32", "64", "256")
-    throughput = ("benchmarks.qwen3_tts", *common, "--seconds", "2.5", "--reference", str(out / "reference.json"))
-    small = (*throughput, "--sizes", "0b6", "--codec", *slots, *more, "--json", str(out / "qwen3_tts.json"))
-    large = (*throughput, "--sizes", "1b7", *slots, "--reproducible", "512", "--json", str(out / "qwen3_tts_1b7.json"))
+    throughput = ("benchmarks.qwen3_tts", *common, "--seconds", "1.5", "--windows", "3")
+    same_bits = (*throughput, "--slots", "--reproducible", "4" if tiny else "512", "--codec-rows", "4" if tiny else "256")
+    small, large = (*throughput, "--sizes", "0b6", "--codec"), (*throughput, "--sizes", "1b7")
+    if tiny:
+        small = (*small, "--slots", "4", "--sweep", "2", "--long-prompts", "4")
+    else:
+        small = (*small, "--slots", "1024", "512", "128", "--sweep", "1", "8", "32", "64", "256", "768", "--long-prompts", "1024")
+        large = (*large, "--slots", "1024", "512")
+    small = (*small, "--also", str(out / "reference.json"), str(out / "same_bits.json"), "--json", str(out / "qwen3_tts.json"))
+    large = (*large, "--also", str(out / "reference.json"), str(out / "same_bits.json"), "--json", str(out / "qwen3_tts_1b7.json"))
+    same_bits = (*same_bits, "--sizes", "0b6", "1b7", "--json", str(out / "same_bits.json"))
     sooner = (*throughput, "--sizes", "0b6", "--slots", "4" if tiny else "512", "--parts", "all", "--admit-turns", "2")
     continuous = (*throughput, "--sizes", "0b6", "--slots", "4" if tiny else "512", "--reproducible", "4" if tiny else "512")
     soak = ("benchmarks.qwen3_tts_soak", *common, "--count", "20" if tiny else "10000", "--json", str(out / "soak.json"))
@@ -98,9 +104,10 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         Step("frames", "check", frames, 150, gpu_only=True),
         Step("codec", "check", ("benchmarks.codec_gpu", "--part", "decode,stream"), 200, gpu_only=True),
         Step("reference", "speed", reference, 120, needs="NIGHTJAR_REFERENCE_SITE"),
+        Step("throughput, same bits", "speed", same_bits, 90),
         Step("throughput 0.6B", "speed", small, 250),
+        Step("throughput 1.7B", "speed", large, 100, gpu_only=True),
         Step("soak", "speed", soak, 80),
-        Step("throughput 1.7B", "speed", large, 140, gpu_only=True),
         Step("plots", "speed", ("benchmarks.plots", str(out / "qwen3_tts.json"), str(out / "qwen3_tts_1b7.json")), 20),
         Step("newcomers sooner", "tune", (*sooner, "--json", str(out / "sooner.json")), 70),
         *codec_steps(device, tiny, out, continuous),

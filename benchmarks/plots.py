@@ -34,7 +34,7 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[Line]:
     floors: dict[str, dict[float, float]] = {}
     names = {"all": "whole", "lm": "without the codec", "reference": "reference"}
     for row in rows:
-        if row.get("part") not in names or not row.get("slots") or not row.get("audio_s_per_s"):
+        if row.get("part") not in names or not row.get("slots") or not row.get("audio_s_per_s") or row.get("more_text"):
             continue
         name = f"{row['size']}, {names[row['part']]}" + (", reproducible" if row.get("reproducible") else "")
         found.setdefault(name, {})[row["slots"]] = row["audio_s_per_s"]

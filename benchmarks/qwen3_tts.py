@@ -7,7 +7,8 @@ A closed loop keeps every slot taken with utterances of 3 to 15 seconds. Each ha
 know it: the weights draw the end at the first frame that `min_new_tokens` allows. Measured, once twice as many utterances are out as
 there are slots: the whole, the language model without the codec, and the codec alone; each row has its share of the roofline floor.
 What is quoted is sustained: the smaller of what the language model made and what was heard. `--sweep` adds the whole at more numbers of
-slots, `--reproducible` the whole in reproducible mode, `--reference` the rows of `benchmarks.qwen3_tts_reference`.
+slots, `--reproducible` the whole in reproducible mode, `--long-prompts` the whole at a mean context of
+300, `--also` the rows of other runs, such as those of `benchmarks.qwen3_tts_reference`.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from pipelines.qwen3_tts.model import Qwen3TTSModel
 
 PAGE_SIZE = 64
 MAX_CONTEXT = 4096
+#: Positions that long prompts have more: a mean context of 300.
+MORE_TEXT = 192
 #: Seconds at most until a loop has settled, compilation of kernels included.
 SETTLE_SECONDS = 60.0
 
@@ -116,7 +119,7 @@ class Throughput:
                 settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
                 row: Row = {"size": self.size, "part": part, "slots": slots, "frames_per_turn": options.frames_per_turn}
                 row |= {"admit_turns": options.admit_turns, "settled": settled}
-                row |= {"reproducible": reproducible, "open_s": opened, "context": context, **sizes}
+                row |= {"reproducible": reproducible, "more_text": self.load.more_text, "open_s": opened, "context": context, **sizes}
                 row |= loop.measure(self.load.seconds, windows) | memory(device)
                 row["floor_ms"] = floor_ms(part, self.size, slots, context, self.limits)
                 row["floor_share"] = share(row)
@@ -159,7 +162,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         if "audio_s_per_s" not in row:
             continue
-        part = row["part"] + (" same bits" if row.get("reproducible") else "")
+        part = row["part"] + (" same bits" if row.get("reproducible") else "") + (" long" if row.get("more_text") else "")
         lines.append(
             f"{row.get('size', ''):5}{part:14}{row.get('slots') or '':>6}{row['audio_s_per_s']:11,.0f}{row['frames_per_s']:10,.0f}"
             f"{cell(row.get('ms_per_frame'), 10, '.3f')}{cell(row.get('floor_ms'), 10, '.3f')}{cell(row.get('floor_share'), 9, '.0%')}"
@@ -172,7 +175,9 @@ def headlines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What the rows say together: against the reference at its best batch, and what reproducible mode costs."""
     lines: list[str] = []
     for size in dict.fromkeys(row.get("size") for row in rows if row.get("size")):
-        ours = [row for row in rows if row.get("size") == size and row["part"] == "all" and "audio_s_per_s" in row]
+        ours = [
+            row for row in rows if row.get("size") == size and row["part"] == "all" and "audio_s_per_s" in row and not row.get("more_text")
+        ]
         theirs = [row for row in rows if row.get("size") == size and row["part"] == "reference" and "audio_s_per_s" in row]
         free = {row["slots"]: row["audio_s_per_s"] for row in ours if not row["reproducible"]}
         if free and theirs:
@@ -198,7 +203,16 @@ def main() -> int:
     made.add_argument("--codec-rows", type=int, default=0, help="rows of the codec's continuous batch; 0: gathered batches")
     made.add_argument("--codec-plain-front", action="store_true", help="the codec's front on single ops")
     made.add_argument("--codec", action="store_true", help="measure the codec alone first")
-    made.add_argument("--reference", type=Path, help="JSON of the reference implementation's rows")
+    made.add_argument(
+        "--long-prompts",
+        nargs="*",
+        type=int,
+        default=[],
+        help=f"numbers of slots, the whole with {MORE_TEXT} positions more in every prompt",
+    )
+    made.add_argument(
+        "--also", nargs="*", type=Path, default=[], help="JSON files whose rows stand first: the reference's, other runs' of this"
+    )
     options = made.parse_args()
     load = Load(0.3, 0.8, 0.5) if options.tiny else Load(3.0, 15.0, options.seconds)
     sizes, windows = (["tiny"], 2) if options.tiny else (options.sizes, options.windows)
@@ -207,8 +221,9 @@ def main() -> int:
     config = TINY_CODEC if options.tiny else PUBLISHED_CODEC
     decoder = dummy_decoder(config, bench.device, bench.dtype, fused_front=False if options.codec_plain_front else None)
     decoder.prepare_utterances(options.codec_rows)
-    if options.reference and options.reference.exists():
-        for row in json.loads(options.reference.read_text(encoding="utf-8"))["rows"]:
+    for path in options.also:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+        for row in rows:
             if row["size"] in sizes:
                 bench.add(row)
     for size in sizes:
@@ -221,6 +236,9 @@ def main() -> int:
             work.measure(slots, ["all"], windows, reproducible=True)
         for slots in options.sweep:
             work.measure(slots, ["all"], 2)
+        work.load = replace(load, more_text=MORE_TEXT)
+        for slots in options.long_prompts:
+            work.measure(slots, ["all"], windows)
         del work
     bench.keep(headlines=headlines(bench.rows))
     print(table(bench.rows))

@@ -20,14 +20,12 @@ from typing import Any
 
 from benchmarks.gpu import Bench, parser, serves
 from benchmarks.qwen3_load import Load
-from benchmarks.qwen3_tts import Throughput, table
+from benchmarks.qwen3_tts import MORE_TEXT, Throughput, table
 from pipelines.engine.buckets import Prefill
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder
 
 #: The ends of the range first, then what lies between.
 SLOTS = (512, 1024, 768, 640, 896)
-#: Positions that the long prompts have more.
-MORE_TEXT = 192
 #: Slots beside the rows: as many as utterances end in eight frames of 512 rows.
 SPARE = 32
 
