@@ -45,16 +45,22 @@ class AdmissionQueue:
         """Whether the next one has to wait."""
         return self.running >= self._slots
 
-    def ask(self, since: float | None = None, patience_seconds: float | None = None) -> asyncio.Future[Permit]:
+    def check_open(self) -> None:
+        """Raises `ApiError` (503) once closed."""
+        if self.closed:
+            raise unavailable("The server is shutting down.", "shutting_down")
+
+    def ask(self, since: float | None = None, patience_seconds: float | None = None, *, under_way: bool = False) -> asyncio.Future[Permit]:
         """A ticket, at once or after those who came before; whoever no longer wants it must `cancel`.
 
         `since` is when the request's first byte came, by the monotonic clock; None: now. Who has `patience_seconds` is refused if it would
-        wait for longer, judged by the mean time of a slot, and once it has waited for so long.
+        wait for longer, judged by the mean time of a slot, and once it has waited for so long. `under_way`: the next part of what came in
+        earlier, which is finished also once the queue is closed.
 
         Raises `ApiError`: 429 when the queue is full, 503 once closed.
         """
-        if self.closed:
-            raise unavailable("The server is shutting down.", "shutting_down")
+        if not under_way:
+            self.check_open()
         waiter: asyncio.Future[Permit] = asyncio.get_running_loop().create_future()
         since = time.monotonic() if since is None else since
         if self.running < self._slots:

@@ -191,7 +191,7 @@ class Context:
     async def _admitted(self) -> Permit:
         """A slot. Raises `ApiError` (429) for a wait that leaves the listener without sound for `stream_queue_seconds`."""
         ahead_seconds = max(self._heard_until - time.monotonic(), 0.0)
-        waiter = self._serving.gate.ask(patience_seconds=self._serving.options.stream_queue_seconds + ahead_seconds)
+        waiter = self._serving.gate.ask(patience_seconds=self._serving.options.stream_queue_seconds + ahead_seconds, under_way=True)
         try:
             await asyncio.wait((waiter,))
             return waiter.result()

@@ -97,8 +97,7 @@ class RequestMiddleware:
             self._check(scope["path"], scope["headers"], parse_qs(scope["query_string"]).get(b"api_key", []))
             if not self._keys:
                 _check_origin(dict(scope["headers"]))
-            if self._gate.closed:
-                raise unavailable("The server is shutting down.", "shutting_down")
+            self._gate.check_open()
         except ApiError as api_error:
             headers = [(b"content-type", b"application/json"), *_raw(api_error.headers)]
             await send({"type": "websocket.http.response.start", "status": api_error.status_code, "headers": headers})

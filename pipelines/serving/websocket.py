@@ -133,7 +133,8 @@ class _Connection:
             await self._begin(message)
 
     async def _begin(self, message: cartesia.ContextMessage) -> None:
-        """Opens a context. Raises `ApiError` where there are too many, and for what the model cannot do."""
+        """Opens a context. Raises `ApiError` where there are too many or the server stops, and for what the model cannot do."""
+        self._serving.gate.check_open()
         for count, limit, whose in (
             (len(self._contexts), self._options.contexts_per_connection, "connection"),
             (self._route.contexts, self._options.contexts, "server"),
