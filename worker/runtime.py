@@ -35,7 +35,7 @@ from worker.model_opening import Preload, open_model
 from worker.pipeline_cache import PipelineCache
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
-from worker.shard_runner import ShardRunner
+from worker.shard_runner import ShardEnd, ShardRunner
 from worker.writer_processes import WriterProcesses, default_processes
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: How long a worker of one model waits before it returns a message of another model.
+#: How long a worker waits before it returns the message of a job that it does not run.
 REST_SECONDS = 0.5
 #: Between the drain deadline and the end of the process, even if something hangs.
 LAST_SECONDS = 20.0
@@ -70,7 +70,7 @@ class WorkerOptions:
     #: The worker drains when this process is no longer its parent.
     parent_pid: int | None = None
     #: Whether jobs and settings are one person's, as with `nightjar run`. Then the worker ends where its settings do not let it open a
-    #: job's model. Else it fails the job's items, so that no job ends the workers of others.
+    #: job's model. Else it leaves the job to the others, or fails its items where there is no other: no job ends the workers of others.
     private: bool = False
     #: A model that is being opened already.
     preload: Preload | None = None
@@ -98,6 +98,8 @@ class Runtime:
         self._open_model = open_model
         self._stores: dict[str, ObjectStore] = {}
         self._models: dict[str, str] = {}
+        #: When this worker found that it cannot run a job.
+        self._refused_at: dict[str, float] = {}
         self._draining = threading.Event()
         self._hurry = threading.Event()
         self._stopped = threading.Event()
@@ -135,6 +137,7 @@ class Runtime:
             clock=self._clock,
             provenance=ProvenanceBook(),
             demand=self.demand,
+            alone=self.options.private,
         )
         self.maintenance = Maintenance(
             self.ledger,
@@ -278,7 +281,11 @@ class Runtime:
             return False
         with bound_contextvars(epoch=lease.epoch), self.demand.hold(lease.ticket, len(lease.open_items)):
             self.maintenance.claimed()
-            self.runner.run(lease)
+            end = self.runner.run(lease)
+        if end is ShardEnd.REFUSED:
+            self._refused_at[ticket.job_id] = self._clock.monotonic()
+        else:
+            self._refused_at.pop(ticket.job_id, None)
         return True
 
     def _engine_slots(self) -> int:
@@ -286,8 +293,12 @@ class Runtime:
         return max((engine_info(pipeline).slots for pipeline in self.pipelines.pipelines()), default=0)
 
     def _refusal(self, ticket: Ticket) -> Handling | None:
-        """Why this worker does not run the shard, or None. A worker of one model leaves other models to others, after a short wait."""
+        """Why this worker does not run the shard, or None. A worker of one model leaves other models to others, after a short wait; so
+        does every worker with a job that it lately could not run."""
         if self.draining:
+            return Handling.REFUSED
+        if self._leaves(ticket.job_id):
+            self._draining.wait(REST_SECONDS)
             return Handling.REFUSED
         if self.options.model is None:
             return None
@@ -301,6 +312,12 @@ class Runtime:
             return None
         self._draining.wait(REST_SECONDS)
         return Handling.REFUSED
+
+    def _leaves(self, job_id: str) -> bool:
+        refused_at = self._refused_at.get(job_id)
+        if refused_at is None or self._clock.monotonic() - refused_at >= self.settings.worker.quarantine_seconds:
+            return False
+        return bool(self._asking(lambda: self.ledger.others_may_run(job_id, self.worker.id)))
 
     def _asking(self, call: Callable[[], T]) -> T | None:
         """The ledger's answer. Asks again until it comes or the worker drains; None where the ledger does not know the job."""

@@ -10,7 +10,7 @@ import structlog
 
 from jobs.child_process import say_finished
 from jobs.ledger.records import Done, Failed, JobState, Outcome
-from jobs.ledger.states import WORKING
+from jobs.ledger.states import WORKER_FAULTS, WORKING
 from jobs.manifest import put_shard_manifest
 from jobs.provenance import ProvenanceBook
 from jobs.shard_file import ShardLine, read_shard
@@ -48,6 +48,8 @@ class ShardEnd(StrEnum):
     LOST = "lost"
     #: Given back by a draining worker, or because its job was paused; what was done stays done.
     RELEASED = "released"
+    #: Given back: this worker cannot run it, and another one may.
+    REFUSED = "refused"
     #: The shard as a whole could not be worked on.
     FAILED = "failed"
 
@@ -73,7 +75,9 @@ class ShardRunner:
         clock: Clock | None = None,
         provenance: ProvenanceBook | None = None,
         demand: Demand | None = None,
+        alone: bool = False,
     ) -> None:
+        """`alone`: no worker but this one runs its jobs, so what it cannot run it does not give back."""
         self._ledger = ledger
         self._store_for = store_for
         self._pipelines = pipelines
@@ -87,6 +91,7 @@ class ShardRunner:
         self._order = FeedingOrder()
         self._provenance = provenance
         self._demand = demand
+        self._alone = alone
 
     def run(self, lease: Lease) -> ShardEnd:
         """Works on a shard until it is finished or its lease is gone. Raises nothing."""
@@ -281,14 +286,21 @@ class ShardRunner:
         return ShardEnd.RELEASED
 
     def _fail(self, held: HeldLease, code: ErrorCode, message: str) -> ShardEnd:
-        log.error("shard failed", code=code.value, error=message)
         try:
+            if code in WORKER_FAULTS and not self._alone and self._refused(held, code, message):
+                log.error("this worker cannot run the job; its shard is left to another one", code=code.value, error=message)
+                return ShardEnd.REFUSED
+            log.error("shard failed", code=code.value, error=message)
             held.retrying(lambda: self._ledger.fail_shard(held.lease.ticket, code, message), self._metrics.waited_for)
         except LeaseGoneError as gone:
             return self._give_up(held, gone.reason)
         except NightjarError as error:
             log.warning("failed shard not reported; its lease will expire", error=str(error))
         return ShardEnd.FAILED
+
+    def _refused(self, held: HeldLease, code: ErrorCode, message: str) -> bool:
+        """Whether the shard went back for another worker."""
+        return held.retrying(lambda: self._ledger.refuse(held.lease.ticket, code, message), self._metrics.waited_for)
 
 
 def _runs_again(lease: Lease, outcome: Outcome) -> bool:

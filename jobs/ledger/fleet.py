@@ -77,7 +77,7 @@ class WorkerStatus:
     slots: int
     #: `up`, `draining`, `quarantined`, `lost` or `retired`.
     state: str
-    #: Why it is quarantined.
+    #: Why it is quarantined, or which job it cannot run and why.
     state_reason: str
     started_at: float
     heartbeat_at: float

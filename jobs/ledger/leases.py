@@ -23,6 +23,7 @@ from jobs.ledger.mapping import items_of, lock_job, open_items, read_job
 from jobs.ledger.records import ItemState, JobState, Lease, ShardState, Ticket
 from jobs.ledger.schema import db_now, item_is, state_is
 from jobs.ledger.states import DISPATCHED, OUTAGES, WORKING, AttemptOutcome, last_attempt
+from jobs.ledger.workers import note_refusal, others_may_run
 from pipelines.errors import ErrorCode
 
 _CURRENT = sa.and_(
@@ -179,6 +180,19 @@ def release(connection: sa.Connection, ticket: Ticket, reason: str) -> bool:
         complete_if_over(connection, job["id"])
     else:
         move_to(connection, shard, ShardState.READY, attempts=attempts, not_before=None)
+    return True
+
+
+def refuse(connection: sa.Connection, ticket: Ticket, code: ErrorCode, message: str) -> bool:
+    """Gives back a shard that this worker cannot run and another one may: counts as no attempt. False: no other one may, or the lease was
+    lost."""
+    held = _lock_held(connection, ticket)
+    if held is None or not others_may_run(connection, ticket.job_id, held[1]["worker_id"]):
+        return False
+    _, shard = held
+    note_refusal(connection, shard["worker_id"], f"It cannot run job {ticket.job_id} ({code.value}): {message}")
+    end_attempt(connection, shard, AttemptOutcome.REFUSED, code, message)
+    move_to(connection, shard, ShardState.READY, not_before=None)
     return True
 
 

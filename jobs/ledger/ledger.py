@@ -157,6 +157,7 @@ class Ledger:
     worker_heartbeat = _writes(worker_rows.worker_heartbeat)
     retire_worker = _writes(worker_rows.retire_worker)
     lose_worker = _writes(worker_rows.lose_worker)
+    others_may_run = _reads(worker_rows.others_may_run)
     report_quarantines = _writes(worker_rows.report_quarantines)
     worker_statuses = _reads_plainly(fleet.worker_statuses)
 
@@ -166,6 +167,7 @@ class Ledger:
     heartbeat = _writes(leases.heartbeat)
     finish_shard = _writes(leases.finish_shard)
     release = _writes(leases.release)
+    refuse = _writes(leases.refuse)
     fail_shard = _writes(leases.fail_shard)
 
     def commit(self, ticket: Ticket, outcomes: Sequence[Outcome]) -> CommitResult:

@@ -265,7 +265,7 @@ attempts = sa.Table(
     sa.Column("worker_id", sa.Text, nullable=False),
     sa.Column("started_at", sa.Double, nullable=False),
     sa.Column("ended_at", sa.Double),
-    # done, partial, released, failed, expired or cancelled; NULL while it runs.
+    # done, partial, released, refused, failed, expired or cancelled; NULL while it runs.
     sa.Column("outcome", sa.Text),
     _counter("n_ok"),
     _counter("n_failed"),
@@ -307,7 +307,7 @@ workers = sa.Table(
     sa.Column("version", sa.Text, nullable=False),
     sa.Column("slots", sa.Integer, nullable=False),
     sa.Column("state", sa.Text, nullable=False),
-    # Why it is quarantined.
+    # Why it is quarantined, or which job it cannot run and why.
     sa.Column("state_reason", sa.Text, nullable=False, server_default=""),
     sa.Column("started_at", sa.Double, nullable=False),
     sa.Column("heartbeat_at", sa.Double, nullable=False),

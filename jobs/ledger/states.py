@@ -42,6 +42,11 @@ OUTAGES = frozenset(
     }
 )
 
+#: What is wrong with one worker, its settings or its copy of a model: another worker may run the shard.
+WORKER_FAULTS = frozenset(
+    {ErrorCode.CONFIG_INVALID, ErrorCode.MODEL_UNKNOWN, ErrorCode.MODEL_BAD_CHECKPOINT, ErrorCode.MODEL_MISSING_EXTRA}
+)
+
 #: States of a worker process: it works; it gave back what it held and ended; its heartbeats stopped.
 UP, RETIRED, LOST = "up", "retired", "lost"
 #: State of the place of a worker that keeps failing, reported by the process that starts it.
@@ -62,6 +67,8 @@ class AttemptOutcome(StrEnum):
     PARTIAL = "partial"
     #: Given back by a draining worker.
     RELEASED = "released"
+    #: Given back by a worker that cannot run it, while another one may.
+    REFUSED = "refused"
     #: The worker reported that the shard as a whole failed.
     FAILED = "failed"
     #: The lease ran out: the worker died, hung, or lost the ledger.

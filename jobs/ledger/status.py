@@ -20,7 +20,7 @@ import msgspec
 
 from jobs.ledger.location import located, place_of
 from jobs.ledger.records import SCHEMA_REVISION, Job, JobSpec, JobState, ShardState, clean
-from jobs.ledger.states import LIVE_SECONDS, LOST, OUTAGES, QUARANTINED, RETIRED
+from jobs.ledger.states import LIVE_SECONDS, LOST, OUTAGES, QUARANTINED, RETIRED, AttemptOutcome
 from pipelines.errors import ErrorCode, NotFoundError
 
 CONNECT_SECONDS = 5
@@ -52,10 +52,15 @@ _OUTAGE = """
 SELECT error_code, error_message, ended_at FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
 WHERE shards.job_id = :job AND shards.outages > 0 AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT 1
 """
-#: Workers that live and take shards of :model, of any state but those that have ended, and those among them that are quarantined.
+#: Workers that live and take shards of :model, of any state but those that have ended, and those among them that are quarantined;
+#: without those that refused :job the last time.
 _LIVE_WORKERS = f"""
 SELECT count(*), count(CASE WHEN state = '{QUARANTINED}' THEN 1 END) FROM workers
 WHERE state NOT IN ('{RETIRED}', '{LOST}') AND heartbeat_at >= <now> - {LIVE_SECONDS} AND (model = '' OR model = :model)
+AND id NOT IN (
+    SELECT worker_id FROM attempts WHERE job_id = :job GROUP BY worker_id
+    HAVING max(CASE WHEN outcome = '{AttemptOutcome.REFUSED}' THEN started_at END) = max(started_at)
+)
 """  # noqa: S608 - words of ours
 #: A lease that runs counts up to now, or to where it ran out.
 _BUSY = f"""
@@ -265,7 +270,8 @@ def status_of(reader: Reader, job: Job) -> JobStatus:
     (status,) = statuses_of(reader, [job])
     if job.state.final:
         return status
-    heard, quarantined = reader.execute(_LIVE_WORKERS.replace("<now>", NOW[reader.engine]), {"model": job.spec.model}).fetchone()
+    asked = {"model": job.spec.model, "job": job.id}
+    heard, quarantined = reader.execute(_LIVE_WORKERS.replace("<now>", NOW[reader.engine]), asked).fetchone()
     return replace(status, outage=_last_outage(reader, job.id), workers=heard - quarantined, quarantined_workers=quarantined)
 
 

@@ -11,7 +11,7 @@ from jobs.ledger import schema
 from jobs.ledger.mapping import insert
 from jobs.ledger.records import ShardState, WorkerInfo, clean
 from jobs.ledger.schema import db_now, state_is
-from jobs.ledger.states import LIVE_SECONDS, LOST, QUARANTINED, RETIRED, UP
+from jobs.ledger.states import LIVE_SECONDS, LOST, QUARANTINED, RETIRED, UP, AttemptOutcome
 from pipelines.errors import ErrorCode, NotFoundError, ServiceError
 
 #: The model of a worker that serves whatever the jobs ask for.
@@ -105,6 +105,28 @@ def report_quarantines(connection: sa.Connection, host: str, pid: int, quarantin
         connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=now))
     over = (columns.host == clean(host), columns.pid == pid, columns.state == QUARANTINED, columns.id.not_in(ids))
     connection.execute(sa.update(schema.workers).where(*over).values(state=RETIRED, heartbeat_at=db_now()))
+
+
+def others_may_run(connection: sa.Connection, job_id: str, worker_id: str) -> bool:
+    """Whether a job that this worker cannot run may still be run by another one: items of it are done, or another live worker takes its
+    model and did not refuse it the last time."""
+    jobs, shards, attempts, columns = schema.jobs.c, schema.shards.c, schema.attempts.c, schema.workers.c
+    refused_at = sa.func.max(sa.case((attempts.outcome == AttemptOutcome.REFUSED.value, attempts.started_at)))
+    refused = sa.select(attempts.worker_id).where(attempts.job_id == job_id).group_by(attempts.worker_id)
+    model = sa.select(jobs.spec["model"].as_string()).where(jobs.id == job_id).scalar_subquery()
+    another = sa.exists().where(
+        _live(LIVE_SECONDS),
+        columns.state == UP,
+        columns.id != worker_id,
+        columns.model.in_([ANY_MODEL, model]),
+        columns.id.not_in(refused.having(refused_at == sa.func.max(attempts.started_at))),
+    )
+    return bool(connection.scalar(sa.select(sa.or_(sa.exists().where(shards.job_id == job_id, shards.n_done > 0), another))))
+
+
+def note_refusal(connection: sa.Connection, worker_id: str, reason: str) -> None:
+    """Notes at a worker which job it cannot run, and why."""
+    connection.execute(sa.update(schema.workers).where(schema.workers.c.id == worker_id).values(state_reason=clean(reason)))
 
 
 def lose_worker(connection: sa.Connection, host: str, pid: int) -> int:

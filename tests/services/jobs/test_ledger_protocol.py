@@ -355,3 +355,40 @@ class TestFinish:
         assert ledger.error_counts(job.id) == {ErrorCode.STORE_MISSING: 2}
         assert ledger.job(job.id).state is JobState.COMPLETED_WITH_ERRORS
         assert_exact(ledger, job.id)
+
+    def test_a_shard_that_one_worker_cannot_run_goes_back_while_another_may(self, ledger: Ledger) -> None:
+        job = submit(ledger, (1, 1), max_attempts=1)
+        for worker_id in ("w1", "w2"):
+            ledger.register_worker(worker(worker_id))
+        first = lease_next(ledger, "w1")
+        assert ledger.refuse(first.ticket, ErrorCode.MODEL_BAD_CHECKPOINT, "A file is cut.")
+        assert not ledger.refuse(first.ticket, ErrorCode.MODEL_BAD_CHECKPOINT, "Again.")
+        assert (ledger.status(job.id).workers, ledger.others_may_run(job.id, "w1")) == (1, True)
+        second = lease_next(ledger, "w2")
+        assert not ledger.refuse(second.ticket, ErrorCode.MODEL_BAD_CHECKPOINT, "A file is cut."), "w1 cannot either"
+        assert ledger.fail_shard(second.ticket, ErrorCode.MODEL_BAD_CHECKPOINT, "A file is cut.")
+        assert {outcome for _, _, outcome, *_ in outcomes_of_attempts(ledger, job.id)} == {"refused", "failed"}
+        assert sorted(states(ledger, job.id)) == [ItemState.FAILED, ItemState.PENDING]
+        assert_exact(ledger, job.id)
+
+    @pytest.mark.parametrize("change", ["state = 'draining'", "model = 'other'", "heartbeat_at = 1"])
+    def test_a_worker_that_takes_no_such_shard_is_none_that_may_run_it(self, ledger: Ledger, change: str) -> None:
+        submit(ledger, (1,))
+        for worker_id in ("w1", "w2"):
+            ledger.register_worker(worker(worker_id))
+        execute(ledger, f"UPDATE workers SET {change} WHERE id = 'w2'")
+        assert not ledger.refuse(lease_next(ledger, "w1").ticket, ErrorCode.CONFIG_INVALID, "No GPU.")
+
+    def test_a_job_that_others_made_items_of_waits_for_them(self, ledger: Ledger) -> None:
+        job = submit(ledger, (1, 1))
+        ledger.register_worker(worker("w2"))
+        made = lease_next(ledger, "w1")
+        ledger.commit(made.ticket, [done(made.shard_no)])
+        ledger.finish_shard(made.ticket)
+        assert ledger.refuse(lease_next(ledger, "w2").ticket, ErrorCode.CONFIG_INVALID, "No GPU.")
+        assert ledger.status(job.id).workers == 0
+        again = lease_next(ledger, "w2")
+        assert ledger.status(job.id).workers == 1, "it has the shard again, and did not refuse it"
+        ledger.commit(again.ticket, [done(again.shard_no)])
+        assert ledger.finish_shard(again.ticket)
+        assert ledger.job(job.id).state is JobState.COMPLETED

@@ -8,17 +8,18 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
+from jobs.ledger.records import ItemState
 from jobs.settings import Settings
 from jobs.settings_groups import VllmSettings
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError, NightjarError, SynthesisError
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
-from tests.support.fakes import FakePipeline
+from tests.support.fakes import FakeClock, FakePipeline
 from tests.support.worker_rig import WORKER, Build, Rig
 from worker import __main__ as commands
 from worker import runtime as runtime_module
 from worker.leases import LeaseGoneError
-from worker.runtime import Runtime, WorkerOptions
+from worker.runtime import Handling, Runtime, WorkerOptions
 
 CRASH = EngineCrashError(ErrorCode.WORKER_CRASH, "The engine's process ended.")
 FULL = SynthesisError(ErrorCode.SYNTH_OOM, "Another program fills the GPU.")
@@ -123,6 +124,42 @@ def test_a_worker_says_what_no_start_of_it_can_open(
             with runtime.pipelines.use("fake"):
                 pass
         assert said == [error] * told
+    finally:
+        runtime.drain()
+        runtime.stop()
+
+
+def test_a_worker_leaves_a_job_that_it_cannot_run_to_the_others_and_tries_again_later(
+    build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another one may run it. Alone, it says what is wrong in the items that it fails."""
+    monkeypatch.setattr(runtime_module, "REST_SECONDS", 0.0)
+    failing(monkeypatch, REFUSED, REFUSED, REFUSED)
+    rig, clock = build(), FakeClock()
+    settings = settings_of(rig)
+    job = rig.submit(["one"])
+    runtime = Runtime(settings, clock=clock)
+    other = replace(runtime.worker, id="other")
+    rig.ledger.register_worker(other)
+
+    def opens() -> int:
+        """How many of the refusals were met."""
+        return len(list(rig.ledger.attempts(job.id)))
+
+    try:
+        runtime.start()
+        ticket = rig.take_ticket()
+        assert (runtime.handle(ticket), opens()) == (Handling.RAN, 1)
+        ticket = rig.take_ticket()
+        assert [runtime.handle(ticket) for _ in range(3)] == [Handling.REFUSED] * 3
+        assert opens() == 1, "it opens the model no more"
+        clock.advance(settings.worker.quarantine_seconds)
+        assert (runtime.handle(ticket), opens()) == (Handling.RAN, 2)
+        assert [row.state for row in rig.items(job)] == [ItemState.PENDING]
+        rig.ledger.retire_worker(other.id)
+        assert (runtime.handle(rig.take_ticket()), opens()) == (Handling.RAN, 3)
+        (item,) = rig.items(job)
+        assert (item.state, item.error_code) == (ItemState.FAILED, ErrorCode.CONFIG_INVALID)
     finally:
         runtime.drain()
         runtime.stop()
