@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from jobs.cli.context import common_options, found_job, job_argument
-from jobs.cli.show import NO_WORKER, status_lines
+from jobs.cli.show import no_worker, status_lines
 from jobs.console import CANCELLED, FAILED, TIMEOUT, FiniteRange, Output
 from jobs.ledger.records import JobState
 from jobs.ledger.status import JobStatus
@@ -18,23 +18,24 @@ from jobs.progress import Progress
 from jobs.status import lacks_workers, status_view
 
 if TYPE_CHECKING:
-    pass
+    from jobs.settings import Settings
 
 POLL_SECONDS = 0.5
 
 EXIT_BY_STATE = {JobState.COMPLETED: 0, JobState.CANCELLED: CANCELLED}
 
 
-def until_end(read: Callable[[], JobStatus], progress: Progress, timeout_seconds: float | None = None) -> JobStatus:
+def until_end(read: Callable[[], JobStatus], progress: Progress, settings: Settings, timeout_seconds: float | None = None) -> JobStatus:
     """Reads a job's status until it is final or the time is over; the last status. Says when no live worker takes the job."""
     deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-    alone = False
+    said = ""
     while True:
         status = read()
         progress.update(status)
-        if lacks_workers(status) and not alone:
-            progress.say(NO_WORKER.capitalize() + ".")
-        alone = lacks_workers(status)
+        waits = no_worker(settings) if lacks_workers(status) else ""
+        if waits and waits != said:
+            progress.say(waits[0].upper() + waits[1:] + ".")
+        said = waits
         if status.job.state.final or (deadline is not None and time.monotonic() >= deadline):
             return status
         time.sleep(POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
@@ -61,7 +62,7 @@ def wait(job: str, timeout_seconds: float | None, home: str | None, output: Outp
       nightjar wait JOB --timeout 3600
     """
     with found_job(job, home) as (settings, ledger, found), Progress(quiet=output.quiet) as progress:
-        status = until_end(lambda: ledger.status(found.id), progress, timeout_seconds)
+        status = until_end(lambda: ledger.status(found.id), progress, settings, timeout_seconds)
     if output.as_json:
         output.data(status_view(status, settings.price_per_gpu_hour))
     else:
@@ -94,7 +95,7 @@ def watch(job: str, home: str | None, output: Output) -> int:
             last = counts
             return status
 
-        status = until_end(read, progress)
+        status = until_end(read, progress, settings)
     if not output.as_json:
         for line in status_lines(status, settings.price_per_gpu_hour):
             output.line(line)

@@ -14,7 +14,7 @@ from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.ledger.records import ItemState, Job, JobState
 from jobs.ledger.status import GAP_SECONDS, JobStatus, newest_statuses, status_and_errors
 from jobs.recent_jobs import keep_remembered, out_words, settings_for_job
-from jobs.settings import Settings, load_settings, sqlite_path
+from jobs.settings import Settings, embedded_broker_url, load_settings, sqlite_path
 from jobs.status import (
     busy_seconds,
     cost,
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: What `status`, `watch` and `wait` say of a job that waits for a worker.
-NO_WORKER = "no live worker takes this job; start one with `nightjar worker`, or give its `nightjar run` again"
+NO_WORKER = "no live worker takes this job (see `nightjar workers`); start one with `nightjar worker`, or give its `nightjar run` again"
+STARTING = "the worker of the `nightjar run` in this folder is starting"
 
 _codes = click.Choice([code.value for code in ErrorCode])
 
@@ -69,7 +70,7 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
     if output.as_json:
         output.data(status_view(state, price, errors))
         return
-    for line in status_lines(state, price):
+    for line in status_lines(state, price, no_worker(settings)):
         output.line(line)
     for code, count in errors.items():
         output.line(f"  {count} x {code.value}")
@@ -77,8 +78,13 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
         output.note(f"See them with: nightjar errors {state.job.id}{out_words(state.job.id, sqlite_path(settings.ledger_url))}")
 
 
-def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None) -> list[str]:
-    """A job's status in a few lines for a person."""
+def no_worker(settings: Settings) -> str:
+    """What is said of a job for which no worker lives."""
+    return NO_WORKER if embedded_broker_url(settings.state_folder) is None else STARTING
+
+
+def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None, waits: str = NO_WORKER) -> list[str]:
+    """A job's status in a few lines for a person; `waits`: what is said where no worker lives."""
     job, items = state.job, state.items
     reason = f" ({printable(job.state_reason)})" if job.state_reason else ""
     named = f"  {printable(job.name)}" if job.name else ""
@@ -92,7 +98,7 @@ def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None) -> l
     if state.outage is not None:
         lines.append(f"waits   {state.outage.code.value}: {printable(state.outage.message)}")
     if lacks_workers(state):
-        lines.append(f"waits   {NO_WORKER}")
+        lines.append(f"waits   {waits}")
     if job.rejected_lines:
         lines.append(f"input   {counted(job.rejected_lines, 'line')} refused")
     speed = f", RTFx {factor:.1f}" if (factor := rtfx(state)) else ""

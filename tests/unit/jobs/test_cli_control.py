@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,18 @@ def test_a_watch_says_once_that_no_worker_lives(rig: Rig, monkeypatch: pytest.Mo
     monkeypatch.setattr("jobs.cli.follow.time.sleep", look)
     done = call(rig, "watch", job.id)
     assert (done.return_value, done.stderr.count("No live worker takes this job")) == (6, 1)
+
+
+def test_while_a_run_starts_its_worker_nobody_is_told_to_start_one(rig: Rig) -> None:
+    job = rig.submit(["hello"])
+    rig.ledger.retire_worker(WORKER.id)
+    rig.settings.state_folder.mkdir(exist_ok=True)
+    broker = {"url": "redis+socket:///broker", "pid": os.getpid(), "folder": "/broker"}
+    (rig.settings.state_folder / "broker.json").write_text(json.dumps(broker))
+    for words in (["status"], ["wait", "--timeout", "0"]):
+        output = call(rig, words[0], job.id, *words[1:]).output
+        assert "worker of the `nightjar run` in this folder is starting" in output
+        assert "o live worker takes this job" not in output
 
 
 def test_retry_leaves_what_can_never_succeed(rig: Rig) -> None:
