@@ -39,6 +39,8 @@ _WIDE_OUTPUT: tuple[Partition, Partition, Partition] = ((4, 1, 8, 4), (4, 1, 8, 
 _WIDE_FROM = 4096
 _DRAWS = {FIRST: "draw_first", MIDDLE: "draw_middle", LAST: "draw_last"}
 _ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
+#: Blocks of attention in rounds: four on each multiprocessor of an H200 or H100.
+_ROUND_BLOCKS = 4 * 132
 
 
 class _SkinnyArguments(ctypes.Structure):
@@ -87,8 +89,8 @@ def kernels_of(name: str) -> dict[str, int]:
         known = [(shape, partition) for shape, three in _PARTITIONS.items() for partition in three]
         known += [((1024, True, PLAIN), partition) for partition in _WIDE_OUTPUT]
         return {kernel_name(partition, normed, epilogue): shared_bytes(partition) for (_, normed, epilogue), partition in known}
-    names = list(_DRAWS.values()) if name == "sampler" else ["predictor_attention", "predictor_attention_skip"]
-    return dict.fromkeys(names, 0)
+    attention = ["predictor_attention", "predictor_attention_skip", *(f"predictor_attention_rounds_{pairs}" for pairs in range(1, 9))]
+    return dict.fromkeys(_DRAWS.values() if name == "sampler" else attention, 0)
 
 
 @cache
@@ -198,17 +200,24 @@ def has_predictor_attention(heads: int, kv_heads: int, span: int, head_dim: int)
 
 def predictor_attention(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor, position: int,
-    scale: float, out: Tensor, pdl: bool = True,
+    scale: float, out: Tensor, pdl: bool = True, rounds: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`kernels.lm_attention.predictor_attention` for one token a row at `position` 1..15: bfloat16, heads of 128, pairs of query heads."""
+    """`kernels.lm_attention.predictor_attention` for one token a row at `position` 1..15: bfloat16, heads of 128, pairs of query heads.
+
+    rounds: by the kernel for many rows, with the same bits.
+    """
     if not 1 <= position < k_cache.shape[2]:
         raise RuntimeError(f"Predictor attention has no position {position}.")
     rows, kv_heads = qkv.shape[0], k_cache.shape[1]
     tensors = (qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out)
     pointers = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
     arguments = _AttentionArguments(pointers, rows, kv_heads, position, eps, scale)
-    kernel = "predictor_attention_skip" if rows >= 128 else "predictor_attention"
-    grid = (-(-rows * kv_heads // _ATTENTION_WARPS), 1)
+    if rounds:
+        kernel = f"predictor_attention_rounds_{(position + 1) // 2}"
+        grid = (min(-(-rows // _ATTENTION_WARPS), max(1, _ROUND_BLOCKS // kv_heads)), kv_heads)
+    else:
+        kernel = "predictor_attention_skip" if rows >= 128 else "predictor_attention"
+        grid = (-(-rows * kv_heads // _ATTENTION_WARPS), 1)
     _launch("predictor_attention", kernel, grid, _ATTENTION_WARPS * 32, arguments, pdl, qkv.device.index)
     return out
 

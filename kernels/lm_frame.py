@@ -37,6 +37,8 @@ class Plan:
     cuda_draw: bool = True
     #: Tiles of Triton products for "qkv", "o", "gate_up", "down", by the largest row count they serve; cuBLAS where there is none.
     tiles: dict[str, tuple[tuple[int, Tiles], ...]] = field(default_factory=dict)
+    #: The predictor's attention runs in rounds (`lm_cuda.predictor_attention`) from this many rows on, with the same bits.
+    attention_rounds: int = 1 << 30
     #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
     products: bool = False
 
@@ -162,8 +164,9 @@ class FusedFrame:
                 if self._fast and position:
                     assert q_norm is not None and k_norm is not None  # noqa: PT018
                     lm_cuda.predictor_attention(
-                        qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, pdl=self.plan.pdl
-                    )
+                        qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, pdl=self.plan.pdl,
+                        rounds=n >= self.plan.attention_rounds,
+                    )  # fmt: skip
                     return
                 predictor_attention(
                     qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, pdl=self.plan.pdl,

@@ -116,13 +116,17 @@ void meet_at(int identity, unsigned threads) {
     if (barrier.there.size() == threads) release(barrier, block);
 }
 void copy_later(void* to, const void* from, unsigned bytes) {
-    const Copy one{to, from, bytes, nullptr, nullptr, true};
+    const Copy one{to, from, bytes, nullptr, nullptr, true, running->commits};
     if (draw(2) == 0) land(*running->block, one);
     else running->copies.push_back(one);
 }
-void finish_copies() {
-    for (const Copy& one : running->copies) land(*running->block, one);
-    running->copies.clear();
+void commit_copies() { running->commits += 1; }
+void finish_copies(int commits) {
+    std::vector<Copy> later;
+    for (const Copy& one : running->copies)
+        if (commits >= 0 && one.commits >= running->commits - commits) later.push_back(one);
+        else land(*running->block, one);
+    std::swap(running->copies, later);
 }
 void copy_to_barrier(void* to, const void* from, unsigned bytes, void (*arrived)(void*, unsigned), void* barrier) {
     running->block->copies.push_back({to, from, bytes, arrived, barrier, false});

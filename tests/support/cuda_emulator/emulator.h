@@ -44,7 +44,8 @@ void fence();
 void send(const void* at);  // what was stored there
 // Asynchronous copies: done at once or when waited for; and those that arrive at a barrier, at some later turn.
 void copy_later(void* to, const void* from, unsigned bytes);
-void finish_copies();
+void commit_copies();  // those since the last commit belong together
+void finish_copies(int commits = -1);  // all, or those before the last so many commits
 void copy_to_barrier(void* to, const void* from, unsigned bytes, void (*arrived)(void* barrier, unsigned bytes), void* barrier);
 void send_copies(void (*arrived)(void* barrier, unsigned bytes), void* barrier);  // the thread's own; arrives when all are done
 
@@ -145,7 +146,9 @@ inline int __syncthreads_or(int v) { return emulator::meet_block(0, 0, v != 0) !
 inline int __syncthreads_and(int v) { return emulator::meet_block(0, 0, v == 0) == 0; }
 inline void __syncwarp(unsigned mask = ~0u) { emulator::reduce<unsigned, emulator::either<unsigned>>(mask, 0); }
 template <typename T> T __shfl_xor_sync(unsigned mask, T v, unsigned step) { return emulator::shuffle(mask, v, (emulator::lane() ^ step) % 32); }
-template <typename T> T __shfl_sync(unsigned mask, T v, unsigned from) { return emulator::shuffle(mask, v, from % 32); }
+template <typename T> T __shfl_sync(unsigned mask, T v, unsigned from, unsigned width = 32) {
+    return emulator::shuffle(mask, v, emulator::lane() / width * width + from % width);
+}
 template <typename T> T __shfl_up_sync(unsigned mask, T v, unsigned step) {
     return emulator::shuffle(mask, v, emulator::lane() < step ? emulator::lane() : emulator::lane() - step);
 }

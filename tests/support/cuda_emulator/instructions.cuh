@@ -70,7 +70,8 @@ inline void copy16(void* to, const void* from) {
     emulator::must_align(to, 16), emulator::must_align(from, 16);
     emulator::copy_later(to, from, 16);
 }
-inline void copies_commit() {}
+inline void copies_commit() { emulator::commit_copies(); }
+inline void copies_wait_but_one() { emulator::finish_copies(1); }
 inline void copies_wait() { emulator::finish_copies(); }
 inline uint4 load16(const void* from) { return emulator::loaded<uint4>(from); }
 inline void store16(void* to, uint4 v) {

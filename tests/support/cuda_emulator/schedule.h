@@ -19,7 +19,7 @@ constexpr size_t PAGE = 4096, STACK = 64 << 10, MAX_SHARED = 227 << 10, SHARED_P
 constexpr unsigned long long CANARY = 0x5AFE57AC5AFE57ACull, PATIENCE = 4000;  // looks of each thread without any change: a deadlock
 constexpr int POISON = 0xff;                                                    // NaN as a float, -1 as an integer
 
-struct Copy { void* to; const void* from; unsigned bytes; void (*arrived)(void*, unsigned); void* barrier; bool ordinary; };
+struct Copy { void* to; const void* from; unsigned bytes; void (*arrived)(void*, unsigned); void* barrier; bool ordinary; int commits = 0; };
 // A product of a warpgroup as one of its warps does its part; `last`: the commit behind the products before it.
 struct Product { emulator::Part part; emulator::Multiply multiply; bool last; };
 struct Warp {
@@ -44,6 +44,7 @@ struct Fiber {
     unsigned phase;     // of its cluster's barrier: when it arrived last
     bool arrived;       // there, and has not waited
     std::vector<Copy> copies;
+    int commits = 0;
 };
 struct Barrier { std::vector<Fiber*> there; unsigned count = 0, threads = 0; };
 // The barrier of a cluster: how many threads arrived in this phase, and who waits for its end.

@@ -156,6 +156,11 @@ def test_attention_and_draws_launch_a_row_each(gpu: Callable[[], list[str]]) -> 
     qkv, cache = torch.zeros(5, 32, dtype=torch.bfloat16), torch.zeros(5, 8, 16, 128, dtype=torch.bfloat16)
     lm_cuda.predictor_attention(qkv, qkv, qkv, 1e-6, qkv, cache, cache, 3, 1.0, qkv)
     assert gpu()[-1].startswith("launch 10 1 1 x 128 1 1 shared 0 stream 7 programmatic 1")
+    lm_cuda.predictor_attention(qkv, qkv, qkv, 1e-6, qkv, cache, cache, 3, 1.0, qkv, rounds=True)
+    assert gpu()[-1].startswith("launch 2 8 1 x 128 1 1 shared 0 stream 7 programmatic 1")
+    many = torch.zeros(1000, 32, dtype=torch.bfloat16)
+    lm_cuda.predictor_attention(many, qkv, qkv, 1e-6, qkv, cache, cache, 3, 1.0, qkv, rounds=True)
+    assert gpu()[-1].startswith("launch 66 8 1 x 128 "), "not more blocks than the device holds at once"
     with pytest.raises(RuntimeError, match="position 16"):
         lm_cuda.predictor_attention(qkv, qkv, qkv, 1e-6, qkv, cache, cache, 16, 1.0, qkv)
     lm_cuda.draw([qkv] * 23, [1, 2, 3, 5, 2048, 0, 16, 1024, 1024, 4, 1], lm_cuda.LAST, pdl=False)
