@@ -120,6 +120,9 @@ class FusedFrame:
         self._h, self._y, self._hidden = empty(rows * width), empty(rows * width), empty(max_rows, self._widths[0])
         self._qkv, self._mixed = empty(rows * wide), empty(rows * wide)
         self._gate_up, self._act = empty(rows * inner), empty(rows * inner)
+        if self._products:
+            self._weighted = empty(rows * width)
+            self._squares = torch.empty(rows * width // lm_products.PIECE, device=device, dtype=torch.float32)
         codes = max(weights.head.shape[0], 0 if depth is None else depth.heads.shape[1])
         self._logits = empty(max_rows * codes)
         self._finite = torch.empty(max_rows, device=device, dtype=torch.int32)
@@ -189,6 +192,9 @@ class FusedFrame:
 
     def _stack(self, stack: StackTensors, x: Tensor, attend, keep: int = 0) -> None:
         """All layers in place on x [rows, width]; the last layer's output is only made for the rows from `keep` on."""
+        if self._products:
+            self._wide_stack(stack, x, attend, keep)
+            return
         pending: Tensor | None = None
         for index, layer in enumerate(stack.layers):
             qkv_weight, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
@@ -199,8 +205,6 @@ class FusedFrame:
             narrow = self._narrow(rows)
             if narrow:
                 self._thin_normed(x, qkv_weight, qkv, input_norm, stack.eps)
-            elif self._products:
-                self._wide_normed(x, qkv_weight, qkv, input_norm, stack.eps)
             else:
                 normed = add_norm(x, pending, input_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
                 self._product("qkv", normed, qkv_weight, qkv, layer.qkv_bias)
@@ -213,11 +217,6 @@ class FusedFrame:
                 self._thin_normed(x, gate_up, act, post_norm, stack.eps, epilogue=lm_cuda.SWIGLU)
                 self._thin(act, down, x, epilogue=lm_cuda.RESIDUAL, extra=x)
                 continue
-            if self._products:
-                self._wide(mixed, o, x, epilogue=lm_products.RESIDUAL, extra=x)
-                self._wide_normed(x, gate_up, act, post_norm, stack.eps, epilogue=lm_products.SWIGLU)
-                self._wide(act, down, x, epilogue=lm_products.RESIDUAL, extra=x)
-                continue
             y = self._y[: rows * width].view(rows, width)
             pending = self._residual("o", mixed, o, x, y)
             normed = add_norm(x, pending, post_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
@@ -229,6 +228,31 @@ class FusedFrame:
                 swiglu(torch.mm(normed, gate_up.t(), out=both), act, pdl=self.plan.pdl)
             pending = self._residual("down", act, down, x, y)
         self._pending = pending
+
+    def _wide_stack(self, stack: StackTensors, x: Tensor, attend, keep: int) -> None:
+        """The same with the products of `lm_products`, of which all norms but the first are parts."""
+        following = [layer.input_norm for layer in stack.layers[1:]]
+        input_norm, normed = stack.layers[0].input_norm, self._h[: x.numel()].view_as(x)
+        ahead: Tensor | lm_products.Norm = add_norm(x, None, input_norm, stack.eps, normed, pdl=self.plan.pdl)
+        for index, layer in enumerate(stack.layers):
+            rows = len(x)
+            qkv = self._qkv[: rows * layer.qkv.shape[0]].view(rows, -1)
+            mixed = self._mixed[: rows * layer.o.shape[1]].view(rows, -1)
+            self._wide(ahead, layer.qkv, qkv)
+            attend(index, qkv, mixed)
+            if keep and index == len(following):
+                x, mixed = x[keep:], mixed[keep:]
+            act = self._act[: len(x) * layer.down.shape[1]].view(len(x), -1)
+            squares = self._squares[: x.numel() // lm_products.PIECE].view(len(x), -1)
+            norm = lm_products.Norm(self._weighted[: x.numel()].view_as(x), squares, stack.eps)
+            self._wide(mixed, layer.o, x, epilogue=lm_products.RESIDUAL, extra=x, norm=layer.post_norm, into=norm)
+            self._wide(norm, layer.gate_up, act, epilogue=lm_products.SWIGLU)
+            if index < len(following):
+                self._wide(act, layer.down, x, epilogue=lm_products.RESIDUAL, extra=x, norm=following[index], into=norm)
+                ahead = norm
+            else:
+                self._wide(act, layer.down, x, epilogue=lm_products.RESIDUAL, extra=x)
+        self._pending = None
 
     def _head(self, stack: StackTensors, x: Tensor, head: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Logits [rows, codes] of the final norm of x; `hidden` keeps the normed rows."""
@@ -259,14 +283,9 @@ class FusedFrame:
         late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
         return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight), late=late, pdl=plan.pdl, **options)
 
-    def _wide(self, x: Tensor, weight: Tensor, y: Tensor, **options) -> Tensor:
-        cut = lm_products.cut_for(len(x), *weight.shape)
+    def _wide(self, x: Tensor | lm_products.Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
+        cut = lm_products.cut_for(len(y), *weight.shape)
         return lm_products.product(x, weight, y, cut, pdl=self.plan.pdl, **options)
-
-    def _wide_normed(self, x: Tensor, weight: Tensor, y: Tensor, norm: Tensor, eps: float, epilogue: int = lm_products.PLAIN) -> Tensor:
-        rows, width = x.shape
-        normed = add_norm(x, None, norm, eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
-        return self._wide(normed, weight, y, epilogue=epilogue)
 
     def _product(self, name: str, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is not None:

@@ -1,6 +1,7 @@
 """Products of decoding for 17 to 64 rows in CUDA C++ (`kernels/cuda/products.cu`): how each is cut, and its launch.
 
-They need a Hopper GPU and sizes in multiples of 64. Rounding points are those of `kernels.lm_triton.product`.
+They need a Hopper GPU and sizes in multiples of 64. Rounding points are those of `kernels.lm_triton.product`. A norm between two of them is
+part of both (`Norm`): rows are rounded once, after its weights, and its scale multiplies the sums of the product behind it in float32.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Cut:
     stages: int
 
     def shared_bytes(self, room: int, inner: int) -> int:
-        """`Block` of the source: stages of x and the block's weights, or its own sums; those of the cluster; barriers; alignment."""
+        """`Block` of the source: stages of x and the block's weights, or its own sums; the cluster's; barriers; scales; alignment."""
         sums, stages, weights = room * (PIECE + 4) * 4, self.stages * room * 2 * PIECE, PIECE * inner // self.splits * 2
-        return max(stages + weights, sums) + sums + (2 * _MOST_STAGES + 2) * 8 + 1024
+        return max(stages + weights, sums) + sums + (2 * _MOST_STAGES + 2) * 8 + room * 4 + 1024
 
     def fault(self, room: int, weight_rows: int, inner: int) -> str | None:
         """Why a product of these sizes cannot be cut so, or None."""
@@ -85,10 +86,24 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         ("maps", (ctypes.c_byte * _MAP_BYTES) * 2),
-        *((name, ctypes.c_void_p) for name in ("extra", "y")),
+        *((name, ctypes.c_void_p) for name in ("extra", "norm", "squares", "y", "weighted", "y_squares")),
         *((name, ctypes.c_int) for name in ("rows", "n", "inner", "y_stride", "epilogue", "splits", "stages")),
-        ("pad", ctypes.c_byte * 20),
+        ("eps", ctypes.c_float),
+        ("pad", ctypes.c_byte * 48),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMSNorm between two products: the one ahead fills both tensors, the one behind reads them.
+
+    weighted: [rows, width], its input times its weights; squares: float32 [rows, width / 64], sums of its input's squares. The width is a
+    multiple of 256.
+    """
+
+    weighted: Tensor
+    squares: Tensor
+    eps: float
 
 
 def kernel_name(room: int) -> str:
@@ -136,14 +151,25 @@ def _map(matrix: Tensor, rows: int) -> ctypes.Array[ctypes.c_byte]:
 
 
 def product(
-    x: Tensor, weight: Tensor, y: Tensor, cut: Cut, *, epilogue: int = PLAIN, extra: Tensor | None = None, pdl: bool = True
+    x: Tensor | Norm,
+    weight: Tensor,
+    y: Tensor,
+    cut: Cut,
+    *,
+    epilogue: int = PLAIN,
+    extra: Tensor | None = None,
+    norm: Tensor | None = None,
+    into: Norm | None = None,
+    pdl: bool = True,
 ) -> Tensor:
     """y = epilogue(x @ weight.T), bfloat16, launched on the current stream of x's device.
 
-    x: contiguous [rows, inner]; weight: contiguous [n, inner], for SWIGLU [2 * n, inner] with the gate's rows first; y: [rows, n]; extra:
-    what RESIDUAL adds, [rows, n] with y's strides (may be y); pdl: programmatic dependent launch.
+    x: contiguous [rows, inner], or a norm of that; weight: contiguous [n, inner], for SWIGLU [2 * n, inner] with the gate's rows first; y:
+    [rows, n]; extra: what RESIDUAL adds, [rows, n] with y's strides (may be y); norm: weights [n] of the norm behind a RESIDUAL, which
+    fills `into`; pdl: programmatic dependent launch.
     The same cut and room give a row the same bits in any company. Raises ValueError for what the kernel cannot do.
     """
+    ahead, x = (x, x.weighted) if isinstance(x, Norm) else (None, x)
     rows, inner = x.shape
     room, weight_rows = room_for(rows), len(weight)
     if (fault := cut.fault(room, weight_rows, inner)) is not None:
@@ -152,9 +178,18 @@ def product(
         raise ValueError(f"{weight_rows} weight rows do not give {len(y)} rows of {y.shape[1]} outputs.")
     if not (weight.is_contiguous() and x.is_contiguous()) or any(t.data_ptr() % 16 for t in (x, weight)) or y.stride(0) % 2:
         raise ValueError("Tensors of a product have to be contiguous and to start on multiples of 16 bytes.")
+    if (into is None) != (norm is None) or (into is not None and (epilogue != RESIDUAL or into.weighted.stride() != y.stride())):
+        raise ValueError("A norm behind a product needs its weights, a residual, and rows as far apart as those of y.")
+    for one, width in ((ahead, inner), (into, y.shape[1])):
+        if one is not None and (one.squares.shape != (rows, width // PIECE) or not one.squares.is_contiguous()):
+            raise ValueError(f"The sums of squares of {rows} rows of {width} values are {rows} x {width // PIECE}.")
+        if one is not None and width % (4 * PIECE):
+            raise ValueError(f"A norm between products has a multiple of {4 * PIECE} values, not {width}.")
     maps = ((ctypes.c_byte * _MAP_BYTES) * 2)(_map(weight, PIECE // 2), _map(x, room))
+    squares, weighted, y_squares = ahead and ahead.squares, into and into.weighted, into and into.squares
+    pointers = (None if t is None else t.data_ptr() for t in (extra, norm, squares, y, weighted, y_squares))
     numbers = (rows, y.shape[1], inner, y.stride(0), epilogue, cut.splits, cut.stages)
-    arguments = _Arguments(maps, None if extra is None else extra.data_ptr(), y.data_ptr(), *numbers)
+    arguments = _Arguments(maps, *pointers, *numbers, 0.0 if ahead is None else ahead.eps)
     _kernel(room, x.device.index or 0).launch(
         (weight_rows // PIECE * cut.splits, -(-rows // room)), _THREADS, arguments, _stream(x.device), pdl, cluster=cut.splits,
         shared_bytes=cut.shared_bytes(room, inner),

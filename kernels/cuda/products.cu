@@ -5,6 +5,9 @@
 // weight rows and a part of the inner size; the blocks of a cluster have the other parts of the same tile and add them up in shared memory, in
 // the order of their ranks, each for its share of the rows. One thread asks for all copies: first the block's weights, which depend on no
 // kernel and so come while the kernel ahead still runs (programmatic dependent launch), then pieces of 64 values of x into a ring.
+//
+// A norm between two products is no launch of its own. The one ahead (RESIDUAL) also writes its sums times the norm's weights, which the one
+// behind multiplies, and the sum of their squares by tile, from which that one has each row's scale for its own sums.
 #include "common.cuh"
 #include "cluster.cuh"
 #include "wgmma.cuh"
@@ -20,8 +23,12 @@ enum Epilogue { PLAIN = 0, RESIDUAL = 1, SWIGLU = 2 };
 struct Args {
     TensorMap weights, x;  // boxes of 64 values x half a tile of W [n, inner], SWIGLU: [2 * n, inner], gate rows then up rows; x all N rows
     const bf16* extra;     // RESIDUAL: [rows, n] added to the product
-    bf16* y;               // [rows, n]
-    int rows, n, inner, y_stride, epilogue, splits, stages;  // y_stride: from one row of y and of extra to the next
+    const bf16* norm;      // weights [n] of the norm behind a RESIDUAL, or null
+    const float* squares;  // null, or sums of squares [rows, inner / TILE] of what a norm ahead took in, a multiple of four
+    bf16 *y, *weighted;    // [rows, n]; with `norm`, y times it
+    float* y_squares;      // with `norm`: [rows, n / TILE]
+    int rows, n, inner, y_stride, epilogue, splits, stages;  // y_stride: from one row of y, extra and weighted to the next
+    float eps;
 };
 
 __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t parity) {
@@ -36,7 +43,7 @@ struct Block {
     const Args& p;
     unsigned long long *full, *empty, *landed;  // of the stages; of the weights
     char *ring, *weights;                       // then the block's own sums are there: [N][TILE]
-    float* sums;                                // of each rank its part of this block's rows: [splits][rows of a share][TILE]
+    float *sums, *scales;                       // of each rank its part of this block's rows: [splits][rows of a share][TILE]; of these rows
     const int tile, rank, first, share, share_bits, pieces, k;  // first: row of x; share: rows that a rank finishes; k: its first value
 
     __device__ __forceinline__ explicit Block(const Args& args)
@@ -47,6 +54,7 @@ struct Block {
         weights = ring + p.stages * STAGE;
         sums = reinterpret_cast<float*>(ring + max(p.stages * STAGE + pieces * WEIGHTS, SUMS_BYTES));
         full = reinterpret_cast<unsigned long long*>(sums + N * SUM), empty = full + MOST_STAGES, landed = empty + MOST_STAGES;
+        scales = reinterpret_cast<float*>(landed + 2);
     }
 
     __device__ __forceinline__ void prepare() {
@@ -76,6 +84,21 @@ struct Block {
             wait_for(empty + stage, (piece / p.stages & 1) ^ 1);
             arrive_expecting(full + stage, STAGE);
             tensor_copy(ring + stage * STAGE, p.x, k + piece * PIECE, first, 0, full + stage);
+        }
+    }
+
+    // What a norm ahead of this product multiplies the rows of the share with; a thread for each.
+    __device__ __forceinline__ void scale_rows(int thread, int threads) {
+        const int most = min(share, p.rows - first - rank * share), parts = p.inner / TILE;
+        for (int row = thread; row < most; row += threads) {
+            const float* from = p.squares + static_cast<long long>(first + rank * share + row) * parts;
+            float sum = 0.f;
+#pragma unroll 4
+            for (int i = 0; i < parts; i += 4) {
+                const uint4 v = load16(from + i);
+                sum += (__uint_as_float(v.x) + __uint_as_float(v.y)) + (__uint_as_float(v.z) + __uint_as_float(v.w));
+            }
+            scales[row] = rsqrtf(sum / p.inner + p.eps);
         }
     }
 
@@ -140,9 +163,12 @@ template <int N>
 struct Pairs {
     const Block<N>& block;
     const int width, bits, from;  // outputs of a tile; first row of the share
+    uint32_t norm = 0;            // of a thread's column, the same in all its rows
 
     __device__ __forceinline__ explicit Pairs(const Block<N>& mine)
-        : block(mine), width(mine.p.epilogue == SWIGLU ? TILE / 2 : TILE), bits(__ffs(width) - 2), from(mine.first + mine.rank * mine.share) {}
+        : block(mine), width(mine.p.epilogue == SWIGLU ? TILE / 2 : TILE), bits(__ffs(width) - 2), from(mine.first + mine.rank * mine.share) {
+        if (mine.p.norm != nullptr) norm = load4(mine.p.norm + mine.tile * TILE + column(threadIdx.x));
+    }
 
     __device__ __forceinline__ int row(int i) const { return i >> bits; }
     __device__ __forceinline__ int column(int i) const { return (i & (1 << bits) - 1) * 2; }
@@ -155,16 +181,28 @@ struct Pairs {
     }
     __device__ __forceinline__ void finish(int i, uint32_t extra) const {
         float2 sum = block.total(row(i), column(i));
+        const float scale = block.p.squares == nullptr ? 1.f : block.scales[row(i)];
+        sum.x *= scale, sum.y *= scale;
         if (block.p.epilogue == SWIGLU) {
             const float2 up = block.total(row(i), width + column(i));
             const float x = rounded(sum.x), y = rounded(sum.y);
-            sum.x = rounded(x / (1.f + __expf(-x))) * rounded(up.x);
-            sum.y = rounded(y / (1.f + __expf(-y))) * rounded(up.y);
+            sum.x = rounded(x / (1.f + __expf(-x))) * rounded(up.x * scale);
+            sum.y = rounded(y / (1.f + __expf(-y))) * rounded(up.y * scale);
         } else if (block.p.epilogue == RESIDUAL) {
             const float2 e = widen(extra);
             sum.x = rounded(sum.x) + e.x, sum.y = rounded(sum.y) + e.y;
         }
-        *reinterpret_cast<uint32_t*>(block.p.y + place(i)) = narrow(sum.x, sum.y);
+        const uint32_t done = narrow(sum.x, sum.y);
+        *reinterpret_cast<uint32_t*>(block.p.y + place(i)) = done;
+        if (block.p.norm != nullptr) finish_for_norm(i, widen(done), widen(norm));
+    }
+
+    // A warp has a row of the tile.
+    __device__ __forceinline__ void finish_for_norm(int i, float2 v, float2 w) const {
+        *reinterpret_cast<uint32_t*>(block.p.weighted + place(i)) = narrow(v.x * w.x, v.y * w.y);
+        float squares = v.x * v.x + v.y * v.y;
+        for (int step = 16; step > 0; step /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, step);
+        if (threadIdx.x % 32 == 0) block.p.y_squares[static_cast<long long>(from + row(i)) * (block.p.n / TILE) + block.tile] = squares;
     }
 };
 
@@ -180,6 +218,7 @@ __device__ __forceinline__ void product(const Args& p) {
         if (mine == WARPGROUP) block.copy();
         wait_for_previous();
         extra[0] = pairs.extra(mine), extra[1] = pairs.extra(mine + THREADS);
+        if (p.squares != nullptr && mine >= WARPGROUP + 32) block.scale_rows(mine - WARPGROUP - 32, WARPGROUP - 32);
         if (p.splits > 1) wait_for_cluster();
     } else {
         wait_for_previous();

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from kernels import binaries, cuda_driver, lm_products, toolchain
 from kernels.layers import swiglu
-from kernels.lm_products import PLAIN, RESIDUAL, ROOMS, SWIGLU, Cut, cut_for, has_product, kernel_name, product, room_for
+from kernels.lm_products import PLAIN, RESIDUAL, ROOMS, SWIGLU, Cut, Norm, cut_for, has_product, kernel_name, product, room_for
 from tests.support.cuda_emulated import Kernel, KernelError, build, guarded
 
 BF16 = torch.bfloat16
@@ -128,6 +128,94 @@ def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None])
     whole = case.made(cut)
     for rows in (slice(0, 1), slice(5, 22), slice(31, 32)):
         assert torch.equal(case.made(cut, rows), whole[rows])
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A product, what it is added to, a norm of the sum, and a product of that."""
+
+    rows: int
+    inner: int
+    width: int
+    n: int
+    epilogue: int = PLAIN
+    eps: float = 1e-6
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """x, weights, extra; the norm's weights; the second product's. Rows differ in size by orders of magnitude."""
+        draw = torch.Generator().manual_seed(self.rows + self.width)
+
+        def normal(*shape: int, std: float = 1.0, mean: float = 0.0) -> Tensor:
+            return guarded((torch.randn(shape, generator=draw) * std + mean).to(BF16))
+
+        size = 10.0 ** torch.arange(-3, 4).repeat(self.rows)[: self.rows, None]
+        extra = guarded((torch.randn((self.rows, self.width), generator=draw) * size).to(BF16))
+        second = normal(2 * self.n if self.epilogue == SWIGLU else self.n, self.width, std=self.width**-0.5)
+        return (
+            normal(self.rows, self.inner),
+            normal(self.width, self.inner, std=self.inner**-0.5),
+            extra,
+            normal(self.width, mean=1.0),
+            second,
+        )
+
+    def made(self, cuts: tuple[Cut, Cut], rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """The sum, [rows, width], and the second product, [rows, n]."""
+        x, weight, extra, weights, second = self.tensors()
+        x, y = guarded(x[rows]), guarded(extra[rows])
+        squares = guarded(torch.full((len(x), self.width // 64), float("nan")))
+        norm = Norm(guarded(torch.full_like(y, float("nan"))), squares, self.eps)
+        product(x, weight, y, cuts[0], epilogue=RESIDUAL, extra=y, norm=weights, into=norm)
+        z = guarded(torch.full((len(x), self.n), float("nan"), dtype=BF16))
+        return y, product(norm, second, z, cuts[1], epilogue=self.epilogue)
+
+    def truth(self, dtype: torch.dtype) -> Tensor:
+        x, weight, extra, weights, second = (t.to(dtype) for t in self.tensors())
+        y = functional.linear(x, weight) + extra
+        wide = y if dtype == torch.float64 else y.float()
+        normed = weights * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(dtype)
+        z = functional.linear(normed, second)
+        return swiglu(z) if self.epilogue == SWIGLU else z
+
+
+NORMED = [
+    (Normed(17, 64, 256, 64), (Cut(1, 2), Cut(1, 2))),
+    (Normed(32, 512, 256, 96, SWIGLU), (Cut(8, 2), Cut(2, 3))),
+    (Normed(61, 256, 512, 64, SWIGLU), (Cut(4, 2), Cut(4, 2))),
+    (Normed(64, 128, 256, 128), (Cut(2, 2), Cut(2, 2))),
+    (Normed(101, 128, 256, 64), (Cut(2, 2), Cut(1, 2))),
+    (Normed(140, 64, 256, 64, eps=0.1), (Cut(1, 2), Cut(4, 2))),
+]
+
+
+@pytest.mark.parametrize(("case", "cuts"), NORMED, ids=str)
+def test_a_norm_between_products_is_part_of_both(case: Normed, cuts: tuple[Cut, Cut], emulated: Callable[[int], None]) -> None:
+    exact, plain = case.truth(torch.float64), case.truth(BF16)
+    y, z = case.made(cuts)
+    for row in range(case.rows):  # a small row beside a large one has an error of its own
+        assert error(z[row], exact[row]) <= 2 * max(error(plain[row], exact[row]), 2**-8), row
+    assert error(z, exact) <= 1.2 * error(plain, exact)
+    emulated(case.rows)
+    again = case.made(cuts)
+    assert torch.equal(again[0], y)
+    assert torch.equal(again[1], z)
+    some = case.made(cuts, slice(3, 12))
+    assert torch.equal(some[0], y[3:12])
+    assert torch.equal(some[1], z[3:12])
+
+
+def test_what_a_norm_between_products_cannot_be_is_refused() -> None:
+    case = Normed(20, 64, 256, 64)
+    x, weight, y, weights, _ = case.tensors()
+    norm, cut = Norm(torch.empty_like(y), torch.empty(20, 4), case.eps), Cut(1, 2)
+    with pytest.raises(ValueError, match="needs its weights, a residual"):
+        product(x, weight, y, cut, norm=weights, into=norm)
+    with pytest.raises(ValueError, match="needs its weights, a residual"):
+        product(x, weight, y, cut, epilogue=RESIDUAL, extra=y, into=norm)
+    with pytest.raises(ValueError, match="20 x 4"):
+        product(x, weight, y, cut, epilogue=RESIDUAL, extra=y, norm=weights, into=Norm(norm.weighted, torch.empty(20, 8), case.eps))
+    with pytest.raises(ValueError, match="multiple of 256"):
+        product(Norm(x, torch.empty(20, 1), case.eps), weight, y, cut)
 
 
 def test_it_writes_rows_of_a_wider_tensor(emulated: Callable[[int], None]) -> None:
