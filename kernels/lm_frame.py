@@ -99,7 +99,7 @@ class FusedFrame:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
-        self.plan = replace(plan, pdl=self._products or (plan.pdl and known_to_cuda(weights)))
+        self.plan = replace(plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
         device, dtype = k_cache.device, k_cache.dtype

@@ -13,12 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kernels import lm_sampler
+from kernels import lm_frame, lm_products, lm_sampler
 from kernels.dummy import FISH, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
 from kernels.frame import StateTensors, fused_fault
-from kernels.layers import qk_norm_rope_append, rope_table
+from kernels.layers import qk_norm_rope_append, rope_table, swiglu
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, Plan, known_to_cuda, plan_for
+from kernels.lm_products import Norm
 from kernels.lm_sampler import FIRST, ONLY
 from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P, frame_noise, nucleus_weights, process_first, sample, token_weights
 from pipelines.qwen3_tts.dummy import dummy_model
@@ -49,6 +50,29 @@ def _exact_products():
 def test_float32_frames_draw_the_codes_of_the_twin(shape: Shape, frames: int) -> None:
     maker = Maker(DEVICE, torch.float32, seed=2)
     assert lm_checks.check_frame(maker, shape, BATCH, PLAN, "tiny", exact=True, frames=frames, longest_context=LONGEST)
+
+
+def product_with_norms(x: Tensor | Norm, weight: Tensor, y: Tensor, cut: None, *, epilogue: int = lm_products.PLAIN, **rest) -> Tensor:
+    """The twin of `lm_products.product`, of any sizes."""
+    scale: Tensor | float = 1.0
+    if isinstance(x, Norm):
+        x, scale = x.weighted, torch.rsqrt(x.squares.sum(-1, keepdim=True) / x.weighted.shape[1] + x.eps)
+    z = x @ weight.t() * scale
+    y.copy_(swiglu(z) if epilogue == lm_products.SWIGLU else z + rest["extra"] if epilogue == lm_products.RESIDUAL else z)
+    if (into := rest.get("into")) is not None:
+        into.weighted.copy_(y * rest["norm"])
+        into.squares.copy_(y.square().unflatten(-1, (into.squares.shape[1], -1)).sum(-1))
+    return y
+
+
+def test_frames_whose_norms_are_parts_of_products_draw_the_codes_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which norm goes where; the products themselves are those of plain PyTorch."""
+    monkeypatch.setattr(lm_frame, "runs_products", lambda *_: True)
+    monkeypatch.setattr(lm_products, "cut_for", lambda *_: None)
+    monkeypatch.setattr(lm_products, "product", product_with_norms)
+    shape = dataclasses.replace(TINY_TALKER, hidden=64, layers=2, predictor_layers=2)
+    plan = dataclasses.replace(PLAN, products=True)
+    assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
 
 
 @on_gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 
 import pytest
 import torch
@@ -56,7 +55,11 @@ def test_float32_frames_draw_the_codes_of_the_twin(splits: int) -> None:
         (FEW, 70, plan_for(128)),
         (LARGE, 6, plan_for(8)),
         (LARGE, 29, plan_for(32)),
-        *((FEW, batch, replace(plan_for(batch), products=products)) for batch in (32, 33, 62, 64) for products in (False, True)),
+        *(
+            (FEW, batch, dataclasses.replace(plan_for(batch), products=products))
+            for batch in (32, 33, 62, 64)
+            for products in (False, True)
+        ),
     ],
 )
 def test_bfloat16_frames_are_within_twice_the_error_of_the_twin(shape: Shape, batch: int, plan: Plan, maker: Maker) -> None:
