@@ -38,7 +38,7 @@ from pipelines.engine_process.recordings import SentRecordings, recordings_of, w
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, InputError, ModelError, NightjarError, SynthesisError
 from pipelines.ipc import close_all, read_shared
 from pipelines.registry import open_frontend
-from pipelines.request import AudioChunk, EngineStats, Frontend, PreparedRequest, Speech, SynthesisRequest
+from pipelines.request import AudioChunk, EngineInfo, EngineStats, Frontend, PreparedRequest, Speech, SynthesisRequest
 from pipelines.streams import End, Heard, Listener, TextStream, pulled
 from pipelines.validation import no_character
 
@@ -71,6 +71,8 @@ class EngineProcess:
         #: Those that the child's pipeline has not accepted.
         self._on_the_way: set[int] = set()
         self._stats = EngineStats()
+        #: What the child said of its engine last.
+        self.info = EngineInfo()
         self._closed = False
         #: Why the child is gone, while its requests hear of it.
         self._gone: NightjarError | None = None
@@ -89,7 +91,6 @@ class EngineProcess:
         self.name = opened.name
         self.sample_rate = opened.sample_rate
         self.capabilities = opened.capabilities
-        self.info = opened.info
         self._frontend: Frontend | None = None
         self._frontend_thread = threading.Thread(target=self._open_frontend, args=(model,), name="engine-frontend", daemon=True)
         self._frontend_thread.start()
@@ -301,9 +302,11 @@ class EngineProcess:
             self._forget(message.number)
         elif isinstance(message, Stats):
             self._stats = message.stats
+            self.info = message.info or self.info
         elif isinstance(message, Chunk):
             self._take_chunk(message, descriptors)
         elif isinstance(message, Opened):
+            self.info = message.info
             self._opened.set_result(message)
         else:
             self._opened.set_exception(message.error.error)

@@ -208,6 +208,8 @@ class Chunk(msgspec.Struct, frozen=True, tag=True):
 
 class Stats(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats
+    #: Where it is no longer what the client was told: a persistent kernel can give up.
+    info: EngineInfo | None = None
 
 
 #: What the client receives.

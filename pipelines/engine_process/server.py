@@ -47,7 +47,7 @@ from pipelines.errors import EngineCrashError, ErrorCode, NightjarError, Synthes
 from pipelines.interpreter import serve_threads
 from pipelines.ipc import Channel, close_all, share
 from pipelines.registry import open_pipeline
-from pipelines.request import AudioChunk, EngineStats, Pipeline, PreparedRequest, Speech, engine_info
+from pipelines.request import AudioChunk, EngineInfo, EngineStats, Pipeline, PreparedRequest, Speech, engine_info
 from pipelines.streams import End, IdStream, start_stream
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,9 @@ class EngineServer:
         self._recordings: dict[int, bytes] = {}
         self._starters = DaemonThreads(_STARTING_THREADS, "starter")
         self._pipeline: Pipeline | None = None
+        #: What the client was told last.
         self._sent = EngineStats()
+        self._info = EngineInfo()
         self._stats_due_at = 0.0
 
     def run(self) -> int:
@@ -138,7 +140,8 @@ class EngineServer:
             return 0
         serve_threads()
         threading.Thread(target=self._feed, name="feeder", args=(pipeline,), daemon=True).start()
-        self._send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, engine_info(pipeline)))
+        self._info = engine_info(pipeline)
+        self._send(Opened(pipeline.name, pipeline.sample_rate, pipeline.capabilities, self._info))
         self._deliver(pipeline)
         pipeline.close()
         return 0
@@ -228,7 +231,9 @@ class EngineServer:
             if time.monotonic() >= self._stats_due_at and (stats := pipeline.stats()) != self._sent:
                 self._stats_due_at = time.monotonic() + STATS_SECONDS
                 self._sent = stats
-                self._send(Stats(stats))
+                info = engine_info(pipeline)
+                self._send(Stats(stats, None if info == self._info else info))
+                self._info = info
 
     def _answer(self, number: int, future: Future[Speech]) -> None:
         try:

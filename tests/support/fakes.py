@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
@@ -76,7 +76,7 @@ class FakePipeline:
     exists, and makes it; `[[fail:CODE]]` fails; `[[fail_once:CODE]]` fails the first time in this process;
     `[[refuse:CODE]]` is refused by `submit`; `[[nan]]`, `[[empty]]`, `[[silent]]` give such audio; `[[hears]]` writes the
     SHA-256 of its recordings beside its audio; `[[says:TEXT]]`
-    writes a text beside its audio.
+    writes a text beside its audio; from `[[executor:NAME]]` on its `info` names this executor.
     """
 
     sample_rate = SAMPLE_RATE
@@ -209,6 +209,8 @@ class FakePipeline:
                 self._failed_once.add(text)
                 future.set_exception(SynthesisError(ErrorCode(code), "The fake engine was asked to fail."))
                 return
+        if "executor" in words:
+            self.info = replace(self.info, executor=words["executor"])
         self._done += 1
         said = _heard(request) if "hears" in words else words.get("says")
         future.set_result(Speech(_spoil(sine(text, request.seed), words), SAMPLE_RATE, text, said))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,15 @@ def test_a_request_that_cannot_be_sent_leaves_its_recordings_unsent(open_process
     assert isinstance(error_of(process.submit(wrong)), InputError)
     heard = process.submit(SynthesisRequest("r", (audio, Message("user", "text", "[[hears]]")))).result(60)
     assert heard.text_out == hashlib.sha256(b"recording").hexdigest()
+
+
+def test_an_engine_that_runs_otherwise_than_when_it_was_opened_says_so(open_process: Open) -> None:
+    process = open_process(slots=3)
+    opened = process.info
+    assert (opened.slots, opened.executor) == (3, "")
+    process.submit(request("A kernel gave up. [[executor:graph]]")).result(60)
+    wait_for(lambda: process.info != opened)
+    assert process.info == replace(opened, executor="graph")
 
 
 def test_errors_keep_class_code_message_and_advice(open_process: Open) -> None:
