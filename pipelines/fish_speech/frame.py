@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.cuda_graphs import GraphPool, capture
 from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P, philox
 from pipelines.fish_speech.config import FishConfig
 from pipelines.fish_speech.fast_ar import FastAr, Pieces
@@ -98,7 +99,6 @@ def uniform_noise(seeds: Tensor, frames: Tensor, streams: int, ranks: int) -> Te
 RANKS = 64
 #: Batch sizes that CUDA graphs are captured for.
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-_WARM_UPS = 2
 
 #: Uniform numbers of one draw: (stream, order of the candidates [n, ranks]) -> float32 [n, ranks]. Streams 0 and 1 are the two
 #: draws of the token, stream 1 + i is that of code i.
@@ -174,7 +174,8 @@ class FrameGraphs:
         self._enabled = enabled
         self._buckets = [bucket for bucket in BUCKETS if bucket < most_rows] + [most_rows]
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Rows, tuple[Tensor, Tensor]]] = {}
-        self._pool: Any = None
+        self._pool = GraphPool()
+        self._aside: torch.cuda.Stream | None = None
 
     def capture(self, like: Rows) -> None:
         """Captures every bucket ahead of time; `like`: any rows of the right types on the device. Does nothing off CUDA."""
@@ -197,17 +198,14 @@ class FrameGraphs:
     def _graph(self, bucket: int, like: Rows) -> tuple[torch.cuda.CUDAGraph, Rows, tuple[Tensor, Tensor]]:
         if bucket not in self._graphs:
             inputs = Rows(*(value.new_ones((bucket, *value.shape[1:])) for value in like.tensors()))
-            # Compilation and workspaces must be done with before a capture, on a stream of their own.
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UPS):
-                    self._maker(inputs)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            made = self._maker(inputs)  # compiles it: the capture runs it once before, for the workspaces of its stream
+
+            def work() -> None:
+                nonlocal made
                 made = self._maker(inputs)
-            self._pool = self._pool or graph.pool()
+
+            self._aside = self._aside or torch.cuda.Stream(inputs.hidden.device)
+            graph = capture(work, self._pool, self._aside)
             self._graphs[bucket] = graph, inputs, made
         return self._graphs[bucket]
 

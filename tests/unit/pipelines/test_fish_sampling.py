@@ -10,6 +10,7 @@ from pipelines.fish_speech.fast_ar import FastAr, Pieces, fast_tensors
 from pipelines.fish_speech.frame import RANKS, WINDOW, FrameGraphs, FrameMaker, Rows, draw, probabilities, ranked, uniform_noise
 from pipelines.nn.checkpoint import Checkpoint
 from tests.support.fish_checkpoint import whole
+from tests.unit.kernels.test_cuda_graphs import Device
 
 CONFIG = FishConfig.from_folder(whole())
 CPU = torch.device("cpu")
@@ -104,6 +105,22 @@ def test_all_candidates_draw_what_few_would(maker: FrameMaker) -> None:
     with torch.inference_mode():
         for one, other in zip(graphs(rows, wide=False), graphs(rows, wide=True)):
             assert torch.equal(one, other)
+
+
+def test_a_graph_without_room_is_captured_again_when_what_lay_unused_is_given_back(
+    maker: FrameMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Device(monkeypatch)
+    device.full_ends = (0,)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: device.aside)
+    graphs, rows = FrameGraphs(maker, 8), some_rows(4)
+    with torch.inference_mode():
+        graph, inputs, made = graphs._graph(4, rows)
+        want = maker(inputs)
+    assert device.log.count("given back") == 1
+    assert len(inputs.hidden) == 4
+    assert [torch.equal(one, other) for one, other in zip(made, want)] == [True, True]
+    del graph
 
 
 def test_repetition_is_avoided_by_the_second_draw(maker: FrameMaker) -> None:
