@@ -343,7 +343,7 @@ def _miscounted(fields: Sequence[str], names: Sequence[str]) -> InputError:
 
 
 def _wrong(uri: str, what: str, advice: str) -> InputError:
-    return InputError(ErrorCode.INPUT_WRONG_FORMAT, f"The input {uri[:300]!r} {what}.", advice)
+    return InputError(ErrorCode.INPUT_WRONG_FORMAT, f"The input {f'{uri[:300]!r} ' if uri else ''}{what}.", advice)
 
 
 def check_columns(columns: Mapping[str, str]) -> None:

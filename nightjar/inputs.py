@@ -22,7 +22,8 @@ from pipelines.errors import ErrorCode, InputError, StoreError
 #: Folder of a home's state for inputs that were no file.
 INPUTS = "inputs"
 _encode = msgspec.json.Encoder().encode
-_NAMED = "This input"
+#: The name of an input that is no file.
+_NAMED = ""
 
 
 def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -> Path:

@@ -13,6 +13,8 @@ from jobs.embedded import EmbeddedHome
 from jobs.ledger.records import Job
 from jobs.ledger.status import JobStatus
 from jobs.local_run import LocalRun, RunResult, run_locally
+from nightjar.advice import advise, in_python
+from pipelines.errors import NightjarError
 
 if TYPE_CHECKING:
     from jobs.ingest import IngestProgress
@@ -96,7 +98,7 @@ class LocalThread(threading.Thread):
         except Interrupted:
             self.stopped = True
         except BaseException as error:  # noqa: BLE001 - raised again where the job is waited for
-            self.error = error
+            self.error = advise(error) if isinstance(error, NightjarError) else error
         finally:
             self._known.set()
 
@@ -105,7 +107,7 @@ class LocalThread(threading.Thread):
 
     def say(self, text: str) -> None:
         if not self._quiet:
-            print(text, file=sys.stderr)
+            print(in_python(text), file=sys.stderr)
 
     def reading(self, ingest: IngestProgress) -> None:
         self.read = ingest

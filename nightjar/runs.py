@@ -27,6 +27,7 @@ from jobs.source import check_source
 from jobs.spec import ResolvedSpec, resolve
 from jobs.store import is_remote, open_store
 from jobs.voices import voice_folder
+from nightjar.advice import advising
 from nightjar.inputs import written_input
 from nightjar.job import Job
 from nightjar.local import LocalThread
@@ -35,6 +36,7 @@ from pipelines.errors import ErrorCode, NotFoundError
 from pipelines.request import Generation, SpokenRole
 
 
+@advising()
 def run(
     source: str | Path | Iterable[Any],
     *,
@@ -61,6 +63,7 @@ def run(
     return Job(thread.until_submitted(), settings, thread, quiet=quiet)
 
 
+@advising()
 def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None, quiet: bool = False, **options: Unpack[JobOptions]) -> Job:
     """Makes a job of an input for running workers, with the ledger, the broker and the store of the settings, as `nightjar submit`.
 

@@ -135,10 +135,11 @@ def _mend_streams() -> None:
 
 def _forget_output() -> None:
     """What could not be written is not tried again, also not at the interpreter's end, which would then set the exit code."""
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -175,6 +175,19 @@ def test_a_reader_that_leaves_is_no_error(submitted: tuple[Path, str, str]) -> N
         assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_a_reader_of_notes_that_leaves_is_no_error(submitted: tuple[Path, str, str]) -> None:
+    folder, _, job = submitted
+    reader, writer = os.pipe()
+    os.close(reader)
+    # As a person has it: what is written waits in a buffer.
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    buffered["PYTHONPATH"] = str(Path(__file__).parents[3])
+    command = [*JOBS, "wait", job, "--timeout", "0"]
+    done = subprocess.run(command, cwd=folder, env=buffered, stdout=writer, stderr=writer, timeout=240, check=False)
+    os.close(writer)
+    assert done.returncode == 141
+
+
 def test_closed_streams_are_no_bug(folder: Path) -> None:
     for closed in (">&-", "2>&-", ">&- 2>&-"):
         command = f"{sys.executable} -m jobs models {closed}"

@@ -97,7 +97,7 @@ def test_a_limit_takes_no_more_of_an_endless_iterable(tmp_path: Path) -> None:
     ("record", "words"),
     [
         (7, "Record 2: A value of type int is not a text"),
-        ({"words": "x"}, "Record 2: The input 'This input' has no column `text`"),
+        ({"words": "x"}, "Record 2: The input has no column `text`"),
         ({"text": 1.5}, "Record 2: The column 'text' holds no text"),
         ({"messages": [{"role": "user"}]}, "Record 2: "),
         ({"messages": [["user", "text", object()]]}, "cannot be written"),
