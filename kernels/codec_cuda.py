@@ -32,12 +32,14 @@ _STEPS = 128
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The kernel: two warpgroups of a block multiply, one warp has the thread that copies the activations."""
+    """A kernel: two warpgroups of a block multiply, one warp, or one more warpgroup, has the thread that copies the activations."""
 
+    kernel: str
+    threads: int
     channels = CHANNELS
     source = "codec_unit"
-    kernel = "codec_unit_96"
-    threads = 2 * 128 + 32
+    #: Of a tile, which is copied as boxes of a tensor.
+    box_steps = _STEPS
     #: `Shared` of the source, from a multiple of 1,024 bytes on: the weights, two tiles with their history, bias and snakes, barriers.
     shared_bytes = (TAPS + 1) * CHANNELS**2 * 2 + 2 * (_STEPS + 56) * CHANNELS * 2 + 6 * CHANNELS * 4 + 128 + 1024
 
@@ -55,13 +57,13 @@ class Cut:
 
 
 #: All there are.
-CUTS = (Cut(),)
+CUTS = (Cut("codec_unit_96", 2 * 128 + 32), Cut("codec_unit_96_ahead", 3 * 128))
 #: The one in force; None: units of 96 channels run on Triton's kernel.
 CHOSEN: Cut | None = CUTS[0]
 
 
 class _Arguments(ctypes.Structure):
-    """`Args` of kernels/cuda/codec_unit.cu."""
+    """`Args` of kernels/cuda/codec_unit.cu and codec_unit_wide.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("a", "residual", "weights")),
@@ -73,7 +75,7 @@ class _Arguments(ctypes.Structure):
 
 
 class _TensorArguments(ctypes.Structure):
-    """`TensorArgs` of kernels/cuda/codec_unit.cu."""
+    """`TensorArgs` of kernels/cuda/codec_unit.cu and codec_unit_wide.cu."""
 
     _fields_ = (("plain", _Arguments), ("padding", ctypes.c_char * (-ctypes.sizeof(_Arguments) % 64)), ("map", ctypes.c_byte * 128))
 
@@ -199,8 +201,8 @@ def unit(
         a.data_ptr(), residual.data_ptr(), packed.data_ptr(), (ctypes.c_void_p * 6)(*parameters), _address(raw), place, _address(ends),
         stride, rows, steps, lead, dilation,
     )  # fmt: skip
-    if isinstance(cut, Cut):
-        box = (32, _STEPS + (TAPS - 1) * dilation, 1)
+    if cut.box_steps is not None:
+        box = (32, cut.box_steps + (TAPS - 1) * dilation, 1)
         map_bytes = (ctypes.c_byte * 128).from_buffer_copy(cuda_driver.tensor_map(a.data_ptr(), (channels, extended, rows), box))
         arguments = _TensorArguments(arguments, b"", map_bytes)
     _kernel(cut, a.device.index or 0).launch((blocks, 1), cut.threads, arguments, _stream(a.device))

@@ -19,14 +19,16 @@ _FEWEST_STEPS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class WideCut:
-    """The kernel: three warpgroups of a block multiply, one has the thread that streams the weights."""
+    """A kernel: three warpgroups of a block multiply, one has the thread that streams the weights."""
 
+    kernel: str
+    #: Bias and snakes, barriers, the activations of three pieces, and as many chunks of weights as there is room for.
+    shared_bytes: int
+    #: Of a piece, where its activations are copied as boxes of a tensor, by a thread of their own.
+    box_steps: int | None
     channels = CHANNELS
     source = "codec_unit_wide"
-    kernel = "codec_unit_wide"
     threads = 512
-    #: Bias and snakes, barriers, the activations of three pieces, and as many chunks of weights as there is room for.
-    shared_bytes = 226 << 10
 
     def pack(self, weight1: Tensor, weight2: Tensor) -> Tensor:
         """The weights of a unit as the kernel wants them, by `pack`."""
@@ -42,7 +44,7 @@ class WideCut:
 
 
 #: All there are.
-CUTS = (WideCut(),)
+CUTS = (WideCut("codec_unit_wide", 226 << 10, None), WideCut("codec_unit_wide_boxes", 226 * 1024 + 512, _STEPS))
 #: The one in force; None: units of 192 channels run on Triton's kernel.
 CHOSEN: WideCut | None = CUTS[0]
 

@@ -31,6 +31,7 @@ struct TensorArgs {
 };
 
 constexpr int WARPGROUPS = 2, STAGES = 2, TILE = M * WARPGROUPS, THREADS = WARPGROUPS * WARPGROUP + 32;
+constexpr int THREADS_AHEAD = (WARPGROUPS + 1) * WARPGROUP;  // whole warpgroups, of which those that multiply take 240 registers a thread
 constexpr int BOXES = 3, STEP_BYTES = 64;  // of a box
 constexpr int BOX = (TILE + (TAPS - 1) * MAX_DILATION + 7) / 8 * 8 * STEP_BYTES;
 
@@ -57,22 +58,24 @@ __device__ __forceinline__ float snake(float x, float frequency, float gain) {
 // The tiles of a block, in order. One that lies behind its row's end needs no products.
 struct Tiles {
     const Args& p;
-    const int in_row, count;
-    int tile, row = 0, start = 0, end = 0;
+    const int in_row, rows_on, tiles_on;  // tiles of a row; how far it is to the block's next one
+    int row, start, end = 0;
     int item = 0;  // tiles with products before this one
 
     __device__ explicit Tiles(const Args& arguments)
-        : p(arguments), in_row((p.steps + TILE - 1) / TILE), count(p.rows * in_row), tile(static_cast<int>(blockIdx.x)) {}
+        : p(arguments), in_row((p.steps + TILE - 1) / TILE), rows_on(static_cast<int>(gridDim.x) / in_row),
+          tiles_on(static_cast<int>(gridDim.x) % in_row), row(static_cast<int>(blockIdx.x) / in_row),
+          start(static_cast<int>(blockIdx.x) % in_row * TILE) {}
     __device__ __forceinline__ bool found() {
-        if (tile >= count) return false;
-        row = tile / in_row, start = tile % in_row * TILE;
+        if (row >= p.rows) return false;
         end = p.ends == nullptr ? p.steps : p.ends[row];
         return true;
     }
     __device__ __forceinline__ bool multiplied() const { return start < end; }
     __device__ __forceinline__ void next() {
         item += multiplied();
-        tile += static_cast<int>(gridDim.x);
+        row += rows_on, start += tiles_on * TILE;
+        if (start >= in_row * TILE) row += 1, start -= in_row * TILE;
     }
     __device__ __forceinline__ int stage() const { return item % STAGES; }
     __device__ __forceinline__ int parity() const { return item / STAGES & 1; }
@@ -92,11 +95,15 @@ __device__ void copy_boxes(const Args& p, const TensorMap& map, Shared& s) {
 }
 
 // A warpgroup that multiplies. Of its 64 steps a thread has two, 8 apart, and of the results three times 8 channels in each.
+// AHEAD: bias and snakes are read before the wait for the products in front of them, which the shared memory is busy with.
+template <bool AHEAD>
 struct Multiplier {
     const Args& p;
     Shared& s;
     const int warpgroup, thread, quad;
     uint4 before[2][3];  // the residual
+    float2 first[GROUPS_OF_8][3];  // bias and snake of the first product, by its columns
+    float4 second[3][3][2];        // those of the second one, by part
 
     __device__ Multiplier(const Args& arguments, Shared& shared, int number)
         : p(arguments), s(shared), warpgroup(number), thread(threadIdx.x % WARPGROUP), quad(threadIdx.x % 4) {}
@@ -110,14 +117,13 @@ struct Multiplier {
     }
 
     __device__ __forceinline__ void read_residual(const Tiles& tiles) {
-        const bf16* from = p.residual + place_of(tiles);
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < 2; ++half) {  // of a step that is not there it is any other one's: its result is not stored
+            const int step = min(step_of(tiles) + half * 8, p.steps - 1);
+            const bf16* from = p.residual + (static_cast<long long>(tiles.row) * p.steps + step) * C + quad * 8;
 #pragma unroll
-            for (int part = 0; part < 3; ++part) {
-                const bool inside = step_of(tiles) + half * 8 < p.steps;
-                before[half][part] = inside ? load16(from + half * 8 * C + part * 32) : make_uint4(0, 0, 0, 0);
-            }
+            for (int part = 0; part < 3; ++part) before[half][part] = load16(from + part * 32);
+        }
     }
 
     __device__ __forceinline__ void convolve(float (&d)[C / 2], int stage) {
@@ -134,17 +140,31 @@ struct Multiplier {
         products_commit();
     }
 
+    __device__ __forceinline__ void read_first() {
+#pragma unroll
+        for (int i = 0; i < GROUPS_OF_8; ++i)
+#pragma unroll
+            for (int j = 0; j < 3; ++j) first[i][j] = *reinterpret_cast<const float2*>(&s.parameters[BIAS1 + j][i * 8 + quad * 2]);
+    }
+    __device__ __forceinline__ void read_second() {
+#pragma unroll
+        for (int part = 0; part < 3; ++part)
+#pragma unroll
+            for (int j = 0; j < 3; ++j)
+#pragma unroll
+                for (int i = 0; i < 2; ++i)
+                    second[part][j][i] = *reinterpret_cast<const float4*>(&s.parameters[BIAS2 + j][part * 32 + quad * 8 + i * 4]);
+    }
+
     // Bias and snake of the sums, rounded to bf16: as these lie in the registers they are what the next product takes.
     __device__ __forceinline__ void activate(const float (&d)[C / 2], uint32_t (&hidden)[STEPS_OF_16][4]) {
 #pragma unroll
         for (int i = 0; i < GROUPS_OF_8; ++i) {
-            float2 each[3];
-#pragma unroll
-            for (int j = 0; j < 3; ++j) each[j] = *reinterpret_cast<const float2*>(&s.parameters[BIAS1 + j][i * 8 + quad * 2]);
+            const float2 bias = first[i][0], frequency = first[i][1], gain = first[i][2];
 #pragma unroll
             for (int half = 0; half < 2; ++half)
-                hidden[i / 2][i % 2 * 2 + half] = narrow(snake(d[4 * i + 2 * half] + each[0].x, each[1].x, each[2].x),
-                                                         snake(d[4 * i + 2 * half + 1] + each[0].y, each[1].y, each[2].y));
+                hidden[i / 2][i % 2 * 2 + half] = narrow(snake(d[4 * i + 2 * half] + bias.x, frequency.x, gain.x),
+                                                         snake(d[4 * i + 2 * half + 1] + bias.y, frequency.y, gain.y));
         }
     }
 
@@ -156,20 +176,15 @@ struct Multiplier {
         products_commit();
     }
 
-    __device__ __forceinline__ void eight(float (&v)[8], Parameter which, int part) const {  // of the thread's channels
-        const auto* from = reinterpret_cast<const float4*>(&s.parameters[which][part * 32 + quad * 8]);
-        const float4 low = from[0], high = from[1];
-        v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w, v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
-    }
-
     // The second weight's columns lie so that of each 32 channels a thread has 8 that follow each other.
     __device__ __forceinline__ void write(const float (&d)[C / 2], const Tiles& tiles) {
         bf16* const raw_at = p.raw + place_of(tiles);
         bf16* const active_at = p.active + tiles.row * p.active_stride + static_cast<long long>(step_of(tiles)) * C + quad * 8;
 #pragma unroll
         for (int part = 0; part < 3; ++part) {
-            float bias[8], frequency[8], gain[8];
-            eight(bias, BIAS2, part), eight(frequency, FREQUENCY2, part), eight(gain, GAIN2, part);
+            const auto& bias = reinterpret_cast<const float(&)[8]>(second[part][0]);
+            const auto& frequency = reinterpret_cast<const float(&)[8]>(second[part][1]);
+            const auto& gain = reinterpret_cast<const float(&)[8]>(second[part][2]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int step = step_of(tiles) + half * 8, there = half * 8 * C + part * 32;
@@ -184,10 +199,8 @@ struct Multiplier {
                     active[i] = narrow(snake(x, frequency[2 * i], gain[2 * i]), snake(y, frequency[2 * i + 1], gain[2 * i + 1]));
                     if (step >= tiles.end) active[i] = 0;
                 }
-                if (step >= p.steps) continue;
-                if (p.raw != nullptr) store16(raw_at + there, make_uint4(raw[0], raw[1], raw[2], raw[3]));
-                if (p.active == nullptr) continue;
-                store16(active_at + there, make_uint4(active[0], active[1], active[2], active[3]));
+                store16_if(step < p.steps && p.raw != nullptr, raw_at + there, make_uint4(raw[0], raw[1], raw[2], raw[3]));
+                store16_if(step < p.steps && p.active != nullptr, active_at + there, make_uint4(active[0], active[1], active[2], active[3]));
             }
         }
     }
@@ -221,12 +234,16 @@ struct Multiplier {
         read_residual(tiles);
         await_turn();
         convolve(d, stage);
+        if (AHEAD) read_first();
         products_wait<0>();
         pass_turn((warpgroup + 1) % WARPGROUPS);
         if (thread % 32 == 0) arrive(&s.barriers.empty[stage]);
+        if (!AHEAD) read_first();
         activate(d, hidden);
         mix(d, hidden);
+        if (AHEAD) read_second();
         products_wait<0>();
+        if (!AHEAD) read_second();
         write(d, tiles);
     }
 };
@@ -248,14 +265,27 @@ __device__ void prepare(const Args& p, Shared& s) {
     }
 }
 
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_96(const __grid_constant__ TensorArgs arguments) {
+template <bool AHEAD>
+__device__ __forceinline__ void run(const TensorArgs& arguments) {
     const Args& p = arguments.p;
     char* const memory = dynamic_shared();
     auto& s = *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & 1023));
     prepare(p, s);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
-    if (warpgroup < WARPGROUPS) Multiplier(p, s, warpgroup).run();
-    else if (threadIdx.x % 32 == 0) copy_boxes(p, arguments.map, s);
+    if (warpgroup < WARPGROUPS) {
+        if constexpr (AHEAD) take_registers<240>();
+        Multiplier<AHEAD>(p, s, warpgroup).run();
+    } else {
+        if constexpr (AHEAD) give_registers<24>();
+        if (threadIdx.x % WARPGROUP == 0) copy_boxes(p, arguments.map, s);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_96(const __grid_constant__ TensorArgs arguments) {
+    run<false>(arguments);
+}
+extern "C" __global__ void __launch_bounds__(THREADS_AHEAD, 1) codec_unit_96_ahead(const __grid_constant__ TensorArgs arguments) {
+    run<true>(arguments);
 }

@@ -2,9 +2,10 @@
 // snake, a 1x1 convolution, the residual, and the next unit's snake.
 //
 // A block has three warpgroups of products and a warp that streams the weights. Each warpgroup makes 64 steps of one row of the batch at a
-// time: it brings their activations and those of the 6 * dilation steps before them into shared memory once, in slabs of 8 channels,
-// [slab][step][8 channels], where the shift of a tap is an address. The weights come in chunks through a ring that the three share, in the
-// order of use; who is done with its products goes on to its snake while the others keep the tensor cores busy.
+// time, for which their activations and those of the 6 * dilation steps before them come into shared memory once; there the shift of a tap
+// is an address. Either the warpgroup copies them itself, in slabs of 8 channels, [slab][step][8 channels], or (BOXES) a thread does for
+// each warpgroup, as boxes of 32 channels, [box][step][32 channels]. The weights come in chunks through a ring that the three share, in
+// the order of use; who is done with its products goes on to its snake while the others keep the tensor cores busy.
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -28,6 +29,11 @@ struct Args {
 };
 enum Parameter { BIAS1, FREQUENCY1, GAIN1, BIAS2, FREQUENCY2, GAIN2 };
 
+struct TensorArgs {
+    Args p;
+    TensorMap map;  // of `a`: boxes of 32 channels x the steps of a piece with what its taps reach back for
+};
+
 // 64 steps of a row of the batch from `start` on; what is activated is zero from `end` on; `there`: the batch has that row.
 struct Piece {
     long long row;
@@ -37,25 +43,27 @@ struct Piece {
     __device__ __forceinline__ bool works() const { return there && start < end; }  // or else there is nothing to multiply
 };
 
-struct alignas(16) Shared {
+struct alignas(512) Shared {  // boxes lie behind it and the ring: on multiples of 512 bytes, if it starts at one
     float parameters[6][CHANNELS];
     unsigned long long full[MOST_STAGES], empty[MOST_STAGES];
+    unsigned long long brought[GROUPS], free[GROUPS];  // boxes of a warpgroup
 
     __device__ __forceinline__ char* ring() { return reinterpret_cast<char*>(this + 1); }
 };
-static_assert(sizeof(Shared) % 16 == 0, "the ring is aligned");
+static_assert(CHUNK % 512 == 0, "boxes are aligned");
 
 // The work of a launch: in each turn every block takes a piece for each of its warpgroups.
 struct Plan {
     const Args& p;
-    const int pieces, reach, slab, stages, turns;
+    const int pieces, reach, lines, stages, turns;  // lines: of a slab or a box, one for each step
 
-    __device__ __forceinline__ explicit Plan(const Args& args)
+    __device__ __forceinline__ Plan(const Args& args, bool boxes)
         : p(args), pieces((args.steps + STEPS - 1) / STEPS), reach((TAPS - 1) * args.dilation),
-          slab((STEPS + reach) | 1),  // odd: copies do not meet in a bank
-          stages(min(MOST_STAGES, (SHARED_BYTES - static_cast<int>(sizeof(Shared)) - GROUPS * SLABS * slab * 16) / CHUNK)),
+          lines(boxes ? (STEPS + reach + 7) / 8 * 8 : (STEPS + reach) | 1),  // odd: copies into slabs do not meet in a bank
+          stages(min(MOST_STAGES, (SHARED_BYTES - static_cast<int>(sizeof(Shared)) - GROUPS * activations()) / CHUNK)),
           turns((args.rows * pieces + GROUPS * gridDim.x - 1) / (GROUPS * gridDim.x)) {}
 
+    __device__ __forceinline__ int activations() const { return SLABS * lines * 16; }  // bytes of a warpgroup's
     __device__ __forceinline__ int number(int turn, int group) const { return (turn * GROUPS + group) * gridDim.x + blockIdx.x; }
     __device__ __forceinline__ Piece piece(int turn, int group) const {
         const int at = number(turn, group), row = at / pieces;
@@ -104,6 +112,24 @@ __device__ __forceinline__ void stream_weights(const Plan& plan, Shared& s) {
         }
 }
 
+// One thread for each warpgroup copies the boxes of all its pieces, and brings the residual nearer.
+__device__ __forceinline__ void copy_boxes(const Plan& plan, const TensorMap& map, Shared& s, int group) {
+    const Args& p = plan.p;
+    char* const to = s.ring() + plan.stages * CHUNK + group * plan.activations();
+    uint32_t parity = 0;
+    for (int turn = plan.working(0); turn < plan.turns; turn = plan.working(turn + 1)) {
+        const Piece piece = plan.piece(turn, group);
+        if (!piece.works()) continue;
+        wait_for(&s.free[group], parity ^ 1);
+        arrive_expecting(&s.brought[group], (STEPS + plan.reach) * CHANNELS * 2);
+        for (int box = 0; box < TAP_CHUNKS; ++box)
+            tensor_copy(to + box * plan.lines * 64, map, box * 32, p.lead + piece.start - plan.reach, piece.row, &s.brought[group]);
+        prefetch(p.residual + (piece.row * p.steps + piece.start) * CHANNELS, min(STEPS, p.steps - piece.start) * CHANNELS * 2);
+        parity ^= 1;
+    }
+}
+
+template <bool BOXES>
 struct Worker {
     const Plan& plan;
     const Args& p;
@@ -112,15 +138,16 @@ struct Worker {
     char* const mine;  // this warpgroup's activations
     Place place;
     int held = -1;  // the stage whose products may be under way
+    uint32_t boxes_parity = 0;
 
     __device__ Worker(const Plan& all, Shared& shared)
-        : plan(all), p(all.p), s(shared), mine(s.ring() + plan.stages * CHUNK + group * SLABS * plan.slab * 16) {}
+        : plan(all), p(all.p), s(shared), mine(s.ring() + plan.stages * CHUNK + group * plan.activations()) {}
 
     __device__ __forceinline__ void sync() const { sync_some(1 + group, 128); }
 
     // Starts the copies of a piece's activations; what lies outside of its row is zero.
     __device__ __forceinline__ void bring(const Piece& piece) const {
-        if (!piece.works()) return;
+        if (BOXES || !piece.works()) return;
         const int first = p.lead + piece.start - plan.reach, end = p.lead + p.steps, count = STEPS + plan.reach;
         const bf16* from = p.a + piece.row * (p.lead + p.steps) * CHANNELS;
         int step = thread / SLABS, part = thread % SLABS;
@@ -131,9 +158,26 @@ struct Worker {
             }
             const int at = first + step;
             const bool inside = at >= 0 && at < end;
-            copy16_or_zeros(mine + (part * plan.slab + step) * 16, inside ? from + static_cast<long long>(at) * CHANNELS + part * 8 : p.a, inside);
+            copy16_or_zeros(mine + (part * plan.lines + step) * 16, inside ? from + static_cast<long long>(at) * CHANNELS + part * 8 : p.a, inside);
         }
         copies_commit();
+    }
+
+    // The activations are here, for products.
+    __device__ __forceinline__ void await_activations() {
+        if constexpr (BOXES) {
+            wait_for(&s.brought[group], boxes_parity);
+            boxes_parity ^= 1;
+        } else {
+            copies_wait();
+            writes_to_products();
+            sync();
+        }
+    }
+    // The products that read them are over: others may take their place.
+    __device__ __forceinline__ void leave_activations() {
+        if constexpr (!BOXES) sync();
+        else if (lane == 0) arrive(&s.free[group]);
     }
 
     // A stage's weights are here.
@@ -157,15 +201,15 @@ struct Worker {
     __device__ __forceinline__ void first_product(float (&total)[96]) {
 #pragma unroll 1
         for (int tap = 0; tap < TAPS; ++tap) {
-            Matrix a = matrix_at(mine + tap * p.dilation * 16, plan.slab * 16, 128);
+            Matrix a = BOXES ? swizzled_matrix_at(mine + tap * p.dilation * 64) : matrix_at(mine + tap * p.dilation * 16, plan.lines * 16, 128);
 #pragma unroll 1
             for (int chunk = 0; chunk < TAP_CHUNKS; ++chunk) {
                 const Matrix b = receive(CHANNELS * 16);
                 products_begin();
                 multiply(total, a, b, true);
-                multiply(total, moved(a, 32 * plan.slab), moved(b, 32 * CHANNELS), true);
+                multiply(total, moved(a, BOXES ? 32 : 32 * plan.lines), moved(b, 32 * CHANNELS), true);
                 pass();
-                a = moved(a, 64 * plan.slab);
+                a = moved(a, 64 * plan.lines);
             }
         }
         products_wait<0>();
@@ -191,7 +235,8 @@ struct Worker {
         return v + gain * wave * wave;
     }
 
-    __device__ __forceinline__ void second_product(float (&total)[48], const uint32_t (&hidden)[48]) {
+    __device__ __forceinline__ void second_product(
+        float (&total)[48], const uint32_t (&hidden)[48], uint4 (&residual)[6], const Piece& piece, int half) {
 #pragma unroll
         for (int chunk = 0; chunk < HALF_CHUNKS; ++chunk) {
             const Matrix b = receive(HALF * 16);
@@ -202,12 +247,15 @@ struct Worker {
                 multiply(total, reinterpret_cast<const uint32_t(&)[4]>(hidden[at]), moved(b, i * 32 * HALF), chunk + i > 0);
             }
             pass();
+            if (chunk == (BOXES ? 0 : HALF_CHUNKS - 1)) read_residual(residual, piece, half);
         }
     }
 
     // The packed weights leave each thread 8 neighbouring channels of every 32: `at` is the first of those.
     __device__ __forceinline__ void deliver(float (&total)[48], const uint4 (&residual)[6], const Piece& piece, int half) const {
         const bool kept[2] = {step_of(piece, 0) < piece.end, step_of(piece, 1) < piece.end};
+        bf16* const raw_at = p.raw + (piece.row * p.steps + step_of(piece, 0)) * CHANNELS + half * HALF + q * 8;
+        bf16* const active_at = p.active + piece.row * p.active_stride + step_of(piece, 0) * CHANNELS + half * HALF + q * 8;
 #pragma unroll
         for (int part = 0; part < 3; ++part) {
             const int at = half * HALF + part * 32 + q * 8;
@@ -220,10 +268,9 @@ struct Worker {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
                     v[row][i] = total[part * 16 + i / 2 * 4 + row * 2 + i % 2] + parameters[i] + (i % 2 == 0 ? before[i / 2].x : before[i / 2].y);
-                if (p.raw != nullptr && there(piece, row))
-                    *reinterpret_cast<uint4*>(p.raw + (piece.row * p.steps + step_of(piece, row)) * CHANNELS + at) = narrowed(v[row]);
+                put(p.raw != nullptr && there(piece, row), raw_at + row * 8 * CHANNELS + part * 32, narrowed(v[row]));
             }
-            if (p.active == nullptr) continue;
+            if (!BOXES && p.active == nullptr) continue;
             float gains[8];
             read(FREQUENCY2, at, parameters), read(GAIN2, at, gains);
 #pragma unroll
@@ -231,10 +278,13 @@ struct Worker {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) v[row][i] = snake(v[row][i], parameters[i], gains[i]);
                 const uint4 out = kept[row] ? narrowed(v[row]) : make_uint4(0, 0, 0, 0);
-                if (there(piece, row))
-                    *reinterpret_cast<uint4*>(p.active + piece.row * p.active_stride + step_of(piece, row) * CHANNELS + at) = out;
+                put((!BOXES || p.active != nullptr) && there(piece, row), active_at + row * 8 * CHANNELS + part * 32, out);
             }
         }
+    }
+    __device__ __forceinline__ void put(bool wanted, bf16* to, uint4 v) const {
+        if constexpr (BOXES) store16_if(wanted, to, v);
+        else if (wanted) *reinterpret_cast<uint4*>(to) = v;
     }
     __device__ __forceinline__ void read(Parameter which, int at, float (&eight)[8]) const {
 #pragma unroll
@@ -243,7 +293,7 @@ struct Worker {
             eight[i * 4] = four.x, eight[i * 4 + 1] = four.y, eight[i * 4 + 2] = four.z, eight[i * 4 + 3] = four.w;
         }
     }
-    __device__ __forceinline__ bool there(const Piece& piece, int row) const { return piece.there && step_of(piece, row) < p.steps; }
+    __device__ __forceinline__ bool there(const Piece& piece, int row) const { return step_of(piece, row) < p.steps; }
     __device__ __forceinline__ int step_of(const Piece& piece, int row) const { return piece.start + thread / 32 * 16 + row * 8 + g; }
     __device__ __forceinline__ uint4 narrowed(const float (&v)[8]) const {
         return make_uint4(narrow(v[0], v[1]), narrow(v[2], v[3]), narrow(v[4], v[5]), narrow(v[6], v[7]));
@@ -262,8 +312,7 @@ struct Worker {
         for (int half = 0; half < 2; ++half) {
             float total[48];
             uint4 residual[6];
-            second_product(total, hidden);
-            read_residual(residual, piece, half);
+            second_product(total, hidden, residual, piece, half);
             products_wait<0>();
             release();
             deliver(total, residual, piece, half);
@@ -300,15 +349,14 @@ struct Worker {
         bring(piece);
         while (turn < plan.turns) {
             turn = plan.working(turn + 1);
-            const Piece next = plan.piece(turn, group);
+            Piece next;
+            if (!BOXES) next = plan.piece(turn, group);
             if (piece.works()) {
-                copies_wait();
-                writes_to_products();
-                sync();
+                await_activations();
                 float total[96] = {};
                 uint32_t hidden[48];
                 first_product(total);
-                sync();
+                leave_activations();
                 bring(next);
                 activate(total, hidden);
                 finish(hidden, piece);
@@ -316,7 +364,7 @@ struct Worker {
                 skip();
                 bring(next);
             }
-            piece = next;
+            piece = BOXES ? plan.piece(turn, group) : next;
         }
     }
 };
@@ -327,22 +375,33 @@ __device__ __forceinline__ void prepare(const Args& p, Shared& s) {
         if (threadIdx.x < CHANNELS && p.parameters[i] != nullptr) s.parameters[i][threadIdx.x] = p.parameters[i][threadIdx.x];
     if (threadIdx.x == 0) {
         for (int i = 0; i < MOST_STAGES; ++i) arrivals_init(&s.full[i], 1), arrivals_init(&s.empty[i], WORKERS / 32);
+        for (int i = 0; i < GROUPS; ++i) arrivals_init(&s.brought[i], 1), arrivals_init(&s.free[i], 4);
         arrivals_visible();
     }
     __syncthreads();
 }
 
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_wide(const Args p) {
-    Shared& s = *reinterpret_cast<Shared*>(dynamic_shared());
-    const Plan plan(p);
+template <bool BOXES>
+__device__ __forceinline__ void run(const Args& p, Shared& s, const TensorMap* map) {
+    const Plan plan(p, BOXES);
     prepare(p, s);
     if (threadIdx.x >= WORKERS) {
         give_registers<32>();
+        const int warp = static_cast<int>(threadIdx.x - WORKERS) / 32;
         if (threadIdx.x == WORKERS) stream_weights(plan, s);
+        else if (BOXES && warp > 0 && threadIdx.x % 32 == 0) copy_boxes(plan, *map, s, warp - 1);
     } else {
         take_registers<160>();
-        Worker(plan, s).run();
+        Worker<BOXES>(plan, s).run();
     }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_wide(const Args p) {
+    run<false>(p, *reinterpret_cast<Shared*>(dynamic_shared()), nullptr);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_wide_boxes(const __grid_constant__ TensorArgs arguments) {
+    char* const memory = dynamic_shared();
+    run<true>(arguments.p, *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & 511)), &arguments.map);
 }

@@ -107,6 +107,11 @@ __device__ __forceinline__ void writes_to_products() { asm volatile("fence.proxy
 __device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool inside) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
 }
+// `store16` where `wanted`, without a branch: what is stored is computed in any case, beside everything else.
+__device__ __forceinline__ void store16_if(bool wanted, void* to, uint4 v) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}"
+                 ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<int>(wanted)) : "memory");
+}
 // A tensor in global memory and the box of it that a copy takes, made by `kernels.cuda_driver.tensor_map`. A parameter of the kernel.
 struct alignas(64) TensorMap { char bytes[128]; };
 // The box whose first element is at [row, step, channel]; zeros where it is outside. Its bytes arrive at the barrier.

@@ -57,6 +57,15 @@ def test_it_equals_its_twin(unit: Unit, cut: Cut | WideCut, emulated: Callable[[
     check(unit, cut.channels, unit.made(cut))
 
 
+@pytest.mark.parametrize("cut", [*codec_cuda.CUTS[1:], *codec_unit_wide.CUTS[1:]], ids=lambda cut: cut.kernel)
+@pytest.mark.parametrize("unit", [UNITS["history"], UNITS["centred, and rows that end"]], ids=["history", "rows that end"])
+def test_kernels_of_a_width_have_the_same_bits(unit: Unit, cut: Cut | WideCut, emulated: Callable[[int], None]) -> None:
+    in_force = codec_cuda.CUTS[0] if cut.channels == 96 else codec_unit_wide.CUTS[0]
+    for found, wanted in zip(unit.made(cut), unit.made(in_force)):
+        assert found is not None and wanted is not None  # noqa: PT018
+        assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
+
+
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
 def test_the_order_of_threads_changes_no_bit(cut: Cut | WideCut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec_cuda, "_processors", lambda _: 1)

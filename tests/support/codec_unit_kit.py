@@ -109,6 +109,7 @@ UNITS = {
     "history": Unit(2, 140, 9, lead=54),
     "long history": Unit(1, 129, 3, lead=23),
     "few steps": Unit(5, 3, 9),
+    "three tiles a row": Unit(3, 300, 1),
     "no raw": Unit(1, 100, 1, raw=False),
     "no active": Unit(1, 100, 1, active=False),
     "centred, and rows that end": Unit(4, 200, 3, lead=18, margin=5, ends=(200, 70, 0, 131)),

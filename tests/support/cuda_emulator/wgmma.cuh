@@ -108,6 +108,9 @@ inline void copy16_or_zeros(void* to, const void* from, bool inside) {
     static const char zeros[16] = {};
     copy16(to, inside ? from : zeros);
 }
+inline void store16_if(bool wanted, void* to, uint4 v) {
+    if (wanted) store16(to, v);
+}
 // As tests/parity/test_codec_unit_emulated.py makes it, where a GPU's driver has its own form.
 struct alignas(64) TensorMap {
     const char* address;
