@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from pipelines.errors import ErrorCode, NightjarError
+from pipelines.errors import ErrorCode, InputError, NightjarError
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,11 @@ def unknown_field(name: str) -> ApiError:
     return bad_request(
         f"There is no field `{name[:100]}` here. Remove it; docs/serving.md lists what is known.", "unknown_field", name[:100]
     )
+
+
+def empty_text() -> InputError:
+    """The error for a text with nothing to speak."""
+    return InputError(ErrorCode.INPUT_EMPTY_TEXT, "The text is empty.", "Give a text to speak.")
 
 
 def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _RETRY_SECONDS) -> ApiError:

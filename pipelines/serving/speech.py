@@ -18,7 +18,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisErro
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import COMPRESSED, MEDIA_TYPES, SpeechFormat, read_audio, stream_encoder, whole_file
-from pipelines.serving.errors import Body, as_api_error, bad_request, named_field, unknown_field
+from pipelines.serving.errors import Body, as_api_error, bad_request, empty_text, named_field, unknown_field
 from pipelines.serving.long_text import Chunks, chunks_of, unit_chunks
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
@@ -26,6 +26,7 @@ from pipelines.serving.options import ServeOptions
 from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, event
 from pipelines.serving.text_units import units_of
 from pipelines.serving.voices import Voices
+from pipelines.validation import is_visible
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +115,8 @@ class SpeechRoute:
         try:
             # A hop between threads costs more than a request without a recording.
             has_audio = bool(body.reference_audio) or self._voices.is_stored(body.voice)
-            request = await asyncio.to_thread(self._request, body, request_id) if has_audio else self._request(body, request_id)
             units = self._units(body.input)
+            request = await asyncio.to_thread(self._request, body, request_id) if has_audio else self._request(body, request_id)
             chunks = unit_chunks(self._model, request, units, permit) if units else chunks_of(self._model, request, permit)
             if body.stream_format == "sse":
                 parts = self._events(chunks, body, request.seed, since)
@@ -141,7 +142,10 @@ class SpeechRoute:
         return {"x-ignored-fields": names}
 
     def _units(self, text: str) -> list[str]:
-        """The units of a text that is longer than the model speaks at once; else none. Raises `InputError` for one over every bound."""
+        """The units of a text that is longer than the model speaks at once; else none. Raises `InputError` for one over every bound, and
+        for an empty one."""
+        if not is_visible(text):
+            raise empty_text()
         if len(text) <= self._model.card.capabilities.max_text_characters:
             return []
         limit = self._options.context_characters

@@ -12,7 +12,7 @@ from pipelines.request import SynthesisRequest
 from pipelines.serving import cartesia
 from pipelines.serving.admission import Permit
 from pipelines.serving.context import Serving
-from pipelines.serving.errors import as_api_error
+from pipelines.serving.errors import as_api_error, empty_text
 from pipelines.serving.long_text import unit_chunks
 from pipelines.serving.raw_audio import Resampler, encoded, stream_header
 from pipelines.serving.streaming import Head, Parts
@@ -60,7 +60,7 @@ class BytesRoute:
         limit = self._serving.options.context_characters
         units = units_of(text)
         if not units:
-            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, "The text is empty.", "Give a text to speak.")
+            raise empty_text()
         if len(text) > limit:
             raise InputError(ErrorCode.INPUT_TOO_LONG, f"The text has {len(text)} characters; {limit:,} are taken.", "Split it.")
         resampler: Resampler | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -104,6 +105,7 @@ def test_what_the_embedded_voice_cannot_do_is_a_400_that_says_so(hibari: Running
     answer = hibari.speak(**{"text": fields.pop("input")} if "input" in fields else {}, **fields)
     error = error_of(answer)
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
+    assert not re.search("dialogue|line", error["message"]), "those are words of jobs"
     assert hibari.speak("Good morning.", speed=1.0, instructions="").status_code == 200
 
 
