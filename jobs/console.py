@@ -15,7 +15,7 @@ from typing import Any
 import click
 import msgspec
 
-from jobs.formatting import printable, redact
+from jobs.formatting import is_address, printable, redact
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NightjarError, NotFoundError, ServiceError, StoreError
 
 #: Environment variable: the program name in the usage line of a command that another command line starts.
@@ -53,13 +53,22 @@ class FiniteRange(click.FloatRange):
 
 
 class NamedPath(click.Path):
-    """A path that is neither empty, which would be the working directory, nor an option: a variable that is not set would make it so."""
+    """A path that is neither empty, which would be the working directory, nor an option: a variable that is not set would make it so.
+
+    `anywhere`: it may be an address too, which whoever takes it checks.
+    """
+
+    def __init__(self, *, anywhere: bool = False, **options: Any) -> None:
+        super().__init__(**options)
+        self._anywhere = anywhere
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not value.strip():
             self.fail("the path is empty", param, ctx)
         if isinstance(value, str) and value.startswith("--"):
             self.fail(f"{value!r} looks like an option; write ./{value} for a path of this name", param, ctx)
+        if isinstance(value, str) and is_address(value) and not self._anywhere:
+            self.fail(f"{value!r} is an address; name a path of this host", param, ctx)
         return super().convert(value, param, ctx)
 
 

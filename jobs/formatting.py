@@ -8,6 +8,8 @@ import re
 MASK = "********"
 # A password may hold any sign but white space, also `@` and `/`: all up to the last `@` of the word is hidden.
 _PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^\s:/@'\"]*):\S*@", re.IGNORECASE)
+#: Also with one slash, as it is typed by mistake, and as a path has it that was made of an address.
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 _PARAMETER = re.compile(r"([?&;](?:\w*password|[\w-]*secret[\w-]*|[\w-]*token|[\w-]*signature)=)[^&\s'\"]*", re.IGNORECASE)
 
 
@@ -16,6 +18,11 @@ def redact(text: str) -> str:
     if "://" not in text:
         return text
     return _PARAMETER.sub(rf"\1{MASK}", _PASSWORD.sub(rf"\1:{MASK}@", text))
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is an address such as `s3://bucket/prefix`, and no path of this host."""
+    return _ADDRESS.match(text) is not None
 
 
 def printable(text: str) -> str:

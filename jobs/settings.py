@@ -18,6 +18,7 @@ from urllib.parse import quote, unquote, urlsplit
 
 from pydantic import Field, PrivateAttr, SecretStr, ValidationError, ValidationInfo, field_validator
 
+from jobs.formatting import is_address
 from jobs.ledger.location import STATE_FOLDER
 from jobs.settings_groups import (
     DispatchSettings,
@@ -106,6 +107,17 @@ class Settings(SettingsGroup):
         # An empty path would be the working directory, which nobody named.
         if isinstance(value, str) and not value.strip():
             raise ValueError("it is empty")
+        return value
+
+    @field_validator("home", "store_url", mode="before")
+    @classmethod
+    def _refuse_other_places(cls, value: object, info: ValidationInfo) -> object:
+        # As a path it would be a folder of this name in the working directory.
+        text = str(value)
+        if info.field_name == "home" and is_address(text):
+            raise ValueError(f"{text!r} is an address, and this is a folder of this host; {PREFIX}STORE_URL puts the audio into a bucket")
+        if info.field_name == "store_url" and is_address(text) and "://" not in text:
+            raise ValueError("an address has two slashes, as in s3://BUCKET/PREFIX")
         return value
 
     @field_validator("database_url", "broker_url")

@@ -62,7 +62,11 @@ option = partial(click.option, cls=Option)
 json_option = option("--json", "as_json", is_flag=True, heading=MESSAGES, help="Print JSON, one object per line.")
 quiet_option = option("-q", "--quiet", is_flag=True, heading=MESSAGES, help="Print no progress and no notes to stderr.")
 home_option = option(
-    "--out", "--home", "home", metavar="DIR", type=NamedPath(), heading=INPUT, help="Folder of the job's ledger and audio. [default: out]"
+    *("--out", "--home", "home"),
+    metavar="DIR",
+    type=NamedPath(anywhere=True),
+    heading=INPUT,
+    help="Folder of the job's ledger and audio. [default: out]",
 )
 
 

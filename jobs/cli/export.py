@@ -52,7 +52,7 @@ class FormatOption(click.Option):
     default="-",
     show_default=True,
     metavar="PATH",
-    type=NamedPath(),
+    type=NamedPath(anywhere=True),
     help="File, folder or s3://BUCKET/PREFIX; `-` is standard output.",
 )
 @click.option(

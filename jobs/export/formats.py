@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from jobs.formatting import is_address
 from jobs.store import is_remote
 from pipelines.audio_format import AUDIO_FORMATS
 from pipelines.errors import ConfigError, ErrorCode
@@ -110,6 +111,8 @@ class ExportFormat:
 
         `packed`: the job's audio is in packs. `stored`: its format in the store. `conversion`: what the export makes of it.
         """
+        if is_address(to) and not is_remote(to):
+            raise _invalid(f"No export can be written to {to[:300]!r}.", "Name a local path, or s3://BUCKET/PREFIX.")
         if packed and audio_root is None and self.names_audio and not self.embeds_audio and self.failure_line is None:
             message = f"The format {self.name} names audio by its path, and the audio of this job is in packs, which have no such paths."
             raise _invalid(

@@ -18,6 +18,7 @@ from jobs.store import open_store
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.registry import describe
 from tests.support import fish_checkpoint
+from tests.support.cli_kit import LINE
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Rig
 
@@ -61,6 +62,46 @@ def test_an_option_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_folder_of_the_environment_that_is_empty_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "")
     with pytest.raises(ConfigError, match=f"environment {name}.*it is empty"):
+        load_settings()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "in.jsonl", "--out", "s3://bucket/x"],
+        ["submit", "in.jsonl", "--out", "gs:/bucket/x"],
+        ["report", "j", "--to", "s3://bucket/report.html"],
+        ["evaluate", "in.jsonl", "--to", "s3://bucket/answers.jsonl"],
+    ],
+)
+def test_an_address_is_no_folder_of_this_host(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a path it would be a folder of that name here, and what is meant for a bucket would lie in it."""
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text(LINE % ("a", "Hello."))
+    done = CliRunner().invoke(cli, words)
+    said = " ".join(f"{done.output} {done.exception}".split())
+    assert done.exit_code != 0
+    assert "is an address" in said, said
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_an_export_goes_to_a_path_or_to_s3(rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = rig.submit(["hello"])
+    rig.run_next()
+    monkeypatch.setattr("jobs.store.open_store", lambda *_: rig.store)
+    for to in ("gs://bucket/x", "s3:/bucket/x"):
+        done = CliRunner().invoke(cli, ["export", job.id, "--format", "webdataset", "--to", to, "--out", str(rig.folder)])
+        assert isinstance(done.exception, ConfigError), done.output
+        assert done.exception.message == f"No export can be written to {to!r}."
+    assert not Path("gs:").exists()
+    assert not Path("s3:").exists()
+
+
+@pytest.mark.parametrize(("url", "words"), [("s3:/bucket/x", "two slashes"), ("file:/tmp/x", "two slashes")])
+def test_an_address_of_a_store_with_one_slash_is_no_folder(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECH_STORE_URL", url)
+    with pytest.raises(ConfigError, match=words):
         load_settings()
 
 
