@@ -107,6 +107,10 @@ async def _http(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
         return JSONResponse(error.view(), error.status_code, error.headers)
+    if error.status_code == 400:
+        # FastAPI's, for a body at which the parser of JSON itself fails.
+        message = "The body cannot be read: it is not UTF-8, or compressed, or nested too deeply. Send plain JSON."
+        return JSONResponse(error_view(400, message, ErrorCode.INPUT_BAD_JSON.value), 400)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
     return JSONResponse(error_view(error.status_code, f"{error.detail}.", code), error.status_code, error.headers)
 

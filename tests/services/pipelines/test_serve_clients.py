@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import io
 import threading
 from collections.abc import Iterator
@@ -77,8 +78,12 @@ def test_bytes_that_cannot_be_are_an_error(server: Running, fields: dict[str, An
     assert (answer.status_code, error_of(answer)["code"]) == (status, code)
 
 
-def test_what_is_not_json_is_an_error(server: Running) -> None:
-    answer = server.http.post("/tts/bytes", content=b"{")
+@pytest.mark.parametrize(
+    "body", [b"{", b"[" * 100_000, '{"model": "café"}'.encode("latin-1"), gzip.compress(b"{}")], ids=["cut", "deep", "latin-1", "gzip"]
+)
+@pytest.mark.parametrize("route", ["/tts/bytes", "/v1/audio/speech"])
+def test_what_is_not_json_is_an_error(server: Running, route: str, body: bytes) -> None:
+    answer = server.http.post(route, content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, error_of(answer)["code"]) == (400, "input.bad_json")
 
 
