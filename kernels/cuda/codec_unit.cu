@@ -81,7 +81,8 @@ struct Tiles {
     __device__ __forceinline__ int parity() const { return item / STAGES & 1; }
 };
 
-// One thread copies all tiles.
+// One thread copies all tiles; AHEAD: and brings their residual into the L2.
+template <bool AHEAD>
 __device__ void copy_boxes(const Args& p, const TensorMap& map, Shared& s) {
     const int reach = (TAPS - 1) * p.dilation;
     for (Tiles tiles(p); tiles.found(); tiles.next()) {
@@ -91,6 +92,8 @@ __device__ void copy_boxes(const Args& p, const TensorMap& map, Shared& s) {
         arrive_expecting(&s.barriers.full[stage], (TILE + reach) * C * 2);
         for (int box = 0; box < BOXES; ++box)
             tensor_copy(s.stages[stage][box], map, box * 32, p.lead + tiles.start - reach, tiles.row, &s.barriers.full[stage]);
+        const long long first = static_cast<long long>(tiles.row) * p.steps + tiles.start;
+        if (AHEAD) prefetch(p.residual + first * C, min(TILE, p.steps - tiles.start) * C * 2);
     }
 }
 
@@ -277,7 +280,7 @@ __device__ __forceinline__ void run(const TensorArgs& arguments) {
         Multiplier<AHEAD>(p, s, warpgroup).run();
     } else {
         if constexpr (AHEAD) give_registers<24>();
-        if (threadIdx.x % WARPGROUP == 0) copy_boxes(p, arguments.map, s);
+        if (threadIdx.x % WARPGROUP == 0) copy_boxes<AHEAD>(p, arguments.map, s);
     }
 }
 
