@@ -10,6 +10,7 @@ import threading
 import warnings
 from typing import Any
 
+import structlog
 from celery import Celery, signals
 from celery.concurrency.thread import TaskPool
 from celery.exceptions import CPendingDeprecationWarning, Reject
@@ -27,6 +28,8 @@ from pipelines.interpreter import collect_seldom
 from worker.consumer import ShardTask
 from worker.demand import MAX_SHARDS
 from worker.runtime import Handling, Runtime, WorkerOptions
+
+log = structlog.get_logger(__name__)
 
 _lock = threading.Lock()
 #: What the pool of this process is built from; None: the settings of the environment.
@@ -202,6 +205,8 @@ def run_beat(settings: Settings) -> None:
     """Runs Celery beat with its file in the state folder."""
     settings.state_folder.mkdir(parents=True, exist_ok=True)
     app = create_app(settings)
+    if not app.conf.beat_schedule:
+        log.warning("beat has nothing to send: no schedule is set, and the daily sweep is off")
     # Times of schedules are local times.
     app.conf.enable_utc = False
     beat = app.Beat(schedule=str(settings.state_folder / "beat"), loglevel=settings.log_level.upper(), quiet=True, redirect_stdouts=False)

@@ -250,6 +250,10 @@ def run_nights(
     if unknown := set(names) - settings.schedules.keys():
         known = ", ".join(sorted(settings.schedules)) or "none"
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no schedule {sorted(unknown)[0]!r}.", f"Schedules are: {known}.")
+    if not settings.schedules:
+        # A command of cron in another folder would do nothing every night.
+        advice = "Write one as `[schedules.NAME]` into nightjar.toml of the working directory, or name its file with SPEECH_CONFIG."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "No schedule is set.", advice)
     check_exports(settings, names or settings.schedules)
     ledger = Ledger.of(settings)
     try:

@@ -117,6 +117,16 @@ def test_beat_starts_and_ends(site: Site) -> None:
     assert "Traceback" not in site.log_text()
 
 
+def test_beat_and_nights_without_a_schedule_say_so(site: Site) -> None:
+    beat = start(site, "beat", SPEECH_SCHEDULES="{}")
+    site.wait_for(lambda: "Starting" in site.log_text())
+    assert "no schedule is set, and the daily sweep is off" in site.log_text()
+    beat.send_signal(signal.SIGTERM)
+    assert beat.wait(240) == 0
+    assert start(site, "nightly", SPEECH_SCHEDULES="{}").wait(240) == 4
+    assert "No schedule is set." in site.log_text()
+
+
 def test_a_cron_line_runs_nights_and_reports_them(site: Site) -> None:
     nightly = start(site, "nightly", "--night", "2026-11-20")
     assert nightly.wait(240) == 1

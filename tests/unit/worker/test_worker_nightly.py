@@ -123,6 +123,12 @@ def test_wrong_names_are_refused(settings: Settings, night: str, names: tuple[st
         run_nights(settings, night, 0, names)
 
 
+def test_nights_of_no_schedule_are_refused(settings: Settings) -> None:
+    """As where cron runs the command in a folder that has no nightjar.toml."""
+    with pytest.raises(ConfigError, match="No schedule is set"):
+        run_nights(settings.model_copy(update={"schedules": {}}), "2026-11-20", 0)
+
+
 def test_inputs_name_their_night() -> None:
     assert input_of(Schedule(input="s3://b/{date}/in.jsonl"), date(2026, 1, 2)) == "s3://b/2026-01-02/in.jsonl"
     assert input_of(Schedule(input="/in/%Y/%m/%d.jsonl"), date(2026, 1, 2)) == "/in/2026/01/02.jsonl"
