@@ -2,8 +2,8 @@
 
 What it computes is `kernels.reference.run_frame` with its rounding points; how, depends on the number of rows:
 up to `Plan.skinny_rows` the weight stream is everything and five launches a layer overlap it; above, norms are launches of
-their own between products: cuBLAS's, Triton's, or, with `Plan.products`, those of `kernels.lm_products`. Nothing here allocates or reads
-the device, so a run can be captured.
+their own between cuBLAS's products, or parts of Triton's (`Plan.tiles`) and of those in CUDA C++ (`Plan.products`). Nothing here
+allocates or reads the device, so a run can be captured.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels import lm_cuda, lm_products
 from kernels.frame import DepthTensors, DrawTensors, FrameTensors, StackTensors, StateTensors, fused_fault
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
+from kernels.lm_products import Norm
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY, draw
 from kernels.lm_triton import RESIDUAL, SWIGLU, Tiles, add_norm, product, swiglu
 
@@ -35,8 +36,9 @@ class Plan:
     #: From this many rows on, a norm is a launch of its own instead of being repeated in every block of a skinny product.
     norm_apart_rows: int = 1 << 30
     cuda_draw: bool = True
-    #: Tiles of Triton products for "qkv", "o", "gate_up", "down", by the largest row count they serve; cuBLAS where there is none.
-    tiles: dict[str, tuple[tuple[int, Tiles], ...]] = field(default_factory=dict)
+    #: Tiles of Triton's products ("qkv", "o", "gate_up", "down", "head") for frames without biases; none: cuBLAS's. "o" and "down" have
+    #: as many columns.
+    tiles: dict[str, Tiles] = field(default_factory=dict)
     #: The predictor's attention runs in rounds (`lm_cuda.predictor_attention`) from this many rows on, with the same bits.
     attention_rounds: int = 1 << 30
     #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
@@ -44,9 +46,6 @@ class Plan:
 
     def splits_for(self, rows: int) -> int:
         return next(splits for limit, splits in self.splits if rows <= limit)
-
-    def tiles_for(self, name: str, rows: int) -> Tiles | None:
-        return next((tiles for limit, tiles in self.tiles.get(name, ()) if rows <= limit), None)
 
 
 def known_to_cuda(weights: FrameTensors) -> bool:
@@ -99,7 +98,9 @@ class FusedFrame:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
-        self.plan = replace(plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
+        self._tiled = bool(plan.tiles) and not any(layer.qkv_bias is not None for stack in stacks for layer in stack.layers)
+        own = self._products or (self._tiled and weights.depth is not None and weights.depth.project is None)
+        self.plan = replace(plan, pdl=(own and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
         device, dtype = k_cache.device, k_cache.dtype
@@ -120,9 +121,9 @@ class FusedFrame:
         self._h, self._y, self._hidden = empty(rows * width), empty(rows * width), empty(max_rows, self._widths[0])
         self._qkv, self._mixed = empty(rows * wide), empty(rows * wide)
         self._gate_up, self._act = empty(rows * inner), empty(rows * inner)
-        if self._products:
+        if self._products or self._tiled:
             self._weighted = empty(rows * width)
-            self._squares = torch.empty(rows * width // lm_products.PIECE, device=device, dtype=torch.float32)
+            self._squares = torch.empty(rows * self._parts(width), device=device, dtype=torch.float32)
         codes = max(weights.head.shape[0], 0 if depth is None else depth.heads.shape[1])
         self._logits = empty(max_rows * codes)
         self._finite = torch.empty(max_rows, device=device, dtype=torch.int32)
@@ -192,7 +193,7 @@ class FusedFrame:
 
     def _stack(self, stack: StackTensors, x: Tensor, attend, keep: int = 0) -> None:
         """All layers in place on x [rows, width]; the last layer's output is only made for the rows from `keep` on."""
-        if self._products:
+        if self._products or self._tiled:
             self._wide_stack(stack, x, attend, keep)
             return
         pending: Tensor | None = None
@@ -207,7 +208,10 @@ class FusedFrame:
                 self._thin_normed(x, qkv_weight, qkv, input_norm, stack.eps)
             else:
                 normed = add_norm(x, pending, input_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
-                self._product("qkv", normed, qkv_weight, qkv, layer.qkv_bias)
+                if layer.qkv_bias is None:
+                    torch.mm(normed, qkv_weight.t(), out=qkv)
+                else:
+                    torch.addmm(layer.qkv_bias, normed, qkv_weight.t(), out=qkv)
             attend(index, qkv, mixed)
             if keep and index == len(stack.layers) - 1:
                 x, mixed, rows = x[keep:], mixed[keep:], rows - keep
@@ -217,42 +221,43 @@ class FusedFrame:
                 self._thin_normed(x, gate_up, act, post_norm, stack.eps, epilogue=lm_cuda.SWIGLU)
                 self._thin(act, down, x, epilogue=lm_cuda.RESIDUAL, extra=x)
                 continue
-            y = self._y[: rows * width].view(rows, width)
-            pending = self._residual("o", mixed, o, x, y)
+            pending = self._y[: rows * width].view(rows, width)
+            torch.mm(mixed, o.t(), out=pending)
             normed = add_norm(x, pending, post_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
-            tiles = self.plan.tiles_for("gate_up", rows)
-            if tiles is not None:
-                product(normed, gate_up, act, tiles, SWIGLU, pdl=self.plan.pdl)
-            else:
-                both = self._gate_up[: rows * gate_up.shape[0]].view(rows, -1)
-                swiglu(torch.mm(normed, gate_up.t(), out=both), act, pdl=self.plan.pdl)
-            pending = self._residual("down", act, down, x, y)
+            both = self._gate_up[: rows * gate_up.shape[0]].view(rows, -1)
+            swiglu(torch.mm(normed, gate_up.t(), out=both), act, pdl=self.plan.pdl)
+            torch.mm(act, down.t(), out=pending)
         self._pending = pending
 
     def _wide_stack(self, stack: StackTensors, x: Tensor, attend, keep: int) -> None:
-        """The same with the products of `lm_products`, of which all norms but the first are parts."""
+        """The same with products of which all norms but the first are parts: those of `lm_products`, or Triton's."""
         following = [layer.input_norm for layer in stack.layers[1:]]
         input_norm, normed = stack.layers[0].input_norm, self._h[: x.numel()].view_as(x)
-        ahead: Tensor | lm_products.Norm = add_norm(x, None, input_norm, stack.eps, normed, pdl=self.plan.pdl)
+        ahead: Tensor | Norm = add_norm(x, None, input_norm, stack.eps, normed, pdl=self.plan.pdl)
         for index, layer in enumerate(stack.layers):
             rows = len(x)
             qkv = self._qkv[: rows * layer.qkv.shape[0]].view(rows, -1)
             mixed = self._mixed[: rows * layer.o.shape[1]].view(rows, -1)
-            self._wide(ahead, layer.qkv, qkv)
+            self._wide("qkv", ahead, layer.qkv, qkv)
             attend(index, qkv, mixed)
             if keep and index == len(following):
                 x, mixed = x[keep:], mixed[keep:]
-            act = self._act[: len(x) * layer.down.shape[1]].view(len(x), -1)
-            squares = self._squares[: x.numel() // lm_products.PIECE].view(len(x), -1)
-            norm = lm_products.Norm(self._weighted[: x.numel()].view_as(x), squares, stack.eps)
-            self._wide(mixed, layer.o, x, epilogue=lm_products.RESIDUAL, extra=x, norm=layer.post_norm, into=norm)
-            self._wide(norm, layer.gate_up, act, epilogue=lm_products.SWIGLU)
+            rows, width = x.shape
+            act = self._act[: rows * layer.down.shape[1]].view(rows, -1)
+            parts = self._parts(width)
+            norm = Norm(self._weighted[: x.numel()].view_as(x), self._squares[: rows * parts].view(rows, parts), stack.eps)
+            self._wide("o", mixed, layer.o, x, epilogue=RESIDUAL, extra=x, norm=layer.post_norm, into=norm)
+            self._wide("gate_up", norm, layer.gate_up, act, epilogue=SWIGLU)
             if index < len(following):
-                self._wide(act, layer.down, x, epilogue=lm_products.RESIDUAL, extra=x, norm=following[index], into=norm)
+                self._wide("down", act, layer.down, x, epilogue=RESIDUAL, extra=x, norm=following[index], into=norm)
                 ahead = norm
             else:
-                self._wide(act, layer.down, x, epilogue=lm_products.RESIDUAL, extra=x)
+                self._wide("down", act, layer.down, x, epilogue=RESIDUAL, extra=x)
         self._pending = None
+
+    def _parts(self, width: int) -> int:
+        """Sums of squares that a row of this width has between two products."""
+        return -(-width // (lm_products.PIECE if self._products else self.plan.tiles["o"].n))
 
     def _head(self, stack: StackTensors, x: Tensor, head: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Logits [rows, codes] of the final norm of x; `hidden` keeps the normed rows."""
@@ -262,7 +267,9 @@ class FusedFrame:
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
         normed = self._h[: rows * width].view(rows, width) if hidden is None else hidden
         add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self.plan.pdl)
-        return self._wide(normed, head, logits) if self._products else torch.mm(normed, head.t(), out=logits)
+        if self._products or self._tiled:
+            return self._wide("head", normed, head, logits)
+        return torch.mm(normed, head.t(), out=logits)
 
     def _project(self, weight: Tensor, bias: Tensor, hidden: Tensor, x: Tensor) -> None:
         if self._narrow(hidden.shape[0]):
@@ -283,23 +290,10 @@ class FusedFrame:
         late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
         return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight), late=late, pdl=plan.pdl, **options)
 
-    def _wide(self, x: Tensor | lm_products.Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
-        cut = lm_products.cut_for(len(y), *weight.shape)
-        return lm_products.product(x, weight, y, cut, pdl=self.plan.pdl, **options)
-
-    def _product(self, name: str, x: Tensor, weight: Tensor, y: Tensor, bias: Tensor | None = None) -> Tensor:
-        if bias is not None:
-            return torch.addmm(bias, x, weight.t(), out=y)
-        tiles = self.plan.tiles_for(name, x.shape[0])
-        return torch.mm(x, weight.t(), out=y) if tiles is None else product(x, weight, y, tiles, pdl=self.plan.pdl)
-
-    def _residual(self, name: str, a: Tensor, weight: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
-        """x += a @ weight.T at once (None), or the product alone, for the next norm to add."""
-        tiles = self.plan.tiles_for(name, a.shape[0])
-        if tiles is None:
-            return torch.mm(a, weight.t(), out=y)
-        product(a, weight, x, tiles, RESIDUAL, extra=x, pdl=self.plan.pdl)
-        return None
+    def _wide(self, name: str, x: Tensor | Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
+        if self._products:
+            return lm_products.product(x, weight, y, lm_products.cut_for(len(y), *weight.shape), pdl=self.plan.pdl, **options)
+        return product(x, weight, y, self.plan.tiles[name], pdl=self.plan.pdl, **options)
 
     def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:
         stack, state, plan = self.weights.backbone, self.state, self.plan

@@ -97,8 +97,8 @@ class _Arguments(ctypes.Structure):
 class Norm:
     """RMSNorm between two products: the one ahead fills both tensors, the one behind reads them.
 
-    weighted: [rows, width], its input times its weights; squares: float32 [rows, width / 64], sums of its input's squares. The width is a
-    multiple of 256.
+    weighted: [rows, width], its input times its weights; squares: float32 [rows, parts], whose sum is that of its input's squares. Here a
+    part is 64 values, and the width a multiple of 256.
     """
 
     weighted: Tensor

@@ -12,6 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.compile_together import on_grid
+from kernels.lm_products import Norm
 
 # ruff: noqa: N803
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
@@ -74,57 +78,57 @@ def swiglu(gate_up: Tensor, out: Tensor, pdl: bool = False) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a product is cut: rows and columns of a tile, steps of the inner size, warps, pipeline stages."""
+    """How a product is cut: rows and columns of a tile, steps of the inner size, warps, pipeline stages, and whether its tiles come through
+    the tensor memory accelerator (from Hopper on, in bfloat16)."""
 
     m: int
     n: int
     k: int
     warps: int = 4
     stages: int = 4
+    tma: bool = False
 
 
 @triton.jit
-def _fetch_ahead(address):
-    """Asks for the 128-byte lines at `address` in the L2; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address.to(tl.int64, bitcast=True)], dtype=tl.int32, is_pure=False, pack=1
-    )
+def _tile(matrix, first, k, count, K: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr, TMA: tl.constexpr):
+    """[ROWS, K_TILE] of a [count, K] matrix; rows beyond it are any."""
+    if TMA:
+        piece = matrix.load([first, k])
+    else:
+        at = (first + tl.arange(0, ROWS)) % count
+        piece = tl.load(matrix + at[:, None].to(tl.int64) * K + (k + tl.arange(0, K_TILE))[None, :])
+    return piece
 
 
 @triton.jit
-def _product(
-    x, w, extra, y, rows, n,
-    K: tl.constexpr, M_TILE: tl.constexpr, N_TILE: tl.constexpr, K_TILE: tl.constexpr, EPILOGUE: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr,
+def product_kernel(
+    x, w, extra, squares, norm, y, weighted, y_squares, rows, n, eps,
+    K: tl.constexpr, M_TILE: tl.constexpr, N_TILE: tl.constexpr, K_TILE: tl.constexpr, STAGES: tl.constexpr, EPILOGUE: tl.constexpr,
+    PARTS: tl.constexpr, NORM: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:  # weights depend on no kernel: their lines are on the way while the kernel before this one ends
+    """PARTS: of `squares` in a row, 0: x comes from no norm. NORM: a norm follows."""
+    if PDL:
         gdc_launch_dependents()
-        slab = (tl.program_id(0) * N_TILE + tl.arange(0, N_TILE)) % n
-        for start in tl.static_range(0, K // 64, 16):
-            first = w + slab[:, None].to(tl.int64) * K + (start + tl.arange(0, 16))[None, :] * 64
-            _fetch_ahead(first)
-            if EPILOGUE == 2:
-                _fetch_ahead(first + n.to(tl.int64) * K)
         gdc_wait()
-    m_at = tl.program_id(1) * M_TILE + tl.arange(0, M_TILE)
-    n_at = tl.program_id(0) * N_TILE + tl.arange(0, N_TILE)
-    k_at = tl.arange(0, K_TILE)
-    from_x = x + (m_at % rows)[:, None].to(tl.int64) * K + k_at[None, :]
-    from_w = w + (n_at % n)[None, :].to(tl.int64) * K + k_at[:, None]
+    m, column = tl.program_id(1) * M_TILE, tl.program_id(0) * N_TILE
+    weight_rows = 2 * n if EPILOGUE == 2 else n
     total = tl.zeros((M_TILE, N_TILE), tl.float32)
-    if EPILOGUE == 2:
-        total_up = tl.zeros((M_TILE, N_TILE), tl.float32)
-        from_up = from_w + n.to(tl.int64) * K
-    for _ in range(0, K, K_TILE):
-        a = tl.load(from_x)
-        total = tl.dot(a, tl.load(from_w), total, input_precision=PRECISION)
+    total_up = tl.zeros((M_TILE, N_TILE), tl.float32)
+    for k in tl.range(0, K, K_TILE, num_stages=STAGES):
+        a = _tile(x, m, k, rows, K, M_TILE, K_TILE, TMA)
+        total = tl.dot(a, _tile(w, column, k, weight_rows, K, N_TILE, K_TILE, TMA).T, total, input_precision=PRECISION)
         if EPILOGUE == 2:
-            total_up = tl.dot(a, tl.load(from_up), total_up, input_precision=PRECISION)
-            from_up += K_TILE
-        from_x += K_TILE
-        from_w += K_TILE
-    kind = x.dtype.element_ty
+            total_up = tl.dot(a, _tile(w, n + column, k, weight_rows, K, N_TILE, K_TILE, TMA).T, total_up, input_precision=PRECISION)
+    m_at, n_at = m + tl.arange(0, M_TILE), column + tl.arange(0, N_TILE)
     inside = (m_at < rows)[:, None] & (n_at < n)[None, :]
+    if PARTS > 0:
+        part = tl.arange(0, triton.next_power_of_2(PARTS))
+        there = (m_at < rows)[:, None] & (part < PARTS)[None, :]
+        sums = tl.sum(tl.load(squares + m_at[:, None] * PARTS + part[None, :], mask=there, other=0.0), axis=1)
+        scale = tl.math.rsqrt(sums / K + eps)[:, None]
+        total *= scale
+        total_up *= scale
+    kind = y.dtype.element_ty
     place = m_at[:, None].to(tl.int64) * n + n_at[None, :]
     result = total.to(kind)
     if EPILOGUE == 1:
@@ -134,19 +138,42 @@ def _product(
         silu = (gate / (1.0 + tl.exp(-gate))).to(kind)
         result = (silu.to(tl.float32) * total_up.to(kind).to(tl.float32)).to(kind)
     tl.store(y + place, result, mask=inside)
+    if NORM:
+        wide = result.to(tl.float32)
+        gain = tl.load(norm + n_at, mask=n_at < n, other=0.0).to(tl.float32)
+        tl.store(weighted + place, (wide * gain[None, :]).to(kind), mask=inside)
+        sums = tl.sum(tl.where(inside, wide * wide, 0.0), axis=1)
+        tl.store(y_squares + m_at * tl.num_programs(0) + tl.program_id(0), sums, mask=m_at < rows)
 
 
 def product(
-    x: Tensor, weight: Tensor, y: Tensor, tiles: Tiles, epilogue: int = PLAIN, extra: Tensor | None = None, pdl: bool = False
+    x: Tensor | Norm,
+    weight: Tensor,
+    y: Tensor,
+    tiles: Tiles,
+    epilogue: int = PLAIN,
+    extra: Tensor | None = None,
+    norm: Tensor | None = None,
+    into: Norm | None = None,
+    pdl: bool = False,
 ) -> Tensor:
-    """y = epilogue(x @ weight.T). x: contiguous [rows, inner]; weight: [n, inner], for SWIGLU [2 * n, inner] with the gate's rows
-    first; y: [rows, n]; extra: [rows, n] that RESIDUAL adds (may be y itself)."""
+    """y = epilogue(x @ weight.T).
+
+    x: contiguous [rows, inner], or a norm of that; weight: [n, inner], for SWIGLU [2 * n, inner] with the gate's rows first; y: [rows, n];
+    extra: [rows, n] that RESIDUAL adds (may be y itself); norm: weights [n] of the norm behind y, which fills `into`, whose squares have
+    a part for each tile of columns. The inner size is a multiple of the tile's.
+    """
+    ahead, x = (x, x.weighted) if isinstance(x, Norm) else (None, x)
     rows, inner = x.shape
     n = y.shape[1]
     grid = (triton.cdiv(n, tiles.n), triton.cdiv(rows, tiles.m))
-    precision = "ieee" if x.element_size() == 4 else "tf32"
-    _product[grid](
-        x, weight, y if extra is None else extra, y, rows, n, inner, tiles.m, tiles.n, tiles.k, epilogue, precision, pdl,
-        num_warps=tiles.warps, num_stages=tiles.stages, **launch(pdl),
+    tma = tiles.tma and x.is_cuda
+    on_grid(product_kernel, grid)(
+        TensorDescriptor.from_tensor(x, [tiles.m, tiles.k]) if tma else x,
+        TensorDescriptor.from_tensor(weight, [tiles.n, tiles.k]) if tma else weight,
+        y if extra is None else extra, None if ahead is None else ahead.squares, norm, y, None if into is None else into.weighted,
+        None if into is None else into.squares, rows, n, 0.0 if ahead is None else ahead.eps,
+        inner, tiles.m, tiles.n, tiles.k, tiles.stages, epilogue, 0 if ahead is None else ahead.squares.shape[1], norm is not None,
+        "ieee" if x.element_size() == 4 else "tf32", tma, pdl, num_warps=tiles.warps, **launch(pdl),
     )  # fmt: skip
     return y

@@ -1,5 +1,5 @@
-"""Kernels of the codec without a GPU: the front's equal their twins in Triton's interpreter, and compile for sm_90 without spills and with
-copies of a tile that no product in flight reads.
+"""Triton kernels of products without a GPU: those of the codec's front equal their twins in the interpreter, and they and those of decoding
+compile for sm_90 without spills and with copies of a tile that no product in flight reads.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from benchmarks.tiled_products import TILES
 from kernels import codec_front_triton as front
 from kernels.codec_front_triton import KEYS, PRODUCT, PRODUCT_SWIGLU, SCALED, STEPS, ProductTile
 from kernels.codec_launch import HEAD_TAPS
 from kernels.codec_triton import head_sum_kernel
+from kernels.lm_triton import PLAIN, RESIDUAL, SWIGLU, Tiles, product_kernel
 
 #: Bytes of shared memory that a block may have.
 SHARED = 227 << 10
@@ -50,6 +52,27 @@ def attention(name: str, queries: int, *left_out: str) -> None:
     CASES[name] = front.window_kernel, types, sizes | dict.fromkeys(left_out), 4
 
 
+def decoding(name: str, tiles: Tiles, epilogue: int, parts: int, norm: bool) -> None:
+    """With tiles by the tensor memory accelerator."""
+    types = {
+        "x": f"tensordesc<bf16[{tiles.m}, {tiles.k}]>",
+        "w": f"tensordesc<bf16[{tiles.n}, {tiles.k}]>",
+        "rows": I32,
+        "n": I32,
+        "eps": "fp32",
+    }
+    types |= dict.fromkeys(("extra", "norm", "y", "weighted"), BF16) | dict.fromkeys(("squares", "y_squares"), F32)
+    sizes = {"K": 1024, "M_TILE": tiles.m, "N_TILE": tiles.n, "K_TILE": tiles.k, "STAGES": tiles.stages}
+    kinds = {"EPILOGUE": epilogue, "PARTS": parts, "NORM": norm, "PRECISION": "tf32", "TMA": True, "PDL": True}
+    left_out = dict.fromkeys((() if parts else ("squares",)) + (() if norm else ("norm", "weighted", "y_squares")))
+    CASES[name] = product_kernel, types, sizes | kinds | left_out, tiles.warps
+
+
+for _index, _tiles in enumerate(TILES[SWIGLU][:2]):
+    decoding(f"decoding gate and up {_index}", _tiles, SWIGLU, 16, norm=False)
+for _index, _tiles in enumerate(TILES[RESIDUAL][:2]):
+    decoding(f"decoding down {_index}", _tiles, RESIDUAL, 0, norm=True)
+decoding("decoding qkv", TILES[PLAIN][0], PLAIN, 16, norm=False)
 product("qkv", 512, 3072, PRODUCT, scales=True)
 product("out", 1024, 512, PRODUCT, residual=True)
 product("gate and up", 512, 1024, PRODUCT_SWIGLU, scales=True, gated=True)
