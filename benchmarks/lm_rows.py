@@ -1,10 +1,10 @@
 """Times what may make frames of many rows faster (0.6B sizes, random weights), each beside the kernels in force.
 
-    python -m benchmarks.lm_rows [--rows 256,512,1024] [--context 108] [--parts attention,gate_up,talker,frame]
+    python -m benchmarks.lm_rows [--rows 256,512,1024] [--context 108] [--parts attention,talker,frame]
 
-`attention`: the predictor's at its 14 later positions, us a launch, and how many values of the kernel in rounds differ; `gate_up`: that
-product with SwiGLU, us, cuBLAS's with a launch of its own or Triton's by tiles (`error`: the worst over cuBLAS's); `talker`: the talker's
-attention, us, by block, warps and stages; `frame`: whole frames, ms, by plan, and whether the codes of a frame are the same.
+`attention`: the predictor's at its 14 later positions, us a launch, and how many values of the kernel in rounds differ; `talker`: the
+talker's attention, us, by block, warps and stages; `frame`: whole frames, ms, by plan, and whether the codes of a frame are the same.
+`benchmarks.tiled_products` has the products.
 """
 
 from __future__ import annotations
@@ -16,21 +16,16 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from benchmarks.gpu import Bench, graph_us, numbers, parser
 from benchmarks.roofline import DEVICES, device_named
 from kernels import lm_cuda
 from kernels.dummy import SMALL, Maker, Shape
 from kernels.layers import rope_table
-from kernels.layers import swiglu as swiglu_twin
 from kernels.lm_attention import SplitScratch, decode_attention
 from kernels.lm_frame import FusedFrame, Plan, plan_for
-from kernels.lm_triton import SWIGLU, Tiles, product, swiglu
 
 PAGE, POSITIONS = 64, range(2, 16)
-#: Rows and columns of a tile (each column twice, gate and up), inner size, warps, stages.
-TILES = [Tiles(128, 64, 64, 4, 3), Tiles(64, 128, 64, 4, 3), Tiles(128, 128, 64, 8, 3), Tiles(64, 64, 64, 4, 3)]
 #: Positions of a block, warps, stages; the first are in force.
 BLOCKS = [(64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 2), (16, 2, 3), (128, 4, 2)]
 
@@ -65,28 +60,6 @@ def attention(bench: Bench, rows: int) -> None:
     bench.add({"part": "attention", "rows": rows, "differ": differ, "floor": rows * heads * positions * 512 / read * 1e6, **found})
 
 
-def gate_up(bench: Bench, rows: int) -> None:
-    maker = Maker(str(bench.device), torch.bfloat16)
-    weights = [maker.matrix(2 * SMALL.inter, SMALL.hidden) for _ in range(SMALL.layers)]
-    x, both, y = maker.normal(rows, SMALL.hidden), maker.normal(rows, 2 * SMALL.inter), maker.normal(rows, SMALL.inter)
-    exact = swiglu_twin(functional.linear(x.double(), weights[0].double()))
-
-    def cublas(weight: Tensor) -> Tensor:
-        return swiglu(torch.mm(x, weight.t(), out=both), y)
-
-    def chain(launch) -> None:
-        for weight in weights:
-            launch(weight)
-
-    allowed = float((cublas(weights[0]) - exact).norm())
-    found, worst = {"in_force": graph_us(partial(chain, cublas), SMALL.layers, 7)}, 0.0
-    for tiles in TILES:
-        tiled = partial(product, x, y=y, tiles=tiles, epilogue=SWIGLU)
-        worst = max(worst, float((tiled(weights[0]) - exact).norm()) / allowed)
-        found[f"{tiles.m}_{tiles.n}_{tiles.k}_{tiles.warps}_{tiles.stages}"] = graph_us(partial(chain, tiled), SMALL.layers, 7)
-    bench.add({"part": "gate_up", "rows": rows, "error": worst, **found})
-
-
 def pages_for(rows: int, context: int) -> int:
     """Enough for the state of so many slots whose contexts are half as long to half as much again."""
     return rows * -(-(context * 3 // 2 + 64) // PAGE) + 1
@@ -119,7 +92,6 @@ def frame(bench: Bench, rows: int, context: int) -> None:
     first, (k, v) = maker.state(SMALL, rows, pages, PAGE, contexts), maker.caches(SMALL, pages, PAGE)
     rounds = replace(plan, attention_rounds=0)
     plans: dict[str, Plan] = {"in_force": plan, "rounds": rounds}
-    plans["rounds_tiles"] = replace(rounds, tiles={"gate_up": ((1 << 30, TILES[0]),)})
     found, made = dict[str, float](), dict[str, Tensor]()
     for name, each in plans.items():
         state, codes = deepcopy(first), torch.zeros(rows, SMALL.codebooks, dtype=torch.int64, device=bench.device)
@@ -141,12 +113,11 @@ def main() -> int:
     made = parser(__doc__)
     made.add_argument("--rows", type=numbers, default=[256, 512, 1024])
     made.add_argument("--context", type=int, default=108)
-    made.add_argument("--parts", default="attention,gate_up,talker,frame")
+    made.add_argument("--parts", default="attention,talker,frame")
     options = made.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     bench = Bench("lm_rows", options)
-    parts = {"attention": attention, "gate_up": gate_up}
-    parts |= {"talker": partial(talker, context=options.context), "frame": partial(frame, context=options.context)}
+    parts = {"attention": attention, "talker": partial(talker, context=options.context), "frame": partial(frame, context=options.context)}
     for part in options.parts.split(","):
         for rows in options.rows:
             bench.attempt(f"{part} {rows}", partial(parts[part], bench, rows))

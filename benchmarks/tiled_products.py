@@ -4,7 +4,7 @@
 
 `products`: us a launch over the weights of 28 layers, cuBLAS's with the norm ahead and the SwiGLU behind it, and Triton's by tiles (rows x
 columns x depth, warps, stages); `error` is the worst one over plain bfloat16's. `frame`: whole frames at context 300, ms, without and with
-the fastest tiles, which "o" and "down" share. Random weights of the 0.6B sizes.
+the fastest tiles, which "o" and "down" share, and with the predictor's attention in rounds too. Random weights of the 0.6B sizes.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ def products(bench: Bench, best: dict[int, dict[str, Tiles]], rows: int) -> None
 def frame(bench: Bench, best: dict[int, dict[str, Tiles]], rows: int) -> None:
     tiles = best.get(rows) or {name: candidates(epilogue)[0] for name, (_, _, epilogue) in SIZES.items()}
     plan = plan_for(rows)
-    found = frame_us(SMALL, Maker(str(bench.device), torch.bfloat16), rows, {"without": plan, "with": replace(plan, tiles=tiles)})
+    plans = {"without": plan, "with": replace(plan, tiles=tiles), "with_rounds": replace(plan, tiles=tiles, attention_rounds=0)}
+    found = frame_us(SMALL, Maker(str(bench.device), torch.bfloat16), rows, plans)
     named = {name: label(each) for name, each in tiles.items()}
     bench.add({"part": "frame", "rows": rows, **{name: us / 1000 for name, us in found.items()}, "tiles": named})
 
