@@ -45,6 +45,12 @@ _PARAMS = {
     ErrorCode.INPUT_REFERENCE_TEXT: "reference_text",
 }
 
+#: What to do, where an error is worded for the lines of a job.
+_ADVICE = {
+    ErrorCode.INPUT_AUDIO_MISSING: "Name a stored voice, or send `reference_audio`.",
+    ErrorCode.INPUT_BAD_GENERATION: "Correct its value.",
+}
+
 References = Annotated[list[str], BeforeValidator(lambda given: [given] if isinstance(given, str) else given), Field(max_length=16)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -128,6 +134,7 @@ class SpeechRoute:
                 async for part in parts:
                     yield part if isinstance(part, bytes) or not ignored else replace(part, headers={**part.headers, **ignored})
         except NightjarError as error:
+            error.advice = _ADVICE.get(error.code, error.advice)
             raise as_api_error(error, named_field(error, _FIELDS) or _PARAMS.get(error.code)) from error
 
     def _check_fields(self, body: SpeechBody) -> dict[str, str]:

@@ -105,8 +105,15 @@ def test_what_the_embedded_voice_cannot_do_is_a_400_that_says_so(hibari: Running
     answer = hibari.speak(**{"text": fields.pop("input")} if "input" in fields else {}, **fields)
     error = error_of(answer)
     assert (answer.status_code, error["param"], error["code"]) == (400, param, code)
-    assert not re.search("dialogue|line", error["message"]), "those are words of jobs"
+    assert not re.search("dialogue|line|object", error["message"]), "those are words of jobs"
     assert hibari.speak("Good morning.", speed=1.0, instructions="").status_code == 200
+
+
+def test_a_model_that_clones_asks_for_the_field_of_the_route() -> None:
+    with Running(qwen("base")) as server:
+        error = error_of(server.speak("Good morning."))
+    assert (error["param"], error["code"]) == ("reference_audio", "input.audio_missing")
+    assert error["message"] == "This model needs a voice to clone. Name a stored voice, or send `reference_audio`."
 
 
 def test_the_embedded_voice_streams_sentence_by_sentence(hibari: Running) -> None:
