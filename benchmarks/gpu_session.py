@@ -10,6 +10,7 @@
     NIGHTJAR_COMMIT=... NIGHTJAR_VLLM_SITE=/tmp/vllm python -m benchmarks.gpu_session --out $OUT --steps spark fish
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "eight 0.6B"
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "eight 1.7B"
+    NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps kernels
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps megakernel
     NIGHTJAR_COMMIT=... python -m benchmarks.gpu_session --out $OUT --steps "megakernel soak"
     python -m benchmarks.gpu_session --out /tmp/out --device cpu --tiny
@@ -45,7 +46,7 @@ LEAST_SECONDS = 2.0
 #: The folder that vLLM is installed in, which other steps do not see.
 VLLM_SITE = "NIGHTJAR_VLLM_SITE"
 #: Groups that run when they are named.
-_ASKED_FOR = ("eight", "megakernel", "rows")
+_ASKED_FOR = ("eight", "kernels", "megakernel", "rows")
 MODEL_SIZES = {"0.6b": "0b6", "1.7b": "1b7"}
 
 
@@ -113,9 +114,23 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
         *codec_steps(device, tiny, out, continuous),
         *engine_steps(device, tiny, out),
         *eight_steps(device, tiny, out),
+        *kernel_steps(out),
         *megakernel_steps(common, out),
         *row_steps(common, tiny, out),
     ]
+
+
+def kernel_steps(out: Path) -> list[Step]:
+    """Kernels that are not in force yet beside those that are: the codec's units, products of few and many rows, what is between them."""
+    names = ("codec_unit_gpu", "products_gpu", "tiled_products", "lm_kernels", "frame_kernels")
+    files = (f"tests/gpu/test_{name}.py" for name in names)
+    tests = ("pytest", "-m", "gpu", *files, "-q", "-rs", "-n", "6", "--timeout=250", "-p", "no:cacheprovider")
+    modules = {"codec units": "codec_units", "products": "products_gpu", "tiled products": "tiled_products", "many rows": "lm_rows"}
+    measured = [
+        Step(name, "kernels", (f"benchmarks.{module}", "--json", str(out / f"{module}.json")), 100, gpu_only=True)
+        for name, module in modules.items()
+    ]
+    return [Step("tests of the kernels", "kernels", tests, 200, gpu_only=True), *measured]
 
 
 def megakernel_steps(common: tuple[str, ...], out: Path) -> list[Step]:
@@ -345,7 +360,8 @@ def main() -> int:
         "--steps",
         nargs="*",
         default=[],
-        help="groups or names of steps (check, speed, tune, engines, spark, fish, eight, megakernel, rows); all but the last three without",
+        help="groups or names of steps (check, speed, tune, engines, spark, fish, eight, kernels, megakernel, rows); "
+        "all but the last four without",
     )
     parser.add_argument("--minutes", type=float, default=9.0, help="minutes for everything")
     parser.add_argument("--device", default="cuda")
