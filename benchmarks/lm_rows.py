@@ -92,6 +92,8 @@ def frame(bench: Bench, rows: int, context: int) -> None:
     first, (k, v) = maker.state(SMALL, rows, pages, PAGE, contexts), maker.caches(SMALL, pages, PAGE)
     rounds = replace(plan, attention_rounds=0)
     plans: dict[str, Plan] = {"in_force": plan, "rounds": rounds}
+    plans["draws"] = replace(plan, many_draws=0)
+    plans["both"] = replace(rounds, many_draws=0)
     found, made = dict[str, float](), dict[str, Tensor]()
     for name, each in plans.items():
         state, codes = deepcopy(first), torch.zeros(rows, SMALL.codebooks, dtype=torch.int64, device=bench.device)
@@ -105,7 +107,7 @@ def frame(bench: Bench, rows: int, context: int) -> None:
             runner.run(slots, codes, flags)
 
         found[name] = graph_us(again, 1, 15) / 1000
-    same = torch.equal(made["in_force"], made["rounds"])
+    same = torch.equal(made["in_force"], made["rounds"]) and torch.equal(made["in_force"], made["both"])
     bench.add({"part": "frame", "rows": rows, "context": context, "same_codes": same, **found})
 
 

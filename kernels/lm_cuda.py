@@ -38,6 +38,7 @@ _PARTITIONS: dict[tuple[int, bool, int], tuple[Partition, Partition, Partition]]
 _WIDE_OUTPUT: tuple[Partition, Partition, Partition] = ((4, 1, 8, 4), (4, 1, 8, 4), (4, 2, 8, 4))
 _WIDE_FROM = 4096
 _DRAWS = {FIRST: "draw_first", MIDDLE: "draw_middle", LAST: "draw_last"}
+_MANY_DRAWS = {MIDDLE: "draw_middle_many", LAST: "draw_last_many"}
 _ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
 #: Blocks of attention in rounds: four on each multiprocessor of an H200 or H100.
 _ROUND_BLOCKS = 4 * 132
@@ -90,7 +91,7 @@ def kernels_of(name: str) -> dict[str, int]:
         known += [((1024, True, PLAIN), partition) for partition in _WIDE_OUTPUT]
         return {kernel_name(partition, normed, epilogue): shared_bytes(partition) for (_, normed, epilogue), partition in known}
     attention = ["predictor_attention", "predictor_attention_skip", *(f"predictor_attention_rounds_{pairs}" for pairs in range(1, 9))]
-    return dict.fromkeys(_DRAWS.values() if name == "sampler" else attention, 0)
+    return dict.fromkeys((*_DRAWS.values(), *_MANY_DRAWS.values()) if name == "sampler" else attention, 0)
 
 
 @cache
@@ -227,12 +228,16 @@ def has_draw(vocab: int, width: int, hidden: int) -> bool:
     return vocab % 256 == 0 and vocab <= 4096 and width % 8 == 0 and hidden % 8 == 0
 
 
-def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool = True) -> None:
-    """One launch of `kernels/cuda/sampler.cu`; pointers are in the order of its `Args`, so are numbers. Raises RuntimeError as `skinny`."""
+def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool = True, many: bool = False) -> None:
+    """One launch of `kernels/cuda/sampler.cu`; pointers are in the order of its `Args`, so are numbers. Raises RuntimeError as `skinny`.
+
+    many: by the kernels for many rows, with the same bits; there is none for the first codebook.
+    """
     large, small = numbers[:3], numbers[3:]
     rows, vocab, _, codebooks, width, talker, *_ = small
     if not has_draw(vocab, width, talker) or codebooks > _MAX_CODEBOOKS:
         raise RuntimeError(f"There is no draw of vocab={vocab}, codebooks={codebooks}, width={width}, talker={talker}.")
     tensors = (ctypes.c_void_p * len(pointers))(*[tensor.data_ptr() for tensor in pointers])
     arguments = _DrawArguments(tensors, (ctypes.c_longlong * 3)(*large), (ctypes.c_int * 8)(*small))
-    _launch("sampler", _DRAWS[stage], (rows, 1), vocab // _DRAW_EACH, arguments, pdl, pointers[0].device.index)
+    kernel = (_DRAWS | _MANY_DRAWS if many else _DRAWS)[stage]
+    _launch("sampler", kernel, (rows, 1), vocab // _DRAW_EACH, arguments, pdl, pointers[0].device.index)

@@ -41,6 +41,8 @@ class Plan:
     tiles: dict[str, Tiles] = field(default_factory=dict)
     #: The predictor's attention runs in rounds (`lm_cuda.predictor_attention`) from this many rows on, with the same bits.
     attention_rounds: int = 1 << 30
+    #: Draws run by the kernels for many rows (`lm_cuda.draw`) from this many rows on, with the same bits.
+    many_draws: int = 1 << 30
     #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
     products: bool = False
 
@@ -321,7 +323,7 @@ class FusedFrame:
             int(depth is not None and depth.project is None),
         )  # fmt: skip
         if self._skinny and self.plan.cuda_draw and lm_cuda.has_draw(vocab, width, hidden):
-            lm_cuda.draw(pointers, numbers, stage, self.plan.pdl)
+            lm_cuda.draw(pointers, numbers, stage, self.plan.pdl, n >= self.plan.many_draws)
         else:
             draw(pointers, numbers, stage, self.plan.pdl, rules, feedback, state.recent)
 

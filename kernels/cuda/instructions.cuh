@@ -56,6 +56,16 @@ __device__ __forceinline__ uint32_t times(uint32_t a, uint32_t b) {  // of bf16 
     asm("mul.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
     return v;
 }
+__device__ __forceinline__ uint32_t plus(uint32_t a, uint32_t b) {  // of bf16 pairs, rounded
+    uint32_t v;
+    asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
+__device__ __forceinline__ uint32_t at_least(uint32_t a, uint32_t b) {  // of bf16 pairs: 1 where a >= b, or else 0
+    uint32_t v;
+    asm("set.ge.bf16x2.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
+}
 __device__ __forceinline__ float rounded(float v) {
     bf16 r;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r) : "f"(v));

@@ -27,7 +27,7 @@ struct Args {
 };
 
 struct Scratch {
-    unsigned counts[2][32];
+    unsigned counts[2][32], sums_of_round[8][2];
     float floats[32];
     unsigned sums[32];
     unsigned long long longs[32];
@@ -96,6 +96,31 @@ __device__ unsigned kth_largest(const unsigned (&key)[EACH], int k, Scratch& s) 
     return threshold;
 }
 
+// The same of the values of two bf16 pairs a word, for many rows: fewer instructions, as pairs are compared and counted at once, and all
+// warps add to one board a round, whose sums were 0.
+__device__ unsigned kth_largest_of_pairs(const uint32_t (&pairs)[EACH / 2], int k, Scratch& s) {
+    unsigned threshold = 0;
+#pragma unroll
+    for (int bit = 14; bit >= 0; bit -= 2) {
+        float found[3];
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            const unsigned tried = threshold + ((i + 1) << bit), bits = tried ^ (tried & 0x8000u ? 0x8000u : 0xffffu);
+            uint32_t counts = 0;
+#pragma unroll
+            for (int j = 0; j < EACH / 2; ++j) counts = plus(counts, at_least(pairs[j], bits | bits << 16));
+            found[i] = widen(counts).x + widen(counts).y;
+        }
+        const unsigned all = __reduce_add_sync(0xffffffffu, static_cast<unsigned>(fmaf(found[2], 1048576.f, fmaf(found[1], 1024.f, found[0]))));
+        unsigned* board = s.sums_of_round[bit / 2];
+        if (threadIdx.x % 32 == 0) atomicAdd(board, (all & 1023) | all >> 20 << 16), atomicAdd(board + 1, all >> 10 & 1023);
+        __syncthreads();
+        const int above_one = board[0] & 0xffff, above_two = board[1], above_three = board[0] >> 16;
+        threshold += (above_three >= k ? 3 : above_two >= k ? 2 : above_one >= k ? 1 : 0) << bit;
+    }
+    return threshold << 16;
+}
+
 __device__ __forceinline__ unsigned quantized(float share) { return __float2uint_rn(share * 1073741824.f); }
 
 // Weights of the tokens that top-p keeps: a token goes when it and all less likely ones have at most 1 - p; never the likeliest.
@@ -143,7 +168,7 @@ __device__ void apply_top_p(float (&likely)[EACH], unsigned (&weight)[EACH], flo
     for (int i = 0; i < EACH; ++i) weight[i] = quantized(likely[i] / total);
 }
 
-template <int STAGE>
+template <int STAGE, bool MANY = false>
 __device__ __forceinline__ void draw(const Args& p) {
     __shared__ Scratch s;
     launch_dependents();
@@ -158,6 +183,7 @@ __device__ __forceinline__ void draw(const Args& p) {
     const float penalty = STAGE == FIRST ? p.penalty[slot] : 1.f;
     const bool early = STAGE == FIRST && frame < p.min_new[slot];
     if (threadIdx.x == 0) s.token = p.vocab - 1;
+    if (MANY && threadIdx.x < 16) s.sums_of_round[threadIdx.x / 2][threadIdx.x % 2] = 0;
     wait_for_previous();
 
     const uint4 raw = load16(p.logits + static_cast<long long>(row) * p.vocab + base);
@@ -192,18 +218,25 @@ __device__ __forceinline__ void draw(const Args& p) {
         unsigned key[EACH], weight[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            scaled[i] = __fdiv_rn(value[i], temperature);
+            scaled[i] = MANY ? value[i] : __fdiv_rn(value[i], temperature);  // of many rows, only what counts is divided
             key[i] = ordered(STAGE == FIRST ? scaled[i] : value[i]);
             top = fmaxf(top, scaled[i]);
         }
         top = across_block(top, s.floats, Most());
+        if (MANY) top = __fdiv_rn(top, temperature);
         const int k = wanted > 0 ? min(wanted, p.vocab) : p.vocab;
-        const unsigned threshold = k < p.vocab ? kth_largest<STAGE == FIRST ? 32 : 16>(key, k, s) : 0;
+        unsigned threshold = 0;
+        if constexpr (MANY) threshold = k < p.vocab ? kth_largest_of_pairs(pairs, k, s) : 0;
+        else threshold = k < p.vocab ? kth_largest<STAGE == FIRST ? 32 : 16>(key, k, s) : 0;
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) likely[i] = key[i] >= threshold ? expf(scaled[i] - top) : 0.f, total += likely[i];
+        for (int i = 0; i < EACH; ++i) {
+            likely[i] = 0.f;
+            if (key[i] >= threshold) likely[i] = expf((MANY ? __fdiv_rn(scaled[i], temperature) : scaled[i]) - top);
+            total += likely[i];
+        }
         total = across_block(total, s.floats, Add());
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) weight[i] = quantized(likely[i] / total);
+        for (int i = 0; i < EACH; ++i) weight[i] = MANY && likely[i] == 0.f ? 0 : quantized(likely[i] / total);
         if (top_p < 1.f) apply_top_p(likely, weight, top_p, s);
         unsigned local = 0;
 #pragma unroll
@@ -283,3 +316,5 @@ __device__ __forceinline__ void draw(const Args& p) {
 extern "C" __global__ void __launch_bounds__(512) draw_first(const Args p) { draw<FIRST>(p); }
 extern "C" __global__ void __launch_bounds__(512) draw_middle(const Args p) { draw<MIDDLE>(p); }
 extern "C" __global__ void __launch_bounds__(512) draw_last(const Args p) { draw<LAST>(p); }
+extern "C" __global__ void __launch_bounds__(512) draw_middle_many(const Args p) { draw<MIDDLE, true>(p); }
+extern "C" __global__ void __launch_bounds__(512) draw_last_many(const Args p) { draw<LAST, true>(p); }

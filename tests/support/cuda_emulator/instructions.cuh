@@ -94,6 +94,12 @@ inline uint32_t narrow(float lo, float hi) { return emulator::nearest_bf16(lo) |
 inline uint32_t times(uint32_t a, uint32_t b) {
     return narrow(emulator::half_of(a, 0) * emulator::half_of(b, 0), emulator::half_of(a, 1) * emulator::half_of(b, 1));
 }
+inline uint32_t plus(uint32_t a, uint32_t b) {
+    return narrow(emulator::half_of(a, 0) + emulator::half_of(b, 0), emulator::half_of(a, 1) + emulator::half_of(b, 1));
+}
+inline uint32_t at_least(uint32_t a, uint32_t b) {
+    return narrow(emulator::half_of(a, 0) >= emulator::half_of(b, 0), emulator::half_of(a, 1) >= emulator::half_of(b, 1));
+}
 inline float rounded(float v) { return __uint_as_float(static_cast<uint32_t>(emulator::nearest_bf16(v)) << 16); }
 
 inline uint32_t load4_relaxed(const void* from) { return emulator::seen<uint32_t>(from); }
