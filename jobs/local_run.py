@@ -114,6 +114,8 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
             if result.job.state is JobState.FAILED:
                 _report_ends(ledger, settings, events)
             _explain(result.job, where, created=result.created, events=events)
+            if result.created:
+                _say_begun_elsewhere(ledger, result.job, events)
             events.submitted(result.job, created=result.created)
             try:
                 _restore(settings, ledger, store, result.job, run.source, events)
@@ -159,6 +161,15 @@ def _explain(job: Job, where: str, *, created: bool, events: RunEvents) -> None:
     if INPUT_FORMAT in job.labels:
         events.say(f"The input is read as {WORDS[cast('InputFormat', job.labels[INPUT_FORMAT])]}.")
     events.say(f"Job {job.id}: {counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused{before}.")
+
+
+def _say_begun_elsewhere(ledger: Ledger, job: Job, events: RunEvents) -> None:
+    """Names a job of the same input and options with another store that has not ended: it may be what was to go on."""
+    for other, _, _ in ledger.keys_of_input(job.input_sha256, job.spec_sha):
+        if other.store_url != job.store_url and not other.state.final:
+            store = redact(other.store_url)
+            begun = f"Job {other.id} of the same input and options was begun in the store {store}."
+            events.say(f"{begun} SPEECH_STORE_URL={store} continues it.")
 
 
 def _paused(job: Job, where: str) -> NightjarError:
