@@ -225,7 +225,8 @@ class ShardRunner:
                 due_at = self._clock.monotonic() + worker.commit_seconds
         if progress.unfinished:
             raise LeaseGoneError(GoneReason.PAUSED)
-        if _engine_is_broken(committed):
+        # One that is starting again by itself needs no second one beside it: items wait for it.
+        if _engine_is_broken(committed) and pipeline.stats().state != "starting":
             log.warning("the engine failed every item; it is opened again", model=held.lease.job.spec.model)
             self._pipelines.discard(pipeline)
         return any(_runs_again(held.lease, outcome) for outcome in committed)

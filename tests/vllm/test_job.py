@@ -116,6 +116,7 @@ def test_a_killed_engine_core_costs_no_item_and_another_worker_makes_the_same_sp
     assert len(made) == FEWER
     assert made == {name: killed[name] for name in made}
     end(site, second, signal.SIGKILL)
+    assert site.log_text().count('"event": "model opening"') == 2, "a worker opened its model again beside the new core"
 
 
 def test_the_command_line_knows_the_folder(tmp_path: Path) -> None:
