@@ -27,12 +27,12 @@ def test_every_item_of_a_job_with_faults_is_done_once_with_the_bytes_of_the_job_
     for name, value in (("RESTART_SECONDS", "0.5"), ("COMMIT_ITEMS", "4"), ("COMMIT_SECONDS", "0.1")):
         monkeypatch.setenv(f"SPEECH_WORKER__{name}", value)
     path = tmp_path / "job.json"
-    asked = ["--device", "cpu", "--tiny", "--items", "300", "--paths", "--gpus", "2", "--faults", "--fault-noticed", "--skip-engine"]
+    asked = ["--device", "cpu", "--tiny", "--items", "150", "--paths", "--gpus", "2", "--faults", "--fault-noticed", "--skip-engine"]
     assert job_gpu.main([*asked, "--folder", str(tmp_path), "--json", str(path)]) == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert [(fault["gpu"], fault["what"]) for fault in row["faults"]] == [("0", "its engine was killed"), ("1", "it was hidden")]
-    assert (row["items"], row["done"], row["failed"], row["other_bytes"]) == (300, 300, 0, 0)
-    assert (row["read_back"], row["missing_objects"], row["wrong_objects"]) == (300, 0, 0)
+    assert (row["items"], row["done"], row["failed"], row["other_bytes"]) == (150, 150, 0, 0)
+    assert (row["read_back"], row["missing_objects"], row["wrong_objects"]) == (150, 0, 0)
     assert (row["nothing_lost"], row["noticed"]) == (True, True)
 
 
