@@ -41,7 +41,7 @@ install-vllm: .venv/.installed-vllm
 demo: install
 	$(BIN)/nightjar run examples/hello.jsonl --out out
 
-# Lint, types and tests of one module or a few, side by side: what a change needs first, in two minutes on two cores.
+# Lint, types and tests of one module or a few, side by side: what a change needs first. Types take what the tests leave of the cores.
 check: install-dev
 	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint unit
 
@@ -52,7 +52,7 @@ lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	nice -n 5 $(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: install-dev
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/unit benchmarks
