@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
     ("files", "chosen", "passed"),
     [
         (
-            ["tests/gpu/test_prefill_kernels.py", "tests/gpu/test_codec_kernels.py"],
-            "float32 or dtype0 or twins or centred or rounded or head or packed_attention or fused_packed",
-            30,
+            ["tests/gpu/test_prefill_kernels.py", "tests/gpu/test_codec_kernels.py", "tests/gpu/test_codec_front_kernels.py"],
+            "test_codec_front_kernels or float32 or dtype0 or twins or centred or rounded or head or packed_attention or fused_packed",
+            30 + 19,
         ),
         (["tests/gpu/test_frame_kernels.py", "tests/gpu/test_wide_frames.py", "tests/gpu/test_tiled_products.py"], "not bfloat16", 21),
     ],
