@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kernels import binaries, toolchain
+from kernels import binaries, lm_cuda, toolchain
 from tests.support.golden_checkpoint import whole
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +100,17 @@ def test_every_file_of_our_packages_is_in_the_wheel(wheel: Path) -> None:
     compiled = code_of_kernels() if toolchain.cuda_compiler() else set()
     assert {name for name in names if name.endswith(CODE)} == compiled
     assert wheel.name.endswith("-py3-none-any.whl"), "machine code of GPUs runs beside any CPU"
+
+
+@pytest.mark.parametrize("name", binaries.NAMES)
+@pytest.mark.parametrize("target", binaries.SHIPPED_TARGETS)
+def test_its_code_has_the_kernels_that_are_launched(name: str, target: str, wheel: Path) -> None:
+    if toolchain.cuda_compiler() is None:
+        pytest.skip("needs a CUDA compiler")
+    code = zipfile.ZipFile(wheel).read(f"kernels/cuda/{binaries.file_name(name, target)}")
+    for kernel in lm_cuda.kernels_of(name):
+        assert kernel.encode() in code
+    assert code.startswith(b"\x7fELF") != target.startswith("compute_")
 
 
 def test_a_wheel_built_without_a_compiler_has_the_sources_of_kernels(source: Path, tmp_path: Path) -> None:

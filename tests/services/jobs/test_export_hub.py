@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
 from tests.support.export_kit import Finished, finished_job, run_all
 from tests.support.hub_server import TOKEN, HubServer, hub_server
 
-pytest.importorskip("datasets", reason="NOT PUSHED: the library datasets is missing; it comes with the extra `dev`.")
+if find_spec("datasets") is None:  # which takes a second to import
+    pytest.skip("NOT PUSHED: the library datasets is missing; it comes with the extra `dev`.", allow_module_level=True)
 
 LINES: list[dict[str, Any]] = [{"example_id": f"u{number}", "messages": [["user", "text", f"Text {number}"]]} for number in range(6)]
 

@@ -217,11 +217,11 @@ def test_arguments_are_as_long_as_the_sources_say(source: str, structure: type[c
 
 
 @pytest.mark.parametrize("name", binaries.NAMES)
-@pytest.mark.parametrize("target", ["sm_90a", "compute_90", "sm_120"])
-def test_the_sources_compile_to_the_kernels_that_are_launched(name: str, target: str) -> None:
+def test_the_sources_compile_to_the_kernels_that_are_launched(name: str) -> None:
+    """On a GPU that no wheel has code for; what a wheel brings is looked at in tests/services/test_wheel.py."""
     if toolchain.cuda_compiler() is None:
         pytest.skip("needs a CUDA compiler")
-    code = binaries.compiled(name, target)
+    code = binaries.compiled(name, "sm_120")
     for kernel in lm_cuda.kernels_of(name):
         assert kernel.encode() in code
-    assert code.startswith(b"\x7fELF") != target.startswith("compute_")
+    assert code.startswith(b"\x7fELF")
