@@ -79,8 +79,9 @@ def status(job: str, price: float | None, home: str | None, output: Output) -> N
 
 
 def no_worker(settings: Settings) -> str:
-    """What is said of a job for which no worker lives."""
-    return NO_WORKER if embedded_broker_url(settings.state_folder) is None else STARTING
+    """What is said of a job for which no worker lives. A run has workers for the jobs of its own ledger alone."""
+    own_ledger = sqlite_path(settings.ledger_url) == settings.state_folder / "ledger.sqlite"
+    return STARTING if own_ledger and embedded_broker_url(settings.state_folder) is not None else NO_WORKER
 
 
 def status_lines(state: JobStatus, price_per_gpu_hour: float | None = None, waits: str = NO_WORKER) -> list[str]:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from pydantic import SecretStr
 
 from jobs.cli import cli
+from jobs.cli.show import NO_WORKER, STARTING, no_worker
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import ItemState, JobState
 from jobs.progress import Progress
@@ -171,6 +173,8 @@ def test_while_a_run_starts_its_worker_nobody_is_told_to_start_one(rig: Rig) -> 
         output = call(rig, words[0], job.id, *words[1:]).output
         assert "worker of the `nightjar run` in this folder is starting" in output
         assert "o live worker takes this job" not in output
+    other = rig.settings.model_copy(update={"database_url": SecretStr("postgresql://host/speech")})
+    assert (no_worker(rig.settings), no_worker(other)) == (STARTING, NO_WORKER)
 
 
 def test_retry_leaves_what_can_never_succeed(rig: Rig) -> None:
