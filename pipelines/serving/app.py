@@ -65,6 +65,7 @@ def _add_info_routes(app: FastAPI, model: ServedModel, options: ServeOptions, ga
         facts = {"capabilities": msgspec.to_builtins(model.card.capabilities), "sample_rate": model.card.sample_rate}
         return [{"id": name, "object": "model", "created": started_at, "owned_by": "nightjar", **facts} for name in options.names]
 
+    @app.head(HEALTH, include_in_schema=False)
     @app.get(HEALTH)
     def health() -> Response:
         """200 while requests are taken; 503 while the engine starts, is down or stuck, or the server drains."""

@@ -232,6 +232,7 @@ def test_only_those_with_a_key_come_in(pipeline: DialoguePipeline, caplog: pytes
             answer = server.http.post(CHAT, json=body("x"), headers={"authorization": header.encode("latin-1")})
             assert (answer.status_code, error_of(answer)["type"]) == (401, "authentication_error"), header
         assert server.http.get("/health").status_code == 200
+        assert (server.http.head("/health").status_code, server.http.head("/health").content) == (200, b"")
         for header in ("Bearer hunter2", "bearer other-key", "Bearer  hunter2"):
             assert server.http.post(CHAT, json=body("x"), headers={"authorization": header}).status_code == 200, header
         assert len(pipeline.seen) == 3
