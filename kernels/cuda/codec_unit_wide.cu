@@ -43,14 +43,16 @@ struct Piece {
     __device__ __forceinline__ bool works() const { return there && start < end; }  // or else there is nothing to multiply
 };
 
-struct alignas(512) Shared {  // boxes lie behind it and the ring: on multiples of 512 bytes, if it starts at one
+struct alignas(16) Shared {
     float parameters[6][CHANNELS];
     unsigned long long full[MOST_STAGES], empty[MOST_STAGES];
     unsigned long long brought[GROUPS], free[GROUPS];  // boxes of a warpgroup
+    char padding[272];
 
     __device__ __forceinline__ char* ring() { return reinterpret_cast<char*>(this + 1); }
 };
-static_assert(CHUNK % 512 == 0, "boxes are aligned");
+static_assert(sizeof(Shared) % 512 == 0 && CHUNK % 512 == 0, "boxes, behind it and the ring, are on multiples of 512 bytes if it is");
+static_assert(alignof(Shared) == 16, "a launch without boxes promises no more");
 
 // The work of a launch: in each turn every block takes a piece for each of its warpgroups.
 struct Plan {
