@@ -60,6 +60,7 @@ class Product:
         self.x, self.extra, self.y = maker.normal(rows, self.inner), maker.normal(rows, self.n), maker.normal(rows, self.n)
         self.norm, self.next_norm = (maker.normal(width, std=0.1, mean=1.0) for width in (self.inner, self.n))
         self.both, self.h = maker.normal(rows, 2 * self.n), torch.empty_like(self.x)
+        self.pending = torch.zeros_like(self.x)  # what a norm adds to x, which stays as it is
         squares = self.x.float().square().unflatten(1, (-1, 64)).sum(-1)
         self.ahead = Norm((self.x.float() * self.norm.float()).to(self.x.dtype), squares, EPS)
 
@@ -78,7 +79,7 @@ class Product:
 
     def cublas(self) -> None:
         for weight in self.weights:
-            x = add_norm(self.x, self.x, self.norm, EPS, self.h) if self.normed else self.x
+            x = add_norm(self.x, self.pending, self.norm, EPS, self.h) if self.normed else self.x
             torch.mm(x, weight.t(), out=self.both if self.epilogue == SWIGLU else self.y)
             if self.epilogue == SWIGLU:
                 swiglu(self.both, self.y)
