@@ -118,7 +118,7 @@ def overwritten(ttgir: str) -> list[str]:
     for name, source in re.findall(r"(%\S+) = ttg\.memdesc_(?:index|trans|subslice) (%[^\s\[{]+)", ttgir):
         tile_of[name] = tile_of.get(source, source)
     before, *loops = re.split(r"\n[^\n]*scf\.for ", ttgir)
-    filled = re.compile(r"async_copy_global_to_local %\S+, (%\S+)")
+    filled = re.compile(r"async_(?:copy_global_to_local %\S+,|tma_copy_global_to_local [^\]]*\]) (%[^\s,]+)")
     found: list[str] = []
     for loop in loops:
         body = loop.partition("scf.yield")[0]
@@ -155,28 +155,36 @@ def test_it_fits_sm_90_without_spills(name: str, tmp_path: Path) -> None:
 def test_no_tile_is_overwritten_that_a_product_in_flight_reads(name: str) -> None:
     built = compiled(*CASES[name])
     assert overwritten(built.asm["ttgir"]) == []
-    assert name not in TILED or "isAsync = true" in built.asm["ttgir"], "its products run beside the copies"
+    decoding = name.startswith("decoding")
+    assert ("async_tma_copy_global_to_local" in built.asm["ttgir"]) == decoding
+    assert not (decoding or name in TILED) or "isAsync = true" in built.asm["ttgir"], "its products run beside the copies"
 
 
 @triton.jit
-def summed_too_kernel(x, w, out, sums, depth: tl.constexpr, size: tl.constexpr):
+def summed_too_kernel(x, w, out, sums, depth: tl.constexpr, size: tl.constexpr, tma: tl.constexpr):
     """A tile that is read in the loop beside its products."""
     at = tl.arange(0, size)
     total = tl.zeros((size, size), dtype=tl.float32)
     sum_ = tl.zeros((size,), dtype=tl.float32)
     for k in tl.range(0, depth, size, num_stages=3):
-        piece = tl.load(x + at[:, None] * depth + k + at[None, :])
-        total = tl.dot(piece, tl.load(w + (k + at[:, None]) * size + at[None, :]), total)
+        if tma:
+            piece, other = x.load([0, k]), w.load([k, 0])
+        else:
+            piece = tl.load(x + at[:, None] * depth + k + at[None, :])
+            other = tl.load(w + (k + at[:, None]) * size + at[None, :])
+        total = tl.dot(piece, other, total)
         sum_ += tl.sum(piece.to(tl.float32), axis=1)
     tl.store(out + at[:, None] * size + at[None, :], total)
     tl.store(sums + at, sum_)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-def test_a_tile_that_is_overwritten_too_early_is_found() -> None:
+@pytest.mark.parametrize("tma", [False, True], ids=["copies", "tma"])
+def test_a_tile_that_is_overwritten_too_early_is_found(tma: bool) -> None:
     """By the Triton that the lock file names; one that keeps enough copies lets a norm be computed in the loop."""
-    types = {"x": BF16, "w": BF16, "out": F32, "sums": F32}
-    assert len(overwritten(compiled(summed_too_kernel, types, {"depth": 512, "size": 64}, 4).asm["ttgir"])) == 1
+    matrix = "tensordesc<bf16[64, 64]>" if tma else BF16
+    types = {"x": matrix, "w": matrix, "out": F32, "sums": F32}
+    assert len(overwritten(compiled(summed_too_kernel, types, {"depth": 512, "size": 64, "tma": tma}, 4).asm["ttgir"])) == 1
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
