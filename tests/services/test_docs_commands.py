@@ -56,7 +56,15 @@ NOT_RUN: list[tuple[str, str]] = [
 #: What a page takes for granted, in bash.
 BEFORE = {
     "operate.md": "nightjar db upgrade\nnightjar worker >worker.log 2>&1 & BACKGROUND+=($!)",
-    "nightly.md": "nightjar db upgrade",
+    "nightly.md": r"""
+nightjar db upgrade
+nightjar worker >worker.log 2>&1 & BACKGROUND+=($!)
+printf '[schedules.news]\ninput = "news/{date}.jsonl"\n' >nightjar.toml
+mkdir news
+for days in 0 1 2 3; do
+    echo '{"example_id": "n", "messages": [["user", "text", "Good night."]]}' >news/$(date -u -d "-$days day" +%F).jsonl
+done
+""".strip(),
     "production.md": "export SPEECH_HOME=$FINISHED",
 }
 #: Lines of JSON, also with an arrow that says who sends it, of TOML and variables, of listings (a path, then what it is).
