@@ -87,9 +87,8 @@ class Unit:
         return lambda raw, active: launch(*first, raw, active, 0, *self.after, *cut, ends=self.ends)
 
     def launches(self) -> dict[str, Launch]:
-        kind = KINDS[self.channels]
-        weights = self.weight1, self.weight2
-        return {"triton": self.triton, **{cut.kernel: self.with_weights(codec_cuda.unit, cut.pack(*weights), cut) for cut in kind.CUTS}}
+        cut = KINDS[self.channels].CUT
+        return {"triton": self.triton, cut.kernel: self.with_weights(codec_cuda.unit, cut.pack(self.weight1, self.weight2), cut)}
 
 
 def relative(found: Tensor, exact: Tensor) -> float:
@@ -150,7 +149,7 @@ def sizes(bench: Bench, channels: int, name: str) -> None:
 
 
 def kernels(channels: int) -> list[str]:
-    return ["triton", *(cut.kernel for cut in KINDS[channels].CUTS)]
+    return ["triton", KINDS[channels].CUT.kernel]
 
 
 def compile_launches(channels: int, name: str) -> None:

@@ -32,10 +32,10 @@ _STEPS = 128
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A kernel: two warpgroups of a block multiply, one warp, or one more warpgroup, has the thread that copies the activations."""
+    """The kernel: two warpgroups of a block multiply, one warp has the thread that copies the activations."""
 
-    kernel: str
-    threads: int
+    kernel = "codec_unit_96"
+    threads = 2 * 128 + 32
     channels = CHANNELS
     source = "codec_unit"
     #: Of a tile, which is copied as boxes of a tensor.
@@ -56,10 +56,7 @@ class Cut:
         return rows * steps > 0
 
 
-#: All there are.
-CUTS = (Cut("codec_unit_96", 2 * 128 + 32), Cut("codec_unit_96_ahead", 3 * 128))
-#: The one in force; None: units of 96 channels run on Triton's kernel.
-CHOSEN: Cut | None = CUTS[0]
+CUT = Cut()
 
 
 class _Arguments(ctypes.Structure):
@@ -91,13 +88,14 @@ def pack(weight1: Tensor, weight2: Tensor) -> Tensor:
     return whole.view(TAPS + 1, CHANNELS // 8, 8, CHANNELS).transpose(2, 3).reshape(-1)
 
 
-def _in_force(channels: int) -> Cut | WideCut | None:
-    return {CHANNELS: CHOSEN, codec_unit_wide.CHANNELS: codec_unit_wide.CHOSEN}.get(channels)
+def _cut_for(channels: int) -> Cut | WideCut | None:
+    """The kernel of units of so many channels; None: they run on Triton's."""
+    return {CHANNELS: CUT, codec_unit_wide.CHANNELS: codec_unit_wide.CUT}.get(channels)
 
 
 def chosen(weight1: Tensor, weight2: Tensor, dilation: int) -> Tensor | None:
     """The packed weights of a unit that runs on one of these kernels; None for any other one. weight1, weight2: as in `pack`."""
-    channels, cut = len(weight2), _in_force(len(weight2))
+    channels, cut = len(weight2), _cut_for(len(weight2))
     known = weight1.shape == (TAPS * channels, channels) and weight1.dtype == torch.bfloat16 and dilation <= MAX_DILATION
     if cut is None or not known or not weight1.is_cuda or not _available(cut, weight1.device.index or 0):
         return None
@@ -121,8 +119,8 @@ def _available(cut: Cut | WideCut, device: int) -> bool:
 
 
 def pays(a: Tensor, lead: int) -> bool:
-    """Whether the kernel in force for the width of `a` is the faster one for so many steps."""
-    cut = _in_force(a.shape[2])
+    """Whether the kernel for the width of `a` is the faster one for so many steps."""
+    cut = _cut_for(a.shape[2])
     return cut is not None and cut.pays(a.shape[0], a.shape[1] - lead)
 
 
@@ -201,18 +199,17 @@ def unit(
         a.data_ptr(), residual.data_ptr(), packed.data_ptr(), (ctypes.c_void_p * 6)(*parameters), _address(raw), place, _address(ends),
         stride, rows, steps, lead, dilation,
     )  # fmt: skip
-    if cut.box_steps is not None:
-        box = (32, cut.box_steps + (TAPS - 1) * dilation, 1)
-        map_bytes = (ctypes.c_byte * 128).from_buffer_copy(cuda_driver.tensor_map(a.data_ptr(), (channels, extended, rows), box))
-        arguments = _TensorArguments(arguments, b"", map_bytes)
-    _kernel(cut, a.device.index or 0).launch((blocks, 1), cut.threads, arguments, _stream(a.device))
+    box = (32, cut.box_steps + (TAPS - 1) * dilation, 1)
+    map_bytes = (ctypes.c_byte * 128).from_buffer_copy(cuda_driver.tensor_map(a.data_ptr(), (channels, extended, rows), box))
+    whole = _TensorArguments(arguments, b"", map_bytes)
+    _kernel(cut, a.device.index or 0).launch((blocks, 1), cut.threads, whole, _stream(a.device))
 
 
 def run(a: Tensor, *rest: Any, ends: Tensor | None, compile_only: bool) -> None:
-    """`unit` with the cut in force for its width; `compile_only`: its kernel is made and not launched."""
-    cut = _in_force(a.shape[2])
+    """`unit` with the kernel for its width; `compile_only`: that is made and not launched."""
+    cut = _cut_for(a.shape[2])
     if cut is None:
-        raise ValueError(f"no kernel of {a.shape[2]} channels is in force")
+        raise ValueError(f"there is no kernel of {a.shape[2]} channels")
     everything: Any = (a, *rest, cut, ends)
     if compile_only:
         _kernel(cut, a.device.index or 0)

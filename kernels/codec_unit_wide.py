@@ -14,20 +14,19 @@ CHANNELS, TAPS = 192, 7
 #: Steps of a piece, which is the work of a warpgroup.
 _STEPS = 64
 #: Steps of a batch below which Triton's kernel is faster: a block's tile takes as long, and Triton has three blocks a multiprocessor.
-_FEWEST_STEPS = 20_000
+_FEWEST_STEPS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class WideCut:
-    """A kernel: three warpgroups of a block multiply, one has the thread that streams the weights."""
+    """The kernel: three warpgroups of a block multiply, one has the threads that stream the weights and copy the activations."""
 
-    kernel: str
-    #: Bias and snakes, barriers, the activations of three pieces, and as many chunks of weights as there is room for.
-    shared_bytes: int
-    #: Of a piece, where its activations are copied as boxes of a tensor, by a thread of their own.
-    box_steps: int | None
+    kernel = source = "codec_unit_wide"
     channels = CHANNELS
-    source = "codec_unit_wide"
+    #: Bias and snakes, barriers, the activations of three pieces, as many chunks of weights as there is room for, and alignment.
+    shared_bytes = 226 * 1024 + 512
+    #: Of a piece, which is copied as boxes of a tensor.
+    box_steps = _STEPS
     threads = 512
 
     def pack(self, weight1: Tensor, weight2: Tensor) -> Tensor:
@@ -43,10 +42,7 @@ class WideCut:
         return rows * steps >= _FEWEST_STEPS
 
 
-#: All there are.
-CUTS = (WideCut("codec_unit_wide", 226 << 10, None), WideCut("codec_unit_wide_boxes", 226 * 1024 + 512, _STEPS))
-#: The one in force; None: units of 192 channels run on Triton's kernel.
-CHOSEN: WideCut | None = CUTS[0]
+CUT = WideCut()
 
 
 def pack(weight1: Tensor, weight2: Tensor) -> Tensor:

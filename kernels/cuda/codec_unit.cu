@@ -31,7 +31,6 @@ struct TensorArgs {
 };
 
 constexpr int WARPGROUPS = 2, STAGES = 2, TILE = M * WARPGROUPS, THREADS = WARPGROUPS * WARPGROUP + 32;
-constexpr int THREADS_AHEAD = (WARPGROUPS + 1) * WARPGROUP;  // whole warpgroups, of which those that multiply take 240 registers a thread
 constexpr int BOXES = 3, STEP_BYTES = 64;  // of a box
 constexpr int BOX = (TILE + (TAPS - 1) * MAX_DILATION + 7) / 8 * 8 * STEP_BYTES;
 
@@ -81,8 +80,7 @@ struct Tiles {
     __device__ __forceinline__ int parity() const { return item / STAGES & 1; }
 };
 
-// One thread copies all tiles; AHEAD: and brings their residual into the L2.
-template <bool AHEAD>
+// One thread copies all tiles.
 __device__ void copy_boxes(const Args& p, const TensorMap& map, Shared& s) {
     const int reach = (TAPS - 1) * p.dilation;
     for (Tiles tiles(p); tiles.found(); tiles.next()) {
@@ -92,14 +90,10 @@ __device__ void copy_boxes(const Args& p, const TensorMap& map, Shared& s) {
         arrive_expecting(&s.barriers.full[stage], (TILE + reach) * C * 2);
         for (int box = 0; box < BOXES; ++box)
             tensor_copy(s.stages[stage][box], map, box * 32, p.lead + tiles.start - reach, tiles.row, &s.barriers.full[stage]);
-        const long long first = static_cast<long long>(tiles.row) * p.steps + tiles.start;
-        if (AHEAD) prefetch(p.residual + first * C, min(TILE, p.steps - tiles.start) * C * 2);
     }
 }
 
 // A warpgroup that multiplies. Of its 64 steps a thread has two, 8 apart, and of the results three times 8 channels in each.
-// AHEAD: bias and snakes are read before the wait for the products in front of them, which the shared memory is busy with.
-template <bool AHEAD>
 struct Multiplier {
     const Args& p;
     Shared& s;
@@ -237,16 +231,14 @@ struct Multiplier {
         read_residual(tiles);
         await_turn();
         convolve(d, stage);
-        if (AHEAD) read_first();
         products_wait<0>();
         pass_turn((warpgroup + 1) % WARPGROUPS);
         if (thread % 32 == 0) arrive(&s.barriers.empty[stage]);
-        if (!AHEAD) read_first();
+        read_first();
         activate(d, hidden);
         mix(d, hidden);
-        if (AHEAD) read_second();
         products_wait<0>();
-        if (!AHEAD) read_second();
+        read_second();
         write(d, tiles);
     }
 };
@@ -268,27 +260,17 @@ __device__ void prepare(const Args& p, Shared& s) {
     }
 }
 
-template <bool AHEAD>
-__device__ __forceinline__ void run(const TensorArgs& arguments) {
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_96(const __grid_constant__ TensorArgs arguments) {
     const Args& p = arguments.p;
     char* const memory = dynamic_shared();
     auto& s = *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & 1023));
     prepare(p, s);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     if (warpgroup < WARPGROUPS) {
-        if constexpr (AHEAD) take_registers<240>();
-        Multiplier<AHEAD>(p, s, warpgroup).run();
-    } else {
-        if constexpr (AHEAD) give_registers<24>();
-        if (threadIdx.x % WARPGROUP == 0) copy_boxes<AHEAD>(p, arguments.map, s);
+        Multiplier(p, s, warpgroup).run();
+    } else if (threadIdx.x % WARPGROUP == 0) {
+        copy_boxes(p, arguments.map, s);
     }
-}
-
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_96(const __grid_constant__ TensorArgs arguments) {
-    run<false>(arguments);
-}
-extern "C" __global__ void __launch_bounds__(THREADS_AHEAD, 1) codec_unit_96_ahead(const __grid_constant__ TensorArgs arguments) {
-    run<true>(arguments);
 }

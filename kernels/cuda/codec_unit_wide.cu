@@ -3,9 +3,9 @@
 //
 // A block has three warpgroups of products and a warp that streams the weights. Each warpgroup makes 64 steps of one row of the batch at a
 // time, for which their activations and those of the 6 * dilation steps before them come into shared memory once; there the shift of a tap
-// is an address. Either the warpgroup copies them itself, in slabs of 8 channels, [slab][step][8 channels], or (BOXES) a thread does for
-// each warpgroup, as boxes of 32 channels, [box][step][32 channels]. The weights come in chunks through a ring that the three share, in
-// the order of use; who is done with its products goes on to its snake while the others keep the tensor cores busy.
+// is an address. A thread for each warpgroup copies them, as boxes of 32 channels, [box][step][32 channels]. The weights come in chunks
+// through a ring that the three share, in the order of use; who is done with its products goes on to its snake while the others keep the
+// tensor cores busy.
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -52,16 +52,15 @@ struct alignas(16) Shared {
     __device__ __forceinline__ char* ring() { return reinterpret_cast<char*>(this + 1); }
 };
 static_assert(sizeof(Shared) % 512 == 0 && CHUNK % 512 == 0, "boxes, behind it and the ring, are on multiples of 512 bytes if it is");
-static_assert(alignof(Shared) == 16, "a launch without boxes promises no more");
 
 // The work of a launch: in each turn every block takes a piece for each of its warpgroups.
 struct Plan {
     const Args& p;
-    const int pieces, reach, lines, stages, turns;  // lines: of a slab or a box, one for each step
+    const int pieces, reach, lines, stages, turns;  // lines: of a box, one for each step
 
-    __device__ __forceinline__ Plan(const Args& args, bool boxes)
+    __device__ __forceinline__ Plan(const Args& args)
         : p(args), pieces((args.steps + STEPS - 1) / STEPS), reach((TAPS - 1) * args.dilation),
-          lines(boxes ? (STEPS + reach + 7) / 8 * 8 : (STEPS + reach) | 1),  // odd: copies into slabs do not meet in a bank
+          lines((STEPS + reach + 7) / 8 * 8),
           stages(min(MOST_STAGES, (SHARED_BYTES - static_cast<int>(sizeof(Shared)) - GROUPS * activations()) / CHUNK)),
           turns((args.rows * pieces + GROUPS * gridDim.x - 1) / (GROUPS * gridDim.x)) {}
 
@@ -131,7 +130,6 @@ __device__ __forceinline__ void copy_boxes(const Plan& plan, const TensorMap& ma
     }
 }
 
-template <bool BOXES>
 struct Worker {
     const Plan& plan;
     const Args& p;
@@ -145,41 +143,14 @@ struct Worker {
     __device__ Worker(const Plan& all, Shared& shared)
         : plan(all), p(all.p), s(shared), mine(s.ring() + plan.stages * CHUNK + group * plan.activations()) {}
 
-    __device__ __forceinline__ void sync() const { sync_some(1 + group, 128); }
-
-    // Starts the copies of a piece's activations; what lies outside of its row is zero.
-    __device__ __forceinline__ void bring(const Piece& piece) const {
-        if (BOXES || !piece.works()) return;
-        const int first = p.lead + piece.start - plan.reach, end = p.lead + p.steps, count = STEPS + plan.reach;
-        const bf16* from = p.a + piece.row * (p.lead + p.steps) * CHANNELS;
-        int step = thread / SLABS, part = thread % SLABS;
-        for (; step < count; step += 128 / SLABS, part += 128 % SLABS) {
-            if (part >= SLABS) {
-                part -= SLABS;
-                if (++step >= count) break;
-            }
-            const int at = first + step;
-            const bool inside = at >= 0 && at < end;
-            copy16_or_zeros(mine + (part * plan.lines + step) * 16, inside ? from + static_cast<long long>(at) * CHANNELS + part * 8 : p.a, inside);
-        }
-        copies_commit();
-    }
-
     // The activations are here, for products.
     __device__ __forceinline__ void await_activations() {
-        if constexpr (BOXES) {
-            wait_for(&s.brought[group], boxes_parity);
-            boxes_parity ^= 1;
-        } else {
-            copies_wait();
-            writes_to_products();
-            sync();
-        }
+        wait_for(&s.brought[group], boxes_parity);
+        boxes_parity ^= 1;
     }
     // The products that read them are over: others may take their place.
     __device__ __forceinline__ void leave_activations() {
-        if constexpr (!BOXES) sync();
-        else if (lane == 0) arrive(&s.free[group]);
+        if (lane == 0) arrive(&s.free[group]);
     }
 
     // A stage's weights are here.
@@ -203,13 +174,13 @@ struct Worker {
     __device__ __forceinline__ void first_product(float (&total)[96]) {
 #pragma unroll 1
         for (int tap = 0; tap < TAPS; ++tap) {
-            Matrix a = BOXES ? swizzled_matrix_at(mine + tap * p.dilation * 64) : matrix_at(mine + tap * p.dilation * 16, plan.lines * 16, 128);
+            Matrix a = swizzled_matrix_at(mine + tap * p.dilation * 64);
 #pragma unroll 1
             for (int chunk = 0; chunk < TAP_CHUNKS; ++chunk) {
                 const Matrix b = receive(CHANNELS * 16);
                 products_begin();
                 multiply(total, a, b, true);
-                multiply(total, moved(a, BOXES ? 32 : 32 * plan.lines), moved(b, 32 * CHANNELS), true);
+                multiply(total, moved(a, 32), moved(b, 32 * CHANNELS), true);
                 pass();
                 a = moved(a, 64 * plan.lines);
             }
@@ -249,7 +220,7 @@ struct Worker {
                 multiply(total, reinterpret_cast<const uint32_t(&)[4]>(hidden[at]), moved(b, i * 32 * HALF), chunk + i > 0);
             }
             pass();
-            if (chunk == (BOXES ? 0 : HALF_CHUNKS - 1)) read_residual(residual, piece, half);
+            if (chunk == 0) read_residual(residual, piece, half);
         }
     }
 
@@ -270,9 +241,8 @@ struct Worker {
 #pragma unroll
                 for (int i = 0; i < 8; ++i)
                     v[row][i] = total[part * 16 + i / 2 * 4 + row * 2 + i % 2] + parameters[i] + (i % 2 == 0 ? before[i / 2].x : before[i / 2].y);
-                put(p.raw != nullptr && there(piece, row), raw_at + row * 8 * CHANNELS + part * 32, narrowed(v[row]));
+                store16_if(p.raw != nullptr && there(piece, row), raw_at + row * 8 * CHANNELS + part * 32, narrowed(v[row]));
             }
-            if (!BOXES && p.active == nullptr) continue;
             float gains[8];
             read(FREQUENCY2, at, parameters), read(GAIN2, at, gains);
 #pragma unroll
@@ -280,13 +250,9 @@ struct Worker {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) v[row][i] = snake(v[row][i], parameters[i], gains[i]);
                 const uint4 out = kept[row] ? narrowed(v[row]) : make_uint4(0, 0, 0, 0);
-                put((!BOXES || p.active != nullptr) && there(piece, row), active_at + row * 8 * CHANNELS + part * 32, out);
+                store16_if(p.active != nullptr && there(piece, row), active_at + row * 8 * CHANNELS + part * 32, out);
             }
         }
-    }
-    __device__ __forceinline__ void put(bool wanted, bf16* to, uint4 v) const {
-        if constexpr (BOXES) store16_if(wanted, to, v);
-        else if (wanted) *reinterpret_cast<uint4*>(to) = v;
     }
     __device__ __forceinline__ void read(Parameter which, int at, float (&eight)[8]) const {
 #pragma unroll
@@ -348,25 +314,20 @@ struct Worker {
         clear();
         int turn = plan.working(0);
         Piece piece = plan.piece(turn, group);
-        bring(piece);
         while (turn < plan.turns) {
             turn = plan.working(turn + 1);
-            Piece next;
-            if (!BOXES) next = plan.piece(turn, group);
             if (piece.works()) {
                 await_activations();
                 float total[96] = {};
                 uint32_t hidden[48];
                 first_product(total);
                 leave_activations();
-                bring(next);
                 activate(total, hidden);
                 finish(hidden, piece);
             } else {
                 skip();
-                bring(next);
             }
-            piece = BOXES ? plan.piece(turn, group) : next;
+            piece = plan.piece(turn, group);
         }
     }
 };
@@ -383,27 +344,21 @@ __device__ __forceinline__ void prepare(const Args& p, Shared& s) {
     __syncthreads();
 }
 
-template <bool BOXES>
-__device__ __forceinline__ void run(const Args& p, Shared& s, const TensorMap* map) {
-    const Plan plan(p, BOXES);
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_wide(const __grid_constant__ TensorArgs arguments) {
+    const Args& p = arguments.p;
+    char* const memory = dynamic_shared();
+    auto& s = *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & 511));
+    const Plan plan(p);
     prepare(p, s);
     if (threadIdx.x >= WORKERS) {
         give_registers<32>();
         const int warp = static_cast<int>(threadIdx.x - WORKERS) / 32;
         if (threadIdx.x == WORKERS) stream_weights(plan, s);
-        else if (BOXES && warp > 0 && threadIdx.x % 32 == 0) copy_boxes(plan, *map, s, warp - 1);
+        else if (warp > 0 && threadIdx.x % 32 == 0) copy_boxes(plan, arguments.map, s, warp - 1);
     } else {
         take_registers<160>();
-        Worker<BOXES>(plan, s).run();
+        Worker(plan, s).run();
     }
-}
-
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_wide(const Args p) {
-    run<false>(p, *reinterpret_cast<Shared*>(dynamic_shared()), nullptr);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, 1) codec_unit_wide_boxes(const __grid_constant__ TensorArgs arguments) {
-    char* const memory = dynamic_shared();
-    run<true>(arguments.p, *reinterpret_cast<Shared*>(memory + (-shared_address(memory) & 511)), &arguments.map);
 }

@@ -57,15 +57,6 @@ def test_it_equals_its_twin(unit: Unit, cut: Cut | WideCut, emulated: Callable[[
     check(unit, cut.channels, unit.made(cut))
 
 
-@pytest.mark.parametrize("cut", [*codec_cuda.CUTS[1:], *codec_unit_wide.CUTS[1:]], ids=lambda cut: cut.kernel)
-@pytest.mark.parametrize("unit", [UNITS["history"], UNITS["centred, and rows that end"]], ids=["history", "rows that end"])
-def test_kernels_of_a_width_have_the_same_bits(unit: Unit, cut: Cut | WideCut, emulated: Callable[[int], None]) -> None:
-    in_force = codec_cuda.CUTS[0] if cut.channels == 96 else codec_unit_wide.CUTS[0]
-    for found, wanted in zip(unit.made(cut), unit.made(in_force)):
-        assert found is not None and wanted is not None  # noqa: PT018
-        assert torch.equal(found.view(torch.int16), wanted.view(torch.int16))
-
-
 @pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
 def test_the_order_of_threads_changes_no_bit(cut: Cut | WideCut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec_cuda, "_processors", lambda _: 1)
@@ -86,8 +77,8 @@ def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None])
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("cut", [CUTS[0], codec_unit_wide.CUTS[0]], ids=lambda cut: cut.kernel)
-def test_the_op_takes_the_kernel_in_force_where_weights_are_packed_and_tensors_aligned(
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
+def test_the_op_takes_the_kernel_where_weights_are_packed_and_tensors_aligned(
     cut: Cut | WideCut, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kernels import codec_launch
@@ -95,7 +86,6 @@ def test_the_op_takes_the_kernel_in_force_where_weights_are_packed_and_tensors_a
     unit, launched = Unit(2, 70, 3), list[int]()
     monkeypatch.setattr(codec_launch, "_has_tma", lambda _: False)
     monkeypatch.setattr(codec_launch, "unit", lambda *given: launched.append(len(given)))
-    monkeypatch.setattr(codec_cuda if cut.channels == 96 else codec_unit_wide, "CHOSEN", cut)
     monkeypatch.setattr(codec_unit_wide, "_FEWEST_STEPS", 140)
     t, made = unit.tensors(cut.channels), unit.made(cut)
 
@@ -127,9 +117,8 @@ def test_what_the_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -
         codec_cuda.unit(t["a"], 0, t["x"], packed, *snakes, 1, odd.view(1, 70, 96), None, 0, None, None, CUTS[0])
 
 
-def test_a_wheel_brings_the_kernels_in_force() -> None:
-    in_force = {cut.source for cut in (codec_cuda.CHOSEN, codec_unit_wide.CHOSEN) if cut is not None}
-    assert in_force <= set(binaries.HOPPER_ONLY)
+def test_a_wheel_brings_the_kernels() -> None:
+    assert {cut.source for cut in CUTS} <= set(binaries.HOPPER_ONLY)
 
 
 @pytest.mark.parametrize("source", sorted({cut.source for cut in CUTS}))

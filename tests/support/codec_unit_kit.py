@@ -14,7 +14,7 @@ from kernels.codec_unit_wide import WideCut
 from tests.support.cuda_emulated import guarded
 
 BF16 = torch.bfloat16
-CUTS: tuple[Cut | WideCut, ...] = (*codec_cuda.CUTS, *codec_unit_wide.CUTS)
+CUTS: tuple[Cut | WideCut, ...] = (codec_cuda.CUT, codec_unit_wide.CUT)
 
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
