@@ -24,23 +24,19 @@ from kernels import lm_cuda
 from kernels.dummy import LARGE, SMALL, Maker, Shape
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, Plan, plan_for
-from kernels.lm_triton import PLAIN, RESIDUAL, SWIGLU, Tiles, add_norm, product, swiglu
+from kernels.lm_products import PLAIN, RESIDUAL, SWIGLU
+from kernels.lm_triton import add_norm, swiglu
 
 LAYERS = 28
 CONTEXT = 300
 #: What the issue asks of a frame at context 300 (ms): floor, aim, must, for the 0.6B shapes.
 AIMS = {1: (0.78, 1.3, 2.0), 32: (1.05, 1.8, 2.6), 128: (1.88, 2.9, 4.0), 512: (5.98, 9.2, 12.0)}
-TILES = [
-    Tiles(16, 32, 128, 4, 4), Tiles(32, 32, 128, 4, 4), Tiles(32, 64, 64, 4, 4), Tiles(32, 32, 64, 4, 5), Tiles(64, 32, 64, 4, 4),
-    Tiles(64, 32, 128, 4, 3), Tiles(64, 64, 64, 4, 3), Tiles(64, 64, 64, 4, 5), Tiles(64, 64, 128, 4, 4), Tiles(128, 32, 64, 4, 4),
-    Tiles(128, 64, 64, 4, 3), Tiles(128, 128, 64, 8, 3),
-]  # fmt: skip
 
 SKINNY_VARIANTS: dict[str, dict[str, int]] = {"skinny": {"late": 0, "ahead": 0}, "skinny late": {"late": 1, "ahead": 2}}
 
 
-def gemm_part(maker: Maker, batches: list[int], tile_search: bool) -> list[dict[str, object]]:
-    """The four products of a layer: cuBLAS, skinny and Triton, over the rotating weights of 28 layers."""
+def gemm_part(maker: Maker, batches: list[int]) -> list[dict[str, object]]:
+    """The four products of a layer: cuBLAS and skinny, over the rotating weights of 28 layers."""
     found: list[dict[str, object]] = []
     specs = {"qkv": (4096, 1024, PLAIN), "o": (1024, 2048, RESIDUAL), "gate_up": (3072, 1024, SWIGLU), "down": (1024, 3072, RESIDUAL)}
     for name, (n, inner, epilogue) in specs.items():
@@ -58,7 +54,7 @@ def gemm_part(maker: Maker, batches: list[int], tile_search: bool) -> list[dict[
                     torch.mm(x, weight.t(), out=both if wide else y)
 
             row: dict[str, object] = {"op": name, "rows": rows, "cublas": graph_us(cublas, LAYERS)}
-            if rows <= 64 and not tile_search:
+            if rows <= 64:
                 for label, options in SKINNY_VARIANTS.items():
 
                     def thin(options: dict[str, int] = options) -> None:
@@ -70,22 +66,8 @@ def gemm_part(maker: Maker, batches: list[int], tile_search: bool) -> list[dict[
                             )  # fmt: skip
 
                     row[label] = graph_us(thin, LAYERS)
-            if tile_search:
-                best: tuple[float, str] = (1e9, "")
-                for tiles in TILES:
-                    if tiles.m > max(rows, 16) or tiles.m * 8 < rows or (epilogue == SWIGLU and tiles.n * tiles.m > 128 * 64):
-                        continue
-
-                    def tiled(tiles: Tiles = tiles) -> None:
-                        for weight in weights:
-                            product(x, weight, y, tiles, epilogue, extra=y if epilogue == RESIDUAL else None, pdl=True)
-
-                    us = graph_us(tiled, LAYERS, 6)
-                    row[str((tiles.m, tiles.n, tiles.k, tiles.warps, tiles.stages))] = us
-                    best = min(best, (us, str((tiles.m, tiles.n, tiles.k, tiles.warps, tiles.stages))))
-                row["triton"], row["tiles"] = best
             found.append(row)
-            short = {k: (round(v, 2) if isinstance(v, float) else v) for k, v in row.items() if not k.startswith("(")}
+            short = {k: (round(v, 2) if isinstance(v, float) else v) for k, v in row.items()}
             print("gemm", json.dumps(short), flush=True)
     return found
 
@@ -257,7 +239,7 @@ def main() -> None:
         if "ops" in parts:
             result["ops"] = ops_part(maker, batches)
         if "gemm" in parts:
-            result["gemm"] = gemm_part(maker, batches, "tiles" in parts)
+            result["gemm"] = gemm_part(maker, batches)
     save()
     print(f"{'model':6} {'rows':>5} {'ms':>8} {'floor':>6} {'aim':>5} {'must':>5} {'frames/s':>9} {'RTFx':>11}")
     for row in frames:

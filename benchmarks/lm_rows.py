@@ -1,10 +1,10 @@
-"""Times what may make frames of many rows faster (0.6B sizes, random weights), each beside the kernels in force.
+"""Times what may make frames faster (0.6B sizes, random weights), each beside what is in force.
 
-    python -m benchmarks.lm_rows [--rows 256,512,1024] [--context 108] [--parts attention,talker,frame]
+    python -m benchmarks.lm_rows [--rows 32,128,512,1024] [--context 108] [--parts attention,talker,frame]
 
 `attention`: the predictor's at its 14 later positions, us a launch, and how many values of the kernel in rounds differ; `talker`: the
-talker's attention, us, by block, warps and stages; `frame`: whole frames, ms, by plan, and whether the codes of a frame are the same.
-`benchmarks.tiled_products` has the products.
+talker's attention, us, by splits, block, warps and stages; `frame`: whole frames, ms, by plan, and whether those with the kernels for many
+rows draw the same codes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kernels.lm_attention import SplitScratch, decode_attention
 from kernels.lm_frame import FusedFrame, Plan, plan_for
 
 PAGE, POSITIONS = 64, range(2, 16)
-#: Positions of a block, warps, stages; the first are in force.
-BLOCKS = [(64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 4, 2), (16, 2, 3), (128, 4, 2)]
+#: Splits of a row, positions of a block, warps, stages.
+BLOCKS = [(splits, *each) for splits in (1, 2, 4) for each in ((64, 4, 3), (64, 4, 2), (32, 4, 3), (32, 2, 3), (64, 2, 3), (128, 4, 2))]
 
 
 def attention(bench: Bench, rows: int) -> None:
@@ -71,13 +71,13 @@ def talker(bench: Bench, rows: int, context: int) -> None:
     state, (k, v) = maker.state(shape, rows, pages, PAGE, contexts), maker.caches(shape, pages, PAGE)
     qkv, out, slots = maker.normal(rows, 4096), maker.normal(rows, 2048), torch.arange(rows, device=bench.device)
     norm, table = maker.normal(128, std=0.1, mean=1.0), rope_table(4096, 128, 1e6, torch.bfloat16, str(bench.device))
-    scratch = SplitScratch(rows * 8, 1, 2, 128, k.device)
+    scratch = SplitScratch(rows * 8, 4, 2, 128, k.device)
 
-    def attend(block: int, warps: int, stages: int) -> None:
+    def attend(splits: int, block: int, warps: int, stages: int) -> None:
         for layer in range(shape.layers):
             decode_attention(
                 qkv, norm, norm, 1e-6, table, k[layer], v[layer], state.page_table, state.positions, slots, 128**-0.5, out, scratch,
-                1, block, warps, stages,
+                splits, block, warps, stages,
             )  # fmt: skip
 
     found = {"_".join(str(part) for part in each): graph_us(partial(attend, *each), shape.layers, 7) for each in BLOCKS}
@@ -90,10 +90,8 @@ def frame(bench: Bench, rows: int, context: int) -> None:
     weights, contexts = maker.frame(SMALL), maker.integers(context // 2, context * 3 // 2, rows)
     pages, slots = pages_for(rows, context), torch.arange(rows, device=bench.device)
     first, (k, v) = maker.state(SMALL, rows, pages, PAGE, contexts), maker.caches(SMALL, pages, PAGE)
-    rounds = replace(plan, attention_rounds=0)
-    plans: dict[str, Plan] = {"in_force": plan, "rounds": rounds}
-    plans["draws"] = replace(plan, many_draws=0)
-    plans["both"] = replace(rounds, many_draws=0)
+    plans: dict[str, Plan] = {"in_force": plan, "few": replace(plan, many_rows=False), "many": replace(plan, many_rows=True)}
+    plans |= {f"splits_{splits}": replace(plan, splits=((1 << 30, splits),)) for splits in (1, 2, 4)}
     found, made = dict[str, float](), dict[str, Tensor]()
     for name, each in plans.items():
         state, codes = deepcopy(first), torch.zeros(rows, SMALL.codebooks, dtype=torch.int64, device=bench.device)
@@ -107,13 +105,13 @@ def frame(bench: Bench, rows: int, context: int) -> None:
             runner.run(slots, codes, flags)
 
         found[name] = graph_us(again, 1, 15) / 1000
-    same = torch.equal(made["in_force"], made["rounds"]) and torch.equal(made["in_force"], made["both"])
+    same = torch.equal(made["few"], made["many"])
     bench.add({"part": "frame", "rows": rows, "context": context, "same_codes": same, **found})
 
 
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("--rows", type=numbers, default=[256, 512, 1024])
+    made.add_argument("--rows", type=numbers, default=[32, 128, 512, 1024])
     made.add_argument("--context", type=int, default=108)
     made.add_argument("--parts", default="attention,talker,frame")
     options = made.parse_args()

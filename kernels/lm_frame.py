@@ -2,13 +2,13 @@
 
 What it computes is `kernels.reference.run_frame` with its rounding points; how, depends on the number of rows:
 up to `Plan.skinny_rows` the weight stream is everything and five launches a layer overlap it; above, norms are launches of
-their own between cuBLAS's products, or parts of Triton's (`Plan.tiles`) and of those in CUDA C++ (`Plan.products`). Nothing here
-allocates or reads the device, so a run can be captured.
+their own between cuBLAS's products, or parts of those in CUDA C++ (`Plan.products`). Nothing here allocates or reads the device, so a run
+can be captured.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from torch import Tensor
 from kernels import lm_cuda, lm_products
 from kernels.frame import DepthTensors, DrawTensors, FrameTensors, StackTensors, StateTensors, fused_fault
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
-from kernels.lm_products import Norm
+from kernels.lm_products import RESIDUAL, SWIGLU, Norm
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY, draw
-from kernels.lm_triton import RESIDUAL, SWIGLU, Tiles, add_norm, product, swiglu
+from kernels.lm_triton import add_norm, swiglu
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,8 @@ class Plan:
     #: From this many rows on, a norm is a launch of its own instead of being repeated in every block of a skinny product.
     norm_apart_rows: int = 1 << 30
     cuda_draw: bool = True
-    #: Tiles of Triton's products ("qkv", "o", "gate_up", "down", "head") for frames without biases; none: cuBLAS's. "o" and "down" have
-    #: as many columns.
-    tiles: dict[str, Tiles] = field(default_factory=dict)
-    #: The predictor's attention runs in rounds (`lm_cuda.predictor_attention`) from this many rows on, with the same bits.
-    attention_rounds: int = 1 << 30
-    #: Draws run by the kernels for many rows (`lm_cuda.draw`) from this many rows on, with the same bits.
-    many_draws: int = 1 << 30
+    #: The predictor's attention and the draws run by the kernels for many rows (`lm_cuda`), with the same bits.
+    many_rows: bool = False
     #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
     products: bool = False
 
@@ -100,9 +95,7 @@ class FusedFrame:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
-        self._tiled = bool(plan.tiles) and not any(layer.qkv_bias is not None for stack in stacks for layer in stack.layers)
-        own = self._products or (self._tiled and weights.depth is not None and weights.depth.project is None)
-        self.plan = replace(plan, pdl=(own and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
+        self.plan = replace(plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
         device, dtype = k_cache.device, k_cache.dtype
@@ -123,7 +116,7 @@ class FusedFrame:
         self._h, self._y, self._hidden = empty(rows * width), empty(rows * width), empty(max_rows, self._widths[0])
         self._qkv, self._mixed = empty(rows * wide), empty(rows * wide)
         self._gate_up, self._act = empty(rows * inner), empty(rows * inner)
-        if self._products or self._tiled:
+        if self._products:
             self._weighted = empty(rows * width)
             self._squares = torch.empty(rows * self._parts(width), device=device, dtype=torch.float32)
         codes = max(weights.head.shape[0], 0 if depth is None else depth.heads.shape[1])
@@ -171,7 +164,7 @@ class FusedFrame:
                     assert q_norm is not None and k_norm is not None  # noqa: PT018
                     lm_cuda.predictor_attention(
                         qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, pdl=self.plan.pdl,
-                        rounds=n >= self.plan.attention_rounds,
+                        rounds=self.plan.many_rows,
                     )  # fmt: skip
                     return
                 predictor_attention(
@@ -195,7 +188,7 @@ class FusedFrame:
 
     def _stack(self, stack: StackTensors, x: Tensor, attend, keep: int = 0) -> None:
         """All layers in place on x [rows, width]; the last layer's output is only made for the rows from `keep` on."""
-        if self._products or self._tiled:
+        if self._products:
             self._wide_stack(stack, x, attend, keep)
             return
         pending: Tensor | None = None
@@ -232,7 +225,7 @@ class FusedFrame:
         self._pending = pending
 
     def _wide_stack(self, stack: StackTensors, x: Tensor, attend, keep: int) -> None:
-        """The same with products of which all norms but the first are parts: those of `lm_products`, or Triton's."""
+        """The same with products of which all norms but the first are parts: those of `lm_products`."""
         following = [layer.input_norm for layer in stack.layers[1:]]
         input_norm, normed = stack.layers[0].input_norm, self._h[: x.numel()].view_as(x)
         ahead: Tensor | Norm = add_norm(x, None, input_norm, stack.eps, normed, pdl=self.plan.pdl)
@@ -240,7 +233,7 @@ class FusedFrame:
             rows = len(x)
             qkv = self._qkv[: rows * layer.qkv.shape[0]].view(rows, -1)
             mixed = self._mixed[: rows * layer.o.shape[1]].view(rows, -1)
-            self._wide("qkv", ahead, layer.qkv, qkv)
+            self._wide(ahead, layer.qkv, qkv)
             attend(index, qkv, mixed)
             if keep and index == len(following):
                 x, mixed = x[keep:], mixed[keep:]
@@ -248,18 +241,18 @@ class FusedFrame:
             act = self._act[: rows * layer.down.shape[1]].view(rows, -1)
             parts = self._parts(width)
             norm = Norm(self._weighted[: x.numel()].view_as(x), self._squares[: rows * parts].view(rows, parts), stack.eps)
-            self._wide("o", mixed, layer.o, x, epilogue=RESIDUAL, extra=x, norm=layer.post_norm, into=norm)
-            self._wide("gate_up", norm, layer.gate_up, act, epilogue=SWIGLU)
+            self._wide(mixed, layer.o, x, epilogue=RESIDUAL, extra=x, norm=layer.post_norm, into=norm)
+            self._wide(norm, layer.gate_up, act, epilogue=SWIGLU)
             if index < len(following):
-                self._wide("down", act, layer.down, x, epilogue=RESIDUAL, extra=x, norm=following[index], into=norm)
+                self._wide(act, layer.down, x, epilogue=RESIDUAL, extra=x, norm=following[index], into=norm)
                 ahead = norm
             else:
-                self._wide("down", act, layer.down, x, epilogue=RESIDUAL, extra=x)
+                self._wide(act, layer.down, x, epilogue=RESIDUAL, extra=x)
         self._pending = None
 
     def _parts(self, width: int) -> int:
         """Sums of squares that a row of this width has between two products."""
-        return -(-width // (lm_products.PIECE if self._products else self.plan.tiles["o"].n))
+        return -(-width // lm_products.PIECE)
 
     def _head(self, stack: StackTensors, x: Tensor, head: Tensor, hidden: Tensor | None = None) -> Tensor:
         """Logits [rows, codes] of the final norm of x; `hidden` keeps the normed rows."""
@@ -269,8 +262,8 @@ class FusedFrame:
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
         normed = self._h[: rows * width].view(rows, width) if hidden is None else hidden
         add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self.plan.pdl)
-        if self._products or self._tiled:
-            return self._wide("head", normed, head, logits)
+        if self._products:
+            return self._wide(normed, head, logits)
         return torch.mm(normed, head.t(), out=logits)
 
     def _project(self, weight: Tensor, bias: Tensor, hidden: Tensor, x: Tensor) -> None:
@@ -292,10 +285,8 @@ class FusedFrame:
         late = len(x) > 16 and "norm" not in options  # measured: it pays where the activations are large
         return lm_cuda.skinny(x, weight, y, ahead=self._ahead(weight), late=late, pdl=plan.pdl, **options)
 
-    def _wide(self, name: str, x: Tensor | Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
-        if self._products:
-            return lm_products.product(x, weight, y, lm_products.cut_for(len(y), *weight.shape), pdl=self.plan.pdl, **options)
-        return product(x, weight, y, self.plan.tiles[name], pdl=self.plan.pdl, **options)
+    def _wide(self, x: Tensor | Norm, weight: Tensor, y: Tensor, **options) -> Tensor:
+        return lm_products.product(x, weight, y, lm_products.cut_for(len(y), *weight.shape), pdl=self.plan.pdl, **options)
 
     def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:
         stack, state, plan = self.weights.backbone, self.state, self.plan
@@ -323,7 +314,7 @@ class FusedFrame:
             int(depth is not None and depth.project is None),
         )  # fmt: skip
         if self._skinny and self.plan.cuda_draw and lm_cuda.has_draw(vocab, width, hidden):
-            lm_cuda.draw(pointers, numbers, stage, self.plan.pdl, n >= self.plan.many_draws)
+            lm_cuda.draw(pointers, numbers, stage, self.plan.pdl, self.plan.many_rows)
         else:
             draw(pointers, numbers, stage, self.plan.pdl, rules, feedback, state.recent)
 
@@ -337,14 +328,10 @@ def _as_bytes(state: StateTensors) -> StateTensors:
     return replace(state, seen=state.seen.view(torch.uint8), first=draws(state.first), residual=draws(state.residual))
 
 
-#: Whether frames of 17 to 64 rows multiply by `lm_products`: once the kernel as it is now has run on a GPU (benchmarks/NOTES.md).
-PRODUCTS = False
-
-
 def plan_for(rows: int, hidden: int = 1024) -> Plan:
     """The plan for frames of `rows` rows of a talker of width `hidden`."""
     if rows <= 16:
         return Plan(skinny_rows=64)
     if rows <= 32 and hidden <= 1024:
-        return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=PRODUCTS)
-    return Plan(skinny_rows=0, pdl=False, products=PRODUCTS and rows <= 64)
+        return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=True)
+    return Plan(skinny_rows=0, pdl=False, products=rows <= 64, many_rows=rows > 64)

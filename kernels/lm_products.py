@@ -1,6 +1,6 @@
 """Products of decoding for 17 to 64 rows in CUDA C++ (`kernels/cuda/products.cu`): how each is cut, and its launch.
 
-They need a Hopper GPU and sizes in multiples of 64. Rounding points are those of `kernels.lm_triton.product`. A norm between two of them is
+They need a Hopper GPU and sizes in multiples of 64. Rounding points are those of `kernels.reference`. A norm between two of them is
 part of both (`Norm`): rows are rounded once, after its weights, and its scale multiplies the sums of the product behind it in float32.
 """
 

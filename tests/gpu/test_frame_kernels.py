@@ -21,7 +21,6 @@ from kernels.lm_attention import SplitScratch, decode_attention, predictor_atten
 from kernels.lm_frame import FusedFrame, Plan, known_to_cuda, plan_for
 from kernels.lm_products import Norm
 from kernels.lm_sampler import FIRST, ONLY
-from kernels.lm_triton import Tiles
 from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P, frame_noise, nucleus_weights, process_first, sample, token_weights
 from pipelines.qwen3_tts.dummy import dummy_model
 from tests.support import lm_checks
@@ -73,19 +72,6 @@ def test_frames_whose_norms_are_parts_of_products_draw_the_codes_of_the_twin(mon
     monkeypatch.setattr(lm_products, "product", product_with_norms)
     shape = dataclasses.replace(TINY_TALKER, hidden=64, layers=2, predictor_layers=2)
     plan = dataclasses.replace(PLAN, products=True)
-    assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
-
-
-def test_frames_on_tiled_products_draw_the_codes_of_the_twin() -> None:
-    tiles = {
-        "qkv": Tiles(32, 32, 16),
-        "o": Tiles(16, 32, 16),
-        "gate_up": Tiles(16, 16, 16),
-        "down": Tiles(32, 32, 16),
-        "head": Tiles(16, 16, 16),
-    }
-    shape = dataclasses.replace(TINY_TALKER, layers=2, predictor_layers=2)
-    plan = dataclasses.replace(PLAN, skinny_rows=0, tiles=tiles)
     assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
 
 

@@ -35,7 +35,7 @@ def maker() -> Maker:
     return Maker("cuda", torch.bfloat16, seed=1)
 
 
-@pytest.mark.parametrize("check", [lm_checks.check_skinny, lm_checks.check_draw, lm_checks.check_attention, lm_checks.check_products])
+@pytest.mark.parametrize("check", [lm_checks.check_skinny, lm_checks.check_draw, lm_checks.check_attention])
 def test_kernels_are_within_twice_the_error_of_plain_bfloat16(check, maker: Maker) -> None:
     assert check(maker)
 
@@ -90,8 +90,8 @@ def test_the_kernels_for_many_rows_make_the_same_bits(maker: Maker) -> None:
     lm_checks.vary_draws(maker, first.first, first.residual)
     k, v = maker.caches(FEW, batch * 8, 16)
     found = []
-    for rows in (1 << 30, 0):
-        plan, state = dataclasses.replace(plan_for(batch), attention_rounds=rows, many_draws=rows), clone_state(first)
+    for many in (False, True):
+        plan, state = dataclasses.replace(plan_for(batch), many_rows=many), clone_state(first)
         codes, flags = torch.zeros(batch, 16, dtype=torch.int64, device="cuda"), torch.zeros(batch, dtype=torch.uint8, device="cuda")
         runner = FusedFrame(weights, state, k.clone(), v.clone(), batch, plan)
         for _ in range(2):

@@ -1,5 +1,5 @@
-"""Triton kernels of products without a GPU: those of the codec's front and those of decoding compile for sm_90 without spills and with
-copies of a tile that no product in flight reads.
+"""Triton kernels of the codec's front without a GPU: they compile for sm_90 without spills and with copies of a tile that no product in
+flight reads.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from benchmarks.tiled_products import TILES
 from kernels import codec_front_triton as front
 from kernels.codec_front_triton import KEYS, PRODUCT, PRODUCT_SWIGLU, SCALED, STEPS, ProductTile
 from kernels.codec_launch import HEAD_TAPS
 from kernels.codec_triton import head_sum_kernel
-from kernels.lm_triton import PLAIN, RESIDUAL, SWIGLU, Tiles, product_kernel
 
 #: Bytes of shared memory that a block may have.
 SHARED = 227 << 10
@@ -51,27 +49,6 @@ def attention(name: str, queries: int, *left_out: str) -> None:
     CASES[name] = front.window_kernel, types, sizes | dict.fromkeys(left_out), 4
 
 
-def decoding(name: str, tiles: Tiles, epilogue: int, parts: int, norm: bool) -> None:
-    """With tiles by the tensor memory accelerator."""
-    types = {
-        "x": f"tensordesc<bf16[{tiles.m}, {tiles.k}]>",
-        "w": f"tensordesc<bf16[{tiles.n}, {tiles.k}]>",
-        "rows": I32,
-        "n": I32,
-        "eps": "fp32",
-    }
-    types |= dict.fromkeys(("extra", "norm", "y", "weighted"), BF16) | dict.fromkeys(("squares", "y_squares"), F32)
-    sizes = {"K": 1024, "M_TILE": tiles.m, "N_TILE": tiles.n, "K_TILE": tiles.k, "STAGES": tiles.stages}
-    kinds = {"EPILOGUE": epilogue, "PARTS": parts, "NORM": norm, "PRECISION": "tf32", "TMA": True, "PDL": True}
-    left_out = dict.fromkeys((() if parts else ("squares",)) + (() if norm else ("norm", "weighted", "y_squares")))
-    CASES[name] = product_kernel, types, sizes | kinds | left_out, tiles.warps
-
-
-for _index, _tiles in enumerate(TILES[SWIGLU][:2]):
-    decoding(f"decoding gate and up {_index}", _tiles, SWIGLU, 16, norm=False)
-for _index, _tiles in enumerate(TILES[RESIDUAL][:2]):
-    decoding(f"decoding down {_index}", _tiles, RESIDUAL, 0, norm=True)
-decoding("decoding qkv", TILES[PLAIN][0], PLAIN, 16, norm=False)
 product("qkv", 512, 3072, PRODUCT, scales=True)
 product("out", 1024, 512, PRODUCT, residual=True)
 product("gate and up", 512, 1024, PRODUCT_SWIGLU, scales=True, gated=True)
@@ -118,7 +95,7 @@ def overwritten(ttgir: str) -> list[str]:
     for name, source in re.findall(r"(%\S+) = ttg\.memdesc_(?:index|trans|subslice) (%[^\s\[{]+)", ttgir):
         tile_of[name] = tile_of.get(source, source)
     before, *loops = re.split(r"\n[^\n]*scf\.for ", ttgir)
-    filled = re.compile(r"async_(?:copy_global_to_local %\S+,|tma_copy_global_to_local [^\]]*\]) (%[^\s,]+)")
+    filled = re.compile(r"async_copy_global_to_local %\S+, (%[^\s,]+)")
     found: list[str] = []
     for loop in loops:
         body = loop.partition("scf.yield")[0]
@@ -155,36 +132,28 @@ def test_it_fits_sm_90_without_spills(name: str, tmp_path: Path) -> None:
 def test_no_tile_is_overwritten_that_a_product_in_flight_reads(name: str) -> None:
     built = compiled(*CASES[name])
     assert overwritten(built.asm["ttgir"]) == []
-    decoding = name.startswith("decoding")
-    assert ("async_tma_copy_global_to_local" in built.asm["ttgir"]) == decoding
-    assert not (decoding or name in TILED) or "isAsync = true" in built.asm["ttgir"], "its products run beside the copies"
+    assert name not in TILED or "isAsync = true" in built.asm["ttgir"], "its products run beside the copies"
 
 
 @triton.jit
-def summed_too_kernel(x, w, out, sums, depth: tl.constexpr, size: tl.constexpr, tma: tl.constexpr):
+def summed_too_kernel(x, w, out, sums, depth: tl.constexpr, size: tl.constexpr):
     """A tile that is read in the loop beside its products."""
     at = tl.arange(0, size)
     total = tl.zeros((size, size), dtype=tl.float32)
     sum_ = tl.zeros((size,), dtype=tl.float32)
     for k in tl.range(0, depth, size, num_stages=3):
-        if tma:
-            piece, other = x.load([0, k]), w.load([k, 0])
-        else:
-            piece = tl.load(x + at[:, None] * depth + k + at[None, :])
-            other = tl.load(w + (k + at[:, None]) * size + at[None, :])
-        total = tl.dot(piece, other, total)
+        piece = tl.load(x + at[:, None] * depth + k + at[None, :])
+        total = tl.dot(piece, tl.load(w + (k + at[:, None]) * size + at[None, :]), total)
         sum_ += tl.sum(piece.to(tl.float32), axis=1)
     tl.store(out + at[:, None] * size + at[None, :], total)
     tl.store(sums + at, sum_)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("tma", [False, True], ids=["copies", "tma"])
-def test_a_tile_that_is_overwritten_too_early_is_found(tma: bool) -> None:
+def test_a_tile_that_is_overwritten_too_early_is_found() -> None:
     """By the Triton that the lock file names; one that keeps enough copies lets a norm be computed in the loop."""
-    matrix = "tensordesc<bf16[64, 64]>" if tma else BF16
-    types = {"x": matrix, "w": matrix, "out": F32, "sums": F32}
-    assert len(overwritten(compiled(summed_too_kernel, types, {"depth": 512, "size": 64, "tma": tma}, 4).asm["ttgir"])) == 1
+    types = {"x": BF16, "w": BF16, "out": F32, "sums": F32}
+    assert len(overwritten(compiled(summed_too_kernel, types, {"depth": 512, "size": 64}, 4).asm["ttgir"])) == 1
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")

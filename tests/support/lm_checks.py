@@ -16,7 +16,6 @@ from kernels.frame import DrawTensors, FrameTensors, Layer, StackTensors, StateT
 from kernels.layers import qk_norm_rope_append, rms_norm, rope
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, Plan
-from kernels.lm_triton import RESIDUAL, SWIGLU, Tiles, product
 from kernels.reference import FrameOutput, run_frame
 from kernels.sampler import DrawFlags, frame_noise, process_first, sample
 
@@ -96,24 +95,6 @@ def check_skinny(maker: Maker) -> list[dict[str, float | str]]:
         )
         wanted = layer_product(x, planted, norm, None, epilogue, torch.bfloat16)
         report.append(demand(f"planted {inner}x{n} epilogue {epilogue}", error(y, wanted), 5e-3 if epilogue == lm_cuda.SWIGLU else 1e-3))
-    return report
-
-
-def check_products(maker: Maker) -> list[dict[str, float | str]]:
-    report = []
-    for rows in (64, 100, 256):
-        for tiles in (Tiles(64, 64, 64), Tiles(128, 64, 64), Tiles(64, 32, 128)):
-            x, weight, extra = maker.normal(rows, 1024), maker.matrix(6144, 1024), maker.normal(rows, 3072)
-            y = torch.full_like(extra, float("nan"))
-            product(x, weight, y, tiles, SWIGLU)
-            truth = layer_product(x, weight, None, None, lm_cuda.SWIGLU, torch.float64)
-            plain = error(layer_product(x, weight, None, None, lm_cuda.SWIGLU, x.dtype), truth)
-            report.append(demand(f"product swiglu {tiles} rows {rows}", error(y, truth), 2 * plain))
-            y = extra.clone()
-            product(x, weight[:3072], y, tiles, RESIDUAL, extra=y)
-            truth = layer_product(x, weight[:3072], None, extra, lm_cuda.RESIDUAL, torch.float64)
-            plain = error(layer_product(x, weight[:3072], None, extra, lm_cuda.RESIDUAL, x.dtype), truth)
-            report.append(demand(f"product residual {tiles} rows {rows}", error(y, truth), 2 * plain))
     return report
 
 
