@@ -49,7 +49,7 @@ def two_parts(device: torch.device, wanted: int) -> tuple[Part, Part]:
     driver, index = _driver(), device.index or 0
     whole, first, others, groups = _Resource(), _Resource(), _Resource(), ctypes.c_uint(1)
     with _on(index):
-        _check(driver.cuDeviceGetDevResource(ctypes.byref(whole), index, _MULTIPROCESSORS), "A device's multiprocessors")
+        _check(driver.cuDeviceGetDevResource(index, ctypes.byref(whole), _MULTIPROCESSORS), "A device's multiprocessors")
         split = (ctypes.byref(first), ctypes.byref(groups), ctypes.byref(whole), ctypes.byref(others), 0, wanted)
         _check(driver.cuDevSmResourceSplitByCount(*split), f"A part of {wanted} multiprocessors")
         if groups.value != 1 or not others.count:

@@ -90,7 +90,7 @@ class Driver:
     def __init__(self) -> None:
         self.contexts: list[int] = []
 
-    def cuDeviceGetDevResource(self, found: object, device: int, kind: int) -> int:
+    def cuDeviceGetDevResource(self, device: int, found: object, kind: int) -> int:
         assert (device, kind) == (0, 1)
         found._obj.count = 132  # type: ignore[attr-defined]
         return 0
