@@ -119,6 +119,14 @@ __device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int 
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(shared_address(to)), "l"(&map), "r"(channel), "r"(step), "r"(row), "r"(shared_address(barrier)) : "memory");
 }
+// The same to this place of the shared memory of each block of the cluster whose bit `blocks` has; the bytes arrive at its own barrier there.
+__device__ __forceinline__ void tensor_copy_to_cluster(
+    void* to, const TensorMap& map, int channel, int step, int row, unsigned long long* barrier, uint32_t blocks) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(shared_address(to)), "l"(&map), "r"(channel), "r"(step), "r"(row), "r"(shared_address(barrier)),
+                   "h"(static_cast<unsigned short>(blocks)) : "memory");
+}
 // The thread arrives at a barrier when its copies so far are over: one of the threads that the barrier counts.
 __device__ __forceinline__ void arrive_after_copies(unsigned long long* barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");

@@ -192,6 +192,7 @@ inline unsigned __float2uint_rn(float v) {  // to the nearest, ties to even; wha
     return !(v > 0.f) ? 0 : v >= 4294967296.f ? 0xffffffffu : static_cast<unsigned>(std::nearbyint(static_cast<double>(v)));
 }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float v) { return std::exp(v); }
 inline float rsqrtf(float v) { return static_cast<float>(1.0 / std::sqrt(static_cast<double>(v))); }
 template <typename T> constexpr T min(T a, T b) { return b < a ? b : a; }
