@@ -2,8 +2,8 @@
 
 What it computes is `kernels.reference.run_frame` with its rounding points; how, depends on the number of rows:
 up to `Plan.skinny_rows` the weight stream is everything and five launches a layer overlap it; above, norms are launches of
-their own between cuBLAS's products, or parts of those in CUDA C++ (`Plan.products`). Nothing here allocates or reads the device, so a run
-can be captured.
+their own between cuBLAS's products and those of `Plan.wide`, or parts of those of `Plan.products`. Nothing here allocates or reads the
+device, so a run can be captured.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels import lm_cuda, lm_products
-from kernels.frame import DepthTensors, DrawTensors, FrameTensors, StackTensors, StateTensors, fused_fault
+from kernels import lm_cuda, lm_products, lm_wide
+from kernels.frame import DepthTensors, DrawTensors, FrameTensors, Layer, StackTensors, StateTensors, fused_fault
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
 from kernels.lm_products import RESIDUAL, SWIGLU, Norm
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY, draw
@@ -40,6 +40,8 @@ class Plan:
     many_rows: bool = False
     #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
     products: bool = False
+    #: Which of "qkv" and "gate_up" the kernels of `lm_wide` serve in the place of cuBLAS, on a GPU and for weights that they know.
+    wide: tuple[str, ...] = ()
 
     def splits_for(self, rows: int) -> int:
         return next(splits for limit, splits in self.splits if rows <= limit)
@@ -84,6 +86,18 @@ def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
     return all(lm_products.has_product(*matrix.shape) for matrix in matrices) and lm_products.available(k_cache.device.index)
 
 
+def runs_wide(weights: FrameTensors, k_cache: Tensor, name: str) -> bool:
+    """Whether the kernels of `lm_wide` know a product, "qkv" or "gate_up", of all layers and their device."""
+    if k_cache.dtype != torch.bfloat16 or not k_cache.is_cuda:
+        return False
+    layers = [stack.layers[0] for stack in weights.stacks]
+    if name == "qkv":
+        known = all(layer.qkv_bias is None and lm_wide.has_product(*layer.qkv.shape, swiglu=False) for layer in layers)
+    else:
+        known = all(lm_wide.has_product(layer.down.shape[1], layer.gate_up.shape[1], swiglu=True) for layer in layers)
+    return known and lm_wide.available(k_cache.device.index)
+
+
 class FusedFrame:
     """Runs frames of up to `max_rows` slots over fixed weights, state and pages."""
 
@@ -95,6 +109,7 @@ class FusedFrame:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
+        self._wide_names = frozenset(name for name in plan.wide if runs_wide(weights, k_cache, name))
         self.plan = replace(plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
@@ -193,36 +208,51 @@ class FusedFrame:
             return
         pending: Tensor | None = None
         for index, layer in enumerate(stack.layers):
-            qkv_weight, o, gate_up, down = layer.qkv, layer.o, layer.gate_up, layer.down
-            input_norm, post_norm = layer.input_norm, layer.post_norm
+            o, down = layer.o, layer.down
             rows, width = x.shape
-            qkv = self._qkv[: rows * qkv_weight.shape[0]].view(rows, -1)
+            qkv = self._qkv[: rows * layer.qkv.shape[0]].view(rows, -1)
             mixed = self._mixed[: rows * o.shape[1]].view(rows, -1)
             narrow = self._narrow(rows)
             if narrow:
-                self._thin_normed(x, qkv_weight, qkv, input_norm, stack.eps)
+                self._thin_normed(x, layer.qkv, qkv, layer.input_norm, stack.eps)
             else:
-                normed = add_norm(x, pending, input_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
-                if layer.qkv_bias is None:
-                    torch.mm(normed, qkv_weight.t(), out=qkv)
-                else:
-                    torch.addmm(layer.qkv_bias, normed, qkv_weight.t(), out=qkv)
+                self._normed_qkv(x, pending, layer, stack.eps, qkv)
             attend(index, qkv, mixed)
             if keep and index == len(stack.layers) - 1:
                 x, mixed, rows = x[keep:], mixed[keep:], rows - keep
             act = self._act[: rows * down.shape[1]].view(rows, -1)
             if narrow:
                 self._thin(mixed, o, x, epilogue=lm_cuda.RESIDUAL, extra=x)
-                self._thin_normed(x, gate_up, act, post_norm, stack.eps, epilogue=lm_cuda.SWIGLU)
+                self._thin_normed(x, layer.gate_up, act, layer.post_norm, stack.eps, epilogue=lm_cuda.SWIGLU)
                 self._thin(act, down, x, epilogue=lm_cuda.RESIDUAL, extra=x)
                 continue
             pending = self._y[: rows * width].view(rows, width)
             torch.mm(mixed, o.t(), out=pending)
-            normed = add_norm(x, pending, post_norm, stack.eps, self._h[: rows * width].view(rows, width), pdl=self.plan.pdl)
-            both = self._gate_up[: rows * gate_up.shape[0]].view(rows, -1)
-            swiglu(torch.mm(normed, gate_up.t(), out=both), act, pdl=self.plan.pdl)
+            self._normed_swiglu(x, pending, layer, stack.eps, act)
             torch.mm(act, down.t(), out=pending)
         self._pending = pending
+
+    def _normed(self, x: Tensor, pending: Tensor | None, norm: Tensor, eps: float, behind: str) -> Tensor:
+        """x += pending, normed, [rows, width]; the product `behind` it may start early where it can."""
+        early = behind in self._wide_names and x.is_cuda
+        return add_norm(x, pending, norm, eps, self._h[: x.numel()].view_as(x), pdl=self.plan.pdl, early=early)
+
+    def _normed_qkv(self, x: Tensor, pending: Tensor | None, layer: Layer, eps: float, qkv: Tensor) -> None:
+        normed = self._normed(x, pending, layer.input_norm, eps, "qkv")
+        if "qkv" in self._wide_names:
+            lm_wide.product(normed, layer.qkv, qkv, pdl=True)
+        elif layer.qkv_bias is None:
+            torch.mm(normed, layer.qkv.t(), out=qkv)
+        else:
+            torch.addmm(layer.qkv_bias, normed, layer.qkv.t(), out=qkv)
+
+    def _normed_swiglu(self, x: Tensor, pending: Tensor, layer: Layer, eps: float, act: Tensor) -> None:
+        normed = self._normed(x, pending, layer.post_norm, eps, "gate_up")
+        if "gate_up" in self._wide_names:
+            lm_wide.product(normed, layer.gate_up, act, swiglu=True, pdl=True)
+            return
+        both = self._gate_up[: len(x) * layer.gate_up.shape[0]].view(len(x), -1)
+        swiglu(torch.mm(normed, layer.gate_up.t(), out=both), act, pdl=self.plan.pdl)
 
     def _wide_stack(self, stack: StackTensors, x: Tensor, attend, keep: int) -> None:
         """The same with products of which all norms but the first are parts: those of `lm_products`."""

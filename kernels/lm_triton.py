@@ -39,11 +39,12 @@ def _add_norm(x, y, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, 
     tl.store(out + row * WIDTH + at, (normed.to(tl.float32) * scale.to(tl.float32)).to(value.dtype), mask=inside)
 
 
-def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, out: Tensor, pdl: bool = False) -> Tensor:
-    """x += y (where given, in place), then RMSNorm of x into `out`. x, y, out: contiguous [rows, width]; weight: [width]."""
+def add_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, out: Tensor, pdl: bool = False, early: bool = False) -> Tensor:
+    """x += y (where given, in place), then RMSNorm of x into `out`. x, y, out: contiguous [rows, width]; weight: [width]; early: the kernel
+    behind may start early, even if this one does not."""
     rows, width = x.shape
-    block = triton.next_power_of_2(width)
-    _add_norm[(rows,)](x, x if y is None else y, weight, out, eps, width, block, y is not None, pdl, num_warps=4, **launch(pdl))
+    block, added = triton.next_power_of_2(width), y is not None
+    _add_norm[(rows,)](x, x if y is None else y, weight, out, eps, width, block, added, pdl or early, num_warps=4, **launch(pdl))
     return out
 
 

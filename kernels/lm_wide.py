@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 SOURCE = "wide_products"
 #: Rows of x in a tile, and values of the inner size in a stage.
 ROWS, PIECE = 128, 64
-#: Weight rows of a tile of plain products and of those with SwiGLU, the narrow one first.
-HEIGHTS = {False: (64, 128), True: (96, 192)}
+#: Weight rows of a tile of plain products and of those with SwiGLU.
+HEIGHTS = {False: (64, 128, 256), True: (96, 192)}
 _THREADS, _RING = 288, 204 << 10
 _CAPABILITY = (9, 0)
 _MAP_BYTES = 128
@@ -39,10 +39,14 @@ class Cut:
         """Why a product with `n` outputs cannot be cut so, or None."""
         if self.height not in HEIGHTS[swiglu] or self.cluster not in (1, 2, 4):
             return f"a tile has {' or '.join(map(str, HEIGHTS[swiglu]))} rows of weights, a cluster 1, 2 or 4 blocks"
-        outputs = self.height // (2 if swiglu else 1)
+        outputs = self.outputs(swiglu)
         if n % outputs or inner % PIECE:
             return f"{n} outputs of {inner} values do not fall into tiles of {outputs} x {PIECE}"
         return None
+
+    def outputs(self, swiglu: bool) -> int:
+        """Columns of y in a tile."""
+        return self.height // (2 if swiglu else 1)
 
     @property
     def shared_bytes(self) -> int:
@@ -52,22 +56,31 @@ class Cut:
 
     def grid(self, rows: int, n: int, swiglu: bool, processors: int) -> int:
         """Blocks, of which each has as many tiles as any other, or one fewer."""
-        tiles = -(-rows // (ROWS * self.cluster)) * (n // (self.height // (2 if swiglu else 1)))
-        most = max(1, processors // self.cluster)
-        return -(-tiles // -(-tiles // most)) * self.cluster
+        tiles = -(-rows // (ROWS * self.cluster)) * (n // self.outputs(swiglu))
+        return -(-tiles // self.turns(rows, n, swiglu, processors)) * self.cluster
+
+    def turns(self, rows: int, n: int, swiglu: bool, processors: int) -> int:
+        """Tiles of a block, where each multiprocessor has one."""
+        tiles = -(-rows // (ROWS * self.cluster)) * (n // self.outputs(swiglu))
+        return -(-tiles // max(1, processors // self.cluster))
+
+    @property
+    def clocks(self) -> float:
+        """Of a tile's step of 16 values: the tensor cores', or those of shared memory, which operands are written to and read from."""
+        return max(self.height, 64 + 0.75 * self.height)
 
 
 def has_product(n: int, inner: int, swiglu: bool) -> bool:
     """Whether there are tiles for a product with `n` outputs."""
-    return Cut(HEIGHTS[swiglu][-1], 1).fault(n, inner, swiglu) is None
+    return any(Cut(height, 1).fault(n, inner, swiglu) is None for height in HEIGHTS[swiglu])
 
 
 def cut_for(rows: int, n: int, swiglu: bool, processors: int) -> Cut:
-    """Low tiles where they are all there at once, and pairs of blocks where the tiles of x are even in number."""
-    narrow, wide = HEIGHTS[swiglu]
-    tiles = -(-rows // ROWS)
-    fits = tiles * (n // (narrow // (2 if swiglu else 1))) <= processors
-    return Cut(narrow if fits else wide, 1 if tiles % 2 else 2)
+    """The tiles that take the fewest clocks, and pairs of blocks where the tiles of x are even in number."""
+    cluster = 1 if -(-rows // ROWS) % 2 else 2
+    cuts = [Cut(height, cluster) for height in HEIGHTS[swiglu]]
+    fitting = [cut for cut in cuts if n % cut.outputs(swiglu) == 0]
+    return min(fitting or cuts, key=lambda cut: (cut.turns(rows, n, swiglu, processors) * cut.clocks, -cut.height))
 
 
 class _Arguments(ctypes.Structure):

@@ -171,5 +171,6 @@ __device__ __forceinline__ void product(const Args& p) {
 
 PRODUCT(wide_64, 64, false)
 PRODUCT(wide_128, 128, false)
+PRODUCT(wide_256, 256, false)
 PRODUCT(wide_swiglu_96, 96, true)
 PRODUCT(wide_swiglu_192, 192, true)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kernels import lm_frame, lm_products, lm_sampler
-from kernels.dummy import FISH, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
+from kernels import layers, lm_frame, lm_products, lm_sampler, lm_wide
+from kernels.dummy import FISH, SMALL, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
@@ -73,6 +73,31 @@ def test_frames_whose_norms_are_parts_of_products_draw_the_codes_of_the_twin(mon
     shape = dataclasses.replace(TINY_TALKER, hidden=64, layers=2, predictor_layers=2)
     plan = dataclasses.replace(PLAN, products=True)
     assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
+
+
+@pytest.mark.parametrize("wide", [("qkv",), ("gate_up",), ("qkv", "gate_up")], ids=str)
+def test_frames_on_wide_products_draw_the_codes_of_the_twin(wide: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which product goes where; the products themselves are those of plain PyTorch."""
+    made: set[bool] = set()
+
+    def product(x: Tensor, weight: Tensor, y: Tensor, *, swiglu: bool = False, pdl: bool = False) -> Tensor:
+        made.add(swiglu)
+        z = x @ weight.t()
+        return y.copy_(layers.swiglu(z) if swiglu else z)
+
+    monkeypatch.setattr(lm_frame, "runs_wide", lambda *_: True)
+    monkeypatch.setattr(lm_wide, "product", product)
+    shape = dataclasses.replace(TINY_TALKER, layers=2, predictor_layers=2)
+    plan = dataclasses.replace(PLAN, skinny_rows=0, wide=wide)
+    assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
+    assert made == {name == "gate_up" for name in wide}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+def test_bfloat16_frames_on_wide_products_are_within_twice_the_error_of_the_twin() -> None:
+    plan = dataclasses.replace(plan_for(300), wide=("qkv", "gate_up"))
+    shape = dataclasses.replace(SMALL, layers=2, predictor_layers=2)
+    assert lm_checks.check_frame(Maker("cuda", torch.bfloat16, seed=1), shape, 300, plan, "300 rows")
 
 
 @on_gpu

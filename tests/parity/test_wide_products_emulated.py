@@ -90,6 +90,7 @@ CASES = [
     (Case(200, 320, 192), Cut(64, 2)),
     (Case(256, 640, 128), Cut(128, 2)),
     (Case(513, 64, 128), Cut(128, 4)),
+    (Case(260, 384, 256), Cut(256, 2)),
     (Case(129, 576, 96, True), Cut(96, 1)),
     (Case(200, 256, 48, True), Cut(96, 2)),
     (Case(256, 384, 192, True), Cut(192, 2)),
@@ -111,7 +112,7 @@ def test_every_product_equals_its_twin_whatever_the_order_of_threads(case: Case,
 
 @pytest.mark.parametrize("is_swiglu", HEIGHTS, ids=["plain", "swiglu"])
 def test_a_row_has_the_same_bits_in_any_company_and_in_every_cut(is_swiglu: bool, emulated: Callable[[int], None]) -> None:
-    case = Case(300, 320, 384, is_swiglu)
+    case = Case(300, 320, 768, is_swiglu)
     whole = case.made(None)
     for height in HEIGHTS[is_swiglu]:
         for rows in (slice(0, 1), slice(5, 140), slice(171, 300)):
@@ -150,7 +151,8 @@ def test_it_writes_rows_of_a_wider_tensor_and_none_behind_them(emulated: Callabl
         (1024, 3072, True, Cut(192, 2), 128),
         (256, 4096, False, Cut(64, 2), 128),
         (512, 4096, False, Cut(128, 2), 128),
-        (1024, 4096, False, Cut(128, 2), 128),
+        (1024, 4096, False, Cut(256, 2), 128),
+        (640, 3072, True, Cut(96, 1), 107),
     ],
 )
 def test_tiles_fall_evenly_to_the_blocks_of_a_hopper(rows: int, n: int, swiglu: bool, cut: Cut, blocks: int) -> None:
@@ -162,12 +164,14 @@ def test_what_a_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -> 
     x, weight = Case(140, 128, 128).tensors()
     y = torch.zeros(140, 128, dtype=BF16)
     for cut, is_swiglu, said in (
-        (Cut(96, 1), False, "64 or 128 rows of weights"),
+        (Cut(96, 1), False, "64 or 128 or 256 rows of weights"),
         (Cut(64, 3), False, "1, 2 or 4 blocks"),
         (Cut(96, 1), True, "128 outputs of 128 values do not fall"),
     ):
         with pytest.raises(ValueError, match=said):
             product(x, weight, y, swiglu=is_swiglu, cut=cut)
+    with pytest.raises(ValueError, match="72 outputs of 128 values do not fall"):
+        product(x, weight[:72], y[:, :72])
     with pytest.raises(ValueError, match="128 weight rows do not give 140 rows of 64"):
         product(x, weight, y[:, :64], cut=Cut(64, 1))
     with pytest.raises(ValueError, match="contiguous"):

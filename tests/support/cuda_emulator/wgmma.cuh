@@ -96,6 +96,7 @@ inline void multiply(float (&d)[48], Matrix a, Matrix b, bool add) { emulator::m
 inline void multiply(float (&d)[48], const uint32_t (&a)[4], Matrix b, bool add) { emulator::multiply_later(d, a, 0, b, 96, add); }
 inline void multiply(float (&d)[96], Matrix a, Matrix b, bool add) { emulator::multiply_later(d, nullptr, a, b, 192, add); }
 inline void multiply(float (&d)[96], const uint32_t (&a)[4], Matrix b, bool add) { emulator::multiply_later(d, a, 0, b, 192, add); }
+inline void multiply(float (&d)[128], Matrix a, Matrix b, bool add) { emulator::multiply_later(d, nullptr, a, b, 256, add); }
 
 inline void writes_to_products() { emulator::show_to_products(); }
 inline void copy16_or_zeros(void* to, const void* from, bool inside) {
