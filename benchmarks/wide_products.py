@@ -32,8 +32,8 @@ LAYERS, EPS = 28, 1e-6
 #: Outputs, inner size, and whether they are SwiGLU's.
 SIZES = {"gate_up": (3072, 1024, True), "qkv": (4096, 1024, False)}
 CONTEXTS = (108, 300)
-#: After which a part, of a few seconds on a GPU, is given up: a kernel that does not end takes the process along.
-SECONDS = 40
+#: After which a part, a minute where kernels are compiled, is given up: a kernel that does not end takes the process along.
+SECONDS = 90
 
 
 class Product:
