@@ -318,7 +318,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument(
         "--qa", nargs="*", default=["off"], choices=("off", "basic"), help="checks of the jobs; with basic the audio is planted"
     )
-    made.add_argument("--slots", type=int, default=512, help="slots of the engine alone, and of the ramp and the tail")
+    made.add_argument("--slots", type=int, default=1024, help="slots of the engine alone, and of the ramp and the tail")
     made.add_argument("--seconds", type=float, default=40.0, help="seconds a job would take at the engine's speed")
     made.add_argument("--items", type=int, help="items of a job, instead of --seconds")
     made.add_argument("--window-seconds", type=float, default=3.0, help="seconds of each of three windows of the engine alone")

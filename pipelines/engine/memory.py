@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 from pipelines.codec.decoder import BATCH_FRAMES
-from pipelines.engine.buckets import BUCKETS, Prefill, buckets_for, prefill_graphs
+from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, Prefill, buckets_for, prefill_graphs
 from pipelines.errors import ConfigError, ErrorCode
 
 #: Share of the free memory that an engine takes where nobody says how much; the rest is for what the allocator cannot use.
@@ -59,10 +59,11 @@ def plan_memory(
     slots: int | None = None,
     pages: int | None = None,
     prefill: Prefill = "auto",
+    wide: bool = False,
 ) -> MemoryPlan:
     """Sizes of an engine that may take `budget` bytes.
 
-    Without `slots` it has the largest bucket of which every slot has room for a typical utterance. Half of what is left becomes further
+    Without `slots` it has the largest bucket, with `wide` those above 512 too, of which every slot has room for a typical utterance. Half of what is left becomes further
     pages, so that long utterances fit beside each other; the other half is for batches of the codec that the allocator keeps.
     Raises `ConfigError` (`config.invalid`) where the model, or so many slots, do not fit, and says how many do.
     """
@@ -82,7 +83,7 @@ def plan_memory(
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
     if slots is None:
         typical = max(holds(TYPICAL_POSITIONS), 1)
-        slots = max(bucket for bucket in BUCKETS if bucket <= typical)
+        slots = max(bucket for bucket in (*BUCKETS, *(WIDE_BUCKETS if wide else ())) if bucket <= typical)
     elif slots > most:
         message = f"{slots} slots do not fit into the GPU's memory: the engine may take {gib(budget)}, which hold {most} slots."
         advice = f"Set SPEECH_ENGINE__SLOTS to {most} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."

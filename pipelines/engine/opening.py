@@ -63,8 +63,11 @@ def plan_engine(
     memory_share: float | None = None,
     frame_seconds: float = _DEFAULTS.frame_seconds,
     prefill: Prefill = "auto",
+    wide: bool = False,
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `needs` are those of its weights too.
+
+    wide: it may have more than 512 slots by default, where that was measured to be faster.
 
     Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and `SynthesisError` (`synth.oom`) where it would
     hold them if no other program filled it.
@@ -73,7 +76,7 @@ def plan_engine(
         slots = slots or _CPU_SLOTS
         pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
         return EngineOptions(slots, pages, page_size, context, frame_seconds=frame_seconds, stream_slots=min(streams, slots // 2))
-    plan = _plan_gpu(needs, device, context, slots, pages, page_size, memory_share, prefill)
+    plan = _plan_gpu(needs, device, context, slots, pages, page_size, memory_share, prefill, wide)
     return EngineOptions(
         plan.slots,
         plan.pages,
@@ -113,15 +116,16 @@ def _plan_gpu(
     page_size: int,
     share: float | None,
     prefill: Prefill,
+    wide: bool,
 ) -> MemoryPlan:
     """The plan for what a GPU has free now; raises as `plan_engine`."""
     budget = memory_budget(device, share)
     try:
-        return plan_memory(budget, needs, page_size, context, slots, pages, prefill)
+        return plan_memory(budget, needs, page_size, context, slots, pages, prefill, wide)
     except ConfigError as error:
         free, total = torch.cuda.mem_get_info(device)
         # Raises where a GPU that nobody else uses would not do either. CUDA itself takes some of it.
-        plan_memory(_budget(total - LIBRARY_BYTES, total, share), needs, page_size, context, slots, pages, prefill)
+        plan_memory(_budget(total - LIBRARY_BYTES, total, share), needs, page_size, context, slots, pages, prefill, wide)
         message = f"Another program fills the GPU: {gib(free)} of its {gib(total)} are free, too little for this engine."
         advice = "End that program (`nvidia-smi` shows it), use another GPU, or lower SPEECH_ENGINE__SLOTS if that is set."
         raise SynthesisError(ErrorCode.SYNTH_OOM, message, advice) from error

@@ -48,10 +48,12 @@ def engine_options(
     stream_bytes: int = 0,
     state_bytes: int = 0,
     prefill: Prefill = "auto",
+    wide: bool = False,
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `weight_bytes`: its codec's too.
 
-    `stream_bytes`, `state_bytes`: what the codec takes for the graphs of streams and utterances, and for a stream's state in each slot.
+    `stream_bytes`, `state_bytes`: what the codec takes for the graphs of streams and utterances, and for a stream's state in each slot; `wide`:
+    as `plan_engine`.
     Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short for any prompt.
     """
     context = context_of(max_context, config.talker.max_positions)
@@ -59,7 +61,7 @@ def engine_options(
     needs = replace(needs, slot=needs.slot + state_bytes)
     return plan_engine(
         needs, device, context, slots=slots, streams=streams, pages=pages, page_size=page_size, memory_share=memory_share,
-        prefill=prefill,
+        prefill=prefill, wide=wide,
     )  # fmt: skip
 
 

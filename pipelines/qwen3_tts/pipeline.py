@@ -331,6 +331,7 @@ def _sizes(
             weight_bytes=weight_bytes,
             stream_bytes=graphs + steps + more,
             state_bytes=state,
+            wide=not (options.streams or options.reproducible),
         )
 
     if options.executor == "megakernel" or not packed:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from kernels.dummy import Shape
 from pipelines.codec.stream_graphs import graph_bytes
 from pipelines.codec.utterance_graphs import utterance_bytes
 from pipelines.engine import opening
-from pipelines.engine.buckets import BUCKETS, buckets_for
+from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
 from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory, slots_bytes
 from pipelines.engine.opening import check_executor, plan_engine
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
@@ -42,8 +43,8 @@ def published_needs(folder: Path, size: str) -> MemoryNeeds:
 
 
 def planned(gigabytes: float, needs: MemoryNeeds, slots: int | None = None) -> MemoryPlan:
-    """The plan for a GPU that is free, by the default share."""
-    return plan_memory(int(0.9 * gigabytes * 1e9), needs, PAGE_SIZE, CONTEXT, slots)
+    """The plan for jobs on a GPU that is free, by the default share."""
+    return plan_memory(int(0.9 * gigabytes * 1e9), needs, PAGE_SIZE, CONTEXT, slots, wide=True)
 
 
 def taken(plan: MemoryPlan, needs: MemoryNeeds) -> int:
@@ -64,9 +65,8 @@ def test_the_table_of_slots_is_what_the_arithmetic_says(tmp_path: Path) -> None:
     for size in ("0b6", "1b7"):
         plain = published_needs(tmp_path, size)
         packed = replace(plain, weights=plain.weights + packed_needs(Qwen3TTSConfig.from_folder(tmp_path), torch.bfloat16))
-        (pages,) = {planned(gigabytes, plain).pages - planned(gigabytes, packed).pages for gigabytes in (80, 141)}
-        fewer.append(pages)
-    assert f"Where the executor is `megakernel`, there are {fewer[0]} pages fewer (1.7B: {fewer[1]})." in lines
+        fewer.append(planned(141, plain).pages - planned(141, packed).pages)
+    assert f"On 141 GB, where the executor is `megakernel`, there are {fewer[0]} pages fewer (1.7B: {fewer[1]})." in lines
 
 
 @pytest.mark.parametrize("size", ["0b6", "1b7"])
@@ -75,12 +75,13 @@ def test_a_plan_stays_within_its_memory_and_grows_with_it(size: str, tmp_path: P
     before = 0
     for gigabytes in range(16, 200):
         plan = planned(gigabytes, needs)
-        assert plan.slots in BUCKETS
+        assert plan.slots in (*BUCKETS, *WIDE_BUCKETS)
         assert plan.slots >= before
         assert taken(plan, needs) + LIBRARY_BYTES < 0.9 * gigabytes * 1e9
         assert plan.pages * PAGE_SIZE >= plan.slots * 512, "a slot has no room for a typical utterance"
         before = plan.slots
-    assert before == BUCKETS[-1]
+    assert before == WIDE_BUCKETS[-1]
+    assert plan_memory(180 << 30, needs, PAGE_SIZE, CONTEXT).slots == BUCKETS[-1]
 
 
 def test_more_slots_than_the_memory_holds_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
@@ -172,6 +173,17 @@ def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: dict[str, float], monke
     plain = plan_engine(needs, device, CONTEXT)
     assert (plain.prefill, plain.spare_slots, plain.frame_seconds) == ("auto", 0, 0.08)
     assert plan_engine(needs, device, CONTEXT, prefill="packed").prefill == "packed"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "slots"), [({}, 1024), ({"streams": 4}, 512), ({"reproducible": True}, 512), ({"streams": 4, "slots": 768}, 768)]
+)
+def test_only_jobs_have_more_than_512_slots_by_default(
+    chosen: dict[str, Any], slots: int, two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
+    config, options = Qwen3TTSConfig.from_folder(GOLDEN / "checkpoint-base"), qwen3.PipelineOptions(executor="graph", **chosen)
+    assert qwen3._sizes(config, options, torch.device("cuda:1"), torch.bfloat16, torch.bfloat16).slots == slots
 
 
 @pytest.mark.parametrize(("share", "slots"), [(None, None), (0.9, None), (None, 64)])
