@@ -63,8 +63,9 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes of an engine that may take `budget` bytes.
 
-    Without `slots` it has the largest bucket, with `wide` those above 512 too, of which every slot has room for a typical utterance. Half of what is left becomes further
-    pages, so that long utterances fit beside each other; the other half is for batches of the codec that the allocator keeps.
+    Without `slots` it has the largest bucket, with `wide` those above 512 too, of which every slot has room for a typical utterance.
+    Half of what is left becomes further pages, so that long utterances fit beside each other; the other half is for batches of the codec
+    that the allocator keeps.
     Raises `ConfigError` (`config.invalid`) where the model, or so many slots, do not fit, and says how many do.
     """
     decode_frames = _decode_frames(budget, needs)

@@ -52,8 +52,8 @@ def engine_options(
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `weight_bytes`: its codec's too.
 
-    `stream_bytes`, `state_bytes`: what the codec takes for the graphs of streams and utterances, and for a stream's state in each slot; `wide`:
-    as `plan_engine`.
+    `stream_bytes`, `state_bytes`: what the codec takes for the graphs of streams and utterances, and for a stream's state in each slot;
+    `wide`: as `plan_engine`.
     Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short for any prompt.
     """
     context = context_of(max_context, config.talker.max_positions)
