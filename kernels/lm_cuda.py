@@ -38,10 +38,9 @@ _PARTITIONS: dict[tuple[int, bool, int], tuple[Partition, Partition, Partition]]
 _WIDE_OUTPUT: tuple[Partition, Partition, Partition] = ((4, 1, 8, 4), (4, 1, 8, 4), (4, 2, 8, 4))
 _WIDE_FROM = 4096
 _DRAWS = {FIRST: "draw_first", MIDDLE: "draw_middle", LAST: "draw_last"}
-_MANY_DRAWS = {MIDDLE: "draw_middle_many", LAST: "draw_last_many"}
 _ATTENTION_WARPS, _DRAW_EACH, _MAX_CODEBOOKS = 4, 8, 32
-#: Blocks of attention in rounds: four on each multiprocessor of an H200 or H100.
-_ROUND_BLOCKS = 4 * 132
+#: Blocks of the predictor's attention, at most: four on each multiprocessor of an H200 or H100.
+_ATTENTION_BLOCKS = 4 * 132
 
 
 class _SkinnyArguments(ctypes.Structure):
@@ -90,8 +89,7 @@ def kernels_of(name: str) -> dict[str, int]:
         known = [(shape, partition) for shape, three in _PARTITIONS.items() for partition in three]
         known += [((1024, True, PLAIN), partition) for partition in _WIDE_OUTPUT]
         return {kernel_name(partition, normed, epilogue): shared_bytes(partition) for (_, normed, epilogue), partition in known}
-    attention = ["predictor_attention", "predictor_attention_skip", *(f"predictor_attention_rounds_{pairs}" for pairs in range(1, 9))]
-    return dict.fromkeys((*_DRAWS.values(), *_MANY_DRAWS.values()) if name == "sampler" else attention, 0)
+    return dict.fromkeys(_DRAWS.values() if name == "sampler" else (f"predictor_attention_{pairs}" for pairs in range(1, 9)), 0)
 
 
 @cache
@@ -201,24 +199,17 @@ def has_predictor_attention(heads: int, kv_heads: int, span: int, head_dim: int)
 
 def predictor_attention(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, rope_table: Tensor, k_cache: Tensor, v_cache: Tensor, position: int,
-    scale: float, out: Tensor, pdl: bool = True, rounds: bool = False,
+    scale: float, out: Tensor, pdl: bool = True,
 ) -> Tensor:  # fmt: skip
-    """`kernels.lm_attention.predictor_attention` for one token a row at `position` 1..15: bfloat16, heads of 128, pairs of query heads.
-
-    rounds: by the kernel for many rows, with the same bits.
-    """
+    """`kernels.lm_attention.predictor_attention` for one token a row at `position` 1..15: bfloat16, heads of 128, pairs of query heads."""
     if not 1 <= position < k_cache.shape[2]:
         raise RuntimeError(f"Predictor attention has no position {position}.")
     rows, kv_heads = qkv.shape[0], k_cache.shape[1]
     tensors = (qkv, q_weight, k_weight, rope_table, k_cache, v_cache, out)
     pointers = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
     arguments = _AttentionArguments(pointers, rows, kv_heads, position, eps, scale)
-    if rounds:
-        kernel = f"predictor_attention_rounds_{(position + 1) // 2}"
-        grid = (min(-(-rows // _ATTENTION_WARPS), max(1, _ROUND_BLOCKS // kv_heads)), kv_heads)
-    else:
-        kernel = "predictor_attention_skip" if rows >= 128 else "predictor_attention"
-        grid = (-(-rows * kv_heads // _ATTENTION_WARPS), 1)
+    kernel = f"predictor_attention_{(position + 1) // 2}"
+    grid = (min(-(-rows // _ATTENTION_WARPS), max(1, _ATTENTION_BLOCKS // kv_heads)), kv_heads)
     _launch("predictor_attention", kernel, grid, _ATTENTION_WARPS * 32, arguments, pdl, qkv.device.index)
     return out
 
@@ -228,16 +219,12 @@ def has_draw(vocab: int, width: int, hidden: int) -> bool:
     return vocab % 256 == 0 and vocab <= 4096 and width % 8 == 0 and hidden % 8 == 0
 
 
-def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool = True, many: bool = False) -> None:
-    """One launch of `kernels/cuda/sampler.cu`; pointers are in the order of its `Args`, so are numbers. Raises RuntimeError as `skinny`.
-
-    many: by the kernels for many rows, with the same bits; there is none for the first codebook.
-    """
+def draw(pointers: Sequence[Tensor], numbers: Sequence[int], stage: int, pdl: bool = True) -> None:
+    """One launch of `kernels/cuda/sampler.cu`; pointers are in the order of its `Args`, so are numbers. Raises RuntimeError as `skinny`."""
     large, small = numbers[:3], numbers[3:]
     rows, vocab, _, codebooks, width, talker, *_ = small
     if not has_draw(vocab, width, talker) or codebooks > _MAX_CODEBOOKS:
         raise RuntimeError(f"There is no draw of vocab={vocab}, codebooks={codebooks}, width={width}, talker={talker}.")
     tensors = (ctypes.c_void_p * len(pointers))(*[tensor.data_ptr() for tensor in pointers])
     arguments = _DrawArguments(tensors, (ctypes.c_longlong * 3)(*large), (ctypes.c_int * 8)(*small))
-    kernel = (_DRAWS | _MANY_DRAWS if many else _DRAWS)[stage]
-    _launch("sampler", kernel, (rows, 1), vocab // _DRAW_EACH, arguments, pdl, pointers[0].device.index)
+    _launch("sampler", _DRAWS[stage], (rows, 1), vocab // _DRAW_EACH, arguments, pdl, pointers[0].device.index)

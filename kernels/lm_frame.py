@@ -36,8 +36,6 @@ class Plan:
     #: From this many rows on, a norm is a launch of its own instead of being repeated in every block of a skinny product.
     norm_apart_rows: int = 1 << 30
     cuda_draw: bool = True
-    #: The predictor's attention and the draws run by the kernels for many rows (`lm_cuda`), with the same bits.
-    many_rows: bool = False
     #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
     products: bool = False
     #: Which of "qkv" and "gate_up" the kernels of `lm_wide` serve in the place of cuBLAS, on a GPU and for weights that they know.
@@ -178,9 +176,8 @@ class FusedFrame:
                 if self._fast and position:
                     assert q_norm is not None and k_norm is not None  # noqa: PT018
                     lm_cuda.predictor_attention(
-                        qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, pdl=self.plan.pdl,
-                        rounds=self.plan.many_rows,
-                    )  # fmt: skip
+                        qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, self.plan.pdl
+                    )
                     return
                 predictor_attention(
                     qkv, q_norm, k_norm, stack.eps, stack.rope_table, keys, values, position, stack.scale, out, pdl=self.plan.pdl,
@@ -344,7 +341,7 @@ class FusedFrame:
             int(depth is not None and depth.project is None),
         )  # fmt: skip
         if self._skinny and self.plan.cuda_draw and lm_cuda.has_draw(vocab, width, hidden):
-            lm_cuda.draw(pointers, numbers, stage, self.plan.pdl, self.plan.many_rows)
+            lm_cuda.draw(pointers, numbers, stage, self.plan.pdl)
         else:
             draw(pointers, numbers, stage, self.plan.pdl, rules, feedback, state.recent)
 
@@ -364,4 +361,4 @@ def plan_for(rows: int, hidden: int = 1024) -> Plan:
         return Plan(skinny_rows=64)
     if rows <= 32 and hidden <= 1024:
         return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=True)
-    return Plan(skinny_rows=0, pdl=False, products=rows <= 64, many_rows=rows > 64)
+    return Plan(skinny_rows=0, pdl=False, products=rows <= 64)

@@ -1,7 +1,8 @@
-// Attention of the code predictor for one new position (2..15): q/k norm, rope, append, at most 16 positions in registers.
+// Attention of the code predictor for one new position (1..15): q/k norm, rope, append, and the attention over all positions so far.
 //
 // One warp a (row, kv head) with its two query heads. Half-warp h works for query head h where heads differ, and on positions of
-// parity h where they are shared; lane c of a half owns dimensions 8c..8c+7 of the head's 128.
+// parity h where they are shared; lane c of a half owns dimensions 8c..8c+7 of the head's 128. What lanes would work out alike, a score
+// and its exponential, one of them does: lane c of a half has query head c / 8 and its pair c % 8 of positions.
 #include "common.cuh"
 
 namespace {
@@ -37,8 +38,8 @@ __device__ __forceinline__ uint4 shuffled(const uint4& v, int step) {
                       __shfl_xor_sync(0xffffffffu, v.z, step), __shfl_xor_sync(0xffffffffu, v.w, step));
 }
 
-// RMSNorm over a head that the half-warp holds, then rope; every rounding is the reference's.
-__device__ __forceinline__ uint4 normed_rope(const uint4& v, const uint4& w, const uint4& cosine, const uint4& sine, bool upper, float eps) {
+// RMSNorm over a head that the half-warp holds, then rope, of whose crossed products `sine` has the sign; every rounding is the reference's.
+__device__ __forceinline__ uint4 normed_rope(const uint4& v, const uint4& w, const uint4& cosine, const uint4& sine, float eps) {
     const float rstd = rsqrtf(half_sum(dot(v, v)) * (1.f / D) + eps);
     const uint4 h = make_uint4(normalise(v.x, rstd, w.x), normalise(v.y, rstd, w.y), normalise(v.z, rstd, w.z), normalise(v.w, rstd, w.w));
     const uint4 other = shuffled(h, 8);
@@ -48,95 +49,9 @@ __device__ __forceinline__ uint4 normed_rope(const uint4& v, const uint4& w, con
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float2 straight = widen(times(a[i], c[i])), crossed = widen(times(b[i], s[i]));
-        r[i] = upper ? narrow(straight.x + crossed.x, straight.y + crossed.y) : narrow(straight.x - crossed.x, straight.y - crossed.y);
+        r[i] = narrow(straight.x + crossed.x, straight.y + crossed.y);
     }
     return make_uint4(r[0], r[1], r[2], r[3]);
-}
-
-// SKIP: absent positions cost no arithmetic, which pays once there are many rows; the sums are the same bits.
-template <bool SKIP>
-__device__ __forceinline__ void attention(const Args& p) {
-    launch_dependents();
-    const int lane = threadIdx.x % 32, half = lane / 16, c = lane % 16, task = blockIdx.x * WARPS + threadIdx.x / 32;
-    const int row = task / p.kv_heads, kv_head = task % p.kv_heads, width = (GROUP + 2) * p.kv_heads * D;
-    const bool upper = c >= 8;
-    const uint4 wq = *reinterpret_cast<const uint4*>(p.q_norm + c * 8), wk = *reinterpret_cast<const uint4*>(p.k_norm + c * 8);
-    const uint4 cosine = *reinterpret_cast<const uint4*>(p.table + p.position * D + (c % 8) * 8);
-    const uint4 sine = *reinterpret_cast<const uint4*>(p.table + p.position * D + D / 2 + (c % 8) * 8);
-    wait_for_previous();
-    if (row >= p.rows) return;
-    const bf16* base = p.qkv + static_cast<long long>(row) * width + c * 8;
-    const long long cache = (static_cast<long long>(row) * p.kv_heads + kv_head) * SPAN * D + c * 8;
-    const uint4 raw_q = load16(base + (kv_head * GROUP + half) * D);
-    const uint4 raw_k = load16(base + (GROUP * p.kv_heads + kv_head) * D);
-    const uint4 value = load16(base + ((GROUP + 1) * p.kv_heads + kv_head) * D);
-    uint4 k[SPAN / 2], v[SPAN / 2];
-#pragma unroll
-    for (int i = 0; i < SPAN / 2; ++i) {
-        const int j = 2 * i + half;
-        if (SKIP && 2 * i >= p.position) continue;
-        if (j < p.position) k[i] = load16(p.k_cache + cache + j * D), v[i] = load16(p.v_cache + cache + j * D);
-        else k[i] = v[i] = make_uint4(0, 0, 0, 0);
-    }
-    const uint4 mine = normed_rope(raw_q, wq, cosine, sine, upper, p.eps);
-    const uint4 key = normed_rope(raw_k, wk, cosine, sine, upper, p.eps);
-    if (half == 0) *reinterpret_cast<uint4*>(p.k_cache + cache + p.position * D) = key;
-    else *reinterpret_cast<uint4*>(p.v_cache + cache + p.position * D) = value;
-    const uint4 theirs = shuffled(mine, 16);
-    const uint4 q[GROUP] = {half == 0 ? mine : theirs, half == 0 ? theirs : mine};
-
-    float score[GROUP][SPAN / 2], newest[GROUP], top[GROUP], total[GROUP], mixed[GROUP][8];
-#pragma unroll
-    for (int h = 0; h < GROUP; ++h) top[h] = newest[h] = half_sum(dot(q[h], key)) * p.scale;
-#pragma unroll
-    for (int i = 0; i < SPAN / 2; ++i) {
-        if (SKIP && 2 * i >= p.position) continue;
-#pragma unroll
-        for (int h = 0; h < GROUP; ++h) {
-            const float s = half_sum(dot(q[h], k[i])) * p.scale;
-            score[h][i] = 2 * i + half < p.position ? s : -INFINITE;
-            top[h] = fmaxf(top[h], score[h][i]);
-        }
-    }
-    const uint32_t fresh[4] = {value.x, value.y, value.z, value.w};
-#pragma unroll
-    for (int h = 0; h < GROUP; ++h) {
-        top[h] = fmaxf(top[h], __shfl_xor_sync(0xffffffffu, top[h], 16));
-        total[h] = half == 0 ? __expf(newest[h] - top[h]) : 0.f;  // one half counts the newest position
-#pragma unroll
-        for (int d = 0; d < 4; ++d) {
-            const float2 f = widen(fresh[d]);
-            mixed[h][2 * d] = total[h] * f.x, mixed[h][2 * d + 1] = total[h] * f.y;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < SPAN / 2; ++i) {
-        if (SKIP && 2 * i >= p.position) continue;
-        const uint32_t at[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-        float share[GROUP];
-#pragma unroll
-        for (int h = 0; h < GROUP; ++h) share[h] = __expf(score[h][i] - top[h]), total[h] += share[h];
-#pragma unroll
-        for (int d = 0; d < 4; ++d) {
-            const float2 f = widen(at[d]);
-#pragma unroll
-            for (int h = 0; h < GROUP; ++h) {
-                mixed[h][2 * d] = fmaf(share[h], f.x, mixed[h][2 * d]);
-                mixed[h][2 * d + 1] = fmaf(share[h], f.y, mixed[h][2 * d + 1]);
-            }
-        }
-    }
-#pragma unroll
-    for (int h = 0; h < GROUP; ++h) {
-        total[h] += __shfl_xor_sync(0xffffffffu, total[h], 16);
-#pragma unroll
-        for (int d = 0; d < 8; ++d) mixed[h][d] = (mixed[h][d] + __shfl_xor_sync(0xffffffffu, mixed[h][d], 16)) / total[h];
-    }
-    uint32_t r[4];
-#pragma unroll
-    for (int d = 0; d < 4; ++d) r[d] = half == 0 ? narrow(mixed[0][2 * d], mixed[0][2 * d + 1]) : narrow(mixed[1][2 * d], mixed[1][2 * d + 1]);
-    bf16* target = p.out + static_cast<long long>(row) * GROUP * p.kv_heads * D + (kv_head * GROUP + half) * D + c * 8;
-    *reinterpret_cast<uint4*>(target) = make_uint4(r[0], r[1], r[2], r[3]);
 }
 
 // Of the sums a and b, each of two lanes `bit` apart: lanes without that bit get a's, the others b's.
@@ -152,12 +67,11 @@ __device__ __forceinline__ float quotient(float a, float b, float inverse) {
     return fmaf(fmaf(-q, b, a), inverse, q);
 }
 
-// For many rows. A warp has one kv head of every so many rows, in rounds: once it has read the keys of a row, those of its next row are on
-// the way to their place in shared memory, and the values likewise; a thread copies what it reads itself. What lanes would work out alike, a
-// score and its exponential, one of them does: lane c of a half has query head c / 8 and its pair c % 8 of positions. Sums have the order,
-// and so the bits, of `attention`. PAIRS: as many pairs as the positions before the new one are.
+// A warp has one kv head of every so many rows, in rounds: once it has read the keys of a row, those of its next row are on the way to
+// their place in shared memory, and the values likewise; a thread copies what it reads itself. PAIRS: as many pairs as the positions before
+// the new one are.
 template <int PAIRS>
-__device__ __forceinline__ void attention_in_rounds(const Args& p) {
+__device__ __forceinline__ void attention(const Args& p) {
     constexpr int THREADS = WARPS * 32;
     __shared__ uint4 memory[3 + 2 * PAIRS][THREADS];
     launch_dependents();
@@ -191,15 +105,15 @@ __device__ __forceinline__ void attention_in_rounds(const Args& p) {
     fetch_values(), copies_commit();
 
     const bf16* angles = p.table + p.position * D + c % 8 * 8;
-    const uint32_t sign = c < 8 ? 0x80008000u : 0;  // of the crossed products in rope
+    const uint32_t sign = c < 8 ? 0x80008000u : 0;
     for (; row < p.rows; row += stride) {
         const bool more = row + stride < p.rows;
         const uint4 wq = *reinterpret_cast<const uint4*>(p.q_norm + c * 8), wk = *reinterpret_cast<const uint4*>(p.k_norm + c * 8);
         const uint4 cosine = *reinterpret_cast<const uint4*>(angles), s0 = *reinterpret_cast<const uint4*>(angles + D / 2);
         const uint4 sine = make_uint4(s0.x ^ sign, s0.y ^ sign, s0.z ^ sign, s0.w ^ sign);
         copies_wait_but_one();
-        const uint4 mine = normed_rope(*query, wq, cosine, sine, true, p.eps), theirs = shuffled(mine, 16);
-        const uint4 key = normed_rope(query[THREADS], wk, cosine, sine, true, p.eps);
+        const uint4 mine = normed_rope(*query, wq, cosine, sine, p.eps), theirs = shuffled(mine, 16);
+        const uint4 key = normed_rope(query[THREADS], wk, cosine, sine, p.eps);
         const uint4 q[GROUP] = {half == 0 ? mine : theirs, half == 0 ? theirs : mine};
         const float newest[GROUP] = {half_sum(dot(q[0], key)) * p.scale, half_sum(dot(q[1], key)) * p.scale};
         float s[PAIRS];
@@ -270,9 +184,6 @@ __device__ __forceinline__ void attention_in_rounds(const Args& p) {
 }  // namespace
 
 // Heads of 128, two query heads a kv head, caches of 16 positions; launched by kernels/lm_cuda.py.
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) predictor_attention(const Args p) { attention<false>(p); }
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 3) predictor_attention_skip(const Args p) { attention<true>(p); }
-
-#define IN_ROUNDS(PAIRS) \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, 4) predictor_attention_rounds_##PAIRS(const Args p) { attention_in_rounds<PAIRS>(p); }
-IN_ROUNDS(1) IN_ROUNDS(2) IN_ROUNDS(3) IN_ROUNDS(4) IN_ROUNDS(5) IN_ROUNDS(6) IN_ROUNDS(7) IN_ROUNDS(8)
+#define KERNEL(PAIRS) \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, 4) predictor_attention_##PAIRS(const Args p) { attention<PAIRS>(p); }
+KERNEL(1) KERNEL(2) KERNEL(3) KERNEL(4) KERNEL(5) KERNEL(6) KERNEL(7) KERNEL(8)

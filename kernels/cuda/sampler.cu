@@ -1,7 +1,8 @@
 // One draw a row: processors, top-k, top-p, draw, and the gather of what the drawn code feeds. The meaning is kernels/sampler.py's.
 //
 // One block a row, 8 logits a thread. Probabilities are whole multiples of 2^-30, so sums are exact in any order. The top-k
-// threshold is found by bisection over ordered integers, two bits a round, with one barrier a round.
+// threshold is found by bisection over ordered integers, two bits a round, with one barrier a round. The first codebook's logits are float32
+// once they are processed; the others' are bf16, of which pairs are compared at once.
 #include "common.cuh"
 
 namespace {
@@ -72,12 +73,11 @@ struct Most {
     __device__ T operator()(T a, T b) const { return a > b ? a : b; }
 };
 
-// The k-th largest of all threads' keys. BITS: leading bits that keys may differ in.
-template <int BITS>
+// The k-th largest of all threads' keys.
 __device__ unsigned kth_largest(const unsigned (&key)[EACH], int k, Scratch& s) {
     unsigned threshold = 0;
 #pragma unroll 1
-    for (int bit = 30; bit >= 32 - BITS; bit -= 2) {
+    for (int bit = 30; bit >= 0; bit -= 2) {
         const unsigned step = 1u << bit, one = threshold + step, two = one + step, three = two + step;
         unsigned counts = 0;
 #pragma unroll
@@ -96,8 +96,7 @@ __device__ unsigned kth_largest(const unsigned (&key)[EACH], int k, Scratch& s) 
     return threshold;
 }
 
-// The same of the values of two bf16 pairs a word, for many rows: fewer instructions, as pairs are compared and counted at once, and all
-// warps add to one board a round, whose sums were 0.
+// The same of values that are bf16, a pair a word, as the key that is `ordered`. All warps add to one board a round, whose sums were 0.
 __device__ unsigned kth_largest_of_pairs(const uint32_t (&pairs)[EACH / 2], int k, Scratch& s) {
     unsigned threshold = 0;
 #pragma unroll
@@ -168,7 +167,7 @@ __device__ void apply_top_p(float (&likely)[EACH], unsigned (&weight)[EACH], flo
     for (int i = 0; i < EACH; ++i) weight[i] = quantized(likely[i] / total);
 }
 
-template <int STAGE, bool MANY = false>
+template <int STAGE>
 __device__ __forceinline__ void draw(const Args& p) {
     __shared__ Scratch s;
     launch_dependents();
@@ -183,7 +182,7 @@ __device__ __forceinline__ void draw(const Args& p) {
     const float penalty = STAGE == FIRST ? p.penalty[slot] : 1.f;
     const bool early = STAGE == FIRST && frame < p.min_new[slot];
     if (threadIdx.x == 0) s.token = p.vocab - 1;
-    if (MANY && threadIdx.x < 16) s.sums_of_round[threadIdx.x / 2][threadIdx.x % 2] = 0;
+    if (STAGE != FIRST && threadIdx.x < 16) s.sums_of_round[threadIdx.x / 2][threadIdx.x % 2] = 0;
     wait_for_previous();
 
     const uint4 raw = load16(p.logits + static_cast<long long>(row) * p.vocab + base);
@@ -214,29 +213,31 @@ __device__ __forceinline__ void draw(const Args& p) {
         best = across_block(best, s.longs, Most());
         if (threadIdx.x == 0) s.token = 0xffffffffu - static_cast<unsigned>(best);
     } else {
-        float scaled[EACH], likely[EACH], top = -INFINITE, total = 0.f;
+        // Values of float32 may be the same once they are divided; those of bf16 are not, so only what top-k keeps is divided.
+        constexpr bool DIVIDED = STAGE == FIRST;
+        float likely[EACH], top = -INFINITE, total = 0.f;
         unsigned key[EACH], weight[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
-            scaled[i] = MANY ? value[i] : __fdiv_rn(value[i], temperature);  // of many rows, only what counts is divided
-            key[i] = ordered(STAGE == FIRST ? scaled[i] : value[i]);
-            top = fmaxf(top, scaled[i]);
+            if (DIVIDED) value[i] = __fdiv_rn(value[i], temperature);
+            key[i] = ordered(value[i]);
+            top = fmaxf(top, value[i]);
         }
         top = across_block(top, s.floats, Most());
-        if (MANY) top = __fdiv_rn(top, temperature);
+        if (!DIVIDED) top = __fdiv_rn(top, temperature);
         const int k = wanted > 0 ? min(wanted, p.vocab) : p.vocab;
         unsigned threshold = 0;
-        if constexpr (MANY) threshold = k < p.vocab ? kth_largest_of_pairs(pairs, k, s) : 0;
-        else threshold = k < p.vocab ? kth_largest<STAGE == FIRST ? 32 : 16>(key, k, s) : 0;
+        if constexpr (STAGE == FIRST) threshold = k < p.vocab ? kth_largest(key, k, s) : 0;
+        else threshold = k < p.vocab ? kth_largest_of_pairs(pairs, k, s) : 0;
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             likely[i] = 0.f;
-            if (key[i] >= threshold) likely[i] = expf((MANY ? __fdiv_rn(scaled[i], temperature) : scaled[i]) - top);
+            if (key[i] >= threshold) likely[i] = expf((DIVIDED ? value[i] : __fdiv_rn(value[i], temperature)) - top);
             total += likely[i];
         }
         total = across_block(total, s.floats, Add());
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) weight[i] = MANY && likely[i] == 0.f ? 0 : quantized(likely[i] / total);
+        for (int i = 0; i < EACH; ++i) weight[i] = STAGE != FIRST && likely[i] == 0.f ? 0 : quantized(likely[i] / total);
         if (top_p < 1.f) apply_top_p(likely, weight, top_p, s);
         unsigned local = 0;
 #pragma unroll
@@ -316,5 +317,3 @@ __device__ __forceinline__ void draw(const Args& p) {
 extern "C" __global__ void __launch_bounds__(512) draw_first(const Args p) { draw<FIRST>(p); }
 extern "C" __global__ void __launch_bounds__(512) draw_middle(const Args p) { draw<MIDDLE>(p); }
 extern "C" __global__ void __launch_bounds__(512) draw_last(const Args p) { draw<LAST>(p); }
-extern "C" __global__ void __launch_bounds__(512) draw_middle_many(const Args p) { draw<MIDDLE, true>(p); }
-extern "C" __global__ void __launch_bounds__(512) draw_last_many(const Args p) { draw<LAST, true>(p); }

@@ -30,12 +30,15 @@ def _exact_products():
         yield
 
 
+CHECKS = [lm_checks.check_skinny, lm_checks.check_draw, lm_checks.check_attention, lm_checks.check_predictor_attention]
+
+
 @pytest.fixture
 def maker() -> Maker:
     return Maker("cuda", torch.bfloat16, seed=1)
 
 
-@pytest.mark.parametrize("check", [lm_checks.check_skinny, lm_checks.check_draw, lm_checks.check_attention])
+@pytest.mark.parametrize("check", CHECKS)
 def test_kernels_are_within_twice_the_error_of_plain_bfloat16(check, maker: Maker) -> None:
     assert check(maker)
 
@@ -82,22 +85,6 @@ def test_frames_are_the_same_bits_twice_and_in_any_order_of_rows(maker: Maker) -
         found.append(torch.stack(frames))
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-
-
-def test_the_kernels_for_many_rows_make_the_same_bits(maker: Maker) -> None:
-    weights, batch = maker.frame(FEW), 300
-    first = maker.state(FEW, batch, batch * 8, 16, maker.integers(0, 20, batch), top_p=True)
-    lm_checks.vary_draws(maker, first.first, first.residual)
-    k, v = maker.caches(FEW, batch * 8, 16)
-    found = []
-    for many in (False, True):
-        plan, state = dataclasses.replace(plan_for(batch), many_rows=many), clone_state(first)
-        codes, flags = torch.zeros(batch, 16, dtype=torch.int64, device="cuda"), torch.zeros(batch, dtype=torch.uint8, device="cuda")
-        runner = FusedFrame(weights, state, k.clone(), v.clone(), batch, plan)
-        for _ in range(2):
-            runner.run(torch.arange(batch, device="cuda"), codes, flags)
-        found.append((codes, flags, state.inputs[:batch], runner._past))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_row_with_nan_is_reported_and_its_neighbours_go_on(maker: Maker) -> None:

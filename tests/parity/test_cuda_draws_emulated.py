@@ -18,8 +18,6 @@ BF16 = torch.bfloat16
 SLOTS, CODEBOOKS, WIDTH, TALKER, TRAILING = 24, 4, 72, 200, 6
 DEAD = SLOTS
 FIRST_CODEBOOK = {lm_cuda.FIRST: 0, lm_cuda.MIDDLE: 2, lm_cuda.LAST: CODEBOOKS - 1}
-#: Every kernel: its stage, and whether it is for many rows.
-KERNELS = [*((stage, False) for stage in FIRST_CODEBOOK), (lm_cuda.MIDDLE, True), (lm_cuda.LAST, True)]
 
 
 @pytest.fixture
@@ -111,14 +109,14 @@ class Draws:
     def copy(self) -> Draws:
         return Draws(**{name: guarded(getattr(self, name)) for name in self.__dataclass_fields__})
 
-    def run(self, stage: int, many: bool = False) -> Draws:
+    def run(self, stage: int) -> Draws:
         """The tensors after a launch."""
         after = self.copy()
         tensors = [getattr(after, name) for name in self.__dataclass_fields__]
         numbers = (
             self.end, self.vocab - 20, DEAD, len(self.rows), self.vocab, FIRST_CODEBOOK[stage], CODEBOOKS, WIDTH, TALKER, TRAILING, 1,
         )  # fmt: skip
-        lm_cuda.draw(tensors, numbers, stage, many=many)
+        lm_cuda.draw(tensors, numbers, stage)
         return after
 
     def twin(self, stage: int) -> Draws:
@@ -163,16 +161,16 @@ def differing(found: Draws, wanted: Draws) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize(("stage", "many"), KERNELS)
+@pytest.mark.parametrize("stage", FIRST_CODEBOOK)
 @pytest.mark.parametrize(("vocab", "coarse"), [(256, False), (512, True), (2048, False), (3072, True)])
-def test_a_draw_equals_its_twin(vocab: int, coarse: bool, stage: int, many: bool, emulated: Callable[[int], None]) -> None:
+def test_a_draw_equals_its_twin(vocab: int, coarse: bool, stage: int, emulated: Callable[[int], None]) -> None:
     draws = Draws.of(vocab, seed=stage, coarse=coarse)
     emulated(vocab)
-    assert differing(draws.run(stage, many), draws.twin(stage)) == []
+    assert differing(draws.run(stage), draws.twin(stage)) == []
 
 
-@pytest.mark.parametrize(("stage", "many"), KERNELS)
-def test_the_edges_of_the_settings(stage: int, many: bool, emulated: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("stage", FIRST_CODEBOOK)
+def test_the_edges_of_the_settings(stage: int, emulated: Callable[[int], None]) -> None:
     draws = Draws.of(512, seed=9, coarse=True)
     edges = torch.tensor([0, 1, 2, 511, 512, 513, 1 << 40])
     draws.top_k[:21] = edges.repeat(3)
@@ -185,7 +183,7 @@ def test_the_edges_of_the_settings(stage: int, many: bool, emulated: Callable[[i
     draws.finite[7] = 0
     draws.logits[21:] -= 60.0  # none is above 0, and all are far below it once they are divided
     draws.temperature[draws.rows[21:]] = 0.3
-    made, twin = draws.run(stage, many), draws.twin(stage)
+    made, twin = draws.run(stage), draws.twin(stage)
     made.codes[6], twin.codes[6] = 0, 0  # a row with NaN draws some code, and says so
     if stage == lm_cuda.LAST:
         assert made.flags[5:8].tolist() == [flag | 2 for flag in made.flags[5:8].tolist()]
@@ -198,13 +196,13 @@ def test_the_edges_of_the_settings(stage: int, many: bool, emulated: Callable[[i
     assert differing(made, twin) == []
 
 
-@pytest.mark.parametrize(("stage", "many"), KERNELS)
-def test_the_order_of_threads_changes_no_bit(stage: int, many: bool, emulated: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("stage", FIRST_CODEBOOK)
+def test_the_order_of_threads_changes_no_bit(stage: int, emulated: Callable[[int], None]) -> None:
     draws = Draws.of(512, seed=3, coarse=True)
-    first = draws.run(stage, many)
+    first = draws.run(stage)
     for seed in range(1, 4):
         emulated(seed)
-        again = draws.run(stage, many)
+        again = draws.run(stage)
         assert torch.equal(again.codes, first.codes)
         assert torch.equal(again.state_inputs[:DEAD].view(torch.int16), first.state_inputs[:DEAD].view(torch.int16))
         assert differing(again, first) == []

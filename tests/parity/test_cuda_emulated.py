@@ -140,7 +140,7 @@ class Attention:
         query = past[-1][0].double()[:, :, None]
         return functional.scaled_dot_product_attention(query, keys, values, scale=128**-0.5, enable_gqa=True).flatten(1)
 
-    def run(self, positions: range, rows: slice, rounds: bool = False) -> tuple[list[Tensor], Tensor]:
+    def run(self, positions: range, rows: slice) -> tuple[list[Tensor], Tensor]:
         """What the kernel makes of each position, [rows, heads * 128], and the cache [2, rows, kv_heads, 16, 128] afterwards."""
         count = len(range(self.rows)[rows])
         cache = unwritten(2, count, self.kv_heads, 16, 128)
@@ -151,7 +151,7 @@ class Attention:
             made.append(
                 lm_cuda.predictor_attention(
                     guarded(self.qkv[position][rows]), self.q_norm, self.k_norm, EPS, self.table, cache[0], cache[1], position, 128**-0.5,
-                    unwritten(count, 2 * self.kv_heads * 128), rounds=rounds,
+                    unwritten(count, 2 * self.kv_heads * 128),
                 )
             )  # fmt: skip
         return made, cache
@@ -172,23 +172,17 @@ def test_the_predictors_attention_equals_its_twin(kv_heads: int, emulated: Calla
         assert all(torch.equal(one, out[2:3]) for one, out in zip(again, made)), "a row's bits depend on its neighbours or on an order"
 
 
-def test_the_attention_that_skips_absent_positions_makes_the_same_bits(emulated: Callable[[int], None]) -> None:
-    attention = Attention(129, 1)
-    skipping, cache = attention.run(range(1, 16), slice(0, 129))
-    plain, few = attention.run(range(1, 16), slice(120, 129))
-    assert all(torch.equal(one[120:], other) for one, other in zip(skipping, plain))
-    assert torch.equal(cache[:, 120:], few)
-    assert error(skipping[-1], attention.truth(15)) < 4e-3
-
-
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_attention_in_rounds_makes_the_same_bits(kv_heads: int, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm_cuda, "_ROUND_BLOCKS", kv_heads)  # one block for each head: three rounds of four rows, the last one of two
+def test_rows_in_rounds_equal_the_twin_and_those_at_once(
+    kv_heads: int, emulated: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     attention = Attention(10, kv_heads)
-    plain, cache = attention.run(range(1, 16), slice(0, 10))
+    at_once, cache = attention.run(range(1, 16), slice(0, 10))
+    monkeypatch.setattr(lm_cuda, "_ATTENTION_BLOCKS", kv_heads)  # one block for each head: three rounds of four rows, the last one of two
     for seed in SEEDS:
         emulated(seed)
-        made, kept = attention.run(range(1, 16), slice(0, 10), rounds=True)
-        for position, (one, other) in enumerate(zip(made, plain), start=1):
+        made, kept = attention.run(range(1, 16), slice(0, 10))
+        for position, (one, other) in enumerate(zip(made, at_once), start=1):
             assert torch.equal(one, other), position
+            assert error(one, attention.truth(position)) < 4e-3, position
         assert torch.equal(kept, cache)

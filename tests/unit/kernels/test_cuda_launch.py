@@ -152,14 +152,12 @@ def test_shapes_without_a_kernel_are_refused(gpu: Callable[[], list[str]]) -> No
     assert gpu() == []
 
 
-def test_attention_and_draws_launch_a_row_each(gpu: Callable[[], list[str]]) -> None:
+def test_attention_and_draws_cover_their_rows(gpu: Callable[[], list[str]]) -> None:
     qkv, cache = torch.zeros(5, 32, dtype=torch.bfloat16), torch.zeros(5, 8, 16, 128, dtype=torch.bfloat16)
     lm_cuda.predictor_attention(qkv, qkv, qkv, 1e-6, qkv, cache, cache, 3, 1.0, qkv)
-    assert gpu()[-1].startswith("launch 10 1 1 x 128 1 1 shared 0 stream 7 programmatic 1")
-    lm_cuda.predictor_attention(qkv, qkv, qkv, 1e-6, qkv, cache, cache, 3, 1.0, qkv, rounds=True)
     assert gpu()[-1].startswith("launch 2 8 1 x 128 1 1 shared 0 stream 7 programmatic 1")
     many = torch.zeros(1000, 32, dtype=torch.bfloat16)
-    lm_cuda.predictor_attention(many, qkv, qkv, 1e-6, qkv, cache, cache, 3, 1.0, qkv, rounds=True)
+    lm_cuda.predictor_attention(many, qkv, qkv, 1e-6, qkv, cache, cache, 3, 1.0, qkv)
     assert gpu()[-1].startswith("launch 66 8 1 x 128 "), "not more blocks than the device holds at once"
     with pytest.raises(RuntimeError, match="position 16"):
         lm_cuda.predictor_attention(qkv, qkv, qkv, 1e-6, qkv, cache, cache, 16, 1.0, qkv)
