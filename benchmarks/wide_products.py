@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu import Bench, graph_us, numbers, parser
-from benchmarks.lm_rows import PAGE, pages_for
 from kernels import layers
 from kernels.dummy import SMALL, Maker
 from kernels.lm_frame import FusedFrame, plan_for
@@ -32,6 +31,7 @@ LAYERS, EPS = 28, 1e-6
 #: Outputs, inner size, and whether they are SwiGLU's.
 SIZES = {"gate_up": (3072, 1024, True), "qkv": (4096, 1024, False)}
 CONTEXTS = (108, 300)
+PAGE = 64
 #: After which a part, a minute where kernels are compiled, is given up: a kernel that does not end takes the process along.
 SECONDS = 90
 
@@ -104,6 +104,11 @@ def products(bench: Bench, rows: int) -> None:
         }  # fmt: skip
         bench.add({"part": "products", "rows": rows, "product": name, **row, "chosen": chosen, "cuts": found})
         print("   ", "  ".join(f"{label} {us:.2f}" for label, us in found.items()), flush=True)
+
+
+def pages_for(rows: int, context: int) -> int:
+    """Enough for the state of so many slots whose contexts are half as long to half as much again."""
+    return rows * -(-(context * 3 // 2 + 64) // PAGE) + 1
 
 
 def frame(bench: Bench, rows: int) -> None:

@@ -181,6 +181,9 @@ def test_the_edges_of_the_settings(stage: int, emulated: Callable[[int], None]) 
     draws.logits[5], draws.logits[5, 17] = -float("inf"), 2.0
     draws.logits[6, 30] = float("nan")
     draws.finite[7] = 0
+    negative = draws.rows[9]  # of logits below 0 that are likely if top-k keeps them
+    draws.logits[9] = -1 - torch.arange(512) % 128 / 32
+    draws.top_k[negative], draws.top_p[negative], draws.greedy[negative] = 2, 1.0, 0
     draws.logits[21:] -= 60.0  # none is above 0, and all are far below it once they are divided
     draws.temperature[draws.rows[21:]] = 0.3
     made, twin = draws.run(stage), draws.twin(stage)
