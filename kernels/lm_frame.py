@@ -2,7 +2,7 @@
 
 What it computes is `kernels.reference.run_frame` with its rounding points; how, depends on the number of rows:
 up to `Plan.skinny_rows` the weight stream is everything and five launches a layer overlap it; above, norms are launches of
-their own between cuBLAS's products and those of `Plan.wide`, or parts of those of `Plan.products`. Nothing here allocates or reads the
+their own between cuBLAS's products, or parts of those of `Plan.products`. Nothing here allocates or reads the
 device, so a run can be captured.
 """
 
@@ -38,8 +38,8 @@ class Plan:
     cuda_draw: bool = True
     #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
     products: bool = False
-    #: Which of "qkv" and "gate_up" the kernels of `lm_wide` serve in the place of cuBLAS, on a GPU and for weights that they know.
-    wide: tuple[str, ...] = ()
+    #: The kernels of `lm_wide` make SwiGLU in the place of cuBLAS, on a GPU and for weights that they know.
+    wide_swiglu: bool = False
 
     def splits_for(self, rows: int) -> int:
         return next(splits for limit, splits in self.splits if rows <= limit)
@@ -84,16 +84,12 @@ def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
     return all(lm_products.has_product(*matrix.shape) for matrix in matrices) and lm_products.available(k_cache.device.index)
 
 
-def runs_wide(weights: FrameTensors, k_cache: Tensor, name: str) -> bool:
-    """Whether the kernels of `lm_wide` know a product, "qkv" or "gate_up", of all layers and their device."""
+def runs_wide(weights: FrameTensors, k_cache: Tensor) -> bool:
+    """Whether the kernels of `lm_wide` know gate and up of all layers, and their device."""
     if k_cache.dtype != torch.bfloat16 or not k_cache.is_cuda:
         return False
-    layers = [stack.layers[0] for stack in weights.stacks]
-    if name == "qkv":
-        known = all(layer.qkv_bias is None and lm_wide.has_product(*layer.qkv.shape, swiglu=False) for layer in layers)
-    else:
-        known = all(lm_wide.has_product(layer.down.shape[1], layer.gate_up.shape[1], swiglu=True) for layer in layers)
-    return known and lm_wide.available(k_cache.device.index)
+    downs = [stack.layers[0].down for stack in weights.stacks]
+    return all(lm_wide.has_product(down.shape[1], down.shape[0]) for down in downs) and lm_wide.available(k_cache.device.index)
 
 
 class FusedFrame:
@@ -107,7 +103,7 @@ class FusedFrame:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
-        self._wide_names = frozenset(name for name in plan.wide if runs_wide(weights, k_cache, name))
+        self._wide_swiglu = plan.wide_swiglu and runs_wide(weights, k_cache)
         self.plan = replace(plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
@@ -229,24 +225,18 @@ class FusedFrame:
             torch.mm(act, down.t(), out=pending)
         self._pending = pending
 
-    def _normed(self, x: Tensor, pending: Tensor | None, norm: Tensor, eps: float, behind: str) -> Tensor:
-        """x += pending, normed, [rows, width]; the product `behind` it may start early where it can."""
-        early = behind in self._wide_names and x.is_cuda
-        return add_norm(x, pending, norm, eps, self._h[: x.numel()].view_as(x), pdl=self.plan.pdl, early=early)
-
     def _normed_qkv(self, x: Tensor, pending: Tensor | None, layer: Layer, eps: float, qkv: Tensor) -> None:
-        normed = self._normed(x, pending, layer.input_norm, eps, "qkv")
-        if "qkv" in self._wide_names:
-            lm_wide.product(normed, layer.qkv, qkv, pdl=True)
-        elif layer.qkv_bias is None:
+        normed = add_norm(x, pending, layer.input_norm, eps, self._h[: x.numel()].view_as(x), pdl=self.plan.pdl)
+        if layer.qkv_bias is None:
             torch.mm(normed, layer.qkv.t(), out=qkv)
         else:
             torch.addmm(layer.qkv_bias, normed, layer.qkv.t(), out=qkv)
 
     def _normed_swiglu(self, x: Tensor, pending: Tensor, layer: Layer, eps: float, act: Tensor) -> None:
-        normed = self._normed(x, pending, layer.post_norm, eps, "gate_up")
-        if "gate_up" in self._wide_names:
-            lm_wide.product(normed, layer.gate_up, act, swiglu=True, pdl=True)
+        normed, early = self._h[: x.numel()].view_as(x), self._wide_swiglu and x.is_cuda
+        add_norm(x, pending, layer.post_norm, eps, normed, pdl=self.plan.pdl, early=early)
+        if self._wide_swiglu:
+            lm_wide.swiglu(normed, layer.gate_up, act, pdl=True)
             return
         both = self._gate_up[: len(x) * layer.gate_up.shape[0]].view(len(x), -1)
         swiglu(torch.mm(normed, layer.gate_up.t(), out=both), act, pdl=self.plan.pdl)
@@ -361,4 +351,4 @@ def plan_for(rows: int, hidden: int = 1024) -> Plan:
         return Plan(skinny_rows=64)
     if rows <= 32 and hidden <= 1024:
         return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=True)
-    return Plan(skinny_rows=0, pdl=False, products=rows <= 64)
+    return Plan(skinny_rows=0, pdl=False, products=rows <= 64, wide_swiglu=rows >= 384)

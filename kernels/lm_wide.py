@@ -1,13 +1,12 @@
-"""Products of decoding for many rows in CUDA C++ (`kernels/cuda/wide_products.cu`): how each is cut, and its launch.
+"""SwiGLU of decoding for many rows in CUDA C++ (`kernels/cuda/wide_products.cu`): how it is cut, and its launch.
 
-They need a Hopper GPU. Rounding points are those of `torch.mm` and of `kernels.lm_triton.swiglu` behind it.
+It needs a Hopper GPU. Rounding points are those of `torch.mm` and of `kernels.lm_triton.swiglu` behind it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -19,68 +18,36 @@ from kernels.cuda_driver import Kernel, Module
 log = logging.getLogger(__name__)
 
 SOURCE = "wide_products"
-#: Rows of x in a tile, and values of the inner size in a stage.
-ROWS, PIECE = 128, 64
-#: Weight rows of a tile of plain products and of those with SwiGLU.
-HEIGHTS = {False: (64, 128, 256), True: (96, 192)}
-_THREADS, _RING = 288, 204 << 10
+#: Rows of x in a tile, outputs of one, and values of the inner size in a stage.
+ROWS, OUTPUTS, PIECE = (128, 256), 96, 64
+_THREADS = {128: 288, 256: 384}
+_RING = 225 << 10
 _CAPABILITY = (9, 0)
 _MAP_BYTES = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a product is cut: weight rows of a tile, and the blocks of a cluster, whose tiles have the same weights."""
-
-    height: int
-    cluster: int
-
-    def fault(self, n: int, inner: int, swiglu: bool) -> str | None:
-        """Why a product with `n` outputs cannot be cut so, or None."""
-        if self.height not in HEIGHTS[swiglu] or self.cluster not in (1, 2, 4):
-            return f"a tile has {' or '.join(map(str, HEIGHTS[swiglu]))} rows of weights, a cluster 1, 2 or 4 blocks"
-        outputs = self.outputs(swiglu)
-        if n % outputs or inner % PIECE:
-            return f"{n} outputs of {inner} values do not fall into tiles of {outputs} x {PIECE}"
-        return None
-
-    def outputs(self, swiglu: bool) -> int:
-        """Columns of y in a tile."""
-        return self.height // (2 if swiglu else 1)
-
-    @property
-    def shared_bytes(self) -> int:
-        """`Block` of the source: stages with two barriers each, and alignment."""
-        stage = (ROWS + self.height) * PIECE * 2
-        return _RING // stage * (stage + 16) + 1024
-
-    def grid(self, rows: int, n: int, swiglu: bool, processors: int) -> int:
-        """Blocks, of which each has as many tiles as any other, or one fewer."""
-        tiles = -(-rows // (ROWS * self.cluster)) * (n // self.outputs(swiglu))
-        return -(-tiles // self.turns(rows, n, swiglu, processors)) * self.cluster
-
-    def turns(self, rows: int, n: int, swiglu: bool, processors: int) -> int:
-        """Tiles of a block, where each multiprocessor has one."""
-        tiles = -(-rows // (ROWS * self.cluster)) * (n // self.outputs(swiglu))
-        return -(-tiles // max(1, processors // self.cluster))
-
-    @property
-    def clocks(self) -> float:
-        """Of a tile's step of 16 values: the tensor cores', or those of shared memory, which operands are written to and read from."""
-        return max(self.height, 64 + 0.75 * self.height)
+def has_product(n: int, inner: int) -> bool:
+    """Whether `n` outputs of `inner` values fall into tiles."""
+    return n % OUTPUTS == 0 and inner % PIECE == 0
 
 
-def has_product(n: int, inner: int, swiglu: bool) -> bool:
-    """Whether there are tiles for a product with `n` outputs."""
-    return any(Cut(height, 1).fault(n, inner, swiglu) is None for height in HEIGHTS[swiglu])
+def turns(rows: int, n: int, tile: int, processors: int) -> int:
+    """Tiles of `tile` rows that a block has, where each multiprocessor has one."""
+    return -(-_tiles(rows, n, tile) // processors)
 
 
-def cut_for(rows: int, n: int, swiglu: bool, processors: int) -> Cut:
-    """The tiles that take the fewest clocks, and pairs of blocks where the tiles of x are even in number."""
-    cluster = 1 if -(-rows // ROWS) % 2 else 2
-    cuts = [Cut(height, cluster) for height in HEIGHTS[swiglu]]
-    fitting = [cut for cut in cuts if n % cut.outputs(swiglu) == 0]
-    return min(fitting or cuts, key=lambda cut: (cut.turns(rows, n, swiglu, processors) * cut.clocks, -cut.height))
+def grid(rows: int, n: int, tile: int, processors: int) -> int:
+    """Blocks, of which each has as many tiles as any other, or one fewer."""
+    return -(-_tiles(rows, n, tile) // turns(rows, n, tile, processors))
+
+
+def tile_for(rows: int, n: int, processors: int) -> int:
+    """Rows of a tile with which a multiprocessor takes in the fewest bytes: a tile's rows of x and of both weights, turn after turn."""
+    return min(ROWS, key=lambda tile: (turns(rows, n, tile, processors) * (tile + 2 * OUTPUTS), tile))
+
+
+def _tiles(rows: int, n: int, tile: int) -> int:
+    return -(-rows // tile) * (n // OUTPUTS)
 
 
 class _Arguments(ctypes.Structure):
@@ -89,23 +56,29 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         ("maps", (ctypes.c_byte * _MAP_BYTES) * 2),
         ("y", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("rows", "n", "inner", "y_stride", "cluster")),
-        ("pad", ctypes.c_byte * 36),
+        *((name, ctypes.c_int) for name in ("rows", "n", "inner", "y_stride")),
+        ("pad", ctypes.c_byte * 40),
     )
 
 
-def kernel_name(height: int, swiglu: bool) -> str:
-    """The kernel for tiles of so many weight rows, as the source names it."""
-    return f"wide_{'swiglu_' if swiglu else ''}{height}"
+def kernel_name(tile: int) -> str:
+    """The kernel for tiles of so many rows, as the source names it."""
+    return f"wide_swiglu_{tile}"
+
+
+def shared_bytes(tile: int) -> int:
+    """`Block` of the source: stages with two barriers each, and alignment."""
+    stage = (tile + 2 * OUTPUTS) * PIECE * 2
+    return _RING // stage * (stage + 16) + 1024
 
 
 @cache
-def _kernel(height: int, swiglu: bool, device: int) -> Kernel:
+def _kernel(tile: int, device: int) -> Kernel:
     """A kernel on a device, made by the first code that the driver takes."""
     fault = RuntimeError(f"there is no code of {SOURCE}")
     for code in binaries.candidates(SOURCE, _CAPABILITY):
         try:
-            return Module(code, device).kernel(kernel_name(height, swiglu), Cut(height, 1).shared_bytes, all_shared=True)
+            return Module(code, device).kernel(kernel_name(tile), shared_bytes(tile), all_shared=True)
         except RuntimeError as error:
             fault = error
     raise fault
@@ -117,12 +90,11 @@ def available(device: int) -> bool:
     if torch.cuda.get_device_capability(device) != _CAPABILITY:
         return False
     try:
-        for swiglu, heights in HEIGHTS.items():
-            for height in heights:
-                _kernel(height, swiglu, device)
+        for tile in ROWS:
+            _kernel(tile, device)
     except (RuntimeError, OSError) as error:
         log.warning(
-            "the CUDA C++ kernels of products of many rows cannot be made (%s); large batches are slower. %s",
+            "the CUDA C++ kernels for SwiGLU of many rows cannot be made (%s); large batches are slower. %s",
             toolchain.first_line(error), toolchain.CUDA_ADVICE, exc_info=True,
         )  # fmt: skip
         return False
@@ -145,27 +117,25 @@ def _map(matrix: Tensor, rows: int) -> ctypes.Array[ctypes.c_byte]:
     return (ctypes.c_byte * _MAP_BYTES).from_buffer_copy(made)
 
 
-def product(x: Tensor, weight: Tensor, y: Tensor, *, swiglu: bool = False, cut: Cut | None = None, pdl: bool = False) -> Tensor:
-    """y = x @ weight.T, or its SwiGLU, bfloat16, launched on the current stream of x's device.
+def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, tile: int | None = None, pdl: bool = False) -> Tensor:
+    """y = silu(x @ gate.T) * (x @ up.T), bfloat16, launched on the current stream of x's device.
 
-    x: contiguous [rows, inner]; weight: contiguous [n, inner], with `swiglu` [2 * n, inner], the gate's rows first; y: [rows, n]; pdl:
-    the kernel may start while the one ahead still runs (programmatic dependent launch).
-    A row has the same bits in any company. Raises ValueError for what the kernel cannot do.
+    x: contiguous [rows, inner]; weight: contiguous [2 * n, inner], the gate's rows first; y: [rows, n]; tile: rows of x in a tile, or None
+    for `tile_for`; pdl: the kernel may start while the one ahead still runs (programmatic dependent launch).
+    A row has the same bits in any company and in any tile. Raises ValueError for what the kernel cannot do.
     """
     (rows, inner), n, device = x.shape, y.shape[1], x.device.index or 0
-    cut = cut or cut_for(rows, n, swiglu, processors(device))
-    if (fault := cut.fault(n, inner, swiglu)) is not None:
-        raise ValueError(f"There is no such product: {fault}.")
-    if weight.shape != ((2 if swiglu else 1) * n, inner) or len(y) != rows:
+    if not has_product(n, inner):
+        raise ValueError(f"{n} outputs of {inner} values do not fall into tiles of {OUTPUTS} x {PIECE}.")
+    if weight.shape != (2 * n, inner) or len(y) != rows:
         raise ValueError(f"{len(weight)} weight rows do not give {len(y)} rows of {n} outputs.")
     if not (weight.is_contiguous() and x.is_contiguous()) or any(t.data_ptr() % 16 for t in (x, weight)):
-        raise ValueError("Tensors of a product have to be contiguous and to start on multiples of 16 bytes.")
+        raise ValueError("Activations and weights have to be contiguous and to start on multiples of 16 bytes.")
     if y.stride(1) != 1 or y.stride(0) % 4 or y.data_ptr() % 8:
-        raise ValueError("Rows of a product's outputs have to start on multiples of 8 bytes.")
-    maps = ((ctypes.c_byte * _MAP_BYTES) * 2)(_map(weight, cut.height // max(2, cut.cluster)), _map(x, ROWS))
-    arguments = _Arguments(maps, y.data_ptr(), rows, n, inner, y.stride(0), cut.cluster)
-    grid = cut.grid(rows, n, swiglu, processors(device))
-    _kernel(cut.height, swiglu, device).launch(
-        (grid, 1), _THREADS, arguments, _stream(x.device), pdl, cluster=cut.cluster, shared_bytes=cut.shared_bytes
-    )
+        raise ValueError("Rows of outputs have to start on multiples of 8 bytes.")
+    tile = tile or tile_for(rows, n, processors(device))
+    maps = ((ctypes.c_byte * _MAP_BYTES) * 2)(_map(weight, OUTPUTS), _map(x, tile))
+    arguments = _Arguments(maps, y.data_ptr(), rows, n, inner, y.stride(0))
+    blocks = grid(rows, n, tile, processors(device))
+    _kernel(tile, device).launch((blocks, 1), _THREADS[tile], arguments, _stream(x.device), pdl)
     return y

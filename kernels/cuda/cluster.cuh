@@ -5,8 +5,6 @@
 // A barrier of all threads of all blocks of a cluster, in two steps: what a thread wrote before it arrives is seen by all who waited.
 // Another block's shared memory may be written only after a wait, before which it may not be there yet.
 __device__ __forceinline__ void arrive_in_cluster() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
-// The same where others see nothing of what the thread wrote but barriers, by `arrivals_visible`.
-__device__ __forceinline__ void arrive_in_cluster_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 // The address that the block of this rank has for the same place of its own shared memory, for `store16_there`.
 __device__ __forceinline__ uint32_t address_there(const void* here, uint32_t rank) {
@@ -16,9 +14,4 @@ __device__ __forceinline__ uint32_t address_there(const void* here, uint32_t ran
 }
 __device__ __forceinline__ void store16_there(uint32_t there, float4 v) {
     asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
-}
-// Arrives at a barrier of instructions.cuh that another block of the cluster may have, by the address of `address_there`. What the thread
-// wrote is not seen there for that.
-__device__ __forceinline__ void arrive_there(uint32_t there) {
-    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }

@@ -31,7 +31,7 @@ __device__ __forceinline__ void products_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// d[64, n] = a[64, 16] @ b[n, 16]^T, with what d held where `add`; n = 32, 64, 96, 128, 192 or 256, twice the registers of a thread. Warp w of
+// d[64, n] = a[64, 16] @ b[n, 16]^T, with what d held where `add`; n = 32, 64, 96, 128 or 192, twice the registers of a thread. Warp w of
 // the group has the rows 16 w on; d and a are laid out in them as in mma.m16n8k16: of thread t, d[4 i + 2 r + j] is row t / 4 + 8 r, column
 // 8 i + 2 (t % 4) + j, and half j of a[2 i + r] is row t / 4 + 8 r, value 8 i + 2 (t % 4) + j of k.
 #define EIGHT(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -99,19 +99,6 @@ __device__ __forceinline__ void multiply(float (&d)[64], Matrix a, Matrix b, boo
         : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56)
         : "l"(a), "l"(b), "r"(static_cast<int>(add)));
 }
-__device__ __forceinline__ void multiply(float (&d)[128], Matrix a, Matrix b, bool add) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,"
-        "%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,"
-        "%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,"
-        "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,"
-        "%122,%123,%124,%125,%126,%127"
-        "}, %128, %129, p, 1, 1, 0, 0;\n}"
-        : EIGHT(0), EIGHT(8), EIGHT(16), EIGHT(24), EIGHT(32), EIGHT(40), EIGHT(48), EIGHT(56),
-          EIGHT(64), EIGHT(72), EIGHT(80), EIGHT(88), EIGHT(96), EIGHT(104), EIGHT(112), EIGHT(120)
-        : "l"(a), "l"(b), "r"(static_cast<int>(add)));
-}
 #undef EIGHT
 
 // Shared memory that threads wrote, with plain stores or `copy16`, is seen by products: after the writes are known to be over.
@@ -131,14 +118,6 @@ struct alignas(64) TensorMap { char bytes[128]; };
 __device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int channel, int step, int row, unsigned long long* barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(shared_address(to)), "l"(&map), "r"(channel), "r"(step), "r"(row), "r"(shared_address(barrier)) : "memory");
-}
-// The same to this place of the shared memory of each block of the cluster whose bit `blocks` has; the bytes arrive at its own barrier there.
-__device__ __forceinline__ void tensor_copy_to_cluster(
-    void* to, const TensorMap& map, int channel, int step, int row, unsigned long long* barrier, uint32_t blocks) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-                 "[%0], [%1, {%2, %3, %4}], [%5], %6;"
-                 ::"r"(shared_address(to)), "l"(&map), "r"(channel), "r"(step), "r"(row), "r"(shared_address(barrier)),
-                   "h"(static_cast<unsigned short>(blocks)) : "memory");
 }
 // The thread arrives at a barrier when its copies so far are over: one of the threads that the barrier counts.
 __device__ __forceinline__ void arrive_after_copies(unsigned long long* barrier) {

@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from kernels import layers, lm_frame, lm_products, lm_sampler, lm_wide
-from kernels.dummy import FISH, SMALL, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
+from kernels.dummy import FISH, LARGE, SMALL, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
 from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
@@ -75,29 +75,28 @@ def test_frames_whose_norms_are_parts_of_products_draw_the_codes_of_the_twin(mon
     assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
 
 
-@pytest.mark.parametrize("wide", [("qkv",), ("gate_up",), ("qkv", "gate_up")], ids=str)
-def test_frames_on_wide_products_draw_the_codes_of_the_twin(wide: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which product goes where; the products themselves are those of plain PyTorch."""
-    made: set[bool] = set()
+def test_frames_on_wide_swiglu_draw_the_codes_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which weights go where; SwiGLU itself is that of plain PyTorch."""
+    made: set[int] = set()
 
-    def product(x: Tensor, weight: Tensor, y: Tensor, *, swiglu: bool = False, pdl: bool = False) -> Tensor:
-        made.add(swiglu)
-        z = x @ weight.t()
-        return y.copy_(layers.swiglu(z) if swiglu else z)
+    def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor:
+        made.add(weight.data_ptr())
+        return y.copy_(layers.swiglu(x @ weight.t()))
 
     monkeypatch.setattr(lm_frame, "runs_wide", lambda *_: True)
-    monkeypatch.setattr(lm_wide, "product", product)
+    monkeypatch.setattr(lm_wide, "swiglu", swiglu)
     shape = dataclasses.replace(TINY_TALKER, layers=2, predictor_layers=2)
-    plan = dataclasses.replace(PLAN, skinny_rows=0, wide=wide)
+    plan = dataclasses.replace(PLAN, skinny_rows=0, wide_swiglu=True)
     assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
-    assert made == {name == "gate_up" for name in wide}
+    assert len(made) == 4
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
-def test_bfloat16_frames_on_wide_products_are_within_twice_the_error_of_the_twin() -> None:
-    plan = dataclasses.replace(plan_for(300), wide=("qkv", "gate_up"))
-    shape = dataclasses.replace(SMALL, layers=2, predictor_layers=2)
-    assert lm_checks.check_frame(Maker("cuda", torch.bfloat16, seed=1), shape, 300, plan, "300 rows")
+@pytest.mark.parametrize(("shape", "rows"), [(SMALL, 400), (SMALL, 700), (LARGE, 400)], ids=["small", "large tiles", "1.7B"])
+def test_bfloat16_frames_on_wide_swiglu_are_within_twice_the_error_of_the_twin(shape: Shape, rows: int) -> None:
+    plan, shape = plan_for(rows), dataclasses.replace(shape, layers=2, predictor_layers=2)
+    assert plan.wide_swiglu
+    assert lm_checks.check_frame(Maker("cuda", torch.bfloat16, seed=1), shape, rows, plan, f"{rows} rows")
 
 
 @on_gpu

@@ -8,7 +8,6 @@ constexpr unsigned RANK_BITS = 20;  // an address of another block: its rank abo
 }  // namespace emulator
 
 inline void arrive_in_cluster() { emulator::arrive_in_cluster(); }
-inline void arrive_in_cluster_relaxed() { emulator::arrive_in_cluster(); }
 inline void wait_for_cluster() { emulator::wait_for_cluster(); }
 inline uint32_t address_there(const void* here, uint32_t rank) {
     const auto offset = static_cast<const char*>(here) - emulator::dynamic_shared();
@@ -20,9 +19,4 @@ inline void store16_there(uint32_t there, float4 v) {
     char* memory = emulator::shared_of(there >> emulator::RANK_BITS, there % (1u << emulator::RANK_BITS) + 16);
     emulator::must_align(memory + there % (1u << emulator::RANK_BITS), 16);
     std::memcpy(memory + there % (1u << emulator::RANK_BITS), &v, sizeof(v));
-}
-inline void arrive_there(uint32_t there) {
-    const uint32_t offset = there % (1u << emulator::RANK_BITS);
-    emulator::pause();
-    emulator::count_arrival(emulator::shared_of(there >> emulator::RANK_BITS, offset + 8) + offset, 0);
 }

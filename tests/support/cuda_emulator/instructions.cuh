@@ -62,13 +62,6 @@ inline void bytes_arrived(void* barrier, unsigned bytes) {
     settle(one);
 }
 
-inline void count_arrival(void* barrier, unsigned) {
-    Arrivals& one = arrivals_of(barrier);
-    must(one.missing > 0, "more threads arrive at a barrier in shared memory than it counts");
-    one.missing -= 1;
-    settle(one);
-}
-
 }  // namespace emulator
 
 inline char* dynamic_shared() { return emulator::dynamic_shared(); }

@@ -60,6 +60,12 @@ inline void all_begin(void* const*, unsigned mask) { must(mask == ~0u, "products
 inline void all_commit(void* const*, unsigned mask) { must(mask == ~0u, "products_commit without all lanes"), commit_products(); }
 template <int PENDING>
 void all_wait(void* const*, unsigned mask) { must(mask == ~0u, "products_wait without all lanes"), finish_products(PENDING); }
+inline void count_arrival(void* barrier, unsigned) {
+    Arrivals& one = arrivals_of(barrier);
+    must(one.missing > 0, "more threads arrive at a barrier in shared memory than it counts");
+    one.missing -= 1;
+    settle(one);
+}
 
 }  // namespace emulator
 
@@ -96,7 +102,6 @@ inline void multiply(float (&d)[48], Matrix a, Matrix b, bool add) { emulator::m
 inline void multiply(float (&d)[48], const uint32_t (&a)[4], Matrix b, bool add) { emulator::multiply_later(d, a, 0, b, 96, add); }
 inline void multiply(float (&d)[96], Matrix a, Matrix b, bool add) { emulator::multiply_later(d, nullptr, a, b, 192, add); }
 inline void multiply(float (&d)[96], const uint32_t (&a)[4], Matrix b, bool add) { emulator::multiply_later(d, a, 0, b, 192, add); }
-inline void multiply(float (&d)[128], Matrix a, Matrix b, bool add) { emulator::multiply_later(d, nullptr, a, b, 256, add); }
 
 inline void writes_to_products() { emulator::show_to_products(); }
 inline void copy16_or_zeros(void* to, const void* from, bool inside) {
@@ -113,36 +118,16 @@ struct alignas(64) TensorMap {
     int box[3];
     char rest[128 - 8 - 24 - 12];
 };
-namespace emulator {
-
-// Calls `copy` for each 16 bytes of a box: how far from its start they land, and where they are.
-template <typename Copy>
-void each_of_box(const void* to, const TensorMap& map, int channel, int step, int row, Copy copy) {
+inline void tensor_copy(void* to, const TensorMap& map, int channel, int step, int row, unsigned long long* barrier) {
     static const char zeros[16] = {};
     const int parts = map.box[0] / 8;  // 16 bytes each, which change places within a row
-    must((parts == 4 || parts == 8) && map.box[2] == 1, "a box that is not of 32 or 64 channels");
-    must(shared_address(to) % (128 * parts) == 0, "a box that starts at no multiple of 8 of its rows");
+    emulator::must((parts == 4 || parts == 8) && map.box[2] == 1, "a box that is not of 32 or 64 channels");
+    emulator::must(shared_address(to) % (128 * parts) == 0, "a box that starts at no multiple of 8 of its rows");
     for (int i = 0; i < map.box[1] * parts; ++i) {
         const int at = step + i / parts, first = channel + i % parts * 8;
         const bool inside = at >= 0 && at < map.sizes[1] && first < map.sizes[0] && row >= 0 && row < map.sizes[2];
-        copy((i ^ i / 8 % parts) * 16, inside ? map.address + ((row * map.sizes[1] + at) * map.sizes[0] + first) * 2 : zeros);
-    }
-}
-
-}  // namespace emulator
-
-inline void tensor_copy(void* to, const TensorMap& map, int channel, int step, int row, unsigned long long* barrier) {
-    emulator::each_of_box(to, map, channel, step, row, [=](int at, const char* from) { bulk_copy(static_cast<char*>(to) + at, from, 16, barrier); });
-}
-inline void tensor_copy_to_cluster(
-    void* to, const TensorMap& map, int channel, int step, int row, unsigned long long* barrier, uint32_t blocks) {
-    const auto place = static_cast<char*>(to) - dynamic_shared(), arrivals = reinterpret_cast<char*>(barrier) - dynamic_shared();
-    for (unsigned rank = 0; blocks >> rank != 0; ++rank) {
-        if (!(blocks >> rank & 1)) continue;
-        char* memory = emulator::shared_of(rank, static_cast<unsigned>(place) + map.box[0] * map.box[1] * 2);
-        emulator::each_of_box(to, map, channel, step, row, [=](int at, const char* from) {
-            bulk_copy(memory + place + at, from, 16, reinterpret_cast<unsigned long long*>(memory + arrivals));
-        });
+        const char* from = inside ? map.address + ((row * map.sizes[1] + at) * map.sizes[0] + first) * 2 : zeros;
+        bulk_copy(static_cast<char*>(to) + (i ^ i / 8 % parts) * 16, from, 16, barrier);
     }
 }
 inline void arrive_after_copies(unsigned long long* barrier) {
