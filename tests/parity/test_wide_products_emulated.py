@@ -104,9 +104,9 @@ def test_a_row_has_the_same_bits_in_any_company_and_in_every_tile(emulated: Call
 
 
 def test_gate_and_up_are_rounded_where_the_launches_of_a_frame_round_them(emulated: Callable[[int], None]) -> None:
-    """Sums that are whole numbers are the same in any order."""
+    """Sums of whole multiples of a power of two are the same in any order."""
     case = Case(140, 128, 96)
-    x, weight = (guarded(t.mul(4).round()) for t in case.tensors())
+    x, weight = (guarded(t.mul(16).round().div(16)) for t in case.tensors())
     gate, up = (x.float() @ weight.float().t()).to(BF16).float().chunk(2, dim=1)
     silu = (gate / (1.0 + torch.exp(-gate))).to(BF16)
     assert torch.equal(swiglu(x, weight, torch.empty(140, 96, dtype=BF16)), (silu.float() * up).to(BF16))
