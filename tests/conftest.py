@@ -6,13 +6,14 @@ import logging
 import os
 import uuid
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
-from tests.support import skips
+from tests.support import interrupts, skips
 from tests.support.services import S3, MotoS3, Postgres, SeaweedFS, Valkey, running_postgres
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 for name in [name for name in os.environ if name.startswith("SPEECH_")]:
     del os.environ[name]
+
+interrupts.heed()
 
 # The same examples in every run; NIGHTJAR_RANDOM_EXAMPLES=1 tries others.
 settings.register_profile("same", derandomize=True, database=None)
@@ -63,18 +66,22 @@ LONGEST = (
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
-    paths = {item: item.path.relative_to(here) for item in items if item.path.is_relative_to(here)}
-    for item, path in paths.items():
-        item.add_marker(path.parts[0])
 
-    def place(item: pytest.Item) -> tuple[int, int]:
-        path = paths.get(item)
+    @cache
+    def below(path: Path) -> Path | None:
+        return path.relative_to(here) if path.is_relative_to(here) else None
+
+    @cache
+    def place(path: Path | None) -> tuple[int, int]:
         if path is None:
             return 0, 0
         longest = (index for index, pattern in enumerate(LONGEST) if path.match(pattern))
         return next(longest, len(LONGEST)), TIERS.index(path.parts[0])
 
-    items.sort(key=place)
+    for item in items:
+        if (path := below(item.path)) is not None:
+            item.add_marker(path.parts[0])
+    items.sort(key=lambda item: place(below(item.path)))
 
 
 @pytest.fixture(scope="session")
