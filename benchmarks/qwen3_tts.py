@@ -102,11 +102,10 @@ class Throughput:
         gc.collect()
         self.bench.clean()
         device = self.bench.device
-        pages = (slots + sizes.get("spare_slots", 0)) * -(-self.load.positions // PAGE_SIZE)
-        options = engine_options(
-            self.model.config, self.model.device, self.model.dtype, slots=slots, pages=pages, page_size=PAGE_SIZE, max_context=MAX_CONTEXT
-        )
+        each, chosen = -(-self.load.positions // PAGE_SIZE), {"page_size": PAGE_SIZE, "max_context": MAX_CONTEXT, "wide": not reproducible}
+        options = engine_options(self.model.config, self.model.device, self.model.dtype, slots=slots, pages=slots * each, **chosen)
         options = replace(options, **self.overrides, **sizes)
+        options = replace(options, pages=(slots + options.spare_slots) * each)
         began = time.perf_counter()
         executor = Watched(open_executor(self.model, options, reproducible=reproducible and self.bench.on_gpu))
         opened = time.perf_counter() - began
@@ -119,7 +118,14 @@ class Throughput:
                 settled = loop.settle(2 * slots + 8, SETTLE_SECONDS)
                 row: Row = {"size": self.size, "part": part, "slots": slots, "frames_per_turn": options.frames_per_turn}
                 row |= {"admit_turns": options.admit_turns, "settled": settled}
-                row |= {"reproducible": reproducible, "more_text": self.load.more_text, "open_s": opened, "context": context, **sizes}
+                row |= {
+                    "reproducible": reproducible,
+                    "more_text": self.load.more_text,
+                    "open_s": opened,
+                    "context": context,
+                    "spare_slots": options.spare_slots,
+                    **sizes,
+                }
                 row |= loop.measure(self.load.seconds, windows) | memory(device)
                 row["floor_ms"] = floor_ms(part, self.size, slots, context, self.limits)
                 row["floor_share"] = share(row)

@@ -72,7 +72,7 @@ class EngineOptions:
     #: Slots that whole utterances leave free for streams.
     stream_slots: int = 0
     #: Slots beside `slots` whose requests are prefilled and have no row in a frame yet: one of them takes the row of a request that ends in
-    #: the next turn. Only benchmarks/qwen3_tts_rows.py sets it (`--spare`), which decides whether it stays; not measured yet.
+    #: the next turn.
     spare_slots: int = 0
     #: How graphs prefill prompts; "packed" is not for reproducible mode.
     prefill: Prefill = "auto"

@@ -129,13 +129,14 @@ class Engine:
         )
 
     def stats(self, audio_seconds: float = 0.0) -> EngineStats:
-        scheduler = self.core.scheduler
+        scheduler, slots = self.core.scheduler, self.core.options.slots
+        running = len(scheduler.running)
         with self._wake:
-            waiting = self._waiting + len(self.core.scheduler.waiting_streams) + len(self._inbox)
+            waiting = self._waiting + len(scheduler.waiting_streams) + len(self._inbox)
         return EngineStats(
-            # Those that start again are under way: they take no place in the waiting room.
-            running=len(scheduler.running) + scheduler.returned,
-            waiting=waiting,
+            # Those that start again are under way: they take no place in the waiting room. Those in spare slots wait for a row.
+            running=min(running, slots) + scheduler.returned,
+            waiting=waiting + max(running - slots, 0),
             requests_done=self._done,
             frames=self.core.frames_made,
             audio_seconds=audio_seconds,

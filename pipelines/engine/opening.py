@@ -40,6 +40,8 @@ _ADMIT_TURNS = 4
 _FRAMES_PER_TURN = 2
 #: Positions of prompts that a turn prefills for each slot, where there are more slots than were measured.
 _WIDE_PREFILL = 8
+#: Of jobs with that many slots or more: about as many utterances end while newcomers wait for company.
+_SPARE_SLOTS = 32
 
 
 def context_of(max_context: int, max_positions: int) -> int:
@@ -67,7 +69,7 @@ def plan_engine(
 ) -> EngineOptions:
     """Sizes of the engine of a model that is not loaded yet; None means the best for the device. `needs` are those of its weights too.
 
-    wide: it may have more than 512 slots by default, where that was measured to be faster.
+    wide: it may have more than 512 slots by default, and spare ones, where that was measured to be faster.
 
     Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and `SynthesisError` (`synth.oom`) where it would
     hold them if no other program filled it.
@@ -88,6 +90,7 @@ def plan_engine(
         frame_seconds=frame_seconds,
         stream_slots=min(streams, plan.slots // 2),
         prefill=prefill,
+        spare_slots=_SPARE_SLOTS if wide and plan.slots >= BUCKETS[-1] else 0,
         prefill_tokens=_DEFAULTS.prefill_tokens if plan.slots <= BUCKETS[-1] else _WIDE_PREFILL * plan.slots,
     )
 

@@ -31,7 +31,7 @@ from pipelines.codec.fused import codec_kernels
 from pipelines.engine.opening import open_executor
 logging.basicConfig(format="%(levelname)s %(message)s")
 model = dummy_model("0b6", torch.device("cuda"), torch.bfloat16)
-print(open_executor(model, EngineOptions(2, 16, 64, 256)).name, codec_kernels())
+print(open_executor(model, EngineOptions(2, 16, 64, 256, persistent=False)).name, codec_kernels())
 """
 
 

@@ -176,14 +176,19 @@ def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: dict[str, float], monke
 
 
 @pytest.mark.parametrize(
-    ("chosen", "slots"), [({}, 1024), ({"streams": 4}, 512), ({"reproducible": True}, 512), ({"streams": 4, "slots": 768}, 768)]
-)
-def test_only_jobs_have_more_than_512_slots_by_default(
-    chosen: dict[str, Any], slots: int, two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
+    ("chosen", "slots", "spare"),
+    [
+        ({}, 1024, 32), ({"slots": 512}, 512, 32), ({"slots": 300}, 300, 0), ({"streams": 4}, 512, 0), ({"reproducible": True}, 512, 0),
+        ({"streams": 4, "slots": 768}, 768, 0),
+    ],
+)  # fmt: skip
+def test_only_jobs_have_more_than_512_slots_by_default_and_spare_ones(
+    chosen: dict[str, Any], slots: int, spare: int, two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
     config, options = Qwen3TTSConfig.from_folder(GOLDEN / "checkpoint-base"), qwen3.PipelineOptions(executor="graph", **chosen)
-    assert qwen3._sizes(config, options, torch.device("cuda:1"), torch.bfloat16, torch.bfloat16).slots == slots
+    sizes = qwen3._sizes(config, options, torch.device("cuda:1"), torch.bfloat16, torch.bfloat16)
+    assert (sizes.slots, sizes.spare_slots) == (slots, spare)
 
 
 @pytest.mark.parametrize(("share", "slots"), [(None, None), (0.9, None), (None, 64)])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.eager import EagerExecutor
+from pipelines.engine.engine import Engine
 from tests.support.qwen3_golden import MAX_CONTEXT, Recorder, golden_model, random_request, run_alone
 from tests.support.simulated_engine import Simulation
 
@@ -36,6 +38,17 @@ def test_a_request_waits_prefilled_for_a_row_and_says_the_same(frames_per_turn: 
     for request in members:
         np.testing.assert_array_equal(heard.codes[request], run_alone(model, request)[0])
     assert core.scheduler.kv.free == core.scheduler.kv.pages
+
+
+def test_a_request_in_a_spare_slot_counts_as_waiting() -> None:
+    model = golden_model("custom", codebooks=2)
+    sizes = EngineOptions(4, 200, 8, MAX_CONTEXT, reserve_frames=4, spare_slots=3)
+    engine = Engine(EagerExecutor(model, 7, sizes.pages, sizes.page_size, sizes.max_context), sizes)
+    engine.close()  # its thread is over: what is put into the scheduler stays there
+    for count, wanted in ((3, (3, 0)), (4, (4, 0)), (6, (4, 2))):
+        engine.core.scheduler.running = [SimpleNamespace()] * count  # type: ignore[list-item]
+        stats = engine.stats()
+        assert (stats.running, stats.waiting) == wanted
 
 
 def test_streams_take_no_more_rows_than_there_are() -> None:
