@@ -78,7 +78,7 @@ def ops_part(maker: Maker, batches: list[int], context: int) -> list[dict[str, o
     shape = Shape(layers=8)
     talker = maker.stack(1024, 3072, 1, shape, 4096)
     for rows in batches:
-        pages = rows * (context // 32) + 1
+        pages = rows * -(-(context * 4 // 3 + 64) // 64) + 1
         contexts = maker.integers(context * 2 // 3, context * 4 // 3 + 1, rows)
         state = maker.state(shape, rows, pages, 64, contexts)
         k, v = maker.caches(shape, pages, 64)
