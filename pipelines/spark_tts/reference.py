@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Wav2Vec2Config, Wav2Vec2Model
+from transformers.models.wav2vec2.configuration_wav2vec2 import Wav2Vec2Config
+from transformers.models.wav2vec2.modeling_wav2vec2 import Wav2Vec2Model
 
 from pipelines.nn.checkpoint import bad_checkpoint, read_json
 from pipelines.recording import RecordingCache, read_recording

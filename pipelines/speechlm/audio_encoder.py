@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import WhisperFeatureExtractor
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeAudioEncoderConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
+from transformers.models.whisper.feature_extraction_whisper import WhisperFeatureExtractor
 
 from pipelines.errors import ErrorCode, InputError
 from pipelines.nn.checkpoint import Checkpoint, bad_checkpoint

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import XcodecConfig
 from transformers.models.dac.modeling_dac import DacDecoder
+from transformers.models.xcodec.configuration_xcodec import XcodecConfig
 from transformers.models.xcodec.modeling_xcodec import XcodecModel
 
 from pipelines.codec.batches import longest_first

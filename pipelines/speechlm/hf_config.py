@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoConfig, Qwen3Config
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from pipelines.speechlm.config import MODEL_TYPES
 
