@@ -1,10 +1,10 @@
 """Times SwiGLU of many rows in CUDA C++ (`kernels/lm_wide.py`) beside cuBLAS's and the launches around those, and frames with it.
 
-    python -m benchmarks.wide_products [--rows 384,512,640,768,1024] [--parts check,products,frame]
+    python -m benchmarks.wide_products [--rows 512,640,1024] [--parts check,products,frame]
 
-`check` compares every tile with float64 (`error`: the worst one over cuBLAS's) and launches it twice; `products` times chains of launches
-over the weights of 28 layers, each behind a norm, us of both, by the rows of a tile, without an early start, and `alone`, without what is
-around a product; `frame` whole frames, ms, by contexts of 108 and 300, without and with it.
+`check` compares it with float64 (`error`: the worst one over cuBLAS's) and launches it twice; `products` times chains of launches over the
+weights of 28 layers, each behind a norm, us of both, and `alone`, without what is around a product; `fills`: whether a frame has it at so
+many rows; `frame` whole frames, ms, by contexts of 108 and 300, without and with it where it fills the GPU.
 Random weights of the 0.6B sizes, and at the most rows of the 1.7B ones.
 """
 
@@ -25,7 +25,7 @@ from kernels import layers, lm_wide
 from kernels.dummy import LARGE, SMALL, Maker, Shape
 from kernels.lm_frame import FusedFrame, plan_for
 from kernels.lm_triton import add_norm, swiglu
-from kernels.lm_wide import ROWS, processors, tile_for
+from kernels.lm_wide import fills, processors
 
 LAYERS, EPS = 28, 1e-6
 SHAPES = {"0.6B": SMALL, "1.7B": LARGE}
@@ -46,13 +46,10 @@ class Product:
         self.both, self.h = maker.normal(rows, 2 * n), torch.empty_like(self.x)
         self.pending = torch.zeros_like(self.x)  # what a norm adds to x, which stays as it is
 
-    def chosen(self) -> int:
-        return tile_for(len(self.x), self.y.shape[1], processors(self.x.device.index or 0))
-
-    def ours(self, tile: int, norms: bool = True, pdl: bool = True) -> None:
+    def ours(self, around: bool = True) -> None:
         for weight in self.weights:
-            x = add_norm(self.x, self.pending, self.norm, EPS, self.h, early=pdl) if norms else self.x
-            lm_wide.swiglu(x, weight, self.y, tile=tile, pdl=pdl)
+            x = add_norm(self.x, self.pending, self.norm, EPS, self.h, early=True) if around else self.x
+            lm_wide.swiglu(x, weight, self.y, pdl=around)
 
     def cublas(self, around: bool = True) -> None:
         for weight in self.weights:
@@ -75,26 +72,25 @@ def check(bench: Bench, rows: int) -> None:
         given = Product(Maker(str(bench.device), torch.bfloat16, seed=rows), shape, rows, 1)
         exact = given.twin(torch.float64)
         allowed = float((given.twin(torch.bfloat16) - exact).norm())
-        found = [lm_wide.swiglu(given.x, given.weights[0], given.y.clone(), tile=tile) for tile in ROWS for _ in range(2)]
+        found = [lm_wide.swiglu(given.x, given.weights[0], given.y.clone()) for _ in range(2)]
         worst = max(float((y - exact).norm()) / allowed for y in found)
         same = all(torch.equal(y, found[0]) for y in found)
         bench.add({"part": "check", "rows": rows, "sizes": name, "error": worst, "same": same})
         if not (worst < 1.5 and same):
-            raise RuntimeError(f"{name} is wrong: {worst:.2f} times cuBLAS's error, launches and tiles agree: {same}.")
+            raise RuntimeError(f"{name} is wrong: {worst:.2f} times cuBLAS's error, launches agree: {same}.")
 
 
 def products(bench: Bench, rows: int) -> None:
     for name, shape in shapes(bench, rows).items():
         given = Product(Maker(str(bench.device), torch.bfloat16), shape, rows, LAYERS)
-        chosen = given.chosen()
         row = {
             "cublas": graph_us(given.cublas, LAYERS, 9),
-            **{f"ours_{tile}": graph_us(partial(given.ours, tile), LAYERS, 9) for tile in ROWS},
-            "ours_not_early": graph_us(partial(given.ours, chosen, pdl=False), LAYERS, 9),
+            "ours": graph_us(given.ours, LAYERS, 9),
             "cublas_alone": graph_us(partial(given.cublas, around=False), LAYERS, 9),
-            "ours_alone": graph_us(partial(given.ours, chosen, norms=False, pdl=False), LAYERS, 9),
+            "ours_alone": graph_us(partial(given.ours, around=False), LAYERS, 9),
         }
-        bench.add({"part": "products", "rows": rows, "sizes": name, "chosen": chosen, **row})
+        filled = fills(*given.y.shape, processors(bench.device.index or 0))
+        bench.add({"part": "products", "rows": rows, "sizes": name, "fills": filled, **row})
 
 
 def pages_for(rows: int, context: int) -> int:
@@ -131,7 +127,7 @@ def frame_ms(bench: Bench, shape: Shape, rows: int, context: int) -> dict[str, f
 
 def main() -> int:
     made = parser(__doc__)
-    made.add_argument("--rows", type=numbers, default=[384, 512, 640, 768, 1024])
+    made.add_argument("--rows", type=numbers, default=[512, 640, 1024])
     made.add_argument("--parts", default="check,products,frame")
     options = made.parse_args()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

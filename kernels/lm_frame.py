@@ -38,7 +38,7 @@ class Plan:
     cuda_draw: bool = True
     #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
     products: bool = False
-    #: The kernels of `lm_wide` make SwiGLU in the place of cuBLAS, on a GPU and for weights that they know.
+    #: The kernel of `lm_wide` makes SwiGLU in the place of cuBLAS where its tiles fill the GPU (`lm_wide.fills`), for weights that it knows.
     wide_swiglu: bool = False
 
     def splits_for(self, rows: int) -> int:
@@ -85,7 +85,7 @@ def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
 
 
 def runs_wide(weights: FrameTensors, k_cache: Tensor) -> bool:
-    """Whether the kernels of `lm_wide` know gate and up of all layers, and their device."""
+    """Whether the kernel of `lm_wide` knows gate and up of all layers, and their device."""
     if k_cache.dtype != torch.bfloat16 or not k_cache.is_cuda:
         return False
     downs = [stack.layers[0].down for stack in weights.stacks]
@@ -233,9 +233,10 @@ class FusedFrame:
             torch.addmm(layer.qkv_bias, normed, layer.qkv.t(), out=qkv)
 
     def _normed_swiglu(self, x: Tensor, pending: Tensor, layer: Layer, eps: float, act: Tensor) -> None:
-        normed, early = self._h[: x.numel()].view_as(x), self._wide_swiglu and x.is_cuda
-        add_norm(x, pending, layer.post_norm, eps, normed, pdl=self.plan.pdl, early=early)
-        if self._wide_swiglu:
+        normed = self._h[: x.numel()].view_as(x)
+        wide = self._wide_swiglu and lm_wide.fills(*act.shape, lm_wide.processors(x.device.index or 0))
+        add_norm(x, pending, layer.post_norm, eps, normed, pdl=self.plan.pdl, early=wide and x.is_cuda)
+        if wide:
             lm_wide.swiglu(normed, layer.gate_up, act, pdl=True)
             return
         both = self._gate_up[: len(x) * layer.gate_up.shape[0]].view(len(x), -1)
@@ -351,4 +352,4 @@ def plan_for(rows: int, hidden: int = 1024) -> Plan:
         return Plan(skinny_rows=64)
     if rows <= 32 and hidden <= 1024:
         return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=True)
-    return Plan(skinny_rows=0, pdl=False, products=rows <= 64, wide_swiglu=rows >= 384)
+    return Plan(skinny_rows=0, pdl=False, products=rows <= 64, wide_swiglu=rows > lm_wide.FEW)

@@ -17,11 +17,14 @@ from kernels.cuda_driver import Kernel, Module
 
 log = logging.getLogger(__name__)
 
-SOURCE = "wide_products"
+SOURCE, NAME = "wide_products", "wide_swiglu"
 #: Rows of x in a tile, outputs of one, and values of the inner size in a stage.
-ROWS, OUTPUTS, PIECE = (128, 256), 96, 64
-_THREADS = {128: 288, 256: 384}
-_RING = 225 << 10
+ROWS, OUTPUTS, PIECE = 128, 96, 64
+#: cuBLAS is faster for so many rows and fewer, whatever the tiles.
+FEW = 256
+#: The share of its turns that a device has to have tiles for: a launch takes a whole turn's time where the last one has few.
+_FULL = 0.9
+_THREADS, _STAGES = 288, 5
 _CAPABILITY = (9, 0)
 _MAP_BYTES = 128
 
@@ -31,23 +34,23 @@ def has_product(n: int, inner: int) -> bool:
     return n % OUTPUTS == 0 and inner % PIECE == 0
 
 
-def turns(rows: int, n: int, tile: int, processors: int) -> int:
-    """Tiles of `tile` rows that a block has, where each multiprocessor has one."""
-    return -(-_tiles(rows, n, tile) // processors)
+def turns(rows: int, n: int, processors: int) -> int:
+    """Tiles that a block has, where each multiprocessor has one block."""
+    return -(-_tiles(rows, n) // processors)
 
 
-def grid(rows: int, n: int, tile: int, processors: int) -> int:
+def grid(rows: int, n: int, processors: int) -> int:
     """Blocks, of which each has as many tiles as any other, or one fewer."""
-    return -(-_tiles(rows, n, tile) // turns(rows, n, tile, processors))
+    return -(-_tiles(rows, n) // turns(rows, n, processors))
 
 
-def tile_for(rows: int, n: int, processors: int) -> int:
-    """Rows of a tile with which a multiprocessor takes in the fewest bytes: a tile's rows of x and of both weights, turn after turn."""
-    return min(ROWS, key=lambda tile: (turns(rows, n, tile, processors) * (tile + 2 * OUTPUTS), tile))
+def fills(rows: int, n: int, processors: int) -> bool:
+    """Whether the kernel is worth its launch for `rows` rows of `n` outputs: more than `FEW` rows, and tiles that fill their turns."""
+    return rows > FEW and _tiles(rows, n) >= _FULL * turns(rows, n, processors) * processors
 
 
-def _tiles(rows: int, n: int, tile: int) -> int:
-    return -(-rows // tile) * (n // OUTPUTS)
+def _tiles(rows: int, n: int) -> int:
+    return -(-rows // ROWS) * (n // OUTPUTS)
 
 
 class _Arguments(ctypes.Structure):
@@ -61,24 +64,18 @@ class _Arguments(ctypes.Structure):
     )
 
 
-def kernel_name(tile: int) -> str:
-    """The kernel for tiles of so many rows, as the source names it."""
-    return f"wide_swiglu_{tile}"
-
-
-def shared_bytes(tile: int) -> int:
+def shared_bytes() -> int:
     """`Block` of the source: stages with two barriers each, and alignment."""
-    stage = (tile + 2 * OUTPUTS) * PIECE * 2
-    return _RING // stage * (stage + 16) + 1024
+    return _STAGES * ((ROWS + 2 * OUTPUTS) * PIECE * 2 + 16) + 1024
 
 
 @cache
-def _kernel(tile: int, device: int) -> Kernel:
-    """A kernel on a device, made by the first code that the driver takes."""
+def _kernel(device: int) -> Kernel:
+    """The kernel on a device, made by the first code that the driver takes."""
     fault = RuntimeError(f"there is no code of {SOURCE}")
     for code in binaries.candidates(SOURCE, _CAPABILITY):
         try:
-            return Module(code, device).kernel(kernel_name(tile), shared_bytes(tile), all_shared=True)
+            return Module(code, device).kernel(NAME, shared_bytes(), all_shared=True)
         except RuntimeError as error:
             fault = error
     raise fault
@@ -86,15 +83,14 @@ def _kernel(tile: int, device: int) -> Kernel:
 
 @cache
 def available(device: int) -> bool:
-    """Whether a device has the kernels. Where only their code is missing, a warning says so."""
+    """Whether a device has the kernel. Where only its code is missing, a warning says so."""
     if torch.cuda.get_device_capability(device) != _CAPABILITY:
         return False
     try:
-        for tile in ROWS:
-            _kernel(tile, device)
+        _kernel(device)
     except (RuntimeError, OSError) as error:
         log.warning(
-            "the CUDA C++ kernels for SwiGLU of many rows cannot be made (%s); large batches are slower. %s",
+            "the CUDA C++ kernel for SwiGLU of many rows cannot be made (%s); large batches are slower. %s",
             toolchain.first_line(error), toolchain.CUDA_ADVICE, exc_info=True,
         )  # fmt: skip
         return False
@@ -117,12 +113,12 @@ def _map(matrix: Tensor, rows: int) -> ctypes.Array[ctypes.c_byte]:
     return (ctypes.c_byte * _MAP_BYTES).from_buffer_copy(made)
 
 
-def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, tile: int | None = None, pdl: bool = False) -> Tensor:
+def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor:
     """y = silu(x @ gate.T) * (x @ up.T), bfloat16, launched on the current stream of x's device.
 
-    x: contiguous [rows, inner]; weight: contiguous [2 * n, inner], the gate's rows first; y: [rows, n]; tile: rows of x in a tile, or None
-    for `tile_for`; pdl: the kernel may start while the one ahead still runs (programmatic dependent launch).
-    A row has the same bits in any company and in any tile. Raises ValueError for what the kernel cannot do.
+    x: contiguous [rows, inner]; weight: contiguous [2 * n, inner], the gate's rows first; y: [rows, n]; pdl: the kernel may
+    start while the one ahead still runs (programmatic dependent launch).
+    A row has the same bits in any company. Raises ValueError for what the kernel cannot do.
     """
     (rows, inner), n, device = x.shape, y.shape[1], x.device.index or 0
     if not has_product(n, inner):
@@ -133,9 +129,7 @@ def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, tile: int | None = None, pdl
         raise ValueError("Activations and weights have to be contiguous and to start on multiples of 16 bytes.")
     if y.stride(1) != 1 or y.stride(0) % 4 or y.data_ptr() % 8:
         raise ValueError("Rows of outputs have to start on multiples of 8 bytes.")
-    tile = tile or tile_for(rows, n, processors(device))
-    maps = ((ctypes.c_byte * _MAP_BYTES) * 2)(_map(weight, OUTPUTS), _map(x, tile))
+    maps = ((ctypes.c_byte * _MAP_BYTES) * 2)(_map(weight, OUTPUTS), _map(x, ROWS))
     arguments = _Arguments(maps, y.data_ptr(), rows, n, inner, y.stride(0))
-    blocks = grid(rows, n, tile, processors(device))
-    _kernel(tile, device).launch((blocks, 1), _THREADS[tile], arguments, _stream(x.device), pdl)
+    _kernel(device).launch((grid(rows, n, processors(device)), 1), _THREADS, arguments, _stream(x.device), pdl)
     return y

@@ -1,17 +1,17 @@
 // SwiGLU of decoding for many rows: y[rows, n] = silu(x @ gate^T) * (x @ up^T), only for sm_90a. kernels/lm_wide.py says how it is cut, and
 // launches it.
 //
-// A tile is 128 or 256 rows of x times 96 rows of the gate's weights and those of up for the same outputs, so that a thread has both sums in
-// its registers. Each of two warpgroups multiplies half of the rows, 64 at a time; a thread beside them asks for the pieces of 64 values of both into a ring, and is ahead
-// of them, also into the next tile. The first weights depend on no kernel, so they come while the one ahead still runs (programmatic
-// dependent launch). One chain of sums over the inner size gives a row the same bits in any company and in tiles of either size.
+// A tile is 128 rows of x times 96 rows of the gate's weights and those of up for the same outputs, so that a thread has both sums in its
+// registers. Each of two warpgroups multiplies 64 of the rows; a thread beside them asks for the pieces of 64 values of both into a ring,
+// and is ahead of them, also into the next tile. The first weights depend on no kernel, so they come while the one ahead still runs
+// (programmatic dependent launch). One chain of sums over the inner size gives a row the same bits in any company.
 #include "common.cuh"
 #include "wgmma.cuh"
 
 namespace {
 
-constexpr int PIECE = 64, LINE = PIECE * 2, WARPGROUP = 128, WORKERS = 2 * WARPGROUP, OUTPUTS = 96, HALF = OUTPUTS * LINE;
-constexpr int RING = 225 << 10;    // bytes that stages may have
+constexpr int PIECE = 64, LINE = PIECE * 2, WARPGROUP = 128, WORKERS = 2 * WARPGROUP;
+constexpr int ROWS = 128, OUTPUTS = 96, X = ROWS * LINE, HALF = OUTPUTS * LINE, STAGE = X + 2 * HALF, STAGES = 5;
 constexpr int PATIENCE = 1 << 22;  // looks at a barrier before the launch is given up: seconds, where a piece takes a microsecond
 
 struct Args {
@@ -27,11 +27,7 @@ __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t p
 
 __device__ __forceinline__ float silu(float v) { return rounded(__fdividef(v, 1.f + __expf(-v))); }
 
-template <int ROWS>
 struct Block {
-    static constexpr int X = ROWS * LINE, STAGE = X + 2 * HALF, STAGES = RING / STAGE, PARTS = ROWS / 128;
-    using Sums = float[PARTS][OUTPUTS];  // of a thread, for each 64 rows of its warpgroup: the gate's and those of up
-
     const Args& p;
     unsigned long long *full, *empty;
     char* ring;
@@ -84,7 +80,8 @@ struct Block {
             }
     }
 
-    __device__ __forceinline__ void multiply_all(Sums& d) {
+    // Into a thread's sums: the gate's and those of up.
+    __device__ __forceinline__ void multiply_all(float (&d)[OUTPUTS]) {
         const Matrix a = matrix_of_lines(ring + threadIdx.x / WARPGROUP * (X / 2)), b = matrix_of_lines(ring + X);
         int before = 0;
 #pragma unroll 1
@@ -93,10 +90,7 @@ struct Block {
             products_begin();
             const Matrix rows = moved(a, stage * STAGE), weights = moved(b, stage * STAGE);
 #pragma unroll
-            for (int i = 0; i < PIECE / 16; ++i)
-#pragma unroll
-                for (int part = 0; part < PARTS; ++part)
-                    multiply(d[part], moved(rows, part * 64 * LINE + i * 32), moved(weights, i * 32), piece + i > 0);
+            for (int i = 0; i < PIECE / 16; ++i) multiply(d, moved(rows, i * 32), moved(weights, i * 32), piece + i > 0);
             products_commit();
             products_wait<1>();  // of the piece before
             if (piece > 0 && threadIdx.x % 32 == 0) arrive(empty + before);
@@ -131,35 +125,19 @@ struct Block {
     __device__ __forceinline__ void work() {
         wait_for_previous();
         for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-            Sums d;
+            float d[OUTPUTS];
             multiply_all(d);
-            const int first_row = row_of(tile) + threadIdx.x / WARPGROUP * (ROWS / 2);
-#pragma unroll
-            for (int part = 0; part < PARTS; ++part) deliver(d[part], first_row + part * 64, tile);
+            deliver(d, row_of(tile) + threadIdx.x / WARPGROUP * (ROWS / 2), tile);
         }
     }
 };
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) wide_swiglu_128(const __grid_constant__ Args p) {
-    Block<128> block(p);
+extern "C" __global__ void __launch_bounds__(WORKERS + 32, 1) wide_swiglu(const __grid_constant__ Args p) {
+    Block block(p);
     launch_dependents();
     block.prepare();
     if (__shfl_sync(~0u, threadIdx.x / WORKERS, 0) == 0) block.work();
     else if (threadIdx.x == WORKERS) block.copy();
-}
-
-// The sums of 256 rows need registers that only a whole warpgroup beside the two can give them.
-extern "C" __global__ void __launch_bounds__(WORKERS + WARPGROUP, 1) wide_swiglu_256(const __grid_constant__ Args p) {
-    Block<256> block(p);
-    launch_dependents();
-    block.prepare();
-    if (__shfl_sync(~0u, threadIdx.x / WORKERS, 0) == 0) {
-        take_registers<240>();
-        block.work();
-    } else {
-        give_registers<24>();
-        if (threadIdx.x == WORKERS) block.copy();
-    }
 }

@@ -75,27 +75,42 @@ def test_frames_whose_norms_are_parts_of_products_draw_the_codes_of_the_twin(mon
     assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
 
 
-def test_frames_on_wide_swiglu_draw_the_codes_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which weights go where; SwiGLU itself is that of plain PyTorch."""
-    made: set[int] = set()
+@pytest.mark.parametrize("launches", ["all", "predictor", "first pass"])
+def test_frames_on_wide_swiglu_draw_the_codes_of_the_twin(launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which weights go where, launch by launch; SwiGLU itself is that of plain PyTorch."""
+    shape = dataclasses.replace(TINY_TALKER, layers=2, predictor_layers=2)
+    made: set[tuple[int, int, int]] = set()
+
+    def fills(rows: int, n: int, processors: int) -> bool:
+        assert processors == 132
+        return launches == "all" or (n == shape.width_inter and (launches == "predictor" or rows == 2 * BATCH))
 
     def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor:
-        made.add(weight.data_ptr())
+        assert fills(*y.shape, 132)
+        made.add((*y.shape, weight.data_ptr()))
         return y.copy_(layers.swiglu(x @ weight.t()))
 
     monkeypatch.setattr(lm_frame, "runs_wide", lambda *_: True)
+    monkeypatch.setattr(lm_wide, "processors", lambda _: 132)
+    monkeypatch.setattr(lm_wide, "fills", fills)
     monkeypatch.setattr(lm_wide, "swiglu", swiglu)
-    shape = dataclasses.replace(TINY_TALKER, layers=2, predictor_layers=2)
     plan = dataclasses.replace(PLAN, skinny_rows=0, wide_swiglu=True)
     assert lm_checks.check_frame(Maker(DEVICE, torch.float32, seed=4), shape, BATCH, plan, "tiny", exact=True, longest_context=LONGEST)
-    assert len(made) == 4
+    # Of the first pass of the predictor, the last layer has half of the rows.
+    assert len(made) == {"all": 5, "predictor": 3, "first pass": 1}[launches]
+
+
+def test_frames_of_few_rows_ask_for_no_wide_swiglu() -> None:
+    assert not plan_for(256).wide_swiglu
+    assert plan_for(384).wide_swiglu
 
 
 @pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
-@pytest.mark.parametrize(("shape", "rows"), [(SMALL, 400), (SMALL, 700), (LARGE, 400)], ids=["small", "large tiles", "1.7B"])
+@pytest.mark.parametrize(("shape", "rows"), [(SMALL, 500), (LARGE, 500), (LARGE, 700)], ids=["0.6B", "1.7B", "talker alone"])
 def test_bfloat16_frames_on_wide_swiglu_are_within_twice_the_error_of_the_twin(shape: Shape, rows: int) -> None:
     plan, shape = plan_for(rows), dataclasses.replace(shape, layers=2, predictor_layers=2)
     assert plan.wide_swiglu
+    assert lm_wide.fills(rows, shape.inter, lm_wide.processors(0))
     assert lm_checks.check_frame(Maker("cuda", torch.bfloat16, seed=1), shape, rows, plan, f"{rows} rows")
 
 

@@ -16,7 +16,7 @@ from benchmarks.gpu import captured
 from kernels.dummy import Maker
 from kernels.lm_products import SWIGLU
 from kernels.lm_triton import add_norm
-from kernels.lm_wide import ROWS, swiglu
+from kernels.lm_wide import swiglu
 from tests.support.lm_checks import error, layer_product
 
 pytestmark = pytest.mark.gpu
@@ -29,8 +29,8 @@ def tensors(rows: int, n: int, inner: int) -> tuple[Tensor, Tensor]:
     return maker.normal(rows, inner), maker.matrix(2 * n, inner)
 
 
-def made(x: Tensor, weight: Tensor, tile: int | None) -> Tensor:
-    return swiglu(x, weight, torch.full((len(x), len(weight) // 2), float("nan"), device="cuda", dtype=x.dtype), tile=tile, pdl=True)
+def made(x: Tensor, weight: Tensor) -> Tensor:
+    return swiglu(x, weight, torch.full((len(x), len(weight) // 2), float("nan"), device="cuda", dtype=x.dtype), pdl=True)
 
 
 @pytest.mark.parametrize("rows", [1, 129, 256, 384, 513, 768, 1024, 2048])
@@ -39,21 +39,19 @@ def test_swiglu_equals_its_twin_and_each_launch_the_one_before(sizes: tuple[int,
     x, weight = tensors(rows, *sizes)
     exact = layer_product(x, weight, None, None, SWIGLU, torch.float64)
     plain = error(layer_product(x, weight, None, None, SWIGLU, torch.bfloat16), exact)
-    whole = made(x, weight, None)
+    whole = made(x, weight)
     assert error(whole, exact) <= 1.5 * plain
-    for tile in ROWS:
-        assert all(torch.equal(made(x, weight, tile), whole) for _ in range(4)), tile
+    assert all(torch.equal(made(x, weight), whole) for _ in range(4))
 
 
 def test_a_row_has_the_same_bits_in_any_company() -> None:
     x, weight = tensors(1024, 3072, 1024)
-    whole = made(x, weight, None)
+    whole = made(x, weight)
     for rows in (slice(0, 1), slice(5, 300), slice(511, 1024)):
-        assert torch.equal(made(x[rows], weight, None), whole[rows])
+        assert torch.equal(made(x[rows], weight), whole[rows])
 
 
-@pytest.mark.parametrize("tile", ROWS)
-def test_launches_that_start_early_wait_for_the_norm_before_them(tile: int) -> None:
+def test_launches_that_start_early_wait_for_the_norm_before_them() -> None:
     """A chain in a graph: each launch reads the norm of what the one before it wrote, over the norm before that."""
     maker = Maker("cuda", torch.bfloat16)
     weights = [maker.matrix(2 * 960, 960) for _ in range(12)]
@@ -63,7 +61,7 @@ def test_launches_that_start_early_wait_for_the_norm_before_them(tile: int) -> N
     def chain(pdl: bool) -> Tensor:
         x = first
         for weight in weights:
-            x = swiglu(add_norm(x, None, norm, 1e-6, normed, early=pdl), weight, y, tile=tile, pdl=pdl)
+            x = swiglu(add_norm(x, None, norm, 1e-6, normed, early=pdl), weight, y, pdl=pdl)
         return x
 
     wanted = chain(False).clone()

@@ -15,18 +15,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import binaries, cuda_driver, layers, lm_wide, toolchain
-from kernels.lm_wide import ROWS, grid, kernel_name, shared_bytes, swiglu, tile_for
+from kernels.lm_wide import NAME, fills, grid, shared_bytes, swiglu
+from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS
 from tests.support.cuda_emulated import Kernel, build, guarded
 
 BF16 = torch.bfloat16
-NAMES = [kernel_name(tile) for tile in ROWS]
 #: Multiprocessors of the device, so that a block has several tiles.
 PROCESSORS = 2
 
 
 @cache
 def library():
-    return build(binaries.SOURCES / "wide_products.cu", NAMES)
+    return build(binaries.SOURCES / "wide_products.cu", [NAME])
 
 
 def emulated_map(address: int, sizes: tuple[int, int, int], box: tuple[int, int, int]) -> bytes:
@@ -42,7 +42,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     monkeypatch.setattr(cuda_driver, "tensor_map", emulated_map)
 
     def choose(seed: int) -> None:
-        monkeypatch.setattr(lm_wide, "_kernel", lambda tile, _: Kernel(library(), kernel_name(tile), shared_bytes(tile), seed))
+        monkeypatch.setattr(lm_wide, "_kernel", lambda _: Kernel(library(), NAME, shared_bytes(), seed))
 
     choose(0)
     return choose
@@ -70,11 +70,11 @@ class Case:
 
         return normal(self.rows, self.inner), normal(2 * self.n, self.inner, std=2 * self.inner**-0.5)
 
-    def made(self, tile: int | None, rows: slice = slice(None)) -> Tensor:
+    def made(self, rows: slice = slice(None)) -> Tensor:
         """Its rows, [rows, n]."""
         x, weight = self.tensors()
         x = guarded(x[rows])
-        return swiglu(x, weight, guarded(torch.full((len(x), self.n), float("nan"), dtype=BF16)), tile=tile)
+        return swiglu(x, weight, guarded(torch.full((len(x), self.n), float("nan"), dtype=BF16)))
 
     def truth(self, dtype: torch.dtype) -> Tensor:
         return layers.swiglu(functional.linear(*(t.to(dtype) for t in self.tensors())))
@@ -83,24 +83,21 @@ class Case:
 CASES = [Case(129, 64, 96), Case(200, 448, 192), Case(513, 128, 96), Case(260, 384, 192)]
 
 
-@pytest.mark.parametrize("tile", ROWS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_swiglu_equals_its_twin_whatever_the_order_of_threads(case: Case, tile: int, emulated: Callable[[int], None]) -> None:
+def test_swiglu_equals_its_twin_whatever_the_order_of_threads(case: Case, emulated: Callable[[int], None]) -> None:
     exact = case.truth(torch.float64)
-    found = case.made(tile)
+    found = case.made()
     assert error(found, exact) <= 1.2 * error(case.truth(BF16), exact)
     for seed in (case.rows, case.inner, case.n):
         emulated(seed)
-        assert torch.equal(case.made(tile), found)
+        assert torch.equal(case.made(), found)
 
 
-def test_a_row_has_the_same_bits_in_any_company_and_in_every_tile(emulated: Callable[[int], None]) -> None:
+def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None]) -> None:
     case = Case(300, 320, 192)
-    whole = case.made(None)
-    for tile in ROWS:
-        assert torch.equal(case.made(tile), whole)
-        for rows in (slice(0, 1), slice(5, 140), slice(171, 300)):
-            assert torch.equal(case.made(tile, rows), whole[rows])
+    whole = case.made()
+    for rows in (slice(0, 1), slice(5, 140), slice(171, 300)):
+        assert torch.equal(case.made(rows), whole[rows])
 
 
 def test_gate_and_up_are_rounded_where_the_launches_of_a_frame_round_them(emulated: Callable[[int], None]) -> None:
@@ -112,34 +109,30 @@ def test_gate_and_up_are_rounded_where_the_launches_of_a_frame_round_them(emulat
     assert torch.equal(swiglu(x, weight, torch.empty(140, 96, dtype=BF16)), (silu.float() * up).to(BF16))
 
 
-@pytest.mark.parametrize("tile", ROWS)
-def test_it_writes_rows_of_a_wider_tensor_and_none_behind_them(tile: int, emulated: Callable[[int], None]) -> None:
+def test_it_writes_rows_of_a_wider_tensor_and_none_behind_them(emulated: Callable[[int], None]) -> None:
     case = Case(140, 128, 96)
     x, weight = case.tensors()
     y = guarded(torch.full((150, 128), float("nan"), dtype=BF16))
-    swiglu(x, weight, y[:140, 16:112], tile=tile)
-    assert torch.equal(y[:140, 16:112], case.made(tile))
+    swiglu(x, weight, y[:140, 16:112])
+    assert torch.equal(y[:140, 16:112], case.made())
     assert y[:, :16].isnan().all()
     assert y[:, 112:].isnan().all()
     assert y[140:].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("rows", "n", "tile", "blocks"),
-    [
-        (384, 3072, 128, 96),
-        (512, 3072, 128, 128),
-        (640, 3072, 256, 96),
-        (768, 3072, 256, 96),
-        (1024, 3072, 256, 128),
-        (2048, 3072, 256, 128),
-        (384, 6144, 256, 128),
-        (1024, 6144, 256, 128),
-    ],
-)
-def test_tiles_fall_evenly_to_the_blocks_of_a_hopper(rows: int, n: int, tile: int, blocks: int) -> None:
-    assert tile_for(rows, n, 132) == tile
-    assert grid(rows, n, tile, 132) == blocks
+@pytest.mark.parametrize(("rows", "n", "blocks"), [(384, 3072, 96), (512, 3072, 128), (640, 3072, 80), (1024, 3072, 128), (512, 6144, 128)])
+def test_tiles_fall_evenly_to_the_blocks_of_a_hopper(rows: int, n: int, blocks: int) -> None:
+    assert grid(rows, n, 132) == blocks
+
+
+@pytest.mark.parametrize(("n", "filled"), [(3072, {512, 1024}), (6144, {512, 768, 1024})], ids=["0.6B", "1.7B"])
+def test_a_hopper_is_filled_where_few_multiprocessors_idle_in_the_last_turn(n: int, filled: set[int]) -> None:
+    assert {rows for rows in (*BUCKETS, *WIDE_BUCKETS) if fills(rows, n, 132)} == filled
+
+
+def test_rows_that_cublas_does_faster_fill_nothing() -> None:
+    assert not fills(256, 6144, 128)
+    assert fills(257, 6144, 192)
 
 
 def test_what_a_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -> None:
@@ -157,13 +150,13 @@ def test_what_a_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -> 
         swiglu(x, weight, torch.zeros(140, 98, dtype=BF16)[:, 2:])
 
 
-def test_its_kernels_spill_no_registers_and_products_overlap() -> None:
+def test_it_spills_no_registers_and_products_overlap() -> None:
     """ptxas says so where it lets one product wait for the other (C7510)."""
     if (nvcc := toolchain.nvcc()) is None:
         pytest.skip("needs nvcc")
     command = [nvcc, "-cubin", "-arch=sm_90a", "-std=c++17", "-O3", "-Xptxas", "-v", "-o", "/dev/null"]
     source = str(binaries.SOURCES / "wide_products.cu")
     said = subprocess.run([*command, source], capture_output=True, text=True, check=True, timeout=240).stderr
-    assert sorted(re.findall(r"entry function '(\w+)'", said)) == sorted(NAMES)
-    assert [int(each) for each in re.findall(r"(\d+) bytes spill", said)] == [0] * (2 * len(NAMES)), said
+    assert re.findall(r"entry function '(\w+)'", said) == [NAME]
+    assert [int(each) for each in re.findall(r"(\d+) bytes spill", said)] == [0, 0], said
     assert "warning" not in said.lower(), said
