@@ -21,7 +21,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
             "test_codec_front_kernels or float32 or dtype0 or twins or centred or rounded or head or packed_attention or fused_packed",
             30 + 19,
         ),
-        (["tests/gpu/test_frame_kernels.py", "tests/gpu/test_wide_frames.py"], "not bfloat16", 17),
+        (["tests/gpu/test_frame_kernels.py", "tests/gpu/test_wide_frames.py"], "not bfloat16", 20),
     ],
     ids=["prefill-and-codec", "frames"],
 )
