@@ -77,13 +77,13 @@ def test_frames_whose_norms_are_parts_of_products_draw_the_codes_of_the_twin(mon
 
 @pytest.mark.parametrize("launches", ["all", "predictor", "first pass"])
 def test_frames_on_wide_swiglu_draw_the_codes_of_the_twin(launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which weights go where, launch by launch; SwiGLU itself is that of plain PyTorch."""
+    """Which weights go where, launch by launch; SwiGLU itself is that of plain PyTorch. Frames have two dead rows beside the batch."""
     shape = dataclasses.replace(TINY_TALKER, layers=2, predictor_layers=2)
     made: set[tuple[int, int, int]] = set()
 
     def fills(rows: int, n: int, processors: int) -> bool:
         assert processors == 132
-        return launches == "all" or (n == shape.width_inter and (launches == "predictor" or rows == 2 * BATCH))
+        return launches == "all" or (n == shape.width_inter and (launches == "predictor" or rows > BATCH + 2))
 
     def swiglu(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor:
         assert fills(*y.shape, 132)
