@@ -38,7 +38,7 @@ class Plan:
     cuda_draw: bool = True
     #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
     products: bool = False
-    #: The kernel of `lm_wide` makes SwiGLU in the place of cuBLAS where its tiles fill the GPU (`lm_wide.fills`), for weights that it knows.
+    #: The kernel of `lm_wide` makes SwiGLU instead of cuBLAS where its tiles fill the GPU (`lm_wide.fills`), for weights that it has.
     wide_swiglu: bool = False
 
     def splits_for(self, rows: int) -> int:
