@@ -38,7 +38,7 @@ class Plan:
     cuda_draw: bool = True
     #: The kernels of `lm_products` serve all products, with PDL, on a GPU and for weights that they know.
     products: bool = False
-    #: The kernel of `lm_wide` makes SwiGLU instead of cuBLAS where its tiles fill the GPU (`lm_wide.fills`), for weights that it has.
+    #: The kernel of `lm_wide` makes SwiGLU instead of cuBLAS where its tiles fill the GPU (`lm_wide.fills`), for weights that it knows.
     wide_swiglu: bool = False
 
     def splits_for(self, rows: int) -> int:
@@ -234,7 +234,7 @@ class FusedFrame:
 
     def _normed_swiglu(self, x: Tensor, pending: Tensor, layer: Layer, eps: float, act: Tensor) -> None:
         normed = self._h[: x.numel()].view_as(x)
-        wide = self._wide_swiglu and lm_wide.fills(*act.shape, lm_wide.processors(x.device.index or 0))
+        wide = self._wide_swiglu and lm_wide.fills(len(act), act.shape[1], lm_wide.processors(x.device.index or 0))
         add_norm(x, pending, layer.post_norm, eps, normed, pdl=self.plan.pdl, early=wide and x.is_cuda)
         if wide:
             lm_wide.swiglu(normed, layer.gate_up, act, pdl=True)
