@@ -99,7 +99,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
     reference = ("benchmarks.qwen3_tts_reference", *common, "--json", str(out / "reference.json"))
     return [
         Step("tests", "check", (*tests, "-p", "no:cacheprovider"), 270),
-        Step("conformance float32", "check", ("tests.conformance", *golden), 90, gpu_only=True),
+        Step("conformance float32", "check", ("tests.conformance", *golden), 180, gpu_only=True),
         Step("conformance bfloat16", "check", ("tests.conformance", *golden, "--dtype", "bfloat16"), 40, gpu_only=True),
         Step("same bits", "check", bits, 100),
         Step("frames", "check", frames, 150, gpu_only=True),

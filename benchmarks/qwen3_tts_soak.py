@@ -64,7 +64,8 @@ def verdict(samples: Sequence[dict[str, float]], count: int, slots: int, pages: 
         return (part[-1]["frames"] - part[0]["frames"]) / seconds if seconds > 0 else 0.0
 
     def growth(name: str) -> float:
-        return max(one[name] for one in late) - max(one[name] for one in early)
+        """Of what is always taken: a batch that is under way at one sample is no leak."""
+        return min(one[name] for one in late) - min(one[name] for one in early)
 
     first, last = speed(early), speed(late)
     found: dict[str, Any] = {

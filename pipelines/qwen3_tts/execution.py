@@ -26,10 +26,9 @@ log = logging.getLogger(__name__)
 
 #: Of the codec's decoder in bfloat16 on a GPU: what a frame of a batch takes at most. Measured: 4.6 GiB for batches of 4,096 frames.
 _DECODED_FRAME_BYTES = 1_300_000
-#: On a GPU: seconds that an utterance waits to be decoded with others; the same in jobs, where nobody waits for one.
-_GATHER_SECONDS, _PATIENT_SECONDS = 0.2, 0.5
-#: Frames and utterances that are company enough.
-_GATHER_FRAMES, _MAX_UTTERANCES = 24576, 384
+#: On a GPU: seconds that an utterance waits to be decoded with others, and frames and utterances that are company enough.
+_GATHER_SECONDS = 0.2
+_GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
 #: States of streams that left their slot and whose last chunk is still decoded, beside one for every slot.
 LATE_STATES = 128
 
@@ -144,11 +143,10 @@ def _warm(decoder: CodecDecoder) -> None:
         log.warning("the codec could not be made ready", exc_info=True)
 
 
-def open_stage(decoder: CodecDecoder, decode_frames: int | None = None, patient: bool = True) -> CodecStage[CodecState]:
+def open_stage(decoder: CodecDecoder, decode_frames: int | None = None) -> CodecStage[CodecState]:
     """The codec's stage: on a GPU it gathers utterances into large batches, of which `decode_frames` are decoded together, or has them as
-    a continuous batch where the decoder was prepared for one. `patient`: it waits longer for more of about the same length, as jobs may."""
+    a continuous batch where the decoder was prepared for one."""
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)
-    seconds = _PATIENT_SECONDS if patient else _GATHER_SECONDS
-    return CodecStage(decoder, _MAX_UTTERANCES, decoder.device, seconds, _GATHER_FRAMES)
+    return CodecStage(decoder, _MAX_UTTERANCES, decoder.device, _GATHER_SECONDS, _GATHER_FRAMES)
