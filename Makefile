@@ -53,7 +53,7 @@ lint: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	NODE_OPTIONS=--max-semi-space-size=64 nice -n 5 $(BIN)/pyright --pythonpath $(BIN)/python
+	NODE_OPTIONS="$$NODE_OPTIONS --max-semi-space-size=64" nice -n 5 $(BIN)/pyright --pythonpath $(BIN)/python
 
 unit: install-dev
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/unit benchmarks

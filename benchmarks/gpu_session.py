@@ -121,7 +121,7 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
 
 
 def kernel_steps(out: Path) -> list[Step]:
-    """Kernels that are not in force yet beside those that are: the codec's units and products of few and many rows."""
+    """Kernels in CUDA C++ beside Triton's and cuBLAS's: the codec's units and products of few and many rows."""
     names = ("codec_unit_gpu", "products_gpu", "wide_products", "lm_kernels", "frame_kernels")
     files = (f"tests/gpu/test_{name}.py" for name in names)
     tests = ("pytest", "-m", "gpu", *files, "-q", "-rs", "-n", "6", "--timeout=250", "-p", "no:cacheprovider")

@@ -322,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made.add_argument("--seconds", type=float, default=40.0, help="seconds a job would take at the engine's speed")
     made.add_argument("--items", type=int, help="items of a job, instead of --seconds")
     made.add_argument("--window-seconds", type=float, default=3.0, help="seconds of each of three windows of the engine alone")
-    made.add_argument("--expected", type=float, default=2400.0, help="audio-s/s of one GPU, where the engine alone is not measured")
+    made.add_argument("--expected", type=float, default=3000.0, help="audio-s/s of one GPU, where the engine alone is not measured")
     made.add_argument("--faults", action="store_true", help="a job whose workers meet faults too, on the largest number of GPUs")
     made.add_argument("--fault-seconds", type=float, default=16.0, help="seconds that job would take at the engine's speed")
     made.add_argument(

@@ -29,7 +29,7 @@ from kernels.lm_triton import add_norm, swiglu
 
 LAYERS = 28
 CONTEXT = 300
-#: What the issue asks of a frame at context 300 (ms): floor, aim, must, for the 0.6B shapes.
+#: Of a frame at context 300 (ms): floor, aim, must, for the 0.6B shapes.
 AIMS = {1: (0.78, 1.3, 2.0), 32: (1.05, 1.8, 2.6), 128: (1.88, 2.9, 4.0), 512: (5.98, 9.2, 12.0)}
 
 SKINNY_VARIANTS: dict[str, dict[str, int]] = {"skinny": {"late": 0, "ahead": 0}, "skinny late": {"late": 1, "ahead": 2}}

@@ -30,7 +30,7 @@ class ProductTile:
     warps: int
 
 
-#: Not measured yet. SwiGLU has two accumulators of its columns.
+#: The only ones that were tried. SwiGLU has two accumulators of its columns.
 PRODUCT, PRODUCT_SWIGLU = ProductTile(128, 128, 64, 3, 8), ProductTile(128, 64, 64, 3, 8)
 #: Queries and keys of a tile of attention; steps of a tile of the depthwise convolution; rows whose scales a block computes.
 QUERIES, KEYS, STEPS, SCALED = 64, 32, 4, 8

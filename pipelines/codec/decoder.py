@@ -88,7 +88,7 @@ class CausalDecoder:
 
     def prepare_utterances(self, rows: int, frames: int = STEP_FRAMES) -> None:
         """On a CUDA device: a stage that is opened afterwards decodes whole utterances as a continuous batch, in steps of so many rows and
-        frames, whose graphs are captured here. Without it they are gathered into batches for `decode`. Not measured yet.
+        frames, whose graphs are captured here. Without it they are gathered into batches for `decode`.
 
         Raises what a lack of memory raises, where the arena has no room.
         """

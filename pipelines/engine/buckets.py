@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
 
-#: Sizes of the batch that a CUDA graph is captured for; others are filled up with the dead slot. The default of slots is one of them.
+#: Sizes of the batch that a CUDA graph is captured for; others are filled up with the dead slot. Most defaults of slots are among them.
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 384, 512)
-#: Sizes beyond them, of engines that are asked for more slots.
+#: Sizes beyond them, of engines that are asked for more slots, and of jobs by default where the memory holds them.
 WIDE_BUCKETS = (640, 768, 896, 1024)
 #: Beyond the largest: multiples of this.
 _STEP = 128

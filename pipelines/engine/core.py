@@ -71,8 +71,8 @@ class EngineOptions:
     frame_seconds: float = 0.08
     #: Slots that whole utterances leave free for streams.
     stream_slots: int = 0
-    #: Slots beside `slots` whose requests are prefilled and have no row in a frame yet: one of them takes the row of a request that ends in
-    #: the next turn.
+    #: Slots beside `slots` whose requests are prefilled and have no row in a frame yet: one of them takes, in the next turn, the
+    #: row of a request that has ended.
     spare_slots: int = 0
     #: How graphs prefill prompts; "packed" is not for reproducible mode.
     prefill: Prefill = "auto"

@@ -19,10 +19,13 @@ TYPICAL_POSITIONS = 512
 LEAST_POSITIONS = 256
 #: The codec's largest batch takes this part of the memory, but has at least so many frames; a multiple of the step.
 _DECODE_PART, _LEAST_DECODE_FRAMES, _FRAME_STEP = 8, 512, 64
-#: CUDA's context and libraries; workspaces and inputs of all graphs of an engine as it is by default, and of each one more. Measured on an
+#: CUDA's context and libraries; workspaces and inputs of all graphs of an engine of 512 slots, and of each one more. Measured on an
 #: H200: 0.85 GiB, and 1.2 GiB for 19 graphs.
 LIBRARY_BYTES, _GRAPH_BYTES, _MORE_GRAPH_BYTES = 1 << 30, 3 << 29, 1 << 26
 _DEFAULT_GRAPHS = len(BUCKETS) + prefill_graphs("padded")
+#: Beyond the typical positions of all slots, where there are more than 512 by default: further pages, and what the codec's allocator keeps.
+#: A job of 1,024 slots on an H200 took 45 GB of the GPU for all but its pages.
+_WIDE_ROOM = 32 << 30
 #: Rows of a slot in the buffers of all graphs that `MemoryNeeds.slot` counts.
 _SLOT_ROWS = 3
 
@@ -63,20 +66,20 @@ def plan_memory(
 ) -> MemoryPlan:
     """Sizes of an engine that may take `budget` bytes.
 
-    Without `slots` it has the largest bucket, with `wide` those above 512 too, of which every slot has room for a typical utterance.
-    Half of what is left becomes further pages, so that long utterances fit beside each other; the other half is for batches of the codec
-    that the allocator keeps.
+    Without `slots` it has the largest bucket of which every slot has room for a typical utterance; with `wide` also those above 512, where
+    much memory is left beside them. Half of what is left becomes further pages, so that long utterances fit beside each other; the other
+    half is for batches of the codec that the allocator keeps.
     Raises `ConfigError` (`config.invalid`) where the model, or so many slots, do not fit, and says how many do.
     """
     decode_frames = _decode_frames(budget, needs)
     # The allocator keeps blocks of batches of other lengths: the codec takes about twice its largest batch.
     free = budget - LIBRARY_BYTES - _GRAPH_BYTES - needs.weights - 2 * decode_frames * needs.decoded_frame
 
-    def holds(positions: int) -> int:
-        """The largest number of slots with room for so many positions each."""
+    def holds(positions: int, beside: int = 0) -> int:
+        """The largest number of slots with room for so many positions each, and so many bytes beside them."""
         each = math.ceil(min(positions, max_context) / page_size) * needs.page
         tried = range(1, free // (needs.slot + each) + 1)
-        return bisect_right(tried, free, key=lambda count: slots_bytes(needs, count, prefill) + count * each)
+        return bisect_right(tried, free - beside, key=lambda count: slots_bytes(needs, count, prefill) + count * each)
 
     most = holds(LEAST_POSITIONS)
     if most < 1:
@@ -84,7 +87,10 @@ def plan_memory(
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Use a larger GPU, or raise SPEECH_ENGINE__MEMORY_SHARE if that is set.")
     if slots is None:
         typical = max(holds(TYPICAL_POSITIONS), 1)
-        slots = max(bucket for bucket in (*BUCKETS, *(WIDE_BUCKETS if wide else ())) if bucket <= typical)
+        slots = max(bucket for bucket in BUCKETS if bucket <= typical)
+        if wide:
+            roomy = holds(TYPICAL_POSITIONS, _WIDE_ROOM)
+            slots = max([slots, *(bucket for bucket in WIDE_BUCKETS if bucket <= roomy)])
     elif slots > most:
         message = f"{slots} slots do not fit into the GPU's memory: the engine may take {gib(budget)}, which hold {most} slots."
         advice = f"Set SPEECH_ENGINE__SLOTS to {most} or less, or unset it; or raise SPEECH_ENGINE__MEMORY_SHARE if that is set."

@@ -38,9 +38,9 @@ _LEAST_CONTEXT = 64
 #: On a GPU: turns that a newcomer may wait while most slots are taken, and frames a turn.
 _ADMIT_TURNS = 4
 _FRAMES_PER_TURN = 2
-#: Positions of prompts that a turn prefills for each slot, where there are more slots than were measured.
+#: Positions of prompts that a turn prefills for each slot, where there are more than 512.
 _WIDE_PREFILL = 8
-#: Of jobs with that many slots or more: about as many utterances end while newcomers wait for company.
+#: Spare slots of jobs with 512 slots or more: about as many utterances end while newcomers wait for company.
 _SPARE_SLOTS = 32
 
 

@@ -84,6 +84,16 @@ def test_a_plan_stays_within_its_memory_and_grows_with_it(size: str, tmp_path: P
     assert plan_memory(180 << 30, needs, PAGE_SIZE, CONTEXT).slots == BUCKETS[-1]
 
 
+def test_more_than_512_slots_leave_room_for_what_the_codec_keeps(tmp_path: Path) -> None:
+    needs = published_needs(tmp_path, "0b6")
+    most = [planned(gigabytes, needs).slots for gigabytes in (80, 100, 141)]
+    assert most == [512, 640, 1024]
+    for gigabytes in range(96, 200, 4):
+        plan = planned(gigabytes, needs)
+        pages = plan.pages - plan.slots * 512 // PAGE_SIZE
+        assert plan.slots == 512 or pages * needs.page >= 15 << 30, "half of 32 GiB"
+
+
 def test_more_slots_than_the_memory_holds_are_refused_with_the_number_that_fits(tmp_path: Path) -> None:
     needs = published_needs(tmp_path, "1b7")
     with pytest.raises(ConfigError, match=r"500 slots do not fit into the GPU's memory: .* GiB, which hold \d+ slots\.") as caught:
