@@ -294,15 +294,8 @@ def _report(ledger: Ledger, store: ObjectStore, status: JobStatus, settings: Set
 
 def _report_ends(ledger: Ledger, settings: Settings, events: RunEvents) -> None:
     """Tells the operator's hook of this end, and of those of this home that it does not know; a hook that fails holds up nothing."""
-    from jobs.notification import Reported, report_ends
+    from jobs.notification import report_ends_with_retries
 
-    failed: list[Reported] = []
-    for attempt in range(REPORT_TRIES):
-        failed = [one for one in report_ends(ledger, settings, lambda _: REPORT_PAUSE_SECONDS) if one.reason]
-        if not failed:
-            return
-        if attempt + 1 < REPORT_TRIES:
-            time.sleep(REPORT_PAUSE_SECONDS)
-    for one in failed:
+    for one in report_ends_with_retries(ledger, settings, REPORT_TRIES, REPORT_PAUSE_SECONDS):
         again = "" if one.again_seconds is None else " The next run in this folder tries again."
         events.say(f"The end of job {one.job_id} was not reported: {one.reason}.{again}")

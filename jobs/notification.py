@@ -15,6 +15,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -75,6 +76,22 @@ def report_ends(ledger: Ledger, settings: Settings, pause: Callable[[int], float
         return []
     found = (_report(ledger, settings, end, pause) for end in ledger.unreported_ends())
     return [one for one in found if one is not None]
+
+
+def report_ends_with_retries(ledger: Ledger, settings: Settings, tries: int, pause_seconds: float) -> list[Reported]:
+    """Reports the ends that are due, and tries those again that the hook did not take: the last try of each that it never took."""
+    failed: dict[str, Reported] = {}
+    for number in range(tries):
+        if number:
+            time.sleep(pause_seconds)
+        # They stay due: by the ledger's clock the same pause could be a little longer, and a try would find nothing.
+        for one in report_ends(ledger, settings, lambda _: 0.0):
+            failed.pop(one.job_id, None)
+            if one.reason:
+                failed[one.job_id] = one
+        if not failed:
+            break
+    return list(failed.values())
 
 
 def _report(ledger: Ledger, settings: Settings, end: JobEnd, pause: Callable[[int], float]) -> Reported | None:

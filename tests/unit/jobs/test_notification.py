@@ -21,7 +21,7 @@ import pytest
 
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import Job
-from jobs.notification import SIGNATURE, Reported, report_ends
+from jobs.notification import SIGNATURE, Reported, report_ends, report_ends_with_retries
 from jobs.settings import Settings, load_settings
 from jobs.settings_groups import NotifySettings
 from pipelines.errors import ConfigError
@@ -243,6 +243,20 @@ def test_without_a_hook_nothing_is_claimed(rig: Rig, receiver: Receiver) -> None
     job = ended(rig)
     assert report_ends(rig.ledger, rig.settings) == []
     assert report_ends(rig.ledger, hooked(rig, url=receiver.url)) == [Reported(job.id, 1)]
+
+
+@pytest.mark.parametrize(("attempts", "tries", "again"), [(20, 3, 0.0), (2, 2, None), (1, 1, None)])
+def test_a_run_names_the_ends_that_no_try_reported(rig: Rig, attempts: int, tries: int, again: float | None) -> None:
+    job = ended(rig)
+    settings = hooked(rig, command=["false"], attempts=attempts)
+    assert report_ends_with_retries(rig.ledger, settings, 3, 0.0) == [Reported(job.id, tries, "the command ended with status 1", again)]
+
+
+def test_a_run_names_no_end_that_a_later_try_reported(rig: Rig, receiver: Receiver) -> None:
+    ended(rig)
+    receiver.statuses += [500, 503]
+    assert report_ends_with_retries(rig.ledger, hooked(rig, url=receiver.url), 3, 0.0) == []
+    assert len(receiver.requests) == 3
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "ftp://host/x", "https://", "host/path", ""])
