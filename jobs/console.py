@@ -140,7 +140,7 @@ def fail(error: BaseException, *, as_json: bool) -> None:
     if isinstance(error, NightjarError):
         code, message, advice = error.code.value, redact(error.message), redact(error.advice)
     elif isinstance(error, OSError):
-        code, message, advice = "system", redact(f"The system refused: {error}."), "Correct that and run the command again."
+        code, (message, advice) = "system", _refusal(error)
     else:
         code, message = "internal", redact(f"Something broke that should not: {type(error).__name__}: {error}.")
         advice = "This is a bug; SPEECH_DEBUG=1 shows where it happened."
@@ -152,6 +152,16 @@ def fail(error: BaseException, *, as_json: bool) -> None:
     # No command is running any more whose context could know of NO_COLOR.
     color = False if os.environ.get("NO_COLOR") else None
     click.echo(f"{label} {code}: {printable(message)}" + (f"\n{printable(advice)}" if advice else ""), err=True, color=color)
+
+
+def _refusal(error: OSError) -> tuple[str, str]:
+    """What a person reads of an error of the system, and what to do next."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "The working directory no longer exists.", "Change to a directory that exists and run the command again."
+    where = "" if error.filename is None else f": {error.filename}"
+    return redact(f"The system refused: {error.strerror or error}{where}."), "Correct that and run the command again."
 
 
 class Output:
