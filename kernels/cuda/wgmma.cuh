@@ -101,12 +101,6 @@ __device__ __forceinline__ void multiply(float (&d)[64], Matrix a, Matrix b, boo
 }
 #undef EIGHT
 
-// Shared memory that threads wrote, with plain stores or `copy16`, is seen by products: after the writes are known to be over.
-__device__ __forceinline__ void writes_to_products() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// `copy16`, or zeros where not `inside`; then nothing is read.
-__device__ __forceinline__ void copy16_or_zeros(void* to, const void* from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(inside ? 16 : 0) : "memory");
-}
 // `store16` where `wanted`, without a branch: what is stored is computed in any case, beside everything else.
 __device__ __forceinline__ void store16_if(bool wanted, void* to, uint4 v) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1,%2,%3,%4};\n}"
@@ -118,10 +112,6 @@ struct alignas(64) TensorMap { char bytes[128]; };
 __device__ __forceinline__ void tensor_copy(void* to, const TensorMap& map, int channel, int step, int row, unsigned long long* barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(shared_address(to)), "l"(&map), "r"(channel), "r"(step), "r"(row), "r"(shared_address(barrier)) : "memory");
-}
-// The thread arrives at a barrier when its copies so far are over: one of the threads that the barrier counts.
-__device__ __forceinline__ void arrive_after_copies(unsigned long long* barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 // Arrives at the barrier of `sync_some` and goes on.
 __device__ __forceinline__ void arrive_some(int identity, int threads) {

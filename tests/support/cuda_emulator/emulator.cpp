@@ -131,17 +131,6 @@ void finish_copies(int commits) {
 void copy_to_barrier(void* to, const void* from, unsigned bytes, void (*arrived)(void*, unsigned), void* barrier) {
     running->block->copies.push_back({to, from, bytes, arrived, barrier, false});
 }
-void send_copies(void (*arrived)(void*, unsigned), void* barrier) {
-    auto& mine = running->copies;
-    if (mine.empty()) return arrived(barrier, 0);
-    auto* left = new Left{static_cast<unsigned>(mine.size()), arrived, barrier};
-    for (Copy one : mine) {
-        one.arrived = one_less, one.barrier = left;
-        running->block->copies.push_back(one);
-    }
-    mine.clear();
-}
-void show_to_products() { running->block->hidden.assign(running->block->hidden.size(), false); }
 
 void begin_products() { running->block->warps[running->thread / 32].begun = true; }
 void add_product(const Part& part, Multiply multiply, const Called& called) {
@@ -173,7 +162,7 @@ void finish_products(unsigned pending) {
 const void* seen_by_products(unsigned offset) {
     const Block& block = *launch->current;
     must(offset + 16 <= launch->shared_bytes, "a product reads outside of shared memory");
-    must(!block.hidden[offset / 16], "a product reads what copy16 wrote without writes_to_products");
+    must(!block.hidden[offset / 16], "a product reads what copy16 wrote, which a GPU shows it behind a fence only");
     return block.memory + offset;
 }
 

@@ -47,7 +47,6 @@ void copy_later(void* to, const void* from, unsigned bytes);
 void commit_copies();  // those since the last commit belong together
 void finish_copies(int commits = -1);  // all, or those before the last so many commits
 void copy_to_barrier(void* to, const void* from, unsigned bytes, void (*arrived)(void* barrier, unsigned bytes), void* barrier);
-void send_copies(void (*arrived)(void* barrier, unsigned bytes), void* barrier);  // the thread's own; arrives when all are done
 
 // Products of warpgroups: each warp does its 16 rows by itself, at some later turn, in the order of its calls, or when it waits for them.
 struct Called {  // what the warps of a group must agree on
@@ -62,7 +61,6 @@ void add_product(const Part& part, Multiply multiply, const Called& called);
 void commit_products();
 void finish_products(unsigned pending);
 const void* seen_by_products(unsigned offset);  // 16 bytes of dynamic shared memory
-void show_to_products();
 
 inline void must(bool holds, const char* what) { if (!holds) fail(what); }
 inline void must_align(const void* p, unsigned bytes) { must(reinterpret_cast<uintptr_t>(p) % bytes == 0, "an access that is not aligned"); }

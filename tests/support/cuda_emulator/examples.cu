@@ -103,18 +103,17 @@ __device__ void multiplied(const Args& p) {
     constexpr int SLAB = 71 * 16, PIECES = 140 + 3 * 2 * N;
     __shared__ unsigned long long full;
     char *slabs = dynamic_shared(), *matrices = slabs + 2 * SLAB;
-    if (threadIdx.x == 0) arrivals_init(&full, 32), arrivals_visible();
+    if (threadIdx.x == 0) arrivals_init(&full, 1), arrivals_visible();
     __syncthreads();
     if (threadIdx.x >= 128) {
-        for (int i = threadIdx.x % 32; i < PIECES; i += 32) {
-            char* to = i < 140 ? slabs + i / 70 * SLAB + i % 70 * 16 : matrices + (i - 140) * 16;
-            copy16_or_zeros(to, p.in + i * 4, i % 70 != 3 || i >= 140);
-        }
-        arrive_after_copies(&full);
+        if (threadIdx.x > 128) return;
+        if (p.fault == NO_FENCE) copy16(slabs, p.in), copies_wait();
+        arrive_expecting(&full, PIECES * 16);
+        for (int i = 0; i < PIECES; ++i)
+            bulk_copy(i < 140 ? slabs + i / 70 * SLAB + i % 70 * 16 : matrices + (i - 140) * 16, p.in + i * 4, 16, &full);
         return;
     }
     while (p.fault != NO_WAIT && !arrived(&full, 0)) {}
-    if (p.fault != NO_FENCE) writes_to_products();
     float d[N / 2], e[N / 2];
     const Matrix rows = matrix_at(slabs + (p.fault == APART && threadIdx.x >= 96 ? 16 : 0), SLAB, 128), m = matrix_at(matrices, N * 16, 128);
     if (p.fault != NO_BEGIN) products_begin();

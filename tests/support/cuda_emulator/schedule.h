@@ -58,7 +58,7 @@ struct Block {
     unsigned meetings = 0;
     std::vector<unsigned> warp_meetings;
     std::vector<Warp> warps;
-    std::vector<bool> hidden;   // which 16 bytes of the dynamic shared memory `copy16` wrote, and products may not see yet
+    std::vector<bool> hidden;   // which 16 bytes of the dynamic shared memory `copy16` wrote, and products may not read
     std::vector<Store> stores;  // that other blocks do not see yet
     Barrier barriers[16];
     std::vector<Copy> copies;
@@ -84,15 +84,6 @@ struct Launch {
     bool together;
     unsigned burst_bits, eager, slow;  // how long blocks run alone; how often the last thread goes on first; how long stores and products take
 } *launch;
-
-// Copies of a thread after which it arrives at a barrier.
-struct Left { unsigned copies; void (*arrived)(void*, unsigned); void* barrier; };
-void one_less(void* left, unsigned) {
-    auto* mine = static_cast<Left*>(left);
-    if ((mine->copies -= 1) > 0) return;
-    mine->arrived(mine->barrier, 0);
-    delete mine;
-}
 
 Fiber* running;
 jmp_buf scheduler;

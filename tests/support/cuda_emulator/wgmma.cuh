@@ -60,12 +60,6 @@ inline void all_begin(void* const*, unsigned mask) { must(mask == ~0u, "products
 inline void all_commit(void* const*, unsigned mask) { must(mask == ~0u, "products_commit without all lanes"), commit_products(); }
 template <int PENDING>
 void all_wait(void* const*, unsigned mask) { must(mask == ~0u, "products_wait without all lanes"), finish_products(PENDING); }
-inline void count_arrival(void* barrier, unsigned) {
-    Arrivals& one = arrivals_of(barrier);
-    must(one.missing > 0, "more threads arrive at a barrier in shared memory than it counts");
-    one.missing -= 1;
-    settle(one);
-}
 
 }  // namespace emulator
 
@@ -103,11 +97,6 @@ inline void multiply(float (&d)[48], const uint32_t (&a)[4], Matrix b, bool add)
 inline void multiply(float (&d)[96], Matrix a, Matrix b, bool add) { emulator::multiply_later(d, nullptr, a, b, 192, add); }
 inline void multiply(float (&d)[96], const uint32_t (&a)[4], Matrix b, bool add) { emulator::multiply_later(d, a, 0, b, 192, add); }
 
-inline void writes_to_products() { emulator::show_to_products(); }
-inline void copy16_or_zeros(void* to, const void* from, bool inside) {
-    static const char zeros[16] = {};
-    copy16(to, inside ? from : zeros);
-}
 inline void store16_if(bool wanted, void* to, uint4 v) {
     if (wanted) store16(to, v);
 }
@@ -129,10 +118,6 @@ inline void tensor_copy(void* to, const TensorMap& map, int channel, int step, i
         const char* from = inside ? map.address + ((row * map.sizes[1] + at) * map.sizes[0] + first) * 2 : zeros;
         bulk_copy(static_cast<char*>(to) + (i ^ i / 8 % parts) * 16, from, 16, barrier);
     }
-}
-inline void arrive_after_copies(unsigned long long* barrier) {
-    emulator::pause();
-    emulator::send_copies(emulator::count_arrival, barrier);
 }
 inline void arrive_some(int identity, int threads) { emulator::meet_at(identity, threads); }
 template <int COUNT> void give_registers() {}
