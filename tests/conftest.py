@@ -40,7 +40,7 @@ pytest_sessionfinish = skips.pytest_sessionfinish
 
 #: The folders here, each a tier and its marker.
 TIERS = ("vllm", "parity", "faults", "services", "gpu", "unit")
-#: Files that take longest, half a minute of a core or more, as patterns. They begin first, the longest before all others, so that no
+#: Files that take longest, half a minute of a core or of waiting, as patterns. They begin first, the longest before all others, so that no
 #: process is left with one of them; benchmarks begin with them.
 LONGEST = (
     "services/jobs/test_run_*.py",
@@ -65,6 +65,7 @@ LONGEST = (
     "vllm/test_spark.py",
     "services/jobs/test_s3_store.py",
     "parity/test_kernels_interpreted.py",
+    "unit/worker/test_supervisor.py",
 )
 
 
