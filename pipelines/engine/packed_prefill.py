@@ -72,18 +72,19 @@ class PackedPrefills:
         return left
 
     def _groups(self, runs: Iterable[PrefillRun]) -> list[list[PrefillRun]]:
-        """Runs in groups that fit the longest row, in order; longer runs in pieces, each after the one before it."""
+        """Runs in groups that fill the longest row, in order; what a row has no room for comes in the next one."""
         longest = self._buckets.sizes[-1]
         groups: list[list[PrefillRun]] = []
         room = 0
         for run in runs:
-            for begin in range(0, len(run.embeddings), longest):
-                piece = PrefillRun(run.slot, run.start + begin, run.embeddings[begin : begin + longest])
-                if len(piece.embeddings) > room or len(groups[-1]) == _most_runs(longest):
+            begin = 0
+            while begin < len(run.embeddings):
+                if not room or len(groups[-1]) == _most_runs(longest):
                     groups.append([])
                     room = longest
-                groups[-1].append(piece)
-                room -= len(piece.embeddings)
+                piece = run.embeddings[begin : begin + room]
+                groups[-1].append(PrefillRun(run.slot, run.start + begin, piece))
+                begin, room = begin + len(piece), room - len(piece)
         return groups
 
     def _chosen(self, group: Sequence[PrefillRun]) -> _Row | None:

@@ -103,7 +103,7 @@ def test_only_the_tail_of_the_last_row_is_padding() -> None:
         while rows.prepare():
             pass
         assert rows.run([PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))]) == []
-    # Nine chunks of seven positions would fit a row of 64, which has room for eight chunks.
+    # A row of 64 positions has room for eight chunks.
     assert [(size, len(counts)) for size, counts in rows.replayed] == [(64, 8), (64, 8), (64, 8), (64, 6)]
     longer = Rows(model, state, kv, (64, 128, 256))
     with torch.inference_mode():
@@ -142,6 +142,23 @@ def test_a_prompt_longer_than_the_longest_row_goes_in_pieces() -> None:
             pass
         assert rows.run(runs) == []
     assert rows.replayed == [(64, [64]), (64, [64]), (32, [22, 5])]
+    assert_same(packed, alone)
+
+
+def test_prompts_fill_every_row_but_the_last() -> None:
+    model = golden_model("base")
+    lengths = [30, 30, 30, 50]
+    state = placed(model, lengths)
+    alone, packed = (model.make_kv(20, PAGE) for _ in range(2))
+    runs = [PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))]
+    with torch.inference_mode():
+        for run in runs:
+            model.prefill([run], state, alone)
+        rows = Rows(model, state, packed)
+        while rows.prepare():
+            pass
+        assert rows.run(runs) == []
+    assert rows.replayed == [(64, [30, 30, 4]), (64, [26, 38]), (16, [12])]
     assert_same(packed, alone)
 
 
