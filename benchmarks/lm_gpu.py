@@ -87,7 +87,7 @@ def ops_part(maker: Maker, batches: list[int], context: int) -> list[dict[str, o
         q_norm, k_norm = (norm for norm in (talker.layers[0].q_norm, talker.layers[0].k_norm) if norm is not None)
         row: dict[str, object] = {"rows": rows, "attention floor": float(contexts.sum()) * 4096 / 4.3e6}
         for splits in (2, 4, 8, 16) if rows <= 8 else (1, 2, 4) if rows <= 32 else (1,):
-            for block, warps, stages in ((64, 4, 3), (64, 4, 2), (64, 2, 2), (32, 4, 3), (32, 2, 4), (128, 4, 2), (64, 8, 3)):
+            for block, warps, stages in ((16, 1, 5), (16, 1, 2), (32, 1, 3), (64, 4, 3), (64, 4, 2), (64, 2, 2), (32, 2, 4)):
                 scratch = SplitScratch(rows * 8, splits, 2, 128, k.device)
 
                 def attend(

@@ -201,7 +201,8 @@ class ClosedLoop:
         self._probe_every = probe_every
         self._executor = executor
         self._stage = None if decoder is None else open_stage(decoder)
-        self.engine = Engine(executor, options, 64, self._stage)
+        # As many requests wait as a pipeline lets wait on a GPU.
+        self.engine = Engine(executor, options, options.slots, self._stage)
         self._stop = threading.Event()
         self._feeder = threading.Thread(target=self._feed, args=(pool,), name="feeder")
         self._feeder.start()

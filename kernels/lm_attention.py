@@ -6,6 +6,8 @@ Launchers take `pdl` as in `kernels.lm_triton`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,27 @@ from kernels.lm_triton import gdc_launch_dependents, gdc_wait, launch
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false, reportCallIssue=false, reportAssignmentType=false
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTile:
+    """How a program takes the positions of a row and kv head: positions of a step, warps, and steps whose keys are on their way."""
+
+    block: int
+    warps: int
+    stages: int
+
+
+#: Measured best (benchmarks/NOTES.md) where up to so many query heads share a kv head, at any number of rows; and where more do.
+_FEW_HEADS, _FEW, _MANY = 2, AttentionTile(16, 1, 5), AttentionTile(64, 4, 3)
+#: The fewest positions of a step that a product knows.
+_LEAST_BLOCK = 16
+
+
+def attention_tile(group: int, page_size: int) -> AttentionTile:
+    """The tile for `group` query heads of a kv head and pages of so many positions, of which a step has at most one."""
+    tile = _FEW if group <= _FEW_HEADS else _MANY
+    return replace(tile, block=max(_LEAST_BLOCK, min(tile.block, page_size)))
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels import lm_cuda, lm_products, lm_wide
 from kernels.frame import DepthTensors, DrawTensors, FrameTensors, Layer, StackTensors, StateTensors, fused_fault
-from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
+from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
 from kernels.lm_products import RESIDUAL, SWIGLU, Norm
 from kernels.lm_sampler import FIRST, LAST, MIDDLE, ONLY, draw
 from kernels.lm_triton import add_norm, swiglu
@@ -27,9 +27,7 @@ class Plan:
 
     skinny_rows: int = 32
     #: Split of a row's positions in attention, by number of rows: the first entry whose key is at least the rows.
-    splits: tuple[tuple[int, int], ...] = ((2, 8), (16, 4), (32, 2), (1 << 30, 1))
-    attention_warps: int = 4
-    attention_stages: int = 3
+    splits: tuple[tuple[int, int], ...] = ((8, 8), (32, 4), (1 << 30, 1))
     pdl: bool = True
     #: Weights this many products ahead are brought into the L2; 0 = none.
     ahead: int = 0
@@ -308,11 +306,12 @@ class FusedFrame:
 
     def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:
         stack, state, plan = self.weights.backbone, self.state, self.plan
+        tile = attention_tile(stack.heads // stack.kv_heads, self._keys.shape[3])
         decode_attention(
             qkv, stack.layers[layer].q_norm, stack.layers[layer].k_norm, stack.eps, stack.rope_table, self._keys[layer],
             self._values[layer], state.page_table, state.positions, rows, stack.scale, out, self._scratch,
-            splits=plan.splits_for(len(rows)), warps=plan.attention_warps, stages=plan.attention_stages,
-            block=max(16, min(64, self._keys.shape[3])), pdl=plan.pdl, wide_rope=stack.wide_rope,
+            splits=plan.splits_for(len(rows)), block=tile.block, warps=tile.warps, stages=tile.stages, pdl=plan.pdl,
+            wide_rope=stack.wide_rope,
         )  # fmt: skip
 
     def _draw(self, stage: int, codebook: int, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:

@@ -109,7 +109,7 @@ def check_attention(maker: Maker) -> list[dict[str, float | str]]:
     slots = torch.arange(rows, device="cuda").flip(0)
     qkv = maker.normal(rows, 4096, std=2.0)
     for splits in (1, 2, 3, 8):
-        for warps in (2, 4):
+        for block, warps, stages in ((64, 2, 3), (64, 4, 3), (16, 1, 5)):
             k, v = maker.caches(shape, 400, 64)
             k2, v2 = k.clone(), v.clone()
             out = torch.full((rows, 2048), float("nan"), device="cuda", dtype=torch.bfloat16)
@@ -117,7 +117,7 @@ def check_attention(maker: Maker) -> list[dict[str, float | str]]:
             for _ in range(2):  # twice: the counters must be back at zero, and the append must be repeatable
                 decode_attention(
                     qkv, q_norm, k_norm, 1e-6, talker.rope_table, k[0], v[0], state.page_table, state.positions, slots, 128**-0.5, out,
-                    scratch, splits, 64, warps,
+                    scratch, splits, block, warps, stages,
                 )  # fmt: skip
             positions, table = state.positions[slots], state.page_table[slots]
             pages = table.gather(1, (positions // 64)[:, None])[:, 0]
