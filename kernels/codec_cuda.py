@@ -67,7 +67,7 @@ class _Arguments(ctypes.Structure):
         ("parameters", ctypes.c_void_p * 6),
         *((name, ctypes.c_void_p) for name in ("raw", "active", "ends")),
         ("active_stride", ctypes.c_longlong),
-        *((name, ctypes.c_int) for name in ("rows", "steps", "lead", "dilation")),
+        *((name, ctypes.c_int) for name in ("rows", "steps", "lead", "dilation", "open_ends")),
     )
 
 
@@ -175,6 +175,7 @@ def unit(
     gain2: Tensor | None,
     cut: Cut | WideCut,
     ends: Tensor | None = None,
+    open_ends: bool = False,
 ) -> None:
     """`codec_active_unit` with packed weights, as `cut` says, on the current stream of the device.
 
@@ -197,7 +198,7 @@ def unit(
     place, stride = (None, 0) if active is None else (active.data_ptr() + 2 * active_lead, active.stride(0))
     arguments = _Arguments(
         a.data_ptr(), residual.data_ptr(), packed.data_ptr(), (ctypes.c_void_p * 6)(*parameters), _address(raw), place, _address(ends),
-        stride, rows, steps, lead, dilation,
+        stride, rows, steps, lead, dilation, open_ends,
     )  # fmt: skip
     box = (32, cut.box_steps + (TAPS - 1) * dilation, 1)
     map_bytes = (ctypes.c_byte * 128).from_buffer_copy(cuda_driver.tensor_map(a.data_ptr(), (channels, extended, rows), box))
@@ -205,12 +206,12 @@ def unit(
     _kernel(cut, a.device.index or 0).launch((blocks, 1), cut.threads, whole, _stream(a.device))
 
 
-def run(a: Tensor, *rest: Any, ends: Tensor | None, compile_only: bool) -> None:
+def run(a: Tensor, *rest: Any, ends: Tensor | None, open_ends: bool, compile_only: bool) -> None:
     """`unit` with the kernel for its width; `compile_only`: that is made and not launched."""
     cut = _cut_for(a.shape[2])
     if cut is None:
         raise ValueError(f"there is no kernel of {a.shape[2]} channels")
-    everything: Any = (a, *rest, cut, ends)
+    everything: Any = (a, *rest, cut, ends, open_ends)
     if compile_only:
         _kernel(cut, a.device.index or 0)
     else:

@@ -130,6 +130,7 @@ def conv(
     gain: Tensor | None,
     tile: Tile,
     ends: Tensor | None = None,
+    open_ends: bool = False,
 ) -> None:
     """`codec_active_conv` in bfloat16 (bias, frequency and gain float32), cut as `tile` says; C must be a multiple of its depth."""
     rows, extended, channels = a.shape
@@ -158,6 +159,7 @@ def conv(
         RESIDUAL=residual is not None,
         RAW=raw is not None,
         ACTIVE=active is not None,
+        OPEN=open_ends and ends is not None,
         BM=tile.rows,
         BN=tile.columns,
         BK=tile.depth,
@@ -187,6 +189,7 @@ def unit(
     gain2: Tensor | None,
     tile: Tile,
     ends: Tensor | None = None,
+    open_ends: bool = False,
 ) -> None:
     """`codec_active_unit` in bfloat16, for widths that `split` can cut and whose accumulators fit one program (96, 192)."""
     rows, extended, channels = a.shape
@@ -225,6 +228,7 @@ def unit(
         N1=small,
         RAW=raw is not None,
         ACTIVE=active is not None,
+        OPEN=open_ends and ends is not None,
         BM=tile.rows,
         K0=deep,
         K1=rest,
@@ -235,19 +239,21 @@ def unit(
     )
 
 
-def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor) -> Tensor:
+def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, ends: Tensor | None = None) -> Tensor:
     """`codec_head` in bfloat16 (bias float32), for up to 8 taps and a multiple of 16 channels."""
     rows, extended, channels = a.shape
-    steps, taps, count = extended - lead, weight.shape[0], rows * extended
+    steps, taps = extended - lead, weight.shape[0]
     depth = _depth(channels)
     if depth is None or taps > HEAD_TAPS:
         raise ValueError(f"{taps} taps of {channels} channels: at most {HEAD_TAPS} taps and a multiple of 16 channels are possible")
-    products = torch.empty(count, HEAD_TAPS, dtype=torch.float32, device=a.device)
-    on_grid(head_products_kernel, (triton.cdiv(count, 128),))(
-        a, weight, products, count, taps, channels, 128, depth, HEAD_TAPS, not INTERPRETED, num_warps=4
+    products = torch.empty(rows * extended, HEAD_TAPS, dtype=torch.float32, device=a.device)
+    # Rows without ends are as one long one.
+    count, launches = (rows * extended, 1) if ends is None else (extended, rows)
+    on_grid(head_products_kernel, (triton.cdiv(count, 128), launches))(
+        a, weight, products, ends, count, 0 if ends is None else lead, taps, channels, 128, depth, HEAD_TAPS, not INTERPRETED, num_warps=4
     )
     out = torch.empty(rows, steps, dtype=torch.float32, device=a.device)
-    on_grid(head_sum_kernel, (triton.cdiv(steps, 512), rows))(products, bias, out, steps, lead, taps, HEAD_TAPS, 512, num_warps=4)
+    on_grid(head_sum_kernel, (triton.cdiv(steps, 512), rows))(products, bias, out, ends, steps, lead, taps, HEAD_TAPS, 512, num_warps=4)
     return out
 
 
@@ -264,35 +270,51 @@ def _has_tma(device: torch.device) -> bool:
 
 
 def _conv_on_gpu(
-    a: Tensor, lead: int, weight: Tensor, bias: Tensor, taps: int, dilation: int, *after: Any, ends: Tensor | None = None
+    a: Tensor,
+    lead: int,
+    weight: Tensor,
+    bias: Tensor,
+    taps: int,
+    dilation: int,
+    *after: Any,
+    ends: Tensor | None = None,
+    open_ends: bool = False,
 ) -> None:
     shape = Shape("conv", a.shape[2], weight.shape[1], taps)
     tile = tile_for(shape, a.shape[1] - lead, _has_tma(a.device)) if a.dtype == torch.bfloat16 else None
     if tile is None:
-        codec_ops.codec_active_conv(a, lead, weight, bias, taps, dilation, *after, ends=ends)
+        codec_ops.codec_active_conv(a, lead, weight, bias, taps, dilation, *after, ends=ends, open_ends=open_ends)
     else:
-        conv(a, lead, weight, bias, taps, dilation, *after, tile, ends)
+        conv(a, lead, weight, bias, taps, dilation, *after, tile, ends, open_ends)
 
 
 def _unit_on_gpu(
-    a: Tensor, lead: int, residual: Tensor, weight1: Tensor, *rest: Any, ends: Tensor | None = None, packed: Tensor | None = None
+    a: Tensor,
+    lead: int,
+    residual: Tensor,
+    weight1: Tensor,
+    *rest: Any,
+    ends: Tensor | None = None,
+    open_ends: bool = False,
+    packed: Tensor | None = None,
 ) -> None:
     if packed is not None and codec_cuda.pays(a, lead) and codec_cuda.aligned(a, residual, *rest[6:9]):
         bias1, frequency1, gain1, _, bias2, *after = rest
-        codec_cuda.run(a, lead, residual, packed, bias1, frequency1, gain1, bias2, *after, ends=ends, compile_only=compiling())
+        everything = (a, lead, residual, packed, bias1, frequency1, gain1, bias2, *after)
+        codec_cuda.run(*everything, ends=ends, open_ends=open_ends, compile_only=compiling())
         return
     channels = a.shape[2]
     shape = Shape("unit", channels, channels, weight1.shape[0] // channels)
     tile = tile_for(shape, a.shape[1] - lead, _has_tma(a.device)) if a.dtype == torch.bfloat16 else None
     if tile is None:
-        codec_ops.codec_active_unit(a, lead, residual, weight1, *rest, ends=ends)
+        codec_ops.codec_active_unit(a, lead, residual, weight1, *rest, ends=ends, open_ends=open_ends)
     else:
-        unit(a, lead, residual, weight1, *rest, tile, ends)
+        unit(a, lead, residual, weight1, *rest, tile, ends, open_ends)
 
 
-def _head_on_gpu(a: Tensor, lead: int, weight: Tensor, bias: Tensor) -> Tensor:
+def _head_on_gpu(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | None = None) -> Tensor:
     fits = a.dtype == torch.bfloat16 and _depth(a.shape[2]) is not None and weight.shape[0] <= HEAD_TAPS
-    return head(a, lead, weight, bias) if fits else codec_ops.codec_head(a, lead, weight, bias)
+    return head(a, lead, weight, bias, ends) if fits else codec_ops.codec_head(a, lead, weight, bias, ends=ends)
 
 
 LIBRARY.impl("codec_active_conv", _conv_on_gpu, "CUDA")

@@ -102,7 +102,8 @@ def codec_residual_unit(
 
 @op(
     "codec_active_conv(Tensor a, int lead, Tensor weight, Tensor bias, int taps, int dilation, Tensor? residual,"
-    " Tensor(a!)? raw, Tensor(b!)? active, int active_lead, Tensor? frequency, Tensor? gain, *, Tensor? ends=None) -> ()"
+    " Tensor(a!)? raw, Tensor(b!)? active, int active_lead, Tensor? frequency, Tensor? gain, *, Tensor? ends=None,"
+    " bool open_ends=False) -> ()"
 )
 def codec_active_conv(
     a: Tensor,
@@ -119,13 +120,18 @@ def codec_active_conv(
     gain: Tensor | None,
     *,
     ends: Tensor | None = None,
+    open_ends: bool = False,
 ) -> None:
     """A dilated causal convolution as one matrix product; the result goes to `raw` and, through the next snake, to `active`.
 
     a: [B, lead + T, C], already activated, `lead` steps of history in front (0 or enough for all taps); weight: [taps * C, N], oldest
     tap first; bias, frequency, gain: float32 [N]; residual (added), raw: T * N values a row; active: `active_lead` values, left alone,
     T * N values a row, and what may follow them, left alone too. A transposed convolution of stride `rate` is the case taps = 2,
-    N = rate * Cout. Where `ends` (int32 [B], in steps) is given, `active` is zero from step ends[row] on and `raw` may hold anything there.
+    N = rate * Cout.
+
+    `ends` (int32 [B], in steps): `active` is zero from step ends[row] on, and `raw` may hold anything there. With `open_ends` both may:
+    what lies behind an end is left as it was wherever that saves work. That is for causal readers, of which none sees it in front of the
+    end; of `a` and `residual` nothing behind an end matters to what lies in front of it.
 
     A convolution that is centred reads as many steps on either side: `a` has half its reach in zeros in front of T steps and half behind
     them, and `lead` counts both.
@@ -137,13 +143,13 @@ def codec_active_conv(
     total = bias.expand(rows, steps, -1)
     for tap, part in enumerate(weight.float().split(channels)):
         total = total + extended[:, tap * dilation : tap * dilation + steps] @ part
-    _deliver(total, residual, raw, active, active_lead, frequency, gain, ends)
+    _deliver(total, residual, raw, active, active_lead, frequency, gain, ends, open_ends)
 
 
 @op(
     "codec_active_unit(Tensor a, int lead, Tensor residual, Tensor weight1, Tensor bias1, Tensor frequency1, Tensor gain1,"
     " Tensor weight2, Tensor bias2, int dilation, Tensor(a!)? raw, Tensor(b!)? active, int active_lead,"
-    " Tensor? frequency2, Tensor? gain2, *, Tensor? ends=None, Tensor? packed=None) -> ()"
+    " Tensor? frequency2, Tensor? gain2, *, Tensor? ends=None, bool open_ends=False, Tensor? packed=None) -> ()"
 )
 def codec_active_unit(
     a: Tensor,
@@ -163,6 +169,7 @@ def codec_active_unit(
     gain2: Tensor | None,
     *,
     ends: Tensor | None = None,
+    open_ends: bool = False,
     packed: Tensor | None = None,
 ) -> None:
     """`codec_residual_unit` whose first snake was applied by the op before it, and which applies the next op's.
@@ -174,14 +181,19 @@ def codec_active_unit(
     taps = weight1.shape[0] // a.shape[2]
     hidden = torch.empty_like(residual)
     codec_active_conv(a, lead, weight1, bias1, taps, dilation, None, None, hidden, 0, frequency1, gain1)
-    codec_active_conv(hidden, 0, weight2, bias2, 1, 1, residual, raw, active, active_lead, frequency2, gain2, ends=ends)
+    after = (raw, active, active_lead, frequency2, gain2)
+    codec_active_conv(hidden, 0, weight2, bias2, 1, 1, residual, *after, ends=ends, open_ends=open_ends)
 
 
-@op("codec_head(Tensor a, int lead, Tensor weight, Tensor bias) -> Tensor")
-def codec_head(a: Tensor, lead: int, weight: Tensor, bias: Tensor) -> Tensor:
-    """The last convolution: a [B, lead + T, C], activated; weight [taps, C], oldest tap first; bias [1] -> float32 [B, T] in [-1, 1]."""
+@op("codec_head(Tensor a, int lead, Tensor weight, Tensor bias, *, Tensor? ends=None) -> Tensor")
+def codec_head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, *, ends: Tensor | None = None) -> Tensor:
+    """The last convolution: a [B, lead + T, C], activated; weight [taps, C], oldest tap first; bias [1] -> float32 [B, T] in [-1, 1].
+
+    Where `ends` (int32 [B], in steps) is given, the result may hold anything from step ends[row] on.
+    """
     wave = torch.empty(a.shape[0], a.shape[1] - lead, 1, dtype=torch.float32, device=a.device)
-    codec_active_conv(a, lead, weight.reshape(-1, 1), bias.float(), weight.shape[0], 1, None, wave, None, 0, None, None)
+    everything = (a, lead, weight.reshape(-1, 1), bias.float(), weight.shape[0], 1, None, wave, None, 0, None, None)
+    codec_active_conv(*everything, ends=ends, open_ends=True)
     return wave.squeeze(2).clamp(-1.0, 1.0)
 
 
@@ -194,15 +206,22 @@ def _deliver(
     frequency: Tensor | None,
     gain: Tensor | None,
     ends: Tensor | None,
+    open_ends: bool,
 ) -> None:
     if residual is not None:
         value = value + residual.view_as(value)
+    behind = None if ends is None else (torch.arange(value.shape[1], device=value.device) >= ends[:, None])[:, :, None]
     if raw is not None:
-        raw.view_as(value).copy_(value)
+        _write(value, raw.view_as(value), behind if open_ends else None)
     if active is not None and frequency is not None and gain is not None:
         result = snake_beta(value, frequency, gain)
-        if ends is not None:
-            behind = torch.arange(value.shape[1], device=value.device) >= ends[:, None]
-            result = result.masked_fill(behind[:, :, None], 0.0)
         count = result[0].numel()
-        active.view(len(value), -1)[:, active_lead : active_lead + count].unflatten(1, value.shape[1:]).copy_(result)
+        place = active.view(len(value), -1)[:, active_lead : active_lead + count].unflatten(1, value.shape[1:])
+        if behind is not None and not open_ends:
+            result = result.masked_fill(behind, 0.0)
+        _write(result, place, behind if open_ends else None)
+
+
+def _write(value: Tensor, place: Tensor, kept: Tensor | None) -> None:
+    """Writes a result [B, T, N], but where `kept`, bool [B, T, 1], says that its place is left as it was."""
+    place.copy_(value if kept is None else torch.where(kept, place, value.to(place.dtype)))

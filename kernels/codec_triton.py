@@ -101,6 +101,12 @@ def _write(
 
 
 @triton.jit
+def _behind(ends, row, start):
+    """Whether a tile lies behind the end of its row."""
+    return start >= tl.load(ends + row)
+
+
+@triton.jit
 def _rounds(ends, row, start, count: tl.constexpr):
     """How many pieces a tile's product is summed from: `count`, and none where the tile lies behind the end of its row."""
     rounds = count
@@ -132,6 +138,7 @@ def conv_kernel(
     RESIDUAL: tl.constexpr,
     RAW: tl.constexpr,
     ACTIVE: tl.constexpr,
+    OPEN: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -140,7 +147,10 @@ def conv_kernel(
     TMA: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """[rows, lead + steps, C] -> [rows, steps, N]: a dilated causal convolution of TAPS taps, with bias, residual and next snake."""
+    """[rows, lead + steps, C] -> [rows, steps, N]: a dilated causal convolution of TAPS taps, with bias, residual and next snake.
+
+    With OPEN a tile that lies behind the end of its row is left as it was.
+    """
     n_tiles: tl.constexpr = (N + BN - 1) // BN
     row_tiles = tl.cdiv(steps, BM)
     pid = tl.program_id(0)
@@ -150,13 +160,16 @@ def conv_kernel(
     n = pid % (GROUP * n_tiles) // size * BN
     row = tile_m // row_tiles
     start = tile_m % row_tiles * BM
+    if OPEN and _behind(ends, row, start):
+        return
+    zeros = None if OPEN else ends
     chunks: tl.constexpr = C // BK
     total = tl.zeros((BM, BN), dtype=tl.float32)
-    for i in tl.range(0, _rounds(ends, row, start, TAPS * chunks), num_stages=STAGES):
+    for i in tl.range(0, _rounds(zeros, row, start, TAPS * chunks), num_stages=STAGES):
         shift = (TAPS - 1 - i // chunks) * DILATION
         piece = _steps(a, row, start, i % chunks * BK, steps, lead, shift, C, BM, BK, TMA)
         total = _product(piece, _weights(w, i * BK, n, N, BK, BN, TMA), total, FAST)
-    _write(total, row, start, n, steps, bias, residual, raw, active, stride, frequency, gain, ends, N, BM, BN, RESIDUAL, RAW, ACTIVE, FAST)
+    _write(total, row, start, n, steps, bias, residual, raw, active, stride, frequency, gain, zeros, N, BM, BN, RESIDUAL, RAW, ACTIVE, FAST)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -189,6 +202,7 @@ def unit_kernel(
     N1: tl.constexpr,
     RAW: tl.constexpr,
     ACTIVE: tl.constexpr,
+    OPEN: tl.constexpr,
     BM: tl.constexpr,
     K0: tl.constexpr,
     K1: tl.constexpr,
@@ -199,16 +213,20 @@ def unit_kernel(
     """A whole residual unit: dilated convolution, snake, 1x1 convolution, residual, next snake.
 
     All C = N0 + N1 channels of a step stay in one program, in two power-of-two pieces; depth goes in pieces K0 and, where K1 > 0, K1.
+    OPEN as for `conv_kernel`.
     """
     row_tiles = tl.cdiv(steps, BM)
     pid = tl.program_id(0)
     row = pid // row_tiles
     start = pid % row_tiles * BM
+    if OPEN and _behind(ends, row, start):
+        return
+    zeros = None if OPEN else ends
     depth: tl.constexpr = K0 + K1
     chunks: tl.constexpr = C // depth
     left = tl.zeros((BM, N0), dtype=tl.float32)
     right = tl.zeros((BM, N1), dtype=tl.float32)
-    for i in tl.range(0, _rounds(ends, row, start, TAPS * chunks), num_stages=STAGES):
+    for i in tl.range(0, _rounds(zeros, row, start, TAPS * chunks), num_stages=STAGES):
         shift = (TAPS - 1 - i // chunks) * DILATION
         k = i % chunks * depth
         piece = _steps(a0, row, start, k, steps, lead, shift, C, BM, K0, TMA)
@@ -226,20 +244,41 @@ def unit_kernel(
     hidden1 = right.to(tl.bfloat16)
     out = _product(hidden0, _weights(w2, 0, 0, C, N0, N0, False), tl.zeros((BM, N0), dtype=tl.float32), FAST)
     out = _product(hidden1, _weights(w2, N0, 0, C, N1, N0, False), out, FAST)
-    _write(out, row, start, 0, steps, bias2, residual, raw, active, stride, frequency2, gain2, ends, C, BM, N0, True, RAW, ACTIVE, FAST)
+    _write(out, row, start, 0, steps, bias2, residual, raw, active, stride, frequency2, gain2, zeros, C, BM, N0, True, RAW, ACTIVE, FAST)
     # Never fewer than 64 columns: with 32, ptxas 12.8 computes the upper half of a shared-memory descriptor wrongly.
     n1p: tl.constexpr = N1 if N1 > 64 else 64
     out = _product(hidden0, _weights(w2, 0, N0, C, N0, n1p, False), tl.zeros((BM, n1p), dtype=tl.float32), FAST)
     out = _product(hidden1, _weights(w2, N0, N0, C, N1, n1p, False), out, FAST)
-    _write(out, row, start, N0, steps, bias2, residual, raw, active, stride, frequency2, gain2, ends, C, BM, n1p, True, RAW, ACTIVE, FAST)
+    _write(out, row, start, N0, steps, bias2, residual, raw, active, stride, frequency2, gain2, zeros, C, BM, n1p, True, RAW, ACTIVE, FAST)
 
 
 @triton.jit
 def head_products_kernel(
-    a, w, out, count, TAPS: tl.constexpr, C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, ROOM: tl.constexpr, FAST: tl.constexpr
+    a,
+    w,
+    out,
+    ends,
+    count,
+    lead,
+    TAPS: tl.constexpr,
+    C: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+    ROOM: tl.constexpr,
+    FAST: tl.constexpr,
 ):
-    """Every step's product with every tap of the last convolution: [count, C] x [TAPS, C] -> float32 [count, ROOM]."""
-    at = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    """Every step's product with every tap of the last convolution: [count, C] x [TAPS, C] -> float32 [count, ROOM].
+
+    Where rows have `ends` a launch has them on its second axis, `count` is that of each, and tiles behind an end are left as they were.
+    """
+    start = tl.program_id(0).to(tl.int64) * BM
+    if ends is not None:
+        row = tl.program_id(1)
+        if _behind(ends, row, start - lead):
+            return
+        a += row.to(tl.int64) * count * C
+        out += row.to(tl.int64) * count * ROOM
+    at = start + tl.arange(0, BM)
     tap = tl.arange(0, 16)
     total = tl.zeros((BM, 16), dtype=tl.float32)
     for k in tl.static_range(0, C, BK):
@@ -251,10 +290,16 @@ def head_products_kernel(
 
 
 @triton.jit
-def head_sum_kernel(products, bias, out, steps, lead, TAPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr):
-    """Sums the products of `head_products_kernel` that meet in one step: -> float32 [rows, steps], clamped to [-1, 1]."""
+def head_sum_kernel(products, bias, out, ends, steps, lead, TAPS: tl.constexpr, ROOM: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums the products of `head_products_kernel` that meet in one step: -> float32 [rows, steps], clamped to [-1, 1].
+
+    Where rows have `ends` samples behind them may be left as they were.
+    """
     row = tl.program_id(1)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0) * BLOCK
+    if ends is not None and _behind(ends, row, start):
+        return
+    at = start + tl.arange(0, BLOCK)
     base = products + row.to(tl.int64) * (lead + steps) * ROOM
     wave = tl.zeros((BLOCK,), dtype=tl.float32) + tl.load(bias)
     for tap in tl.static_range(TAPS):

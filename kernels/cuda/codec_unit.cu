@@ -22,7 +22,7 @@ struct Args {
     bf16 *raw, *active;                   // null where not wanted
     const int* ends;                      // null: all rows are whole
     long long active_stride;              // values from a row of `active` to the next
-    int rows, steps, lead, dilation;
+    int rows, steps, lead, dilation, open_ends;  // open_ends: what lies behind an end may be left as it was
 };
 
 struct TensorArgs {
@@ -54,37 +54,42 @@ __device__ __forceinline__ float snake(float x, float frequency, float gain) {
     return x + gain * sine * sine;
 }
 
-// The tiles of a block, in order. One that lies behind its row's end needs no products.
+// The tiles of a block, in order: its share of those with steps in front of their row's end or, with `behind`, of the others.
 struct Tiles {
     const Args& p;
-    const int in_row, rows_on, tiles_on;  // tiles of a row; how far it is to the block's next one
-    int row, start, end = 0;
-    int item = 0;  // tiles with products before this one
+    const bool behind;
+    int row = -1, start, end = 0, limit = 0;  // limit: where those tiles of the row end
+    int item = 0;                             // tiles before this one
 
-    __device__ explicit Tiles(const Args& arguments)
-        : p(arguments), in_row((p.steps + TILE - 1) / TILE), rows_on(static_cast<int>(gridDim.x) / in_row),
-          tiles_on(static_cast<int>(gridDim.x) % in_row), row(static_cast<int>(blockIdx.x) / in_row),
-          start(static_cast<int>(blockIdx.x) % in_row * TILE) {}
-    __device__ __forceinline__ bool found() {
-        if (row >= p.rows) return false;
-        end = p.ends == nullptr ? p.steps : p.ends[row];
-        return true;
+    __device__ __forceinline__ explicit Tiles(const Args& arguments, bool others = false)
+        : p(arguments), behind(others), start(static_cast<int>(blockIdx.x) * TILE) {
+        settle();
     }
-    __device__ __forceinline__ bool multiplied() const { return start < end; }
+    __device__ __forceinline__ bool found() const { return row < p.rows; }
     __device__ __forceinline__ void next() {
-        item += multiplied();
-        row += rows_on, start += tiles_on * TILE;
-        if (start >= in_row * TILE) row += 1, start -= in_row * TILE;
+        item += 1, start += static_cast<int>(gridDim.x) * TILE;
+        settle();
     }
     __device__ __forceinline__ int stage() const { return item % STAGES; }
     __device__ __forceinline__ int parity() const { return item / STAGES & 1; }
+
+private:
+    __device__ __forceinline__ static int whole(int steps) { return (steps + TILE - 1) / TILE * TILE; }
+    // Goes on to the row that has the tile, where this one has too few.
+    __device__ __forceinline__ void settle() {
+        while (start >= limit && ++row < p.rows) {
+            start -= limit;
+            end = p.ends == nullptr ? p.steps : p.ends[row];
+            limit = whole(behind ? p.steps : end);
+            if (behind) start += whole(end);
+        }
+    }
 };
 
 // One thread copies all tiles.
 __device__ void copy_boxes(const Args& p, const TensorMap& map, Shared& s) {
     const int reach = (TAPS - 1) * p.dilation;
     for (Tiles tiles(p); tiles.found(); tiles.next()) {
-        if (!tiles.multiplied()) continue;
         const int stage = tiles.stage();
         wait_for(&s.barriers.empty[stage], tiles.parity() ^ 1);
         arrive_expecting(&s.barriers.full[stage], (TILE + reach) * C * 2);
@@ -202,7 +207,6 @@ struct Multiplier {
         }
     }
     __device__ __forceinline__ void clear(const Tiles& tiles) {  // a tile behind the row's end
-        if (p.active == nullptr) return;
         const int steps = min(TILE, p.steps - tiles.start);
         bf16* to = p.active + tiles.row * p.active_stride + static_cast<long long>(tiles.start) * C;
 #pragma unroll 1
@@ -216,11 +220,10 @@ struct Multiplier {
 
     __device__ void run() {
         if (warpgroup == WARPGROUPS - 1) pass_turn(0);
+        if (p.ends != nullptr && !p.open_ends && p.active != nullptr)
+            for (Tiles tiles(p, true); tiles.found(); tiles.next()) clear(tiles);
         wait_for(&s.barriers.weights, 0);
-        for (Tiles tiles(p); tiles.found(); tiles.next()) {
-            if (!tiles.multiplied()) clear(tiles);
-            else finish(tiles);
-        }
+        for (Tiles tiles(p); tiles.found(); tiles.next()) finish(tiles);
     }
 
     __device__ __forceinline__ void finish(const Tiles& tiles) {

@@ -25,7 +25,7 @@ struct Args {
     bf16 *raw, *active;  // null: not wanted
     const int* ends;     // null: every row has all steps
     long long active_stride;  // values from one row of `active` to the next
-    int rows, steps, lead, dilation;
+    int rows, steps, lead, dilation, open_ends;  // open_ends: what lies behind an end may be left as it was
 };
 enum Parameter { BIAS1, FREQUENCY1, GAIN1, BIAS2, FREQUENCY2, GAIN2 };
 
@@ -34,13 +34,41 @@ struct TensorArgs {
     TensorMap map;  // of `a`: boxes of 32 channels x the steps of a piece with what its taps reach back for
 };
 
-// 64 steps of a row of the batch from `start` on; what is activated is zero from `end` on; `there`: the batch has that row.
+// 64 steps of a row of the batch from `start` on; what is activated is zero from `end` on.
 struct Piece {
     long long row;
     int start, end;
-    bool there;
+};
 
-    __device__ __forceinline__ bool works() const { return there && start < end; }  // or else there is nothing to multiply
+// The pieces of a warpgroup: its share of those with steps in front of their row's end or, with `behind`, of the others. In each turn a block
+// takes one for each of its warpgroups; in its last one there may be none for the last warpgroups.
+struct Pieces {
+    const Args& p;
+    const bool behind;
+    int row = -1, start, end = 0, limit = 0;  // limit: where those pieces of the row end
+
+    __device__ __forceinline__ Pieces(const Args& args, int group, bool others = false)
+        : p(args), behind(others), start((group * gridDim.x + blockIdx.x) * STEPS) {
+        settle();
+    }
+    __device__ __forceinline__ bool found() const { return row < p.rows; }
+    __device__ __forceinline__ Piece piece() const { return {row, start, end}; }
+    __device__ __forceinline__ void next() {
+        start += GROUPS * gridDim.x * STEPS;
+        settle();
+    }
+
+private:
+    __device__ __forceinline__ static int whole(int steps) { return (steps + STEPS - 1) / STEPS * STEPS; }
+    // Goes on to the row that has the piece, where this one has too few.
+    __device__ __forceinline__ void settle() {
+        while (start >= limit && ++row < p.rows) {
+            start -= limit;
+            end = p.ends == nullptr ? p.steps : p.ends[row];
+            limit = whole(behind ? p.steps : end);
+            if (behind) start += whole(end);
+        }
+    }
 };
 
 struct alignas(16) Shared {
@@ -53,36 +81,16 @@ struct alignas(16) Shared {
 };
 static_assert(sizeof(Shared) % 512 == 0 && CHUNK % 512 == 0, "boxes, behind it and the ring, are on multiples of 512 bytes if it is");
 
-// The work of a launch: in each turn every block takes a piece for each of its warpgroups.
+// Where things are in shared memory.
 struct Plan {
     const Args& p;
-    const int pieces, reach, lines, stages, turns;  // lines: of a box, one for each step
+    const int reach, lines, stages;  // lines: of a box, one for each step
 
     __device__ __forceinline__ Plan(const Args& args)
-        : p(args), pieces((args.steps + STEPS - 1) / STEPS), reach((TAPS - 1) * args.dilation),
-          lines((STEPS + reach + 7) / 8 * 8),
-          stages(min(MOST_STAGES, (SHARED_BYTES - static_cast<int>(sizeof(Shared)) - GROUPS * activations()) / CHUNK)),
-          turns((args.rows * pieces + GROUPS * gridDim.x - 1) / (GROUPS * gridDim.x)) {}
+        : p(args), reach((TAPS - 1) * args.dilation), lines((STEPS + reach + 7) / 8 * 8),
+          stages(min(MOST_STAGES, (SHARED_BYTES - static_cast<int>(sizeof(Shared)) - GROUPS * activations()) / CHUNK)) {}
 
     __device__ __forceinline__ int activations() const { return SLABS * lines * 16; }  // bytes of a warpgroup's
-    __device__ __forceinline__ int number(int turn, int group) const { return (turn * GROUPS + group) * gridDim.x + blockIdx.x; }
-    __device__ __forceinline__ Piece piece(int turn, int group) const {
-        const int at = number(turn, group), row = at / pieces;
-        const bool there = row < p.rows;
-        return {row, (at - row * pieces) * STEPS, p.ends != nullptr && there ? p.ends[row] : p.steps, there};
-    }
-    // Whether a turn has no work for this block.
-    __device__ __forceinline__ bool idle(int turn) const {
-        if (p.ends == nullptr) return number(turn, 0) >= p.rows * pieces;
-        for (int group = 0; group < GROUPS; ++group)
-            if (piece(turn, group).works()) return false;
-        return true;
-    }
-    // The first turn with work, from `turn` on.
-    __device__ __forceinline__ int working(int turn) const {
-        while (turn < turns && idle(turn)) ++turn;
-        return turn;
-    }
 };
 
 __device__ __forceinline__ void wait_for(unsigned long long* barrier, uint32_t parity) {
@@ -102,7 +110,7 @@ struct Place {
 
 __device__ __forceinline__ void stream_weights(const Plan& plan, Shared& s) {
     Place place;
-    for (int turn = plan.working(0); turn < plan.turns; turn = plan.working(turn + 1))
+    for (Pieces first(plan.p, 0); first.found(); first.next())
 #pragma unroll 1
         for (int chunk = 0; chunk < CHUNKS; ++chunk) {
             unsigned long long* const full = &s.full[place.stage];
@@ -118,9 +126,8 @@ __device__ __forceinline__ void copy_boxes(const Plan& plan, const TensorMap& ma
     const Args& p = plan.p;
     char* const to = s.ring() + plan.stages * CHUNK + group * plan.activations();
     uint32_t parity = 0;
-    for (int turn = plan.working(0); turn < plan.turns; turn = plan.working(turn + 1)) {
-        const Piece piece = plan.piece(turn, group);
-        if (!piece.works()) continue;
+    for (Pieces pieces(p, group); pieces.found(); pieces.next()) {
+        const Piece piece = pieces.piece();
         wait_for(&s.free[group], parity ^ 1);
         arrive_expecting(&s.brought[group], (STEPS + plan.reach) * CHANNELS * 2);
         for (int box = 0; box < TAP_CHUNKS; ++box)
@@ -287,12 +294,11 @@ struct Worker {
         }
     }
 
-    // Zeros for the pieces that have no products.
+    // Zeros for the pieces behind the rows' ends.
     __device__ __forceinline__ void clear() const {
-        if (p.ends == nullptr || p.active == nullptr) return;
-        for (int turn = 0; turn < plan.turns; ++turn) {
-            const Piece piece = plan.piece(turn, group);
-            if (piece.works() || !piece.there) continue;
+        if (p.ends == nullptr || p.open_ends || p.active == nullptr) return;
+        for (Pieces pieces(p, group, true); pieces.found(); pieces.next()) {
+            const Piece piece = pieces.piece();
             bf16* to = p.active + piece.row * p.active_stride + piece.start * CHANNELS;
             for (int i = thread; i < min(STEPS, p.steps - piece.start) * SLABS; i += 128)
                 *reinterpret_cast<uint4*>(to + i * 8) = make_uint4(0, 0, 0, 0);
@@ -312,22 +318,20 @@ struct Worker {
 
     __device__ __forceinline__ void run() {
         clear();
-        int turn = plan.working(0);
-        Piece piece = plan.piece(turn, group);
-        while (turn < plan.turns) {
-            turn = plan.working(turn + 1);
-            if (piece.works()) {
-                await_activations();
-                float total[96] = {};
-                uint32_t hidden[48];
-                first_product(total);
-                leave_activations();
-                activate(total, hidden);
-                finish(hidden, piece);
-            } else {
+        Pieces pieces(p, group);
+        for (Pieces first(p, 0); first.found(); first.next(), pieces.next()) {
+            if (!pieces.found()) {
                 skip();
+                continue;
             }
-            piece = plan.piece(turn, group);
+            const Piece piece = pieces.piece();
+            await_activations();
+            float total[96] = {};
+            uint32_t hidden[48];
+            first_product(total);
+            leave_activations();
+            activate(total, hidden);
+            finish(hidden, piece);
         }
     }
 };

@@ -70,6 +70,20 @@ def test_the_order_of_threads_changes_no_bit(cut: Cut | WideCut, emulated: Calla
     assert all(torch.equal(runs[0], other) for other in runs[1:])
 
 
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.kernel)
+def test_open_ends_change_no_bit_in_front_of_them_and_leave_the_tiles_behind_them(
+    cut: Cut | WideCut, emulated: Callable[[int], None]
+) -> None:
+    ends = (400, 0, 129, 64)
+    whole, ended = (Unit(4, 400, 9, ends=chosen, open_ends=chosen is not None) for chosen in (None, ends))
+    for of_whole, of_ended, unwritten in zip(whole.made(cut), ended.made(cut), ended.outputs(cut.channels, BF16)):
+        assert of_whole is not None and of_ended is not None and unwritten is not None  # noqa: PT018
+        for row, end in enumerate(ends):
+            assert torch.equal(of_ended[row, :end], of_whole[row, :end])
+            behind = -(-end // cut.box_steps) * cut.box_steps
+            assert torch.equal(of_ended[row, behind:].nan_to_num(9.0), unwritten[row, behind:].nan_to_num(9.0))
+
+
 def test_a_row_has_the_same_bits_in_any_company(emulated: Callable[[int], None]) -> None:
     alone, among = (Unit(rows, 150, 3).made(CUTS[0])[1] for rows in (1, 4))
     assert alone is not None and among is not None  # noqa: PT018
