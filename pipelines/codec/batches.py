@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 #: Lengths are filled up to a multiple of this, which bounds the number of shapes that kernels and libraries meet.
 LENGTH_STEP = 8
 #: Frames that a batch costs at least, however small (its launches), and that each batch costs beside its own.
 MIN_FRAMES, BATCH_COST = 600, 100
+#: Of a padded frame, where kernels pass over what lies behind the end of a row: only what stands in front of the convolutions makes it.
+PADDING_COST = 0.1
 #: Rows of every batch in reproducible mode.
 FIXED_ROWS = 8
 
@@ -28,23 +31,27 @@ def longest_first(lengths: Sequence[int], max_frames: int) -> list[list[int]]:
     return found
 
 
-def cheapest(lengths: Sequence[int], max_frames: int, pass_frames: int) -> list[list[int]]:
+def cheapest(lengths: Sequence[int], max_frames: int, pass_frames: int, padding_cost: float = 1.0) -> list[list[int]]:
     """The cut of utterances into batches that costs the least by the figures above; empty ones are left out.
 
     A batch is as wide as its longest utterance and has at most `max_frames` frames, of which a row counts at most `pass_frames`:
-    longer ones are decoded in passes of that many. The longest utterances come first.
+    longer ones are decoded in passes of that many. The longest utterances come first. `padding_cost`: of a padded frame, in frames of an
+    utterance; 1 in a batch that is decoded in passes.
     """
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
     widths = [round_up(lengths[i]) for i in order]
+    frames = [0, *accumulate(lengths[i] for i in order)]
     # best[end]: the least cost of the first `end` utterances, and where their last batch begins.
-    best: list[tuple[int, int]] = [(0, 0)]
+    best: list[tuple[float, int]] = [(0, 0)]
     for end in range(1, len(order) + 1):
-        choices: list[tuple[int, int]] = []
+        choices: list[tuple[float, int]] = []
         for begin in range(end - 1, -1, -1):
             rows, width = end - begin, widths[begin]
             if rows > 1 and rows * min(width, pass_frames) > max_frames:
                 break
-            choices.append((best[begin][0] + max(rows * width, MIN_FRAMES) + BATCH_COST, begin))
+            real = frames[end] - frames[begin]
+            own = real + (padding_cost if width <= pass_frames else 1.0) * (rows * width - real)
+            choices.append((best[begin][0] + max(own, MIN_FRAMES) + BATCH_COST, begin))
         best.append(min(choices))
     batches: list[list[int]] = []
     end = len(order)

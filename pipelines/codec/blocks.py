@@ -218,6 +218,9 @@ class ConvStack:
     `width`: channels of the first block, halved by each. `tanh`: whether samples pass it, as training had it; else they are cut off.
     """
 
+    #: Whether samples that nobody wants cost next to nothing.
+    skips_padding = False
+
     def __init__(self, load: CodecLoader, layout: StateLayout, latent: int, width: int, rates: Sequence[int], tanh: bool) -> None:
         widths = [width >> i for i in range(len(rates) + 1)]
         last = len(widths)
@@ -227,7 +230,8 @@ class ConvStack:
         self.head = CausalConv(load.at(f"{last + 1}.conv."), layout, widths[-1], 1, STACK_KERNEL)
         self.tanh = tanh
 
-    def __call__(self, x: Tensor, past: Past | None) -> Tensor:
+    def __call__(self, x: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+        """`lengths`: samples of each row that are wanted; here all are made."""
         x = self.stem(x, past)
         for block in self.blocks:
             x = block(x, past)

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from kernels.registry import on_device, to_device
 from kernels.toolchain import triton_fault
-from pipelines.codec.batches import FIXED_ROWS, alike, cheapest, round_up
+from pipelines.codec.batches import FIXED_ROWS, PADDING_COST, alike, cheapest, round_up
 from pipelines.codec.blocks import Past
 from pipelines.codec.states import CodecShape, CodecState, Written
 from pipelines.codec.stream_graphs import StreamGraphs, graph_bytes, pieces
@@ -37,6 +37,8 @@ class CausalDecoder:
 
     #: Values of a stream's state.
     state_size: int
+    #: Whether `_run` makes next to nothing of what lies behind `lengths`.
+    skips_padding = False
 
     def __init__(
         self,
@@ -193,8 +195,11 @@ class CausalDecoder:
                     waves[i] = decoded[row]
         return waves
 
-    def _run(self, codes: Tensor, past: Past | None) -> Tensor:
-        """One pass: [B, T, codebooks] -> float32 [B, T * samples_per_frame]."""
+    def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+        """One pass: [B, T, codebooks] -> float32 [B, T * samples_per_frame].
+
+        `lengths`: samples of each row that are wanted, where `skips_padding` and there is no past; others may be anything.
+        """
         raise NotImplementedError
 
     def _check(self, codes: Sequence[Tensor]) -> None:
@@ -224,7 +229,9 @@ class CausalDecoder:
         if self._alone:
             return [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]) if lengths[i]]
         if not self._fixed:
-            return cheapest(lengths, self.batch_frames, PASS_FRAMES)
+            # Rows that start somewhere are decoded to the end of their batch.
+            padding = PADDING_COST if self.skips_padding and not any(warm) else 1.0
+            return cheapest(lengths, self.batch_frames, PASS_FRAMES, padding)
         kinds = [[length if one is kind else 0 for length, one in zip(lengths, warm)] for kind in (False, True)]
         return [indices for kind in kinds for indices in alike(kind)]
 
@@ -252,7 +259,9 @@ class CausalDecoder:
         padded = longest if self._alone else round_up(longest)
         batch = self._here(torch.stack(self._filled([pad(item, (0, 0, 0, padded - len(item))) for item in codes])))
         if states is None and padded <= PASS_FRAMES:
-            return self._run(batch, None)
+            # Whole rows have lengths too: kernels for rows without ends would be compiled beside those with.
+            ends = self.skips_padding and not self._fixed
+            return self._run(batch, None, [len(item) * self.samples_per_frame for item in codes] if ends else None)
         past = self._past(states or [], len(batch))
         waves: list[Tensor] = []
         for part in batch.split(PASS_FRAMES, dim=1):

@@ -7,16 +7,21 @@ states are its own.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from itertools import accumulate
+from operator import mul
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 import kernels.codec_ops  # noqa: F401  (registers the ops)
 from kernels import codec_cuda
+from kernels.registry import to_device
 from kernels.toolchain import TRITON_ADVICE, triton_fault
 from pipelines.codec.blocks import ConvStack, Past, Snake, StateSpan, UpsampleBlock
 
@@ -78,17 +83,26 @@ class FusedUnit:
         self._packed = codec_cuda.chosen(self._weight1, self._weight2, self._dilation)
 
     def __call__(
-        self, a: Tensor, lead: int, x: Tensor, raw: Tensor | None, active: Tensor, active_lead: int, ends: Tensor | None = None
+        self,
+        a: Tensor,
+        lead: int,
+        x: Tensor,
+        raw: Tensor | None,
+        active: Tensor,
+        active_lead: int,
+        ends: Tensor | None = None,
+        open_ends: bool = False,
     ) -> None:
         """As `kernels.codec_ops.codec_active_unit`: a [B, lead + T, C] = snake(x) after its history; x, raw: [B, T, C]."""
+        stop = {"ends": ends, "open_ends": open_ends}
         first, second = (self._weight1, self._bias1), (self._weight2, self._bias2)
         after = (raw, active, active_lead, *self._after)
         if self._whole:
-            _ops.codec_active_unit(a, lead, x, *first, *self._inner, *second, self._dilation, *after, ends=ends, packed=self._packed)
+            _ops.codec_active_unit(a, lead, x, *first, *self._inner, *second, self._dilation, *after, **stop, packed=self._packed)
             return
         hidden = torch.empty_like(x)
-        _ops.codec_active_conv(a, lead, *first, self._taps, self._dilation, None, None, hidden, 0, *self._inner, ends=ends)
-        _ops.codec_active_conv(hidden, 0, *second, 1, 1, x, *after, ends=ends)
+        _ops.codec_active_conv(a, lead, *first, self._taps, self._dilation, None, None, hidden, 0, *self._inner, **stop)
+        _ops.codec_active_conv(hidden, 0, *second, 1, 1, x, *after, **stop)
 
 
 class _Block:
@@ -103,26 +117,27 @@ class _Block:
         followers = [_Next.of(unit.first, unit.span) for unit in units[1:]]
         self.units = [(FusedUnit(unit, following), following) for unit, following in zip(units, [*followers, after])]
 
-    def __call__(self, a: Tensor, lead: int, past: Past | None) -> tuple[Tensor, int]:
-        """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead."""
+    def __call__(self, a: Tensor, lead: int, past: Past | None, before: Tensor | None, ends: Tensor | None) -> tuple[Tensor, int]:
+        """Activated [B, lead + T, 2 * channels] -> the next op's activated input and its lead; the rows' ends there and here."""
         rows, steps = a.shape[0], (a.shape[1] - lead) * self.rate
         x = a.new_empty(rows, steps, self.channels)
         following, ahead = _buffer(a, steps, self.channels, self.first.span, past)
         first = self.first
-        _ops.codec_active_conv(
-            a, lead, self.weight, self.bias, 2, 1, None, x, following, ahead * self.channels, first.frequency, first.gain
-        )
+        into = (x, following, ahead * self.channels, first.frequency, first.gain)
+        _ops.codec_active_conv(a, lead, self.weight, self.bias, 2, 1, None, *into, ends=before, open_ends=True)
         for unit, after in self.units:
             a, lead = _settle(following, ahead, first.span, past), ahead
             following, ahead = _buffer(a, steps, self.channels, after.span, past)
             raw = None if after is self.units[-1][1] else torch.empty_like(x)
-            unit(a, lead, x, raw, following, ahead * self.channels)
+            unit(a, lead, x, raw, following, ahead * self.channels, ends, True)
             x, first = (x if raw is None else raw), after
         return _settle(following, ahead, first.span, past), ahead
 
 
 class FusedStack:
     """From upsampled latents to the waveform, as the plain stack: [B, T, latent] -> float32 [B, T * rates] in [-1, 1]."""
+
+    skips_padding = True
 
     def __init__(self, stack: ConvStack) -> None:
         stem, head = stack.stem, stack.head
@@ -131,27 +146,40 @@ class FusedStack:
         entries = [_Next.of(block.snake, block.span) for block in stack.blocks] + [_Next.of(stack.snake, head.span)]
         self._entry = entries[0]
         self._blocks = [_Block(block, after) for block, after in zip(stack.blocks, entries[1:])]
+        rates = [block.rate for block in stack.blocks]
+        #: Samples of a step of each block's input, and of the head's.
+        self._step_samples = [*accumulate(rates[::-1], mul, initial=1)][::-1]
         self._head_span = head.span
         self._tanh = stack.tanh
         weight, bias = (head.weight / HEADROOM, head.bias / HEADROOM) if stack.tanh else (head.weight, head.bias)
         self._head_weight, self._head_bias = weight[0].T.contiguous(), bias.float()
 
-    def __call__(self, x: Tensor, past: Past | None) -> Tensor:
-        lead = 0
+    def __call__(self, x: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+        """`lengths`: samples of each row that are wanted. Those behind them may be anything, since tiles there are passed over."""
+        lead, ends = 0, self._ends(lengths, x.device)
         if past is not None:
             lead = self._stem_span.steps
             x = torch.cat((past.swap(self._stem_span, x), x), dim=1)
         entry = self._entry
         width = len(self._stem_bias)
         a, ahead = _buffer(x, x.shape[1] - lead, width, entry.span, past)
-        _ops.codec_active_conv(
-            x, lead, self._stem_weight, self._stem_bias, self._stem_taps, 1, None, None, a, ahead * width, entry.frequency, entry.gain
-        )
+        into = (None, a, ahead * width, entry.frequency, entry.gain)
+        stem = (self._stem_weight, self._stem_bias, self._stem_taps, 1, None)
+        _ops.codec_active_conv(x, lead, *stem, *into, ends=ends[0], open_ends=True)
         a = _settle(a, ahead, entry.span, past)
-        for block in self._blocks:
-            a, ahead = block(a, ahead, past)
-        samples = _ops.codec_head(a, ahead, self._head_weight, self._head_bias)
+        for block, before, after in zip(self._blocks, ends, ends[1:]):
+            a, ahead = block(a, ahead, past, before, after)
+        samples = _ops.codec_head(a, ahead, self._head_weight, self._head_bias, ends=ends[-1])
         return torch.tanh(samples * HEADROOM) if self._tanh else samples
+
+    def _ends(self, lengths: Sequence[int] | None, device: torch.device) -> Sequence[Tensor | None]:
+        """Where rows of so many samples end, in steps of each block's input and of the head's, int32 [B] each; one copy for all."""
+        if lengths is None:
+            return [None] * len(self._step_samples)
+        # Each starts on a multiple of 16 bytes: Triton compiles a kernel anew for a pointer that does not.
+        table = np.zeros((len(self._step_samples), -(-len(lengths) // 4) * 4), np.int32)
+        table[:, : len(lengths)] = -(-np.array(lengths) // np.array(self._step_samples)[:, None])
+        return to_device(torch.from_numpy(table), device)[:, : len(lengths)].unbind()
 
 
 def prepared_stack(stack: ConvStack, device: torch.device, dtype: torch.dtype, fused: bool | None = None) -> ConvStack | FusedStack:

@@ -251,6 +251,7 @@ class CodecDecoder(CausalDecoder):
         model = CodecLoader(source, "decoder.model.", dtype, device)
         stack = ConvStack(model, layout, config.latent, config.decoder_dim, config.decoder_rates, tanh=True)
         self._stack = prepared_stack(stack, device, dtype, fused)
+        self.skips_padding = self._stack.skips_padding
         self.state_size = layout.size
 
     def latents(self, codes: Tensor) -> Tensor:
@@ -265,8 +266,8 @@ class CodecDecoder(CausalDecoder):
         """[B, T, latent] -> [B, T * 4 in the published codec, latent]."""
         return self._upsample(x, past)
 
-    def _run(self, codes: Tensor, past: Past | None) -> Tensor:
-        return self._stack(self.upsampled(self.transformed(self.latents(codes), past), past), past)
+    def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+        return self._stack(self.upsampled(self.transformed(self.latents(codes), past), past), past, lengths)
 
 
 @dataclass(frozen=True, slots=True)

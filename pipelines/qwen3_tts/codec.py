@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,14 +114,15 @@ class CodecDecoder(CausalDecoder):
             self._front = prepared_front(*parts, self.device)
         stack = ConvStack(load.at("decoder."), layout, latent, config.decoder_dim, config.upsample_rates, tanh=False)
         self._stack = prepared_stack(stack, self.device, dtype, fused)
+        self.skips_padding = self._stack.skips_padding
         self.state_size = layout.size
 
-    def _run(self, codes: Tensor, past: Past | None) -> Tensor:
+    def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
         x = embedding(codes.long() + self._offsets, self._table).sum(dim=2)
         if self._front is not None:
-            return self._stack(self._front(x, past), past)
+            return self._stack(self._front(x, past), past, lengths)
         x = self._transformer(self._pre_conv(x, past), past)
-        return self._stack(self._upsample(x, past), past)
+        return self._stack(self._upsample(x, past), past, lengths)
 
 
 def _code_table(config: CodecDecoderConfig, load: Loader) -> Tensor:

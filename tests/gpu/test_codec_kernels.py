@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
+
+import triton
 
 from kernels import codec_launch, codec_ops
 from kernels.codec_launch import Shape, Tile, split
@@ -149,6 +151,46 @@ def test_centred_rows_end(unit: bool, tma: bool) -> None:
         assert found[0][row, margin : margin + end].abs().amax(dim=1).all()
 
 
+@pytest.mark.parametrize("tma", TMA)
+@pytest.mark.parametrize("unit", [False, True])
+def test_open_ends_change_no_bit_in_front_of_them_and_leave_the_tiles_behind_them(unit: bool, tma: bool) -> None:
+    """Rows that end inside a tile, between two, with the last and before any; what lies behind an end is no number."""
+    channels, depth, dilation, steps = (48, 16, 3, 200) if INTERPRETED else (96, 32, 9, 1000)
+    inner, after = snakes(channels, 1), snakes(channels, 3)
+    weight = (rand(7 * channels, channels) / math.sqrt(7 * channels)).bfloat16()
+    second, bias = (rand(channels, channels) / math.sqrt(channels)).bfloat16(), rand(channels, seed=7)
+    ends = torch.tensor([steps, 65, 128, 0], dtype=torch.int32, device=DEVICE)
+    found: list[list[Tensor]] = []
+    for given in (None, ends):
+        x, a = rand(4, steps, channels).bfloat16(), rand(4, steps, channels, seed=5).bfloat16()
+        for row, end in enumerate(() if given is None else given.tolist()):
+            x[row, end:] = a[row, end:] = math.nan
+        made = [torch.full_like(x, 7.0) for _ in range(2)]
+        sink = (*made, 0, *after)
+        if unit:
+            arguments = (a, 0, x, weight, bias, *inner, second, bias, dilation, *sink)
+            codec_launch.unit(*arguments, Tile(64, 0, depth, 2, 4, tma), given, open_ends=True)
+        else:
+            codec_launch.conv(a, 0, weight, bias, 7, dilation, x, *sink, Tile(64, 64, depth, 2, 4, tma), given, open_ends=True)
+        found.append(made)
+    for whole, ended in zip(*found):
+        for row, end in enumerate(ends.tolist()):
+            assert torch.equal(ended[row, :end], whole[row, :end])
+            assert (ended[row, triton.cdiv(end, 64) * 64 :] == 7.0).all()
+
+
+def test_a_head_reads_nothing_behind_an_open_end() -> None:
+    steps = 640 if INTERPRETED else 3072
+    a, weight, bias = rand(4, steps, 96).bfloat16(), (rand(7, 96) / 20).bfloat16(), rand(1, scale=0.1)
+    ends = torch.tensor([steps, 0, 128, 517], dtype=torch.int32, device=DEVICE)
+    whole = codec_launch.head(a, 0, weight, bias)
+    for row, end in enumerate(ends.tolist()):
+        a[row, end:] = math.nan
+    ended = codec_launch.head(a, 0, weight, bias, ends)
+    for row, end in enumerate(ends.tolist()):
+        assert torch.equal(ended[row, :end], whole[row, :end])
+
+
 def test_head_and_snake() -> None:
     a, weight, bias = rand(2, STEPS, 96).bfloat16(), (rand(7, 96) / 20).bfloat16(), rand(1, scale=0.1)
     torch.testing.assert_close(
@@ -219,3 +261,35 @@ def test_reproducible_audio_is_the_same_bits_in_any_company() -> None:
         assert torch.isfinite(together[at]).all()
         assert torch.equal(together[at], backwards[at])
         assert torch.equal(together[at], decoder.decode([item])[0])
+
+
+@pytest.fixture
+def unwritten_is_no_number() -> Iterator[None]:
+    """Memory that nothing was written to is NaN, which PyTorch has for its deterministic algorithms."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("unwritten_is_no_number")
+@pytest.mark.skipif(INTERPRETED, reason="takes minutes in the interpreter")
+@pytest.mark.parametrize("fused_front", [False, True])
+def test_a_mixed_batch_gives_each_what_it_decodes_to_alone(fused_front: bool) -> None:
+    """The same bits as rows without ends, and as close to float32 as each alone, which may meet other kernels."""
+    from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, dummy_decoder
+
+    cuda = torch.device("cuda")
+    decoder = dummy_decoder(PUBLISHED_CODEC, cuda, torch.bfloat16, fused_front=fused_front)
+    draw, frames = torch.Generator().manual_seed(0), (128, 40, 121, 97, 1, 64, 128, 13)
+    codes = [torch.randint(2048, (count, 16), generator=draw) for count in frames]
+    batch = torch.stack([torch.nn.functional.pad(item, (0, 0, 0, 128 - len(item))) for item in codes]).to(cuda)
+    lengths = [count * decoder.samples_per_frame for count in frames]
+    with torch.inference_mode():
+        whole, ended = decoder._run(batch, None), decoder._run(batch, None, lengths)
+    exact = dummy_decoder(PUBLISHED_CODEC, cuda, torch.float32, False)
+    for row, (wave, item) in enumerate(zip(decoder.decode(codes), codes)):
+        assert torch.equal(ended[row, : lengths[row]], whole[row, : lengths[row]])
+        (alone,), (wanted,) = decoder.decode([item]), exact.decode([item])
+        assert torch.isfinite(wave).all()
+        error, yardstick = (float((one - wanted).square().mean()) ** 0.5 for one in (wave, alone))
+        assert error <= 1.5 * yardstick

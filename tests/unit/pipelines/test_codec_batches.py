@@ -9,15 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipelines.codec.batches import BATCH_COST, FIXED_ROWS, LENGTH_STEP, MIN_FRAMES, alike, cheapest, round_up
+from pipelines.codec.batches import BATCH_COST, FIXED_ROWS, LENGTH_STEP, MIN_FRAMES, PADDING_COST, alike, cheapest, round_up
 from pipelines.qwen3_tts.codec import CodecDecoder, load_codec
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"
 MOST, PASS = 4096, 512
 
 
-def cost(batches: list[list[int]], lengths: list[int]) -> int:
-    return sum(max(len(batch) * round_up(max(lengths[i] for i in batch)), MIN_FRAMES) + BATCH_COST for batch in batches)
+def cost(batches: list[list[int]], lengths: list[int], padding_cost: float) -> float:
+    found = 0.0
+    for batch in batches:
+        longest, real = round_up(max(lengths[i] for i in batch)), sum(lengths[i] for i in batch)
+        padding = (padding_cost if longest <= PASS else 1.0) * (len(batch) * longest - real)
+        found += max(real + padding, MIN_FRAMES) + BATCH_COST
+    return found
 
 
 def every_cut(items: list[int]) -> list[list[list[int]]]:
@@ -27,11 +32,12 @@ def every_cut(items: list[int]) -> list[list[list[int]]]:
     return [[items[:size], *rest] for size in range(1, len(items) + 1) for rest in every_cut(items[size:])]
 
 
+@pytest.mark.parametrize("padding_cost", [1.0, PADDING_COST])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_cut_is_the_cheapest_of_all(seed: int) -> None:
+def test_the_cut_is_the_cheapest_of_all(seed: int, padding_cost: float) -> None:
     draw = random.Random(seed)
     lengths = [draw.choice((0, 3, 20, 90, 150, 400, 600, 1500)) + draw.randint(0, 30) for _ in range(9)]
-    found = cheapest(lengths, MOST, PASS)
+    found = cheapest(lengths, MOST, PASS, padding_cost)
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
     assert [i for batch in found for i in batch] == order
 
@@ -39,7 +45,8 @@ def test_the_cut_is_the_cheapest_of_all(seed: int) -> None:
         return len(batch) == 1 or len(batch) * min(round_up(lengths[batch[0]]), PASS) <= MOST
 
     assert all(allowed(batch) for batch in found)
-    assert cost(found, lengths) == min(cost(cut, lengths) for cut in every_cut(order) if all(allowed(batch) for batch in cut))
+    least = min(cost(cut, lengths, padding_cost) for cut in every_cut(order) if all(allowed(batch) for batch in cut))
+    assert cost(found, lengths, padding_cost) == pytest.approx(least)
 
 
 def test_little_of_a_usual_gathering_is_padding() -> None:
@@ -48,6 +55,9 @@ def test_little_of_a_usual_gathering_is_padding() -> None:
     batches = cheapest(lengths, MOST, PASS)
     padded = sum(len(batch) * round_up(max(lengths[i] for i in batch)) for batch in batches)
     assert padded < 1.11 * sum(lengths)
+    larger = cheapest(lengths, MOST, PASS, PADDING_COST)
+    assert len(larger) == 3 < len(batches)
+    assert sum(len(batch) * round_up(max(lengths[i] for i in batch)) for batch in larger) < 1.25 * sum(lengths)
     assert cheapest([], MOST, PASS) == []
     assert cheapest([0, 0], MOST, PASS) == []
 

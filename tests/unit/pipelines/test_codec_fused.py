@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import pipelines.codec.decoder as decoder_module
 from kernels.codec_ops import codec_residual_unit, pack_upsample, snake_beta, snake_parameters
+from pipelines.codec.blocks import Past
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.codec_config import CodecConfig
@@ -46,6 +49,67 @@ def test_whole_utterances_equal_the_plain_stack(monkeypatch: pytest.MonkeyPatch,
         torch.testing.assert_close(wave, wanted, atol=CLOSE, rtol=0)
 
 
+class OnGpu(CodecDecoder):
+    """A fused decoder that makes its batches on a CPU as it would on a GPU, and keeps the lengths that its passes are given."""
+
+    def __init__(self, reproducible: bool = False) -> None:
+        self.__dict__.update(decoder(True).__dict__)
+        self._alone, self._fixed = False, reproducible
+        self.given: list[Sequence[int] | None] = []
+
+    def _run(self, codes: Tensor, past: Past | None, lengths: Sequence[int] | None = None) -> Tensor:
+        self.given.append(lengths)
+        return super()._run(codes, past, lengths)
+
+
+@pytest.fixture
+def unwritten_is_no_number() -> Iterator[None]:
+    """Memory that nothing was written to is NaN, which PyTorch has for its deterministic algorithms."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("unwritten_is_no_number")
+@pytest.mark.parametrize("widest", [0, 1000])
+def test_what_lies_behind_the_end_of_a_row_is_left_out_and_changes_no_sample(monkeypatch: pytest.MonkeyPatch, widest: int) -> None:
+    monkeypatch.setattr("pipelines.codec.fused.WIDEST_UNIT", widest)
+    with Checkpoint.open(FOLDER) as source:
+        fused = CodecDecoder(CodecConfig.load(FOLDER).decoder, source, fused=True)
+    frames = (16, 1, 9, 15, 5)
+    batch = torch.zeros(len(frames), max(frames), 16, dtype=torch.int64)
+    for row, count in enumerate(frames):
+        batch[row, :count] = codes(count, count)
+    ends = [count * fused.samples_per_frame for count in frames]
+    with torch.inference_mode():
+        whole, ended = fused._run(batch, None), fused._run(batch, None, ends)
+    for row, end in enumerate(ends):
+        assert torch.equal(ended[row, :end], whole[row, :end])
+        assert ended[row, end:].isnan().all()
+
+
+@pytest.mark.usefixtures("unwritten_is_no_number")
+def test_a_mixed_batch_gives_each_what_it_decodes_to_alone() -> None:
+    together, frames = OnGpu(), (30, 7, 12, 1, 25)
+    items = [codes(count, count) for count in frames]
+    for wave, wanted in zip(together.decode(items), decoder(False).decode(items)):
+        torch.testing.assert_close(wave, wanted, atol=CLOSE, rtol=0)
+    assert together.given == [[count * together.samples_per_frame for count in sorted(frames, reverse=True)]]
+
+
+def test_rows_have_no_ends_where_they_start_somewhere_go_on_or_have_to_be_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [codes(count, count) for count in (9, 20)]
+    fixed, going_on = OnGpu(reproducible=True), OnGpu()
+    fixed.decode(items)
+    state = going_on.new_state()
+    going_on.decode_chunk([state], [codes(3, 1)])
+    going_on.decode(items, [state, state])
+    monkeypatch.setattr(decoder_module, "PASS_FRAMES", 8)
+    going_on.decode(items)
+    assert {*fixed.given, *going_on.given} == {None}
+
+
 def test_chunks_and_warm_states_equal_the_whole() -> None:
     stream = codes(30, 1)
     (whole,) = decoder(False).decode([stream])
@@ -57,6 +121,22 @@ def test_chunks_and_warm_states_equal_the_whole() -> None:
     decoder(True).decode_chunk([warm], [stream[:11]])
     rest = decoder(True).decode([stream[11:]], [warm])[0]
     torch.testing.assert_close(rest, whole[11 * decoder(True).samples_per_frame :], atol=CLOSE, rtol=0)
+
+
+def test_open_ends_leave_what_lies_behind_them_and_others_are_zero() -> None:
+    x, weight, bias = rand(3, 9, 4), rand(3 * 4, 6) / 4, rand(6)
+    after, ends = snake_parameters(rand(6), rand(6, seed=1)), torch.tensor([9, 0, 4], dtype=torch.int32)
+    found: dict[bool | None, list[Tensor]] = {}
+    for open_ends in (None, False, True):
+        found[open_ends] = [torch.full((3, 9, 6), 7.0) for _ in range(2)]
+        stop = {} if open_ends is None else {"ends": ends, "open_ends": open_ends}
+        ops.codec_active_conv(x, 0, weight, bias, 3, 1, None, *found[open_ends], 0, *after, **stop)
+    for row, end in enumerate(ends.tolist()):
+        for whole, closed, opened in zip(*found.values()):
+            assert torch.equal(closed[row, :end], whole[row, :end])
+            assert torch.equal(opened[row, :end], whole[row, :end])
+            assert (opened[row, end:] == 7.0).all()
+        assert not found[False][1][row, end:].any()
 
 
 @pytest.mark.parametrize("lead", [0, 18, 25])
