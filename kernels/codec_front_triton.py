@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels import codec_front
 from kernels.codec_front import GELU, SWIGLU
+from kernels.codec_launch import pieces, power_from
 from kernels.compile_together import on_grid
 from kernels.registry import LIBRARY
 
@@ -260,10 +261,10 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
     x, count = x.contiguous(), x.numel() // depth
     out = x.new_empty(*x.shape[:-1], columns)
     tile = PRODUCT_SWIGLU if gated else PRODUCT
-    tall = min(tile.rows, max(64, triton.next_power_of_2(count)))
+    tall = min(tile.rows, max(64, power_from(count)))
     step = min(tile.depth, depth & -depth)
     scales = None if eps is None else _scales(x, count, depth, eps)
-    on_grid(product_kernel, (triton.cdiv(count, tall) * triton.cdiv(columns, tile.columns),))(
+    on_grid(product_kernel, (pieces(count, tall) * pieces(columns, tile.columns),))(
         x,
         scales,
         weight,
@@ -288,8 +289,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | N
 
 def _scales(x: Tensor, rows: int, depth: int, eps: float) -> Tensor:
     """float32 [rows], from x: [rows, depth]."""
-    out, wide = torch.empty(rows, dtype=torch.float32, device=x.device), triton.next_power_of_2(depth)
-    on_grid(scales_kernel, (triton.cdiv(rows, SCALED),))(x, out, rows, eps, K=depth, BM=SCALED, BK=wide, num_warps=4)
+    out, wide = torch.empty(rows, dtype=torch.float32, device=x.device), power_from(depth)
+    on_grid(scales_kernel, (pieces(rows, SCALED),))(x, out, rows, eps, K=depth, BM=SCALED, BK=wide, num_warps=4)
     return out
 
 
@@ -309,8 +310,8 @@ def window_attention(
     dim = width // (heads + 2 * kv_heads)
     qkv, cosine, sine = qkv.contiguous(), cosine.contiguous(), sine.contiguous()
     out = qkv.new_empty(rows, steps, heads * dim)
-    queries = min(QUERIES, max(16, triton.next_power_of_2(steps)))
-    on_grid(window_kernel, (triton.cdiv(steps, queries), heads, rows))(
+    queries = min(QUERIES, max(16, power_from(steps)))
+    on_grid(window_kernel, (pieces(steps, queries), heads, rows))(
         qkv,
         past,
         kept,
@@ -339,7 +340,7 @@ def depthwise_norm(x: Tensor, history: Tensor | None, weight: Tensor, bias: Tens
     """`codec_depthwise_norm`."""
     rows, steps, channels = x.shape
     x, out = x.contiguous(), torch.empty(rows, steps, channels, dtype=x.dtype, device=x.device)
-    on_grid(depthwise_norm_kernel, (triton.cdiv(steps, STEPS), rows))(
+    on_grid(depthwise_norm_kernel, (pieces(steps, STEPS), rows))(
         x,
         history,
         weight,
@@ -351,7 +352,7 @@ def depthwise_norm(x: Tensor, history: Tensor | None, weight: Tensor, bias: Tens
         TAPS=len(weight),
         C=channels,
         BM=STEPS,
-        BC=triton.next_power_of_2(channels),
+        BC=power_from(channels),
         num_warps=4,
     )
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -58,12 +59,23 @@ TILES: dict[Shape, Tile] = {
 }
 
 
+def pieces(count: int, size: int) -> int:
+    """How many pieces of a size there are. `triton.cdiv` says the same, and takes longer than all else that is worked out for a launch."""
+    return -(-count // size)
+
+
+def power_from(count: int) -> int:
+    """The least power of two that is at least `count`, which is at least 1."""
+    return 1 << (count - 1).bit_length()
+
+
+@lru_cache(maxsize=4096)
 def tile_for(shape: Shape, steps: int, tma: bool) -> Tile | None:
     """The tile for a shape, None when these kernels cannot run it and the twin must."""
     tile = TILES.get(shape) or (_unit_tile(shape) if shape.kind == "unit" else _conv_tile(shape))
     if tile is None:
         return None
-    rows = min(tile.rows, max(64, triton.next_power_of_2(steps)))
+    rows = min(tile.rows, max(64, power_from(steps)))
     return replace(tile, rows=rows, tma=tile.tma and tma, stages=tile.stages if tma else min(tile.stages, 2))
 
 
@@ -111,6 +123,8 @@ def _after(active: Tensor | None, active_lead: int, other: Tensor) -> tuple[Tens
     """Where an activated result starts, and the values from one row to the next."""
     if active is None:
         return other, 0
+    if not active_lead:
+        return active, active[0].numel()
     flat = active.view(len(active), -1)
     return flat[:, active_lead:], flat.shape[1]
 
@@ -138,7 +152,7 @@ def conv(
     if channels % tile.depth or weight.shape[0] != taps * channels:
         raise ValueError(f"weight {list(weight.shape)} and depth {tile.depth} do not fit {taps} taps of {channels} channels")
     place, stride = _after(active, active_lead, a)
-    on_grid(conv_kernel, (rows * triton.cdiv(steps, tile.rows) * triton.cdiv(columns, tile.columns),))(
+    on_grid(conv_kernel, (rows * pieces(steps, tile.rows) * pieces(columns, tile.columns),))(
         _tiles(a, 1, tile.rows, tile.depth) if tile.tma else a,
         _tiles(weight, tile.depth, tile.columns) if tile.tma else weight,
         bias,
@@ -199,7 +213,7 @@ def unit(
     other = rest or deep
     tma = tile.tma
     place, stride = _after(active, active_lead, a)
-    on_grid(unit_kernel, (rows * triton.cdiv(steps, tile.rows),))(
+    on_grid(unit_kernel, (rows * pieces(steps, tile.rows),))(
         _tiles(a, 1, tile.rows, deep) if tma else a,
         _tiles(a, 1, tile.rows, other) if tma else a,
         _tiles(weight1, deep, large) if tma else weight1,
@@ -249,11 +263,11 @@ def head(a: Tensor, lead: int, weight: Tensor, bias: Tensor, ends: Tensor | None
     products = torch.empty(rows * extended, HEAD_TAPS, dtype=torch.float32, device=a.device)
     # Rows without ends are as one long one.
     count, launches = (rows * extended, 1) if ends is None else (extended, rows)
-    on_grid(head_products_kernel, (triton.cdiv(count, 128), launches))(
+    on_grid(head_products_kernel, (pieces(count, 128), launches))(
         a, weight, products, ends, count, 0 if ends is None else lead, taps, channels, 128, depth, HEAD_TAPS, not INTERPRETED, num_warps=4
     )
     out = torch.empty(rows, steps, dtype=torch.float32, device=a.device)
-    on_grid(head_sum_kernel, (triton.cdiv(steps, 512), rows))(products, bias, out, ends, steps, lead, taps, HEAD_TAPS, 512, num_warps=4)
+    on_grid(head_sum_kernel, (pieces(steps, 512), rows))(products, bias, out, ends, steps, lead, taps, HEAD_TAPS, 512, num_warps=4)
     return out
 
 
@@ -261,10 +275,11 @@ def snake(x: Tensor, frequency: Tensor, gain: Tensor) -> Tensor:
     """`snake_beta`."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    on_grid(snake_kernel, (triton.cdiv(x.numel(), 2048),))(x, frequency, gain, out, x.numel(), x.shape[-1], 2048, not INTERPRETED)
+    on_grid(snake_kernel, (pieces(x.numel(), 2048),))(x, frequency, gain, out, x.numel(), x.shape[-1], 2048, not INTERPRETED)
     return out
 
 
+@cache
 def _has_tma(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
