@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -40,23 +41,29 @@ def cheapest(lengths: Sequence[int], max_frames: int, pass_frames: int, padding_
     """
     order = sorted((i for i, length in enumerate(lengths) if length), key=lambda i: -lengths[i])
     widths = [round_up(lengths[i]) for i in order]
+    shares = [padding_cost if width <= pass_frames else 1.0 for width in widths]
+    most = [max(max_frames // min(width, pass_frames), 1) for width in widths]
     frames = [0, *accumulate(lengths[i] for i in order)]
-    # best[end]: the least cost of the first `end` utterances, and where their last batch begins.
-    best: list[tuple[float, int]] = [(0, 0)]
+    # Of the first `end` utterances: the least cost, and where their last batch begins. Hundreds of utterances make this the thread's work
+    # of milliseconds, so the loop calls nothing.
+    costs, begins = [0.0], [0]
     for end in range(1, len(order) + 1):
-        choices: list[tuple[float, int]] = []
+        least, first = math.inf, end - 1
         for begin in range(end - 1, -1, -1):
-            rows, width = end - begin, widths[begin]
-            if rows > 1 and rows * min(width, pass_frames) > max_frames:
+            rows = end - begin
+            if rows > most[begin]:
                 break
             real = frames[end] - frames[begin]
-            own = real + (padding_cost if width <= pass_frames else 1.0) * (rows * width - real)
-            choices.append((best[begin][0] + max(own, MIN_FRAMES) + BATCH_COST, begin))
-        best.append(min(choices))
+            own = real + shares[begin] * (rows * widths[begin] - real)
+            cost = costs[begin] + (own if own > MIN_FRAMES else MIN_FRAMES)
+            if cost <= least:
+                least, first = cost, begin
+        costs.append(least + BATCH_COST)
+        begins.append(first)
     batches: list[list[int]] = []
     end = len(order)
     while end:
-        begin = best[end][1]
+        begin = begins[end]
         batches.append(order[begin:end])
         end = begin
     return batches[::-1]

@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from kernels.registry import on_device, to_device
 from kernels.toolchain import triton_fault
@@ -164,12 +165,13 @@ class CausalDecoder:
         self._check(codes)
         waves: list[Tensor] = [torch.empty(0, device=self.device)] * len(codes)
         warm = [states is not None and states[i].frames > 0 for i in range(len(codes))]
-        for indices in self._batches([len(item) for item in codes], warm):
+        lengths = [len(item) for item in codes]
+        for indices in self._batches(lengths, warm):
             # A fresh state takes the same path as none, so that the samples are the same to the last bit.
             starts = [states[i] for i in indices] if states is not None and any(warm[i] for i in indices) else None
             decoded = self._decode_padded([codes[i] for i in indices], starts)
             for i, wave in zip(indices, decoded):
-                waves[i] = wave[: len(codes[i]) * self.samples_per_frame]
+                waves[i] = wave[: lengths[i] * self.samples_per_frame]
         return waves
 
     @torch.inference_mode()
@@ -236,7 +238,7 @@ class CausalDecoder:
         return [indices for kind in kinds for indices in alike(kind)]
 
     def _filled(self, codes: list[Tensor]) -> list[Tensor]:
-        """Codes of one length with as many silent rows as a batch must have."""
+        """Codes with as many silent rows as a batch must have."""
         return codes + [torch.zeros_like(codes[0])] * (FIXED_ROWS - len(codes)) if self._fixed else codes
 
     def _rows(self, indices: list[int], frames: int) -> list[list[int]]:
@@ -255,13 +257,15 @@ class CausalDecoder:
 
     def _decode_padded(self, codes: Sequence[Tensor], states: Sequence[CodecState] | None) -> Tensor:
         """[B] utterances -> [B, samples of the longest one, rounded up]; memory is bounded by going through long ones in passes."""
-        longest = max(len(item) for item in codes)
+        lengths = [len(item) for item in codes]
+        longest = max(lengths)
         padded = longest if self._alone else round_up(longest)
-        batch = self._here(torch.stack(self._filled([pad(item, (0, 0, 0, padded - len(item))) for item in codes])))
+        together = pad_sequence(self._filled(list(codes)), batch_first=True)
+        batch = self._here(pad(together, (0, 0, 0, padded - longest)))
         if states is None and padded <= PASS_FRAMES:
             # Whole rows have lengths too: kernels for rows without ends would be compiled beside those with.
             ends = self.skips_padding and not self._fixed
-            return self._run(batch, None, [len(item) * self.samples_per_frame for item in codes] if ends else None)
+            return self._run(batch, None, [length * self.samples_per_frame for length in lengths] if ends else None)
         past = self._past(states or [], len(batch))
         waves: list[Tensor] = []
         for part in batch.split(PASS_FRAMES, dim=1):
