@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Samples = NDArray[np.float32]
+#: Samples by which a sender's memory on the device grows, since batches differ by an utterance.
+_STAGED_STEP = 1 << 22
 
 
 class Event(Protocol):
@@ -85,6 +87,39 @@ def pinned(waves: Sequence[Tensor]) -> list[Samples]:
     for place, wave in zip(places, waves):
         place.copy_(wave, non_blocking=True)
     return [place.numpy() for place in places]
+
+
+class Sender:
+    """Sends the samples of one batch after the other to the host, on a CUDA stream of its own, so that the next batch need not wait for the
+    copy. One thread at a time may use it, on one stream.
+    """
+
+    def __init__(self) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        #: Where samples lie on the device until they are on the host, and when the last ones are.
+        self._staged = torch.empty(0)
+        self._over: torch.cuda.Event | None = None
+
+    @torch.inference_mode()
+    def __call__(self, waves: Sequence[Tensor]) -> SamplesOnTheWay:
+        """As `sent`."""
+        if not any(wave.is_cuda and len(wave) for wave in waves):
+            return sent(waves)
+        device, lengths = waves[0].device, [len(wave) for wave in waves]
+        current, total = torch.cuda.current_stream(device), sum(lengths)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        if self._over is not None:
+            current.wait_event(self._over)
+        if len(self._staged) < total:
+            self._staged = torch.empty(-(-total // _STAGED_STEP) * _STAGED_STEP, dtype=torch.float32, device=device)
+        staged = torch.cat(tuple(waves), out=self._staged[:total])
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            place = torch.empty(total, dtype=torch.float32, pin_memory=True)
+            place.copy_(staged, non_blocking=True)
+            self._over = recorded()
+        return SamplesOnTheWay([[part.numpy()] for part in place.split(lengths)], self._over)
 
 
 def recorded() -> torch.cuda.Event:

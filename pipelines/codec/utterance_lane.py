@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.registry import on_device
 from pipelines.codec.lane import Arrivals, Decoder, Done, S, failure, outcome_of, tell, too_late
-from pipelines.codec.transfer import SamplesOnTheWay, sent
+from pipelines.codec.transfer import SamplesOnTheWay, Sender
 from pipelines.errors import NightjarError
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class UtteranceLane(Generic[S]):
         self._gather_seconds = gather_seconds
         self._gather_frames = gather_frames
         self._streams_alive = streams_alive
+        self._sender = Sender()
         self._jobs: deque[_Job[S]] = deque()
         self._arrivals = Arrivals()
         self._waiting_frames = 0
@@ -183,7 +184,7 @@ class UtteranceLane(Generic[S]):
             return _Started(batch, SamplesOnTheWay([]), failure(error))
 
     def _sent(self, waves: list[Tensor]) -> SamplesOnTheWay:
-        return sent(waves)
+        return self._sender(waves)
 
     def _waves(self, batch: list[_Job[S]]) -> list[Tensor]:
         codes = [job.codes for job in batch]
