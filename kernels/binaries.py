@@ -28,7 +28,7 @@ SHIPPED = (*NAMES, "persistent", "persistent_talker")
 #: What a wheel brings: machine code for Hopper, which is measured, and PTX, from which the driver of a newer GPU makes its own.
 SHIPPED_TARGETS = ("sm_90a", "compute_90")
 #: Sources with Hopper's own products, which no other GPU runs: a wheel brings machine code alone.
-HOPPER_ONLY = ("codec_unit", "codec_unit_wide", "products", "wide_products")
+HOPPER_ONLY = ("codec_unit", "codec_unit_wide", "products", "residual_products", "wide_products")
 #: All code that a wheel brings, by source and target.
 SHIPPED_CODE = (*product(SHIPPED, SHIPPED_TARGETS), *product(HOPPER_ONLY, SHIPPED_TARGETS[:1]))
 _INCLUDED = re.compile(r'^#include "([^"]+)"', re.MULTILINE)

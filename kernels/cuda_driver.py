@@ -135,6 +135,15 @@ class Kernel:
             _check(_driver().cuDeviceGetAttribute(ctypes.byref(processors), _MULTIPROCESSORS, self._device), "The size of the device")
         return each.value * processors.value
 
+    def resident_clusters(self, threads: int, blocks: int) -> int:
+        """Clusters of so many blocks, of so many threads each, that its device holds at once while nothing else runs there."""
+        count, attribute = ctypes.c_int(), _Attribute(_CLUSTER, b"", (blocks, 1, 1))
+        config = _Config((blocks, 1, 1), (threads, 1, 1), self._shared_bytes, None, ctypes.pointer(attribute), 1)
+        with _on(self._device):
+            code = _driver().cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(config))
+            _check(code, f"The clusters of {self._name}")
+        return count.value
+
     def launch(
         self,
         grid: tuple[int, int],

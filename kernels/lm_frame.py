@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels import lm_cuda, lm_products, lm_wide
+from kernels import lm_cuda, lm_products, lm_residual, lm_wide
 from kernels.frame import DepthTensors, DrawTensors, FrameTensors, Layer, StackTensors, StateTensors, fused_fault
 from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
 from kernels.lm_products import RESIDUAL, SWIGLU, Norm
@@ -38,6 +38,9 @@ class Plan:
     products: bool = False
     #: The kernel of `lm_wide` makes SwiGLU instead of cuBLAS where its tiles fill the GPU (`lm_wide.fills`), for weights that it knows.
     wide_swiglu: bool = False
+    #: The kernels of `lm_residual` make O and down instead of cuBLAS where all their tiles run at once (`lm_residual.splits_for`), for
+    #: weights that they know.
+    residual_products: bool = False
 
     def splits_for(self, rows: int) -> int:
         return next(splits for limit, splits in self.splits if rows <= limit)
@@ -90,6 +93,14 @@ def runs_wide(weights: FrameTensors, k_cache: Tensor) -> bool:
     return all(lm_wide.has_product(down.shape[1], down.shape[0]) for down in downs) and lm_wide.available(k_cache.device.index)
 
 
+def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
+    """Whether the kernels of `lm_residual` know O and down of all layers, and their device."""
+    if k_cache.dtype != torch.bfloat16 or not k_cache.is_cuda:
+        return False
+    matrices = [matrix for stack in weights.stacks for matrix in (stack.layers[0].o, stack.layers[0].down)]
+    return all(lm_residual.has_product(*matrix.shape) for matrix in matrices) and lm_residual.available(k_cache.device.index)
+
+
 class FusedFrame:
     """Runs frames of up to `max_rows` slots over fixed weights, state and pages."""
 
@@ -102,6 +113,7 @@ class FusedFrame:
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
         self._wide_swiglu = plan.wide_swiglu and runs_wide(weights, k_cache)
+        self._residual = plan.residual_products and runs_residual(weights, k_cache)
         self.plan = replace(plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
         self.weights, self.state = weights, _as_bytes(state)
         self._keys, self._values = k_cache, v_cache
@@ -200,7 +212,7 @@ class FusedFrame:
         pending: Tensor | None = None
         for index, layer in enumerate(stack.layers):
             o, down = layer.o, layer.down
-            rows, width = x.shape
+            rows = len(x)
             qkv = self._qkv[: rows * layer.qkv.shape[0]].view(rows, -1)
             mixed = self._mixed[: rows * o.shape[1]].view(rows, -1)
             narrow = self._narrow(rows)
@@ -217,23 +229,36 @@ class FusedFrame:
                 self._thin_normed(x, layer.gate_up, act, layer.post_norm, stack.eps, epilogue=lm_cuda.SWIGLU)
                 self._thin(act, down, x, epilogue=lm_cuda.RESIDUAL, extra=x)
                 continue
-            pending = self._y[: rows * width].view(rows, width)
-            torch.mm(mixed, o.t(), out=pending)
+            pending = self._added(x, mixed, o)
             self._normed_swiglu(x, pending, layer, stack.eps, act)
-            torch.mm(act, down.t(), out=pending)
+            pending = self._added(x, act, down)
         self._pending = pending
 
+    def _added(self, x: Tensor, a: Tensor, weight: Tensor) -> Tensor | None:
+        """Adds a @ weight.T to x, or returns it, for the norm behind to add."""
+        if self._residual:
+            n, inner = weight.shape
+            splits = lm_residual.splits_for(len(x), n, inner, lm_residual.clusters_of(x.device.index or 0))
+            if splits is not None:
+                lm_residual.add_product(x, a, weight, splits, pdl=x.is_cuda)
+                return None
+        return torch.mm(a, weight.t(), out=self._y[: x.numel()].view_as(x))
+
+    def _pdl(self, x: Tensor, pending: Tensor | None) -> bool:
+        """Whether a norm of x may start early. It may where nothing is pending: first, or behind a product of `lm_residual`."""
+        return self.plan.pdl or (self._residual and pending is None and x.is_cuda)
+
     def _normed_qkv(self, x: Tensor, pending: Tensor | None, layer: Layer, eps: float, qkv: Tensor) -> None:
-        normed = add_norm(x, pending, layer.input_norm, eps, self._h[: x.numel()].view_as(x), pdl=self.plan.pdl)
+        normed = add_norm(x, pending, layer.input_norm, eps, self._h[: x.numel()].view_as(x), pdl=self._pdl(x, pending))
         if layer.qkv_bias is None:
             torch.mm(normed, layer.qkv.t(), out=qkv)
         else:
             torch.addmm(layer.qkv_bias, normed, layer.qkv.t(), out=qkv)
 
-    def _normed_swiglu(self, x: Tensor, pending: Tensor, layer: Layer, eps: float, act: Tensor) -> None:
+    def _normed_swiglu(self, x: Tensor, pending: Tensor | None, layer: Layer, eps: float, act: Tensor) -> None:
         normed = self._h[: x.numel()].view_as(x)
         wide = self._wide_swiglu and lm_wide.fills(len(act), act.shape[1], lm_wide.processors(x.device.index or 0))
-        add_norm(x, pending, layer.post_norm, eps, normed, pdl=self.plan.pdl, early=wide and x.is_cuda)
+        add_norm(x, pending, layer.post_norm, eps, normed, pdl=self._pdl(x, pending), early=wide and x.is_cuda)
         if wide:
             lm_wide.swiglu(normed, layer.gate_up, act, pdl=True)
             return
@@ -277,7 +302,7 @@ class FusedFrame:
         if self._pending is None and self._narrow(rows):
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
         normed = self._h[: rows * width].view(rows, width) if hidden is None else hidden
-        add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self.plan.pdl)
+        add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self._pdl(x, self._pending))
         if self._products:
             return self._wide(normed, head, logits)
         return torch.mm(normed, head.t(), out=logits)
@@ -351,4 +376,5 @@ def plan_for(rows: int, hidden: int = 1024) -> Plan:
         return Plan(skinny_rows=64)
     if rows <= 32 and hidden <= 1024:
         return Plan(skinny_rows=64, norm_apart_rows=1, ahead=2, products=True)
-    return Plan(skinny_rows=0, pdl=False, products=rows <= 64, wide_swiglu=rows > lm_wide.FEW)
+    residual = 64 < rows <= lm_residual.MANY
+    return Plan(skinny_rows=0, pdl=False, products=rows <= 64, wide_swiglu=rows > lm_wide.FEW, residual_products=residual)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from kernels import layers, lm_frame, lm_products, lm_sampler, lm_wide
+from kernels import layers, lm_frame, lm_products, lm_residual, lm_sampler, lm_wide
 from kernels.dummy import FISH, LARGE, SMALL, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
@@ -22,6 +22,7 @@ from kernels.lm_frame import FusedFrame, Plan, known_to_cuda, plan_for
 from kernels.lm_products import Norm
 from kernels.lm_sampler import FIRST, ONLY
 from kernels.sampler import RETRY_TEMPERATURE, RETRY_TOP_P, frame_noise, nucleus_weights, process_first, sample, token_weights
+from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS
 from pipelines.qwen3_tts.dummy import dummy_model
 from tests.support import lm_checks
 
@@ -111,6 +112,62 @@ def test_bfloat16_frames_on_wide_swiglu_are_within_twice_the_error_of_the_twin(s
     plan, shape = plan_for(rows), dataclasses.replace(shape, layers=2, predictor_layers=2)
     assert plan.wide_swiglu
     assert lm_wide.fills(rows, shape.inter, lm_wide.processors(0))
+    assert lm_checks.check_frame(Maker("cuda", torch.bfloat16, seed=1), shape, rows, plan, f"{rows} rows")
+
+
+@pytest.mark.parametrize("launches", ["all", "talker", "predictor", "kept rows"])
+def test_frames_on_residual_products_draw_the_codes_of_the_twin(launches: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which weights go where, launch by launch; the products are those of plain PyTorch. Frames have two dead rows beside the batch."""
+    shape, rows = dataclasses.replace(TINY_TALKER, layers=2, predictor_layers=2), BATCH + 2
+    made: list[tuple[int, int, int]] = []
+
+    def splits_for(some: int, n: int, inner: int, clusters: dict[int, int]) -> int | None:
+        assert clusters == {4: 30, 8: 15}
+        of_talker = n == shape.hidden
+        chosen = {"all": True, "talker": of_talker, "predictor": not of_talker, "kept rows": some == rows and not of_talker}
+        return 4 if chosen[launches] else None
+
+    def add_product(x: Tensor, a: Tensor, weight: Tensor, splits: int, *, pdl: bool = False) -> Tensor:
+        assert splits == 4
+        assert pdl != INTERPRETED
+        assert x.is_contiguous()
+        assert a.is_contiguous()
+        made.append((len(x), *weight.shape))
+        return x.add_(a @ weight.t())
+
+    monkeypatch.setattr(lm_frame, "runs_residual", lambda *_: True)
+    monkeypatch.setattr(lm_residual, "clusters_of", lambda _: {4: 30, 8: 15})
+    monkeypatch.setattr(lm_residual, "splits_for", splits_for)
+    monkeypatch.setattr(lm_residual, "add_product", add_product)
+    plan = dataclasses.replace(PLAN, pdl=False, skinny_rows=0, residual_products=True)
+    maker = Maker(DEVICE, torch.float32, seed=4)
+    assert lm_checks.check_frame(maker, shape, BATCH, plan, "tiny", exact=True, frames=1, longest_context=LONGEST)
+
+    def layers_of(count: int, rows: int, width: int, inter: int) -> list[tuple[int, int, int]]:
+        return [(rows, width, shape.heads * shape.head_dim), (rows, width, inter)] * count
+
+    talker = layers_of(2, rows, shape.hidden, shape.inter)
+    both = layers_of(1, 2 * rows, shape.width, shape.width_inter)
+    # Of the first pass of the predictor, the last layer has half of the rows.
+    later = layers_of(3, rows, shape.width, shape.width_inter)
+    wanted = {"all": talker + both + later, "talker": talker, "predictor": both + later, "kept rows": later}
+    assert made == wanted[launches]
+
+
+def test_frames_of_some_rows_ask_for_residual_products() -> None:
+    assert [rows for rows in (*BUCKETS, *WIDE_BUCKETS) if plan_for(rows).residual_products] == [128, 256, 384]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU")
+@pytest.mark.parametrize(
+    ("shape", "rows", "splits"),
+    [(SMALL, 100, 8), (SMALL, 300, 4), (LARGE, 120, 4), (LARGE, 250, None)],
+    ids=["8", "4", "1.7B", "predictor"],
+)
+def test_bfloat16_frames_on_residual_products_are_within_twice_the_error_of_the_twin(shape: Shape, rows: int, splits: int | None) -> None:
+    plan, shape = plan_for(rows), dataclasses.replace(shape, layers=2, predictor_layers=2)
+    assert plan.residual_products
+    assert lm_residual.splits_for(rows, shape.hidden, shape.inter, lm_residual.clusters_of(0)) == splits
     assert lm_checks.check_frame(Maker("cuda", torch.bfloat16, seed=1), shape, rows, plan, f"{rows} rows")
 
 

@@ -47,6 +47,12 @@ CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction fun
     if (function != (CUfunction)(current + 200)) return CUDA_ERROR_INVALID_HANDLE;
     return *blocks = shared > 114 * 1024 ? 1 : 2048 / threads, CUDA_SUCCESS;
 }
+CUresult cuOccupancyMaxActiveClusters(int* clusters, CUfunction function, const CUlaunchConfig* c) {
+    if (function != (CUfunction)(current + 200)) return CUDA_ERROR_INVALID_HANDLE;
+    if (c->numAttrs != 1 || c->attrs[0].id != CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION) return CUDA_ERROR_INVALID_VALUE;
+    if (c->gridDimX % c->attrs[0].value.clusterDim.x != 0) return CUDA_ERROR_INVALID_VALUE;
+    return *clusters = (c->sharedMemBytes > 114 * 1024 ? 1 : 2048 / c->blockDimX) * (128 / c->attrs[0].value.clusterDim.x), CUDA_SUCCESS;
+}
 CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
     if (attribute != CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) return CUDA_ERROR_INVALID_VALUE;
     return *value = 132 - device, CUDA_SUCCESS;

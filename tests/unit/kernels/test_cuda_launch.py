@@ -82,6 +82,12 @@ def test_a_launch_of_clusters_says_so_and_takes_less_shared_memory(said: Callabl
     assert said()[-1] == "launch 128 2 1 x 256 1 1 shared 100000 stream 7 programmatic 1 cluster 8 1 1 first 1"
 
 
+def test_the_room_for_clusters_of_a_kernel_is_known(said: Callable[[], list[str]]) -> None:
+    module = cuda_driver.Module(b"code", 1)
+    assert module.kernel("name", 200_000).resident_clusters(288, 8) == 16
+    assert module.kernel("name", 4096).resident_clusters(512, 4) == 4 * 32
+
+
 def test_a_map_of_a_tensor_is_what_the_driver_reads(said: Callable[[], list[str]]) -> None:
     assert cuda_driver.tensor_map(0x1230, (96, 1000, 4), (32, 182, 1)) == b"\7" * 128
     assert said() == ["map 1230 of 96 1000 4 strides 192 192000 box 32 182 1"]
