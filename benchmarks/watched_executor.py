@@ -49,6 +49,12 @@ class Watched:
             found["stream_idle"] = 1 - found["stream_prefill"] - found["stream_frames"]
         return {**found, "turns": self._turns, "prefills": len(self._spans["prefill"]), "admitted": self._admitted}
 
+    def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
+        begin = time.perf_counter()
+        found = self._executor.embed_all(prompts)
+        self._spent("embed", begin)
+        return found
+
     def embed(self, prompt: object) -> Tensor:
         begin = time.perf_counter()
         found = self._executor.embed(prompt)

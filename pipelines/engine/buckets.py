@@ -21,6 +21,8 @@ SHAPES = ((8, 1, 0), (16, 1, 0), (32, 1, 0), (16, 2, 0), (8, 4, 0), (4, 4, 4), (
 SMALL_SHAPES = ((1, 1, 0), (2, 1, 0), (4, 1, 0), (1, 2, 0), (1, 4, 0))
 #: Positions of all prompts together that a packed prefill is captured for.
 PACKED_SIZES = (64, 128, 256, 512, 768, 1024, 1280, 1536, 1792, 2048)
+#: The same beyond them, of engines with more than 512 slots, whose prompts come in such numbers.
+WIDE_PACKED_SIZES = (4096, 6144)
 #: Of these one is captured before the first batch, beside the largest: a single request and a few have theirs at once.
 _FIRST = (1, 8)
 #: Turns in a larger bucket after which a capture pays: it takes the time of about so many frames of a large batch.
@@ -44,9 +46,14 @@ def packs(prefill: Prefill, reproducible: bool) -> bool:
     return prefill == "packed" or (prefill == "auto" and not reproducible)
 
 
+def packed_sizes(slots: int) -> tuple[int, ...]:
+    """The positions that an engine with so many slots has packed prefills for."""
+    return PACKED_SIZES if slots <= BUCKETS[-1] else (*PACKED_SIZES, *WIDE_PACKED_SIZES)
+
+
 def prefill_graphs(prefill: Prefill) -> int:
-    """The number of graphs that prefill prompts; of "auto" the most that there can be."""
-    return len(PACKED_SIZES) if prefill == "packed" else len(SHAPES) + len(SMALL_SHAPES)
+    """The largest number of graphs that prefill prompts."""
+    return len(PACKED_SIZES) + len(WIDE_PACKED_SIZES) if prefill == "packed" else len(SHAPES) + len(SMALL_SHAPES)
 
 
 class Buckets:

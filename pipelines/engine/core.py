@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from kernels.cuda_graphs import lacks_memory
 from kernels.reference import ENDED, NOT_FINITE
@@ -238,15 +239,27 @@ class EngineCore:
             self._place(admitted)
 
     def _place(self, admitted: list[Utterance]) -> None:
-        placements = [self._placement(utterance) for utterance in admitted]
+        placements = [self._placement(utterance, found) for utterance, found in zip(admitted, self._embedded(admitted), strict=True)]
         if known := [placement for placement in placements if placement is not None]:
             self.executor.state.place(known)
 
-    def _placement(self, utterance: Utterance) -> Placement | None:
+    def _embedded(self, admitted: list[Utterance]) -> Sequence[Tensor | None]:
+        """Embeddings of the prompts of newcomers; None for all of them where one broke, so that each is embedded alone."""
+        if len(admitted) < 2:
+            return [None] * len(admitted)
+        try:
+            return self.executor.embed_all([utterance.request.prompt for utterance in admitted])
+        except Exception as error:
+            if lacks_memory(error):
+                raise
+            return [None] * len(admitted)
+
+    def _placement(self, utterance: Utterance, embeddings: Tensor | None) -> Placement | None:
         """What goes into the utterance's slot; None when its prompt broke, which ends it alone."""
         request, last = utterance.request, len(utterance.request.prompt) - 1
         try:
-            embeddings = self.executor.embed(request.prompt)
+            if embeddings is None:
+                embeddings = self.executor.embed(request.prompt)
             utterance.embeddings = embeddings if utterance.to_prefill else None
             embedding, trailing = embeddings[last], utterance.trailing
             return Placement(utterance.slot, utterance.pages, request.seed, request.sampling, trailing, embedding, last, request.drawn)

@@ -42,6 +42,9 @@ class EagerExecutor:
     def embed(self, prompt: object) -> Tensor:
         return self._model.embed(prompt)
 
+    def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
+        return [self.embed(prompt) for prompt in prompts]
+
     @torch.inference_mode()
     def take_text(self, ids: NDArray[np.int64]) -> None:
         self._model.take_text(ids)

@@ -91,6 +91,10 @@ class FrameExecutor(Protocol):
         """Embeddings [length, hidden] of a prompt."""
         ...
 
+    def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
+        """`embed` of each, where a device allows it in a few launches for all of them."""
+        ...
+
     def take_text(self, ids: NDArray[np.int64]) -> None:
         """Makes ready what text ids need that come after their request's prompt."""
         ...

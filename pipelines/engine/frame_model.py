@@ -37,6 +37,10 @@ class FrameModel:
         """Embeddings [length, hidden] of a prompt; also makes ready what its trailing text needs."""
         raise NotImplementedError
 
+    def embed_all(self, prompts: Sequence[Any]) -> list[Tensor]:
+        """`embed` of each. A family whose prompts come often can do it in a few launches for all of them."""
+        return [self.embed(prompt) for prompt in prompts]
+
     def take_text(self, ids: NDArray[np.int64]) -> None:
         """Makes ready what text that comes later needs. Nothing, where no text follows a prompt."""
 

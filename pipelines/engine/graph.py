@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from kernels.lm_frame import FusedFrame, plan_for, runs_cuda
 from kernels.prefill_triton import prefill_packed, prefill_padded
 from kernels.registry import send, to_device
 from kernels.varlen_attention import PackedPrompts
-from pipelines.engine.buckets import SHAPES, SMALL_SHAPES, Buckets, Prefill, buckets_for, packs
+from pipelines.engine.buckets import SHAPES, SMALL_SHAPES, Buckets, Prefill, buckets_for, packed_sizes, packs
 from pipelines.engine.executor import FrameCodes, FrameSettings, PendingFrames, PrefillRun
 from pipelines.engine.frame_model import FrameModel
 from pipelines.engine.packed_prefill import PackedPrefills
@@ -234,7 +235,8 @@ class GraphExecutor:
 
         self.prefills: PrefillGraphs | PackedPrefills
         if self.packed:
-            self.prefills = PackedPrefills(packed, self.state, lambda work: capture(work, self._pool, self._aside).replay)
+            captured = partial(capture, pool=self._pool, aside=self._aside)
+            self.prefills = PackedPrefills(packed, self.state, lambda work: captured(work).replay, packed_sizes(slots))
         else:
             self.prefills = PrefillGraphs(padded, self.state, self.kv, self._pool, "fixed" if reproducible else "free", self._aside)
         self._running: list[int] = []
@@ -242,6 +244,11 @@ class GraphExecutor:
     @torch.inference_mode()
     def embed(self, prompt: object) -> Tensor:
         return self._model.embed(prompt)
+
+    @torch.inference_mode()
+    def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
+        # The order of a sum may depend on the positions of all prompts together.
+        return [self._model.embed(prompt) for prompt in prompts] if self.reproducible else self._model.embed_all(prompts)
 
     @torch.inference_mode()
     def take_text(self, ids: NDArray[np.int64]) -> None:

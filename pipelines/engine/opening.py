@@ -35,13 +35,14 @@ _CPU_SLOTS, _CPU_KV_BYTES = 32, 1 << 30
 _DEFAULTS = EngineOptions()
 #: Positions below which no prompt has room for a second of speech.
 _LEAST_CONTEXT = 64
-#: On a GPU: turns that a newcomer may wait while most slots are taken, and frames a turn.
+#: On a GPU: turns that a newcomer may wait while most slots are taken; frames a turn, and where there are more than 512 slots, whose frame
+#: takes longer than the host's work for it.
 _ADMIT_TURNS = 4
-_FRAMES_PER_TURN = 2
+_FRAMES_PER_TURN, _WIDE_FRAMES_PER_TURN = 2, 1
 #: Positions of prompts that a turn prefills for each slot, where there are more than 512.
 _WIDE_PREFILL = 8
-#: Spare slots of jobs with 512 slots or more: about as many utterances end while newcomers wait for company.
-_SPARE_SLOTS = 32
+#: Slots for each spare one, in jobs with 512 slots or more: more than the utterances that end while newcomers wait for company.
+_SPARE_PART = 8
 
 
 def context_of(max_context: int, max_positions: int) -> int:
@@ -79,19 +80,20 @@ def plan_engine(
         pages = pages or max(1, min(_CPU_KV_BYTES // needs.page, slots * math.ceil(context / page_size)))
         return EngineOptions(slots, pages, page_size, context, frame_seconds=frame_seconds, stream_slots=min(streams, slots // 2))
     plan = _plan_gpu(needs, device, context, slots, pages, page_size, memory_share, prefill, wide)
+    many = plan.slots > BUCKETS[-1]
     return EngineOptions(
         plan.slots,
         plan.pages,
         page_size,
         context,
-        frames_per_turn=_FRAMES_PER_TURN,
+        frames_per_turn=_WIDE_FRAMES_PER_TURN if many else _FRAMES_PER_TURN,
         admit_turns=_ADMIT_TURNS,
         decode_frames=plan.decode_frames,
         frame_seconds=frame_seconds,
         stream_slots=min(streams, plan.slots // 2),
         prefill=prefill,
-        spare_slots=_SPARE_SLOTS if wide and plan.slots >= BUCKETS[-1] else 0,
-        prefill_tokens=_DEFAULTS.prefill_tokens if plan.slots <= BUCKETS[-1] else _WIDE_PREFILL * plan.slots,
+        spare_slots=plan.slots // _SPARE_PART if wide and plan.slots >= BUCKETS[-1] else 0,
+        prefill_tokens=_WIDE_PREFILL * plan.slots if many else _DEFAULTS.prefill_tokens,
     )
 
 

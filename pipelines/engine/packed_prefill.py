@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 #: Positions for each chunk that a row has room for, and the fewest chunks that any row has room for: the others follow in the next row.
 _RUN_POSITIONS, _LEAST_RUNS = 8, 8
+#: Positions that a row may leave empty rather than be two rows: another replay takes about as long as these.
+_LEFT_EMPTY = 256
 
 #: Prefills embeddings [total, hidden] of these prompts.
 Work = Callable[[Tensor, PackedPrompts], None]
@@ -71,21 +73,28 @@ class PackedPrefills:
                 self._replay(row, group)
         return left
 
-    def _groups(self, runs: Iterable[PrefillRun]) -> list[list[PrefillRun]]:
-        """Runs in groups that fill the longest row, in order; what a row has no room for comes in the next one."""
-        longest = self._buckets.sizes[-1]
+    def _groups(self, runs: Sequence[PrefillRun]) -> list[list[PrefillRun]]:
+        """Runs in groups that fill rows, in order; what a row has no room for comes in the next one."""
         groups: list[list[PrefillRun]] = []
-        room = 0
-        for run in runs:
+        left, room, most = sum(len(run.embeddings) for run in runs), 0, 0
+        for at, run in enumerate(runs):
             begin = 0
             while begin < len(run.embeddings):
-                if not room or len(groups[-1]) == _most_runs(longest):
+                if not room or len(groups[-1]) == most:
                     groups.append([])
-                    room = longest
+                    room = self._row_for(left, len(runs) - at)
+                    most = _most_runs(room)
                 piece = run.embeddings[begin : begin + room]
                 groups[-1].append(PrefillRun(run.slot, run.start + begin, piece))
-                begin, room = begin + len(piece), room - len(piece)
+                begin, room, left = begin + len(piece), room - len(piece), left - len(piece)
         return groups
+
+    def _row_for(self, positions: int, runs: int) -> int:
+        """The length of the next row for so many positions of so many runs: one that holds them and leaves little empty, or the longest
+        that they fill."""
+        sizes = self._buckets.sizes
+        held = next((size for size in sizes if size >= positions and _most_runs(size) >= runs), sizes[-1])
+        return held if held - positions <= _LEFT_EMPTY else max((size for size in sizes if size <= positions), default=held)
 
     def _chosen(self, group: Sequence[PrefillRun]) -> _Row | None:
         """The row that a group takes now; None when there is no memory for one."""

@@ -77,6 +77,9 @@ class Device:
         #: Chunks that were prefilled: (slot, start, positions).
         self.chunks: list[tuple[int, int, int]] = []
 
+    def embed_all(self, prompts: Sequence[Any]) -> list[Tensor]:
+        return [self.embed(prompt) for prompt in prompts]
+
     def embed(self, prompt: Any) -> Tensor:
         return torch.tensor(prompt.numbers, dtype=torch.float32)[:, None]
 

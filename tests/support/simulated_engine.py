@@ -78,6 +78,9 @@ class SimulatedDevice:
     def clock(self) -> float:
         return self.now
 
+    def embed_all(self, prompts: Sequence[object]) -> list[Tensor]:
+        return [self.embed(prompt) for prompt in prompts]
+
     def embed(self, prompt: object) -> Tensor:
         return torch.zeros(PROMPT, 1)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.varlen_attention import PackedPrompts
 from pipelines.engine import opening
-from pipelines.engine.buckets import PACKED_SIZES, Prefill, packs, prefill_graphs
+from pipelines.engine.buckets import Prefill, packed_sizes, packs, prefill_graphs
 from pipelines.engine.core import EngineCore, EngineOptions
 from pipelines.engine.eager import EagerExecutor
 from pipelines.engine.engine import Engine
@@ -162,6 +162,21 @@ def test_prompts_fill_every_row_but_the_last() -> None:
     assert_same(packed, alone)
 
 
+def test_rows_are_as_long_as_their_positions_or_there_are_more() -> None:
+    """Of 8,208 positions 6,144 fill a row and 2,048 another; 2,640 would leave much of a row of 4,096 empty."""
+    model = golden_model("base")
+    rows = Rows(model, placed(model, [8]), model.make_kv(1, PAGE), packed_sizes(1024))
+    hidden = model.config.talker.hidden
+    for positions, wanted in ((8208, [6144, 2048, 16]), (2640, [2048, 592]), (3900, [3900]), (1300, [1300]), (40, [40])):
+        groups = rows._groups([PrefillRun(0, 0, torch.zeros(positions, hidden))])
+        assert [sum(len(run.embeddings) for run in group) for group in groups] == wanted
+        assert [(run.start, len(run.embeddings)) for group in groups for run in group] == [
+            (sum(wanted[:at]), count) for at, count in enumerate(wanted)
+        ]
+    short = [PrefillRun(slot, 0, torch.zeros(1, hidden)) for slot in range(60)]
+    assert [len(group) for group in rows._groups(short)] == [60], "a row of 512 positions has room for 64 chunks"
+
+
 def test_what_an_earlier_row_left_behind_reaches_nobody() -> None:
     """The tail of a row holds embeddings of the row before, and its pages are nobody's."""
     model = golden_model("base")
@@ -190,7 +205,7 @@ def test_a_few_graphs_serve_every_row_and_idle_turns_capture_the_others() -> Non
             pass
         rows.run([run])
     assert (rows.replayed[-1], len(rows.captured)) == ((32, [20]), len(SIZES))
-    assert prefill_graphs("packed") == len(PACKED_SIZES)
+    assert prefill_graphs("packed") == len(packed_sizes(1024)) == len(packed_sizes(512)) + 2
 
 
 def test_without_memory_for_a_graph_chunks_are_left_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
