@@ -23,15 +23,21 @@ _LOG2E = tl.constexpr(1.4426950408889634)
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """How a program takes the positions of a row and kv head: positions of a step, warps, and steps whose keys are on their way."""
+    """How programs take the positions of a row and kv head: positions of a step, warps, and steps whose keys are on their way.
+
+    splits: programs that share a row's positions, by number of rows: the first entry whose key is at least the rows.
+    """
 
     block: int
     warps: int
     stages: int
+    splits: tuple[tuple[int, int], ...]
 
 
 #: Measured best (benchmarks/NOTES.md) where up to so many query heads share a kv head, at any number of rows; and where more do.
-_FEW_HEADS, _FEW, _MANY = 2, AttentionTile(16, 1, 5), AttentionTile(64, 4, 3)
+_FEW_HEADS = 2
+_FEW = AttentionTile(16, 1, 5, ((8, 8), (32, 4), (1 << 30, 1)))
+_MANY = AttentionTile(64, 4, 3, ((2, 8), (16, 4), (32, 2), (1 << 30, 1)))
 #: The fewest positions of a step that a product knows.
 _LEAST_BLOCK = 16
 

@@ -26,8 +26,8 @@ class Plan:
     """How a frame of a given number of rows is run; every field changes time, none changes meaning."""
 
     skinny_rows: int = 32
-    #: Split of a row's positions in attention, by number of rows: the first entry whose key is at least the rows.
-    splits: tuple[tuple[int, int], ...] = ((8, 8), (32, 4), (1 << 30, 1))
+    #: Programs that share a row's positions in attention, by number of rows, instead of those of its tile (`AttentionTile.splits`).
+    splits: tuple[tuple[int, int], ...] | None = None
     pdl: bool = True
     #: Weights this many products ahead are brought into the L2; 0 = none.
     ahead: int = 0
@@ -41,9 +41,6 @@ class Plan:
     #: The kernels of `lm_residual` make O and down instead of cuBLAS where all their tiles run at once (`lm_residual.splits_for`), for
     #: weights that they know.
     residual_products: bool = False
-
-    def splits_for(self, rows: int) -> int:
-        return next(splits for limit, splits in self.splits if rows <= limit)
 
 
 def known_to_cuda(weights: FrameTensors) -> bool:
@@ -146,7 +143,9 @@ class FusedFrame:
             self._fast = self._skinny and lm_cuda.has_predictor_attention(stack.heads, stack.kv_heads, span, stack.head_dim)
             self._past = torch.zeros((2, len(stack.layers), max_rows, stack.kv_heads, span, stack.head_dim), device=device, dtype=dtype)
         talker = weights.backbone
-        most = max(splits for _, splits in plan.splits)
+        self._tile = attention_tile(talker.heads // talker.kv_heads, k_cache.shape[3])
+        self._splits = plan.splits or self._tile.splits
+        most = max(splits for _, splits in self._splits)
         self._scratch = SplitScratch(max_rows * talker.kv_heads, most, talker.heads // talker.kv_heads, talker.head_dim, device)
 
     def run(self, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
@@ -331,11 +330,11 @@ class FusedFrame:
 
     def _attend(self, layer: int, qkv: Tensor, rows: Tensor, out: Tensor) -> None:
         stack, state, plan = self.weights.backbone, self.state, self.plan
-        tile = attention_tile(stack.heads // stack.kv_heads, self._keys.shape[3])
+        tile, splits = self._tile, next(splits for limit, splits in self._splits if len(rows) <= limit)
         decode_attention(
             qkv, stack.layers[layer].q_norm, stack.layers[layer].k_norm, stack.eps, stack.rope_table, self._keys[layer],
             self._values[layer], state.page_table, state.positions, rows, stack.scale, out, self._scratch,
-            splits=plan.splits_for(len(rows)), block=tile.block, warps=tile.warps, stages=tile.stages, pdl=plan.pdl,
+            splits=splits, block=tile.block, warps=tile.warps, stages=tile.stages, pdl=plan.pdl,
             wide_rope=stack.wide_rope,
         )  # fmt: skip
 

@@ -91,13 +91,18 @@ def _kernel(splits: int, device: int) -> Kernel:
 
 
 @cache
+def clusters_of(device: int) -> dict[int, int]:
+    """How many clusters a device holds at once, by parts of the inner size."""
+    return {splits: _kernel(splits, device).resident_clusters(_THREADS, splits) for splits in SPLITS}
+
+
+@cache
 def available(device: int) -> bool:
     """Whether a device has the kernels. Where only their code is missing, a warning says so."""
     if torch.cuda.get_device_capability(device) != _CAPABILITY:
         return False
     try:
-        for splits in SPLITS:
-            _kernel(splits, device)
+        clusters_of(device)
     except (RuntimeError, OSError) as error:
         log.warning(
             "the CUDA C++ kernels for residual products of many rows cannot be made (%s); large batches are slower. %s",
@@ -105,12 +110,6 @@ def available(device: int) -> bool:
         )  # fmt: skip
         return False
     return True
-
-
-@cache
-def clusters_of(device: int) -> dict[int, int]:
-    """How many clusters a device holds at once, by parts of the inner size."""
-    return {splits: _kernel(splits, device).resident_clusters(_THREADS, splits) for splits in SPLITS}
 
 
 def _stream(device: torch.device) -> int:

@@ -78,6 +78,11 @@ class Buckets:
         """What to capture when nothing else is to do; None when there is nothing left."""
         return next((size for size in self.sizes if size not in self.captured | self._refused), None)
 
+    @property
+    def possible(self) -> tuple[int, ...]:
+        """All sizes but those that cannot be captured; all where none can."""
+        return tuple(size for size in self.sizes if size not in self._refused) or self.sizes
+
     def choose(self, rows: int) -> int | None:
         """The size that a batch of `rows` takes; where that has no graph, the caller captures it now. None: no size can serve it."""
         wanted = bucket_of(rows, self.sizes)

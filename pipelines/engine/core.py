@@ -252,6 +252,7 @@ class EngineCore:
         except Exception as error:
             if lacks_memory(error):
                 raise
+            log.warning("prompts could not be embedded together, and are embedded one by one", exc_info=True)
             return [None] * len(admitted)
 
     def _placement(self, utterance: Utterance, embeddings: Tensor | None) -> Placement | None:

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 _RUN_POSITIONS, _LEAST_RUNS = 8, 8
 #: Positions that a row may leave empty rather than be two rows: another replay takes about as long as these.
 _LEFT_EMPTY = 256
+#: A row that most first prefills fit: in the longest one they would take three times as long.
+_USUAL = 2048
 
 #: Prefills embeddings [total, hidden] of these prompts.
 Work = Callable[[Tensor, PackedPrompts], None]
@@ -51,8 +53,15 @@ class PackedPrefills:
         self._rows: dict[int, _Row] = {}
 
     def warm(self) -> None:
-        """Captures the longest row, which can take all others' place."""
-        self._row(self._buckets.sizes[-1])
+        """Captures the longest row that there is memory for, which can take all others' place, and that of most prefills.
+
+        Raises `torch.OutOfMemoryError` where there is memory for none.
+        """
+        shortest, *longer = self._buckets.sizes
+        if not any(self._may_capture(size) for size in reversed(longer)):
+            self._row(shortest)
+        if _USUAL in self._buckets.possible:
+            self._may_capture(_USUAL)
 
     def prepare(self) -> bool:
         """Captures one more row; False when there is nothing left."""
@@ -91,10 +100,11 @@ class PackedPrefills:
 
     def _row_for(self, positions: int, runs: int) -> int:
         """The length of the next row for so many positions of so many runs: one that holds them and leaves little empty, or the longest
-        that they fill."""
-        sizes = self._buckets.sizes
+        that they fill, if it has room for so many runs."""
+        sizes = self._buckets.possible
         held = next((size for size in sizes if size >= positions and _most_runs(size) >= runs), sizes[-1])
-        return held if held - positions <= _LEFT_EMPTY else max((size for size in sizes if size <= positions), default=held)
+        shorter = max((size for size in sizes if size <= positions), default=held)
+        return held if held - positions <= _LEFT_EMPTY or _most_runs(shorter) < runs else shorter
 
     def _chosen(self, group: Sequence[PrefillRun]) -> _Row | None:
         """The row that a group takes now; None when there is no memory for one."""

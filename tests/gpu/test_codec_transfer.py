@@ -35,6 +35,25 @@ def test_batches_of_any_size_arrive_whole_though_the_device_writes_their_memory_
     stream.synchronize()
 
 
+def test_a_copy_waits_for_its_samples_and_they_for_the_copy_before() -> None:
+    count, cycles = 900_000, 200_000_000  # a tenth of a second
+    sender, stream = Sender(), torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.inference_mode():
+        before = [sender([torch.zeros(count, device="cuda")]) for _ in range(3)]
+        for samples in before:
+            samples.wait()
+        del before, samples  # their memory of the host is pinned, and is taken again
+        torch.cuda._sleep(cycles)
+        under_way = [sender([torch.full((count,), 1.0, device="cuda")])]
+        assert sender._stream is not None
+        with torch.cuda.stream(sender._stream):
+            torch.cuda._sleep(cycles)
+        under_way += [sender([torch.full((count,), value, device="cuda")]) for value in (2.0, 3.0)]
+    for samples, value in zip(under_way, (1.0, 2.0, 3.0)):
+        samples.wait()
+        assert (samples.of(0) == value).all()
+
+
 def test_a_sender_without_samples_of_a_device_needs_none() -> None:
     samples = Sender()([torch.ones(3), torch.zeros(0)])
     assert samples.over

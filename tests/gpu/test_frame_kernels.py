@@ -17,7 +17,7 @@ from kernels import layers, lm_frame, lm_products, lm_residual, lm_sampler, lm_w
 from kernels.dummy import FISH, LARGE, SMALL, SPARK, TINY, TINY_FISH, TINY_SPARK, Maker, Shape
 from kernels.frame import StateTensors, fused_fault
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
-from kernels.lm_attention import SplitScratch, decode_attention, predictor_attention
+from kernels.lm_attention import SplitScratch, attention_tile, decode_attention, predictor_attention
 from kernels.lm_frame import FusedFrame, Plan, known_to_cuda, plan_for
 from kernels.lm_products import Norm
 from kernels.lm_sampler import FIRST, ONLY
@@ -322,6 +322,13 @@ def test_heads_are_rounded_where_the_twin_rounds_them(wide_rope: bool, normed: b
     fifth = torch.full_like(positions, 5)
     assert differ(keys, fifth, wide_rope) <= 0.01
     assert differ(keys, fifth, not wide_rope) > 0.05
+
+
+def test_attention_has_a_tile_for_few_heads_of_a_kv_head_and_one_for_many_within_a_page() -> None:
+    few, many = (attention_tile(group, 64) for group in (2, 3))
+    assert (few.block, few.warps, few.stages, few.splits[0]) == (16, 1, 5, (8, 8))
+    assert (many.block, many.warps, many.stages, many.splits[0]) == (64, 4, 3, (2, 8))
+    assert [attention_tile(7, page).block for page in (8, 16, 32, 128)] == [16, 16, 32, 64]
 
 
 def test_heads_that_the_kernels_do_not_know_are_refused_in_one_sentence() -> None:

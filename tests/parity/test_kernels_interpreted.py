@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
             " or fused_packed",
             35 + 19,
         ),
-        (["tests/gpu/test_frame_kernels.py", "tests/gpu/test_wide_frames.py"], "not bfloat16", 25),
+        (["tests/gpu/test_frame_kernels.py", "tests/gpu/test_wide_frames.py"], "not bfloat16", 26),
     ],
     ids=["prefill-and-codec", "frames"],
 )

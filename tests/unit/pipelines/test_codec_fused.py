@@ -14,6 +14,7 @@ from torch import Tensor
 import pipelines.codec.decoder as decoder_module
 from kernels.codec_ops import codec_residual_unit, pack_upsample, snake_beta, snake_parameters
 from pipelines.codec.blocks import Past
+from pipelines.codec.fused import FusedStack
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import CodecDecoder
 from pipelines.qwen3_tts.codec_config import CodecConfig
@@ -108,6 +109,24 @@ def test_rows_have_no_ends_where_they_start_somewhere_go_on_or_have_to_be_reprod
     monkeypatch.setattr(decoder_module, "PASS_FRAMES", 8)
     going_on.decode(items)
     assert {*fixed.given, *going_on.given} == {None}
+
+
+def test_the_ends_of_each_stage_start_where_kernels_load_16_bytes() -> None:
+    lengths = [5 * 1920, 1920, 1, 0, 30 * 1920]
+    stack = decoder(True)._stack
+    assert isinstance(stack, FusedStack)
+    ends = [stage for stage in stack._ends(lengths, torch.device("cpu")) if stage is not None]
+    assert len(ends) == len(stack._step_samples)
+    assert {(stage.data_ptr() - ends[0].data_ptr()) % 16 for stage in ends} == {0}
+    for stage, samples in zip(ends, stack._step_samples):
+        assert stage.tolist() == [math.ceil(length / samples) for length in lengths]
+
+
+def test_batches_that_start_somewhere_are_cut_as_if_padding_cost() -> None:
+    lengths = [38 + 5 * index for index in range(30)]
+    on_gpu = OnGpu()
+    fresh, warm = (len(on_gpu._batches(lengths, [started] * len(lengths))) for started in (False, True))
+    assert fresh < warm
 
 
 def test_chunks_and_warm_states_equal_the_whole() -> None:

@@ -175,3 +175,21 @@ def test_all_slots_for_long_make_the_patience_short_again(turns: int) -> None:
     for _ in range(2 * FIRST_PATIENCE):
         limit.went_well(limit.now)
     assert (limit.now > before) == (turns > 1)
+
+
+def test_a_lack_of_memory_while_newcomers_are_embedded_shrinks_the_batch_and_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    load = Load(room=SLOTS)
+    asked: list[int] = []
+
+    def embed_all(prompts: Sequence[object]) -> list[Tensor]:
+        asked.append(len(prompts))
+        if len(asked) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return [load.device.embed(prompt) for prompt in prompts]
+
+    monkeypatch.setattr(load.device, "embed_all", embed_all)
+    load.run(20)
+    assert asked[0] == SLOTS
+    assert load.core.scheduler.limit.now < SLOTS
+    load.end()
+    assert (len(load.heard.codes), load.heard.errors) == (load.sent, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,3 +173,15 @@ def test_a_launch_that_gives_up_is_an_error_once_and_plain_frames_follow(
     assert executor._buckets.captured == {4}
     assert set(executor._graphs) == {4}
     assert kinds(executor) == [FusedFrame] * 3
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_the_reproducible_mode_embeds_each_prompt_alone(reproducible: bool) -> None:
+    asked: list[list[str]] = []
+    model = SimpleNamespace(
+        embed=lambda prompt: asked.append([prompt]) or torch.zeros(1),
+        embed_all=lambda prompts: asked.append(list(prompts)) or [torch.zeros(1)] * len(prompts),
+    )
+    executor: Any = SimpleNamespace(reproducible=reproducible, _model=model)
+    assert len(GraphExecutor.embed_all(executor, ["one", "two", "three"])) == 3
+    assert asked == ([["one"], ["two"], ["three"]] if reproducible else [["one", "two", "three"]])

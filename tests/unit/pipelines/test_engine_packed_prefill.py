@@ -173,8 +173,39 @@ def test_rows_are_as_long_as_their_positions_or_there_are_more() -> None:
         assert [(run.start, len(run.embeddings)) for group in groups for run in group] == [
             (sum(wanted[:at]), count) for at, count in enumerate(wanted)
         ]
-    short = [PrefillRun(slot, 0, torch.zeros(1, hidden)) for slot in range(60)]
-    assert [len(group) for group in rows._groups(short)] == [60], "a row of 512 positions has room for 64 chunks"
+    for count, positions in ((60, 1), (100, 4), (300, 3)):
+        short = [PrefillRun(slot, 0, torch.zeros(positions, hidden)) for slot in range(count)]
+        assert [len(group) for group in rows._groups(short)] == [count], "a longer row has room for all of these chunks"
+
+
+def test_where_the_longest_row_has_no_memory_the_next_one_takes_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = golden_model("base")
+    rows = Rows(model, placed(model, [8]), model.make_kv(1, PAGE), packed_sizes(1024))
+    kept, tried = rows._capture, list[int]()
+
+    def small(work: Callable[[], None]) -> Callable[[], None]:
+        tried.append(1)
+        if len(tried) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return kept(work)
+
+    monkeypatch.setattr(rows, "_capture", small)
+    rows.warm()
+    assert rows._buckets.captured == {4096, 2048}
+    groups = rows._groups([PrefillRun(0, 0, torch.zeros(6144, model.config.talker.hidden))])
+    assert [sum(len(run.embeddings) for run in group) for group in groups] == [4096, 2048]
+
+
+def test_without_memory_for_any_row_there_is_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = golden_model("base")
+    rows = Rows(model, placed(model, [8]), model.make_kv(1, PAGE))
+
+    def full(work: Callable[[], None]) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rows, "_capture", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        rows.warm()
 
 
 def test_what_an_earlier_row_left_behind_reaches_nobody() -> None:
@@ -224,9 +255,12 @@ def test_without_memory_for_a_graph_chunks_are_left_in_order(monkeypatch: pytest
     monkeypatch.setattr(rows, "_capture", full)
     left = rows.run([PrefillRun(slot, 0, prompt) for slot, prompt in enumerate(prompts_of(model, lengths))])
     assert [(run.slot, run.start, len(run.embeddings)) for run in left] == [(0, 0, 64), (0, 64, 6), (1, 0, 5)]
-    before = len(tried)
-    rows.run(left[:1])
-    assert len(tried) == before, "what was refused is not tried again"
+    assert len(tried) == 1
+    assert [len(run.embeddings) for run in rows.run(left[:1])] == [32, 32]
+    assert len(tried) == 2, "what was refused is not tried again, a shorter row is"
+    with torch.inference_mode():
+        assert rows.run(left[:1]) == []
+    assert (len(tried), rows.replayed[-4:]) == (2, [(16, [16])] * 4)
 
 
 class Packed(EagerExecutor):
