@@ -18,7 +18,7 @@ from kernels.cuda_graphs import lacks_memory
 from kernels.reference import ENDED, NOT_FINITE
 from kernels.sampler import DrawFlags
 from pipelines.engine.buckets import Prefill
-from pipelines.engine.executor import FrameExecutor, FrameSettings, PendingFrames, PrefillRun
+from pipelines.engine.executor import FrameExecutor, FrameSettings, PendingFrames, PrefillRun, embedded
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import Placement
 from pipelines.engine.turns import CHUNK_FRAMES, FIRST_FRAMES, Listening, TurnPlanner
@@ -239,21 +239,10 @@ class EngineCore:
             self._place(admitted)
 
     def _place(self, admitted: list[Utterance]) -> None:
-        placements = [self._placement(utterance, found) for utterance, found in zip(admitted, self._embedded(admitted), strict=True)]
+        found = embedded(self.executor, [utterance.request.prompt for utterance in admitted])
+        placements = [self._placement(utterance, embeddings) for utterance, embeddings in zip(admitted, found, strict=True)]
         if known := [placement for placement in placements if placement is not None]:
             self.executor.state.place(known)
-
-    def _embedded(self, admitted: list[Utterance]) -> Sequence[Tensor | None]:
-        """Embeddings of the prompts of newcomers; None for all of them where one broke, so that each is embedded alone."""
-        if len(admitted) < 2:
-            return [None] * len(admitted)
-        try:
-            return self.executor.embed_all([utterance.request.prompt for utterance in admitted])
-        except Exception as error:
-            if lacks_memory(error):
-                raise
-            log.warning("prompts could not be embedded together, and are embedded one by one", exc_info=True)
-            return [None] * len(admitted)
 
     def _placement(self, utterance: Utterance, embeddings: Tensor | None) -> Placement | None:
         """What goes into the utterance's slot; None when its prompt broke, which ends it alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -11,8 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kernels.cuda_graphs import lacks_memory
 from kernels.sampler import DrawFlags
 from pipelines.engine.state import PagedKV, SlotState
+
+log = logging.getLogger(__name__)
 
 
 class PromptLike(Protocol):
@@ -110,3 +114,19 @@ class FrameExecutor(Protocol):
     def prepare(self) -> bool:
         """Makes one thing ready that later batches are faster with, while nothing else is to do; False when there is nothing left."""
         ...
+
+
+def embedded(executor: FrameExecutor, prompts: Sequence[object]) -> Sequence[Tensor | None]:
+    """Embeddings [length, hidden] of the prompts of newcomers; None for all of them where one broke, so that each is embedded alone.
+
+    Raises what a lack of memory raises.
+    """
+    if len(prompts) < 2:
+        return [None] * len(prompts)
+    try:
+        return executor.embed_all(prompts)
+    except Exception as error:
+        if lacks_memory(error):
+            raise
+        log.warning("prompts could not be embedded together, and are embedded one by one", exc_info=True)
+        return [None] * len(prompts)
