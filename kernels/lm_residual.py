@@ -42,9 +42,14 @@ def fault(n: int, inner: int, splits: int) -> str | None:
     return None
 
 
+#: Outputs of the widest products that were measured. Of wider ones the weights are so many that all multiprocessors have to read them, as
+#: cuBLAS's do.
+_WIDEST = 2048
+
+
 def has_product(n: int, inner: int) -> bool:
-    """Whether `n` outputs of `inner` values fall into tiles."""
-    return fault(n, inner, min(SPLITS)) is None
+    """Whether `n` outputs of `inner` values fall into tiles, and are not too many."""
+    return n <= _WIDEST and fault(n, inner, min(SPLITS)) is None
 
 
 def splits_for(rows: int, n: int, inner: int, clusters: Mapping[int, int]) -> int | None:

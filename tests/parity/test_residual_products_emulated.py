@@ -160,6 +160,7 @@ def test_an_inner_size_that_does_not_fall_into_so_many_parts_has_fewer() -> None
     assert splits_for(128, 1024, 640, CLUSTERS) is None
     assert not has_product(1024, 640)
     assert not has_product(1000, 1024)
+    assert not has_product(2560, 9728), "Fish's down was not measured"
 
 
 def test_what_a_kernel_cannot_do_is_refused(emulated: Callable[[int], None]) -> None:
