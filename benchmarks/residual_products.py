@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.gpu import Bench, captured, graph_us, numbers, parser
-from benchmarks.wide_products import PAGE, SHAPES, pages_for
-from kernels.dummy import Maker, Shape
-from kernels.lm_frame import FusedFrame, plan_for
+from benchmarks.wide_products import SHAPES, frame_ms
+from kernels.dummy import Maker
+from kernels.lm_frame import plan_for
 from kernels.lm_residual import OUTPUTS, ROWS, SPLITS, add_product, clusters_of, fault, splits_for
 from kernels.lm_triton import add_norm
 
@@ -118,28 +118,10 @@ def products(bench: Bench, rows: int) -> None:
 
 def frame(bench: Bench, rows: int) -> None:
     for name, shape in SHAPES.items():
-        bench.add({"part": "frame", "rows": rows, "sizes": name, "context": CONTEXT, **frame_ms(bench, shape, rows)})
+        plan = plan_for(rows, shape.hidden)
+        plans = {"without": replace(plan, residual_products=False), "with": replace(plan, residual_products=True)}
+        bench.add({"part": "frame", "rows": rows, "sizes": name, "context": CONTEXT, **frame_ms(bench, shape, rows, CONTEXT, plans)})
         bench.clean()
-
-
-def frame_ms(bench: Bench, shape: Shape, rows: int) -> dict[str, float]:
-    """Whole frames by plan, contexts from half to one and a half of `CONTEXT`."""
-    maker, plan = Maker(str(bench.device), torch.bfloat16), plan_for(rows, shape.hidden)
-    weights, contexts = maker.frame(shape), maker.integers(CONTEXT // 2, CONTEXT * 3 // 2, rows)
-    pages, slots = pages_for(rows, CONTEXT), torch.arange(rows, device=bench.device)
-    state, (k, v) = maker.state(shape, rows, pages, PAGE, contexts), maker.caches(shape, pages, PAGE)
-    codes = torch.zeros(rows, shape.codebooks, dtype=torch.int64, device=bench.device)
-    flags = torch.zeros(rows, dtype=torch.uint8, device=bench.device)
-    found: dict[str, float] = {}
-    for name, residual in (("without", False), ("with", True)):
-        runner = FusedFrame(weights, state, k, v, rows, replace(plan, residual_products=residual))
-
-        def again(runner: FusedFrame = runner) -> None:
-            state.positions[:rows] = contexts
-            runner.run(slots, codes, flags)
-
-        found[name] = graph_us(again, 1, 11) / 1000
-    return found
 
 
 def table(rows: list[dict]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from torch.nn import functional
 from benchmarks.gpu import Bench, graph_us, numbers, parser
 from kernels import layers, lm_wide
 from kernels.dummy import LARGE, SMALL, Maker, Shape
-from kernels.lm_frame import FusedFrame, plan_for
+from kernels.lm_frame import FusedFrame, Plan, plan_for
 from kernels.lm_triton import add_norm, swiglu
 from kernels.lm_wide import fills, processors
 
@@ -100,22 +100,25 @@ def pages_for(rows: int, context: int) -> int:
 
 def frame(bench: Bench, rows: int) -> None:
     for name, shape in shapes(bench, rows).items():
+        plan = plan_for(rows, shape.hidden)
+        plans = {"without": replace(plan, wide_swiglu=False), "with": replace(plan, wide_swiglu=True)}
         for context in CONTEXTS if shape is SMALL else CONTEXTS[:1]:
-            bench.add({"part": "frame", "rows": rows, "sizes": name, "context": context, **frame_ms(bench, shape, rows, context)})
+            found = frame_ms(bench, shape, rows, context, plans)
+            bench.add({"part": "frame", "rows": rows, "sizes": name, "context": context, **found})
             bench.clean()
 
 
-def frame_ms(bench: Bench, shape: Shape, rows: int, context: int) -> dict[str, float]:
-    """Whole frames by plan, contexts from half to one and a half of `context`."""
-    maker, plan = Maker(str(bench.device), torch.bfloat16), plan_for(rows, shape.hidden)
+def frame_ms(bench: Bench, shape: Shape, rows: int, context: int, plans: Mapping[str, Plan]) -> dict[str, float]:
+    """Milliseconds of whole frames by plan, contexts from half to one and a half of `context`."""
+    maker = Maker(str(bench.device), torch.bfloat16)
     weights, contexts = maker.frame(shape), maker.integers(context // 2, context * 3 // 2, rows)
     pages, slots = pages_for(rows, context), torch.arange(rows, device=bench.device)
     state, (k, v) = maker.state(shape, rows, pages, PAGE, contexts), maker.caches(shape, pages, PAGE)
     codes = torch.zeros(rows, shape.codebooks, dtype=torch.int64, device=bench.device)
     flags = torch.zeros(rows, dtype=torch.uint8, device=bench.device)
     found: dict[str, float] = {}
-    for name, wide in (("without", False), ("with", True)):
-        runner = FusedFrame(weights, state, k, v, rows, replace(plan, wide_swiglu=wide))
+    for name, plan in plans.items():
+        runner = FusedFrame(weights, state, k, v, rows, plan)
 
         def again(runner: FusedFrame = runner) -> None:
             state.positions[:rows] = contexts
