@@ -33,7 +33,8 @@ class Running:
     """A server in a thread of this process; leaving the block drains it."""
 
     def __init__(self, pipeline: Pipeline, *, wait: bool = True, open_model: Callable[[], Pipeline] | None = None, **options: Any) -> None:
-        sizes: dict[str, Any] = {"slots": 8, "waiting_room": 8, "drain_seconds": 120.0, **options}
+        patience = {"drain_seconds": 120.0, "stream_queue_seconds": PATIENCE_SECONDS}
+        sizes: dict[str, Any] = {"slots": 8, "waiting_room": 8, **patience, **options}
         self.pipeline = pipeline
         self.server = Server(card_of(pipeline), open_model or (lambda: pipeline), ServeOptions((pipeline.name,), **sizes), "127.0.0.1", 0)
         self.url = self.server.url
