@@ -122,11 +122,12 @@ def steps(device: str, tiny: bool, out: Path) -> list[Step]:
 
 def kernel_steps(out: Path) -> list[Step]:
     """Kernels in CUDA C++ beside Triton's and cuBLAS's: the codec's units and products of few and many rows."""
-    names = ("codec_unit_gpu", "products_gpu", "residual_products", "wide_products", "lm_kernels", "frame_kernels")
+    products = ("products_gpu", "residual_products", "wide_products")
+    names = ("codec_unit_gpu", *products, "lm_kernels", "frame_kernels", "prefill_kernels")
     files = (f"tests/gpu/test_{name}.py" for name in names)
     tests = ("pytest", "-m", "gpu", *files, "-q", "-rs", "-n", "6", "--timeout=250", "-p", "no:cacheprovider")
     modules = {"codec units": "codec_units", "products": "products_gpu"}
-    modules |= {"residual products": "residual_products", "wide products": "wide_products"}
+    modules |= {"residual products": "residual_products", "wide products": "wide_products", "prefill": "prefill_gpu"}
     measured = [
         Step(name, "kernels", (f"benchmarks.{module}", "--json", str(out / f"{module}.json")), 100, gpu_only=True)
         for name, module in modules.items()

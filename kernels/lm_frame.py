@@ -41,6 +41,8 @@ class Plan:
     #: The kernels of `lm_residual` make O and down instead of cuBLAS where all their tiles run at once (`lm_residual.splits_for`), for
     #: weights that they know.
     residual_products: bool = False
+    #: cuBLAS's O and down add what they make to the residual, with one rounding less, instead of the norm behind them.
+    residual_inside: bool = False
 
 
 def known_to_cuda(weights: FrameTensors) -> bool:
@@ -118,6 +120,8 @@ class FusedFrame:
         self._orders: dict[int, list[Tensor]] = {}
         self._order: list[Tensor] = []
         self._step = 0
+        #: Whether a norm may start early, since no product of cuBLAS is ahead of it.
+        self._starts_early = False
         self._skinny = runs_cuda(weights, k_cache)
 
         def empty(*shape: int) -> Tensor:
@@ -209,6 +213,7 @@ class FusedFrame:
             self._wide_stack(stack, x, attend, keep)
             return
         pending: Tensor | None = None
+        self._starts_early = self._residual
         for index, layer in enumerate(stack.layers):
             o, down = layer.o, layer.down
             rows = len(x)
@@ -235,20 +240,24 @@ class FusedFrame:
 
     def _added(self, x: Tensor, a: Tensor, weight: Tensor) -> Tensor | None:
         """Adds a @ weight.T to x, or returns it, for the norm behind to add."""
+        splits, self._starts_early, (n, inner) = None, False, weight.shape
         if self._residual:
-            n, inner = weight.shape
             splits = lm_residual.splits_for(len(x), n, inner, lm_residual.clusters_of(x.device.index or 0))
-            if splits is not None:
-                lm_residual.add_product(x, a, weight, splits, pdl=x.is_cuda)
-                return None
-        return torch.mm(a, weight.t(), out=self._y[: x.numel()].view_as(x))
+        if splits is not None:
+            lm_residual.add_product(x, a, weight, splits, pdl=x.is_cuda)
+            self._starts_early = True
+        elif self.plan.residual_inside:
+            x.addmm_(a, weight.t())
+        else:
+            return torch.mm(a, weight.t(), out=self._y[: x.numel()].view_as(x))
+        return None
 
-    def _pdl(self, x: Tensor, pending: Tensor | None) -> bool:
-        """Whether a norm of x may start early. It may where nothing is pending: first, or behind a product of `lm_residual`."""
-        return self.plan.pdl or (self._residual and pending is None and x.is_cuda)
+    def _pdl(self, x: Tensor) -> bool:
+        """Whether a norm of x may start early: everywhere, or first and behind products of `lm_residual`."""
+        return self.plan.pdl or (self._starts_early and x.is_cuda)
 
     def _normed_qkv(self, x: Tensor, pending: Tensor | None, layer: Layer, eps: float, qkv: Tensor) -> None:
-        normed = add_norm(x, pending, layer.input_norm, eps, self._h[: x.numel()].view_as(x), pdl=self._pdl(x, pending))
+        normed = add_norm(x, pending, layer.input_norm, eps, self._h[: x.numel()].view_as(x), pdl=self._pdl(x))
         if layer.qkv_bias is None:
             torch.mm(normed, layer.qkv.t(), out=qkv)
         else:
@@ -257,7 +266,7 @@ class FusedFrame:
     def _normed_swiglu(self, x: Tensor, pending: Tensor | None, layer: Layer, eps: float, act: Tensor) -> None:
         normed = self._h[: x.numel()].view_as(x)
         wide = self._wide_swiglu and lm_wide.fills(len(act), act.shape[1], lm_wide.processors(x.device.index or 0))
-        add_norm(x, pending, layer.post_norm, eps, normed, pdl=self._pdl(x, pending), early=wide and x.is_cuda)
+        add_norm(x, pending, layer.post_norm, eps, normed, pdl=self._pdl(x), early=wide and x.is_cuda)
         if wide:
             lm_wide.swiglu(normed, layer.gate_up, act, pdl=True)
             return
@@ -301,7 +310,7 @@ class FusedFrame:
         if self._pending is None and self._narrow(rows):
             return self._thin(x, head, logits, norm=stack.norm, eps=stack.eps, normed=hidden)
         normed = self._h[: rows * width].view(rows, width) if hidden is None else hidden
-        add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self._pdl(x, self._pending))
+        add_norm(x, self._pending, stack.norm, stack.eps, normed, pdl=self._pdl(x))
         if self._products:
             return self._wide(normed, head, logits)
         return torch.mm(normed, head.t(), out=logits)

@@ -4,20 +4,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import lm_wide
 from kernels.attention import attend_padded, padded_places
-from kernels.frame import StackTensors
+from kernels.frame import Layer, StackTensors
 from kernels.lm_triton import add_norm, swiglu
 from kernels.varlen_attention import PackedPrompts
 from kernels.varlen_triton import QueryTiles, packed_attention
 
 # ruff: noqa: N803
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPlan:
+    """How a prefill is run; every field changes time, none changes meaning."""
+
+    #: The kernel of `lm_wide` makes SwiGLU instead of cuBLAS where its tiles fill the GPU, for weights and a device that it knows.
+    wide_swiglu: bool = False
+    #: cuBLAS's O and down add what they make to the residual, with one rounding less, instead of the norm behind them.
+    residual_inside: bool = False
 
 
 @triton.jit
@@ -76,8 +88,9 @@ def norm_rope_append(
 
 
 def prefill_padded(
-    embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int
-) -> None:
+    embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int,
+    plan: PrefillPlan = PrefillPlan(),
+) -> None:  # fmt: skip
     """Writes keys and values of all layers; the last layer stops there.
 
     embeddings: [runs, new, hidden], kept as they are; caches: [layers, pages, kv_heads, page_size, head_dim].
@@ -88,10 +101,13 @@ def prefill_padded(
     def attend(layer: int, q: Tensor) -> Tensor:
         return attend_padded(q, k_cache[layer], v_cache[layer], pages, start, stack.scale)
 
-    _write(embeddings.reshape(runs * new, hidden), places, stack, k_cache, v_cache, attend)
+    _write(embeddings.reshape(runs * new, hidden), places, stack, k_cache, v_cache, attend, plan)
 
 
-def prefill_packed(embeddings: Tensor, prompts: PackedPrompts, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int) -> None:
+def prefill_packed(
+    embeddings: Tensor, prompts: PackedPrompts, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int,
+    plan: PrefillPlan = PrefillPlan(),
+) -> None:  # fmt: skip
     """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only what is behind them is padding.
 
     embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total` and on the number of runs only.
@@ -104,7 +120,7 @@ def prefill_packed(embeddings: Tensor, prompts: PackedPrompts, stack: StackTenso
     def attend(layer: int, q: Tensor) -> Tensor:
         return packed_attention(q, k_cache[layer], v_cache[layer], prompts, tiles, stack.scale, mixed)
 
-    _write(embeddings, places, stack, k_cache, v_cache, attend)
+    _write(embeddings, places, stack, k_cache, v_cache, attend, plan)
 
 
 def _write(
@@ -114,12 +130,14 @@ def _write(
     k_cache: Tensor,
     v_cache: Tensor,
     attend: Callable[[int, Tensor], Tensor],
+    plan: PrefillPlan,
 ) -> None:
     """All layers over embeddings [n, hidden] at these places; attend: (layer, q [n, heads, head_dim]) -> [n, heads * head_dim]."""
     positions, held, offsets = places
     x = embeddings.clone()
     normed, pending = torch.empty_like(x), None
     q = x.new_empty(len(x), stack.heads, k_cache.shape[4])
+    wide = plan.wide_swiglu and _fills(len(x), stack.layers[0], k_cache)
     for index, layer in enumerate(stack.layers):
         ready, weight = add_norm(x, pending, layer.input_norm, stack.eps, normed), layer.qkv.t()
         packed = torch.mm(ready, weight) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, ready, weight)
@@ -129,7 +147,27 @@ def _write(
         )  # fmt: skip
         if index == len(stack.layers) - 1:
             return
-        pending = torch.mm(attend(index, q), layer.o.t())
-        both = torch.mm(add_norm(x, pending, layer.post_norm, stack.eps, normed), layer.gate_up.t())
-        act = both.new_empty(len(both), layer.down.shape[1])
-        pending = torch.mm(swiglu(both, act), layer.down.t())
+        pending = _added(x, attend(index, q), layer.o, plan)
+        add_norm(x, pending, layer.post_norm, stack.eps, normed, early=wide and x.is_cuda)
+        act = x.new_empty(len(x), layer.down.shape[1])
+        if wide:
+            lm_wide.swiglu(normed, layer.gate_up, act, pdl=True)
+        else:
+            swiglu(torch.mm(normed, layer.gate_up.t()), act)
+        pending = _added(x, act, layer.down, plan)
+
+
+def _added(x: Tensor, a: Tensor, weight: Tensor, plan: PrefillPlan) -> Tensor | None:
+    """Adds a @ weight.T to x, or returns it, for the norm behind to add."""
+    if not plan.residual_inside:
+        return torch.mm(a, weight.t())
+    x.addmm_(a, weight.t())
+    return None
+
+
+def _fills(rows: int, layer: Layer, k_cache: Tensor) -> bool:
+    """Whether the kernel of `lm_wide` knows gate and up of a layer and the device, and is worth its launch for so many rows."""
+    (inner, n), device = layer.down.shape, k_cache.device.index or 0
+    if k_cache.dtype != torch.bfloat16 or not k_cache.is_cuda or not lm_wide.has_product(n, inner):
+        return False
+    return lm_wide.available(device) and lm_wide.fills(rows, n, lm_wide.processors(device))

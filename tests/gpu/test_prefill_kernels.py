@@ -11,10 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from kernels import lm_wide, prefill_triton
 from kernels.cuda_graphs import GraphPool
 from kernels.dummy import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
-from kernels.layers import qk_norm_rope_append, rope_table
-from kernels.prefill_triton import norm_rope_append, prefill_packed, prefill_padded
+from kernels.layers import qk_norm_rope_append, rope_table, swiglu
+from kernels.prefill_triton import PrefillPlan, norm_rope_append, prefill_packed, prefill_padded
 from kernels.varlen_attention import PackedPrompts, attend_packed
 from kernels.varlen_triton import QueryTiles, packed_attention
 from pipelines.engine.executor import PrefillRun
@@ -33,6 +34,9 @@ pytestmark = [
 ]
 #: The interpreter takes seconds for what a GPU does at once.
 PAGE, SIZE = (8, "tiny") if INTERPRETED else (64, "0b6")
+#: Positions of a row of packed prompts: of published sizes so many fill the GPU with tiles of SwiGLU.
+TOTAL = 50 if INTERPRETED else 512
+INSIDE, WIDE = PrefillPlan(residual_inside=True), PrefillPlan(wide_swiglu=True)
 
 
 @pytest.fixture(autouse=True)
@@ -171,30 +175,60 @@ def packed_chunks(model: FrameModel, prefilled: bool) -> tuple[PagedKV, Tensor, 
     return kv, state.page_table, runs
 
 
-def written_packed(model: FrameModel, fused: bool) -> Tensor:
-    kv, table, runs = packed_chunks(model, prefilled=not fused)
-    if fused:
-        rows = torch.cat([run.embeddings for run in runs] + [rand(7, model.tensors.backbone.hidden, seed=9).to(model.dtype)])
+def written_packed(model: FrameModel, plan: PrefillPlan | None) -> Tensor:
+    """Keys and values of packed runs, by fused kernels where there is a plan."""
+    kv, table, runs = packed_chunks(model, prefilled=plan is None)
+    if plan is not None:
+        behind = TOTAL - sum(len(run.embeddings) for run in runs)
+        rows = torch.cat([run.embeddings for run in runs] + [rand(behind, model.tensors.backbone.hidden, seed=9).to(model.dtype)])
         before = rows.clone()
         told = [[run.slot for run in runs] + [0], [run.start for run in runs] + [0], [len(run.embeddings) for run in runs] + [0]]
         prompts = PackedPrompts(table, *(torch.tensor(each, device=DEVICE) for each in told))
-        prefill_packed(rows, prompts, model.tensors.backbone, kv.k, kv.v, SCRATCH_PAGE)
+        prefill_packed(rows, prompts, model.tensors.backbone, kv.k, kv.v, SCRATCH_PAGE, plan)
         assert torch.equal(rows, before)
         assert bool(torch.isfinite(kv.k).all())
     return torch.stack((kv.k[:, 1:], kv.v[:, 1:])).float()
 
 
+@pytest.mark.parametrize("plan", [PrefillPlan(), INSIDE], ids=["plain", "inside"])
 @pytest.mark.parametrize("kind", ["talker", "spark", "fish"])
-def test_fused_packed_prefill_is_the_plain_one(kind: str) -> None:
+def test_fused_packed_prefill_is_the_plain_one(kind: str, plan: PrefillPlan) -> None:
     exact = model_of(kind, torch.float32)
-    wide = written_packed(exact, fused=False)
-    assert float((written_packed(exact, fused=True) - wide).norm()) <= 1e-3 * float(wide.norm())
+    wide = written_packed(exact, None)
+    assert float((written_packed(exact, plan) - wide).norm()) <= 1e-3 * float(wide.norm())
     del exact
     if INTERPRETED:
         return  # its products do not know bfloat16
     narrow = model_of(kind, torch.bfloat16)
-    plain, mine = (float((written_packed(narrow, fused) - wide).norm()) for fused in (False, True))
+    plain, mine = (float((written_packed(narrow, chosen) - wide).norm()) for chosen in (None, plan))
     assert mine <= 1.5 * plain
+
+
+def test_swiglu_of_a_full_row_of_prompts_has_the_wide_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the kernel itself, which must be asked for by rows that fill the device and by no others; else its twin."""
+    launches: list[int] = []
+    launch = (lambda x, weight, y, **_: y.copy_(swiglu(x @ weight.t()))) if INTERPRETED else lm_wide.swiglu
+
+    def counted(x: Tensor, weight: Tensor, y: Tensor, *, pdl: bool = False) -> Tensor:
+        launches.append(len(x))
+        return launch(x, weight, y, pdl=pdl)
+
+    monkeypatch.setattr(lm_wide, "swiglu", counted)
+    if INTERPRETED:
+        monkeypatch.setattr(prefill_triton, "_fills", lambda rows, *_: rows >= TOTAL)
+    elif not lm_wide.available(0):
+        pytest.skip("needs a Hopper GPU")
+    # The tiny talker has one layer, which stops at its keys.
+    kind = "spark" if INTERPRETED else "talker"
+    wide = written_packed(model_of(kind, torch.float32), None)
+    model = model_of(kind, torch.float32 if INTERPRETED else torch.bfloat16)
+    plain, mine = (float((written_packed(model, chosen) - wide).norm()) for chosen in (PrefillPlan(), WIDE))
+    full = [TOTAL] * (len(model.tensors.backbone.layers) - 1)
+    assert full
+    assert launches == full
+    assert mine <= 1.1 * plain + 1e-3 * float(wide.norm())
+    written(model, [PAGE, 3], 0, fused=True)
+    assert launches == full
 
 
 @on_gpu
