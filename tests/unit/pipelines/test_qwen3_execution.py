@@ -34,8 +34,10 @@ SIZES = EngineOptions(slots=2, pages=8, page_size=8, max_context=64)
 
 @pytest.fixture(autouse=True)
 def nothing_known() -> Iterator[None]:
-    """What was found out about this machine's compilers does not outlast a test."""
+    """What was found out about this machine's compilers comes from no other test and does not outlast this one."""
     cached = (toolchain.triton_fault, lm_cuda.prepared, codec_kernels, lm_cuda._kernels)
+    for function in cached:
+        function.cache_clear()
     yield
     for function in cached:
         function.cache_clear()
