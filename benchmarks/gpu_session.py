@@ -132,7 +132,7 @@ def kernel_steps(out: Path) -> list[Step]:
         Step(name, "kernels", (f"benchmarks.{module}", "--json", str(out / f"{module}.json")), 100, gpu_only=True)
         for name, module in modules.items()
     ]
-    return [Step("tests of the kernels", "kernels", tests, 200, gpu_only=True), *measured]
+    return [Step("tests of the kernels", "kernels", tests, 250, gpu_only=True), *measured]
 
 
 def megakernel_steps(common: tuple[str, ...], out: Path) -> list[Step]:

@@ -3,7 +3,7 @@
     python -m benchmarks.prefill_gpu [--rows 512,2048,6144] [--prompts 36,228] [--sizes 0.6B,1.7B]
 
 A row of so many positions is filled with prompts of one length, over random weights of the published sizes. Each row of the result has
-the milliseconds of a graph replay by plan.
+the milliseconds of a graph replay by plan, and whether the kernel of SwiGLU runs at so many positions (`fills`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 
 from benchmarks.gpu import Bench, graph_us, numbers, parser
 from benchmarks.wide_products import SHAPES
+from kernels import lm_wide
 from kernels.dummy import TINY, Maker, Shape
+from kernels.lm_wide import fills, processors
 from kernels.prefill_triton import PrefillPlan, prefill_packed
 from kernels.varlen_attention import PackedPrompts
 
@@ -25,6 +27,8 @@ PLANS = {
     "wide_swiglu": PrefillPlan(wide_swiglu=True),
     "residual_inside": PrefillPlan(residual_inside=True),
     "both": PrefillPlan(wide_swiglu=True, residual_inside=True),
+    # How far the first figure can be trusted.
+    "plain again": PrefillPlan(),
 }
 
 
@@ -42,11 +46,12 @@ def measure(bench: Bench, name: str, shape: Shape, rows: int, length: int) -> No
     stack = maker.stack(shape.hidden, shape.inter, shape.layers, shape, length)
     prompts, pages = prompts_of(rows, length, bench.device)
     (k, v), embeddings = maker.caches(shape, pages, PAGE), maker.normal(rows, shape.hidden)
+    filled = bench.on_gpu and lm_wide.available(bench.device.index or 0) and fills(rows, shape.inter, processors(bench.device.index or 0))
     found = {
         plan: graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, SCRATCH, chosen), 1, 11) / 1000
         for plan, chosen in PLANS.items()
     }
-    bench.add({"part": "prefill", "sizes": name, "rows": rows, "prompt": length, **found})
+    bench.add({"part": "prefill", "sizes": name, "rows": rows, "prompt": length, "fills": filled, **found})
 
 
 def main() -> int:

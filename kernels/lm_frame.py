@@ -23,7 +23,7 @@ from kernels.lm_triton import add_norm, swiglu
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a frame of a given number of rows is run; every field changes time, none changes meaning."""
+    """How a frame of a given number of rows is run; every field changes time, none changes meaning but by what is rounded once less."""
 
     skinny_rows: int = 32
     #: Programs that share a row's positions in attention, by number of rows, instead of those of its tile (`AttentionTile.splits`).
@@ -120,7 +120,7 @@ class FusedFrame:
         self._orders: dict[int, list[Tensor]] = {}
         self._order: list[Tensor] = []
         self._step = 0
-        #: Whether a norm may start early, since no product of cuBLAS is ahead of it.
+        #: Whether the next norm may start early where the others may not: first in a stack and behind a product of `lm_residual`.
         self._starts_early = False
         self._skinny = runs_cuda(weights, k_cache)
 

@@ -1,4 +1,4 @@
-"""SwiGLU of decoding for many rows in CUDA C++ (`kernels/cuda/wide_products.cu`): how it is cut, and its launch.
+"""SwiGLU of many rows in CUDA C++ (`kernels/cuda/wide_products.cu`): how it is cut, and its launch.
 
 It needs a Hopper GPU. Rounding points are those of `torch.mm` and of `kernels.lm_triton.swiglu` behind it.
 """

@@ -24,7 +24,7 @@ from kernels.varlen_triton import QueryTiles, packed_attention
 
 @dataclass(frozen=True, slots=True)
 class PrefillPlan:
-    """How a prefill is run; every field changes time, none changes meaning."""
+    """How a prefill is run; every field changes time, none changes meaning but by what is rounded once less."""
 
     #: The kernel of `lm_wide` makes SwiGLU instead of cuBLAS where its tiles fill the GPU, for weights and a device that it knows.
     wide_swiglu: bool = False
@@ -110,7 +110,8 @@ def prefill_packed(
 ) -> None:  # fmt: skip
     """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only what is behind them is padding.
 
-    embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total` and on the number of runs only.
+    embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total`, on the number of runs and on the
+    plan only.
     """
     places = prompts.places(len(embeddings), k_cache.shape[3], scratch)
     tiles = QueryTiles(prompts, len(embeddings), stack.heads, stack.kv_heads)

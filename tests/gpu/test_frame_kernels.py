@@ -154,6 +154,9 @@ def test_frames_on_residual_products_draw_the_codes_of_the_twin(launches: str, m
     monkeypatch.setattr(lm_residual, "clusters_of", lambda _: {4: 30, 8: 15})
     monkeypatch.setattr(lm_residual, "splits_for", splits_for)
     monkeypatch.setattr(lm_residual, "add_product", add_product)
+    early: list[bool] = []
+    starts = FusedFrame._pdl
+    monkeypatch.setattr(FusedFrame, "_pdl", lambda self, x: (early.append(self._starts_early), starts(self, x))[1])
     plan = dataclasses.replace(PLAN, pdl=False, skinny_rows=0, residual_products=True)
     maker = Maker(DEVICE, torch.float32, seed=4)
     assert lm_checks.check_frame(maker, shape, BATCH, plan, "tiny", exact=True, frames=1, longest_context=LONGEST)
@@ -167,6 +170,8 @@ def test_frames_on_residual_products_draw_the_codes_of_the_twin(launches: str, m
     later = layers_of(3, rows, shape.width, shape.width_inter)
     wanted = {"all": talker + both + later, "talker": talker, "predictor": both + later, "kept rows": later}
     assert made == wanted[launches]
+    # A norm stands behind each product, and starts late behind cuBLAS's.
+    assert early.count(False) == len(wanted["all"]) - len(made)
 
 
 def test_frames_of_some_rows_ask_for_residual_products() -> None:
