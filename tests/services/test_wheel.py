@@ -59,7 +59,7 @@ def built_wheel(source: Path, out: Path, **environment: str) -> Path:
         out,
         source,
     ]
-    subprocess.run(command, check=True, timeout=240, env=os.environ | environment)
+    subprocess.run(command, check=True, timeout=900, env=os.environ | environment)
     (built,) = out.glob("*.whl")
     return built
 
@@ -74,7 +74,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds the installed wheel."""
     target = tmp_path_factory.mktemp("installed")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", target, wheel]
-    subprocess.run(command, check=True, timeout=240)
+    subprocess.run(command, check=True, timeout=900)
     return target
 
 
@@ -83,7 +83,7 @@ def call(installed: Path, folder: Path, *arguments: str) -> str:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("SPEECH_")}
     environment = clean | {"PYTHONPATH": str(installed), "XDG_STATE_HOME": str(folder / "state"), "XDG_CACHE_HOME": str(folder / "cache")}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -122,7 +122,7 @@ def test_a_wheel_built_without_a_compiler_has_the_sources_of_kernels(source: Pat
 
 def test_the_source_distribution_can_build_the_same(source: Path, tmp_path: Path) -> None:
     build = "import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, check=True, timeout=240, capture_output=True)
+    subprocess.run([sys.executable, "-c", build, tmp_path], cwd=source, check=True, timeout=900, capture_output=True)
     (packed,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(packed) as content:
         names = {name.partition("/")[2] for name in content.getnames()}
