@@ -46,7 +46,7 @@ def measure(bench: Bench, name: str, shape: Shape, rows: int, length: int) -> No
     stack = maker.stack(shape.hidden, shape.inter, shape.layers, shape, length)
     prompts, pages = prompts_of(rows, length, bench.device)
     (k, v), embeddings = maker.caches(shape, pages, PAGE), maker.normal(rows, shape.hidden)
-    filled = bench.on_gpu and lm_wide.available(bench.device.index or 0) and fills(rows, shape.inter, processors(bench.device.index or 0))
+    filled = lm_wide.serves(stack.layers[0].down) and fills(rows, shape.inter, processors(bench.device.index or 0))
     found = {
         plan: graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, SCRATCH, chosen), 1, 11) / 1000
         for plan, chosen in PLANS.items()

@@ -84,12 +84,9 @@ def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
     return all(lm_products.has_product(*matrix.shape) for matrix in matrices) and lm_products.available(k_cache.device.index)
 
 
-def runs_wide(weights: FrameTensors, k_cache: Tensor) -> bool:
+def runs_wide(weights: FrameTensors) -> bool:
     """Whether the kernel of `lm_wide` knows gate and up of all layers, and their device."""
-    if k_cache.dtype != torch.bfloat16 or not k_cache.is_cuda:
-        return False
-    downs = [stack.layers[0].down for stack in weights.stacks]
-    return all(lm_wide.has_product(down.shape[1], down.shape[0]) for down in downs) and lm_wide.available(k_cache.device.index)
+    return all(lm_wide.serves(stack.layers[0].down) for stack in weights.stacks)
 
 
 def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
@@ -111,7 +108,7 @@ class FusedFrame:
                 raise ValueError(fault)
         # Products of other frames are cuBLAS's at every batch, which may clear memory first: no kernel can be launched early behind that.
         self._products = plan.products and runs_products(weights, k_cache)
-        self._wide_swiglu = plan.wide_swiglu and runs_wide(weights, k_cache)
+        self._wide_swiglu = plan.wide_swiglu and runs_wide(weights)
         self._residual = plan.residual_products and runs_residual(weights, k_cache)
         self.plan = replace(plan, pdl=(self._products and k_cache.is_cuda) or (plan.pdl and known_to_cuda(weights)))
         self.weights, self.state = weights, _as_bytes(state)

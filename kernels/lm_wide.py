@@ -97,6 +97,12 @@ def available(device: int) -> bool:
     return True
 
 
+def serves(down: Tensor) -> bool:
+    """Whether the kernel knows gate and up of a layer whose `down` is [inner, n], and their device."""
+    known = down.is_cuda and down.dtype == torch.bfloat16 and has_product(down.shape[1], down.shape[0])
+    return known and available(down.device.index or 0)
+
+
 @cache
 def processors(device: int) -> int:
     """Multiprocessors of a device."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels import lm_wide
 from kernels.attention import attend_padded, padded_places
-from kernels.frame import Layer, StackTensors
+from kernels.frame import StackTensors
 from kernels.lm_triton import add_norm, swiglu
 from kernels.varlen_attention import PackedPrompts
 from kernels.varlen_triton import QueryTiles, packed_attention
@@ -138,7 +138,7 @@ def _write(
     x = embeddings.clone()
     normed, pending = torch.empty_like(x), None
     q = x.new_empty(len(x), stack.heads, k_cache.shape[4])
-    wide = plan.wide_swiglu and _fills(len(x), stack.layers[0], k_cache)
+    wide = plan.wide_swiglu and _fills(len(x), stack.layers[0].down)
     for index, layer in enumerate(stack.layers):
         ready, weight = add_norm(x, pending, layer.input_norm, stack.eps, normed), layer.qkv.t()
         packed = torch.mm(ready, weight) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, ready, weight)
@@ -166,9 +166,6 @@ def _added(x: Tensor, a: Tensor, weight: Tensor, plan: PrefillPlan) -> Tensor | 
     return None
 
 
-def _fills(rows: int, layer: Layer, k_cache: Tensor) -> bool:
-    """Whether the kernel of `lm_wide` knows gate and up of a layer and the device, and is worth its launch for so many rows."""
-    (inner, n), device = layer.down.shape, k_cache.device.index or 0
-    if k_cache.dtype != torch.bfloat16 or not k_cache.is_cuda or not lm_wide.has_product(n, inner):
-        return False
-    return lm_wide.available(device) and lm_wide.fills(rows, n, lm_wide.processors(device))
+def _fills(rows: int, down: Tensor) -> bool:
+    """Whether the kernel of `lm_wide` knows gate and up of a layer with this `down`, and is worth its launch for so many rows."""
+    return lm_wide.serves(down) and lm_wide.fills(rows, down.shape[1], lm_wide.processors(down.device.index or 0))
