@@ -1,9 +1,9 @@
-"""Times packed prefill (`kernels/prefill_triton.py`) by its plan: SwiGLU in CUDA C++, and products that add to the residual themselves.
+"""Times packed prefill (`kernels/prefill_triton.py`).
 
     python -m benchmarks.prefill_gpu [--rows 512,2048,6144] [--prompts 36,228] [--sizes 0.6B,1.7B]
 
 A row of so many positions is filled with prompts of one length, over random weights of the published sizes. Each row of the result has
-the milliseconds of a graph replay by plan, and whether the kernel of SwiGLU runs at so many positions (`fills`).
+the milliseconds of a graph replay, microseconds of a position, and whether SwiGLU is the CUDA C++ kernel's at so many positions (`fills`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,10 @@ from benchmarks.wide_products import SHAPES
 from kernels import lm_wide
 from kernels.dummy import TINY, Maker, Shape
 from kernels.lm_wide import fills, processors
-from kernels.prefill_triton import PrefillPlan, prefill_packed
+from kernels.prefill_triton import prefill_packed
 from kernels.varlen_attention import PackedPrompts
 
 PAGE, SCRATCH = 64, 0
-PLANS = {
-    "plain": PrefillPlan(),
-    "wide_swiglu": PrefillPlan(wide_swiglu=True),
-    "residual_inside": PrefillPlan(residual_inside=True),
-    "both": PrefillPlan(wide_swiglu=True, residual_inside=True),
-    # How far the first figure can be trusted.
-    "plain again": PrefillPlan(),
-}
 
 
 def prompts_of(total: int, length: int, device: torch.device) -> tuple[PackedPrompts, int]:
@@ -47,11 +39,9 @@ def measure(bench: Bench, name: str, shape: Shape, rows: int, length: int) -> No
     prompts, pages = prompts_of(rows, length, bench.device)
     (k, v), embeddings = maker.caches(shape, pages, PAGE), maker.normal(rows, shape.hidden)
     filled = lm_wide.serves(stack.layers[0].down) and fills(rows, shape.inter, processors(bench.device.index or 0))
-    found = {
-        plan: graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, SCRATCH, chosen), 1, 11) / 1000
-        for plan, chosen in PLANS.items()
-    }
-    bench.add({"part": "prefill", "sizes": name, "rows": rows, "prompt": length, "fills": filled, **found})
+    us = graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, SCRATCH), 1, 11)
+    row = {"part": "prefill", "sizes": name, "rows": rows, "prompt": length, "fills": filled}
+    bench.add({**row, "ms": us / 1000, "us_per_position": us / rows})
 
 
 def main() -> int:

@@ -4,8 +4,7 @@
 
 `check` compares it with float64 (`error`: the worst one over cuBLAS's) and launches it twice; `products` times chains of launches over the
 weights of 28 layers, each behind a norm, us of both, and `alone`, without what is around a product; `fills`: whether a frame has it at so
-many rows; `frame` whole frames, ms, by contexts of 108 and 300, without and with it where it fills the GPU, and with residuals added
-inside products as well.
+many rows; `frame` whole frames, ms, by contexts of 108 and 300, without and with it where it fills the GPU.
 Random weights of the 0.6B sizes, and at the most rows of the 1.7B ones.
 """
 
@@ -103,7 +102,6 @@ def frame(bench: Bench, rows: int) -> None:
     for name, shape in shapes(bench, rows).items():
         plan = plan_for(rows, shape.hidden)
         plans = {"without": replace(plan, wide_swiglu=False), "with": replace(plan, wide_swiglu=True)}
-        plans["inside"] = replace(plans["with"], residual_inside=True)
         for context in CONTEXTS if shape is SMALL else CONTEXTS[:1]:
             found = frame_ms(bench, shape, rows, context, plans)
             bench.add({"part": "frame", "rows": rows, "sizes": name, "context": context, **found})

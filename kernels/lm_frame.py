@@ -41,8 +41,6 @@ class Plan:
     #: The kernels of `lm_residual` make O and down instead of cuBLAS where all their tiles run at once (`lm_residual.splits_for`), for
     #: weights that they know.
     residual_products: bool = False
-    #: cuBLAS's O and down add what they make to the residual, with one rounding less, instead of the norm behind them.
-    residual_inside: bool = False
 
 
 def known_to_cuda(weights: FrameTensors) -> bool:
@@ -240,13 +238,10 @@ class FusedFrame:
         splits, self._starts_early, (n, inner) = None, False, weight.shape
         if self._residual:
             splits = lm_residual.splits_for(len(x), n, inner, lm_residual.clusters_of(x.device.index or 0))
-        if splits is not None:
-            lm_residual.add_product(x, a, weight, splits, pdl=x.is_cuda)
-            self._starts_early = True
-        elif self.plan.residual_inside:
-            x.addmm_(a, weight.t())
-        else:
+        if splits is None:
             return torch.mm(a, weight.t(), out=self._y[: x.numel()].view_as(x))
+        lm_residual.add_product(x, a, weight, splits, pdl=x.is_cuda)
+        self._starts_early = True
         return None
 
     def _pdl(self, x: Tensor) -> bool:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -20,16 +19,6 @@ from kernels.varlen_triton import QueryTiles, packed_attention
 
 # ruff: noqa: N803
 # pyright: reportIndexIssue=false, reportMissingImports=false, reportAttributeAccessIssue=false
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillPlan:
-    """How a prefill is run; every field changes time, none changes meaning but by what is rounded once less."""
-
-    #: The kernel of `lm_wide` makes SwiGLU instead of cuBLAS where its tiles fill the GPU, for weights and a device that it knows.
-    wide_swiglu: bool = False
-    #: cuBLAS's O and down add what they make to the residual, with one rounding less, instead of the norm behind them.
-    residual_inside: bool = False
 
 
 @triton.jit
@@ -88,9 +77,8 @@ def norm_rope_append(
 
 
 def prefill_padded(
-    embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int,
-    plan: PrefillPlan = PrefillPlan(),
-) -> None:  # fmt: skip
+    embeddings: Tensor, pages: Tensor, counts: Tensor, start: int, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int
+) -> None:
     """Writes keys and values of all layers; the last layer stops there.
 
     embeddings: [runs, new, hidden], kept as they are; caches: [layers, pages, kv_heads, page_size, head_dim].
@@ -101,17 +89,13 @@ def prefill_padded(
     def attend(layer: int, q: Tensor) -> Tensor:
         return attend_padded(q, k_cache[layer], v_cache[layer], pages, start, stack.scale)
 
-    _write(embeddings.reshape(runs * new, hidden), places, stack, k_cache, v_cache, attend, plan)
+    _write(embeddings.reshape(runs * new, hidden), places, stack, k_cache, v_cache, attend)
 
 
-def prefill_packed(
-    embeddings: Tensor, prompts: PackedPrompts, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int,
-    plan: PrefillPlan = PrefillPlan(),
-) -> None:  # fmt: skip
+def prefill_packed(embeddings: Tensor, prompts: PackedPrompts, stack: StackTensors, k_cache: Tensor, v_cache: Tensor, scratch: int) -> None:
     """`prefill_padded` of prompts one after the other, of any lengths and from any position on: only what is behind them is padding.
 
-    embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total`, on the number of runs and on the
-    plan only.
+    embeddings: [total, hidden], finite everywhere, kept as they are. What it launches depends on `total` and on the number of runs only.
     """
     places = prompts.places(len(embeddings), k_cache.shape[3], scratch)
     tiles = QueryTiles(prompts, len(embeddings), stack.heads, stack.kv_heads)
@@ -121,7 +105,7 @@ def prefill_packed(
     def attend(layer: int, q: Tensor) -> Tensor:
         return packed_attention(q, k_cache[layer], v_cache[layer], prompts, tiles, stack.scale, mixed)
 
-    _write(embeddings, places, stack, k_cache, v_cache, attend, plan)
+    _write(embeddings, places, stack, k_cache, v_cache, attend)
 
 
 def _write(
@@ -131,16 +115,18 @@ def _write(
     k_cache: Tensor,
     v_cache: Tensor,
     attend: Callable[[int, Tensor], Tensor],
-    plan: PrefillPlan,
 ) -> None:
-    """All layers over embeddings [n, hidden] at these places; attend: (layer, q [n, heads, head_dim]) -> [n, heads * head_dim]."""
+    """All layers over embeddings [n, hidden] at these places; attend: (layer, q [n, heads, head_dim]) -> [n, heads * head_dim].
+
+    O and down add what they make to the residual themselves (cuBLAS's beta), with one rounding less than the twin.
+    """
     positions, held, offsets = places
     x = embeddings.clone()
-    normed, pending = torch.empty_like(x), None
+    normed = torch.empty_like(x)
     q = x.new_empty(len(x), stack.heads, k_cache.shape[4])
-    wide = plan.wide_swiglu and _fills(len(x), stack.layers[0].down)
+    wide = _fills(len(x), stack.layers[0].down)
     for index, layer in enumerate(stack.layers):
-        ready, weight = add_norm(x, pending, layer.input_norm, stack.eps, normed), layer.qkv.t()
+        ready, weight = add_norm(x, None, layer.input_norm, stack.eps, normed), layer.qkv.t()
         packed = torch.mm(ready, weight) if layer.qkv_bias is None else torch.addmm(layer.qkv_bias, ready, weight)
         norm_rope_append(
             packed, layer.q_norm, layer.k_norm, stack.eps, stack.rope_table, positions, k_cache[index], v_cache[index], held, offsets, q,
@@ -148,22 +134,14 @@ def _write(
         )  # fmt: skip
         if index == len(stack.layers) - 1:
             return
-        pending = _added(x, attend(index, q), layer.o, plan)
-        add_norm(x, pending, layer.post_norm, stack.eps, normed, early=wide and x.is_cuda)
+        x.addmm_(attend(index, q), layer.o.t())
+        add_norm(x, None, layer.post_norm, stack.eps, normed, early=wide and x.is_cuda)
         act = x.new_empty(len(x), layer.down.shape[1])
         if wide:
             lm_wide.swiglu(normed, layer.gate_up, act, pdl=True)
         else:
             swiglu(torch.mm(normed, layer.gate_up.t()), act)
-        pending = _added(x, act, layer.down, plan)
-
-
-def _added(x: Tensor, a: Tensor, weight: Tensor, plan: PrefillPlan) -> Tensor | None:
-    """Adds a @ weight.T to x, or returns it, for the norm behind to add."""
-    if not plan.residual_inside:
-        return torch.mm(a, weight.t())
-    x.addmm_(a, weight.t())
-    return None
+        x.addmm_(act, layer.down.t())
 
 
 def _fills(rows: int, down: Tensor) -> bool:

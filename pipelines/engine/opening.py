@@ -40,7 +40,7 @@ _LEAST_CONTEXT = 64
 _ADMIT_TURNS = 4
 _FRAMES_PER_TURN, _WIDE_FRAMES_PER_TURN = 2, 1
 #: Positions of prompts that a turn prefills for each slot, where there are more than 512.
-_WIDE_PREFILL = 8
+_WIDE_PREFILL = 12
 #: Slots for each spare one, in jobs with 512 slots or more: more than the utterances that end while newcomers wait for company.
 _SPARE_PART = 8
 

@@ -53,21 +53,6 @@ def test_float32_frames_draw_the_codes_of_the_twin(shape: Shape, frames: int) ->
     assert lm_checks.check_frame(maker, shape, BATCH, PLAN, "tiny", exact=True, frames=frames, longest_context=LONGEST)
 
 
-def test_frames_whose_products_add_to_the_residual_draw_the_codes_of_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers of each stack, in the first pass of the predictor for the kept rows alone. No norm has anything left to add."""
-    added: list[bool] = []
-    norm = lm_frame.add_norm
-    monkeypatch.setattr(lm_frame, "add_norm", lambda x, y, *rest, **more: (added.append(y is not None), norm(x, y, *rest, **more))[1])
-    shape, plan = dataclasses.replace(TINY_TALKER, layers=2, predictor_layers=2), dataclasses.replace(PLAN, skinny_rows=0)
-    for inside in (False, True):
-        added.clear()
-        chosen = dataclasses.replace(plan, residual_inside=inside)
-        assert lm_checks.check_frame(
-            Maker(DEVICE, torch.float32, seed=4), shape, BATCH, chosen, "tiny", exact=True, longest_context=LONGEST
-        )
-        assert any(added) != inside
-
-
 def product_with_norms(x: Tensor | Norm, weight: Tensor, y: Tensor, cut: None, *, epilogue: int = lm_products.PLAIN, **rest) -> Tensor:
     """The twin of `lm_products.product`, of any sizes."""
     scale: Tensor | float = 1.0

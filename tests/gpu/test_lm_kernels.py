@@ -56,7 +56,6 @@ def test_float32_frames_draw_the_codes_of_the_twin(splits: int) -> None:
         (FEW, 29, Plan(skinny_rows=64)),
         (FEW, 29, Plan(skinny_rows=64, norm_apart_rows=1, ahead=2)),
         (FEW, 70, plan_for(128)),
-        *((FEW, batch, dataclasses.replace(plan_for(batch), residual_inside=True)) for batch in (300, 500)),
         (LARGE, 6, plan_for(8)),
         (LARGE, 29, plan_for(32)),
         *(

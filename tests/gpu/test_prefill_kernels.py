@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from kernels import lm_wide, prefill_triton
 from kernels.cuda_graphs import GraphPool
 from kernels.dummy import FISH, SPARK, TINY_FISH, TINY_SPARK, Maker
 from kernels.layers import qk_norm_rope_append, rope_table, swiglu
-from kernels.prefill_triton import PrefillPlan, norm_rope_append, prefill_packed, prefill_padded
+from kernels.prefill_triton import norm_rope_append, prefill_packed, prefill_padded
 from kernels.varlen_attention import PackedPrompts, attend_packed
 from kernels.varlen_triton import QueryTiles, packed_attention
 from pipelines.engine.executor import PrefillRun
@@ -36,7 +37,6 @@ pytestmark = [
 PAGE, SIZE = (8, "tiny") if INTERPRETED else (64, "0b6")
 #: Positions of a row of packed prompts: of published sizes so many fill the GPU with tiles of SwiGLU.
 TOTAL = 50 if INTERPRETED else 512
-PLAIN, INSIDE, WIDE = PrefillPlan(), PrefillPlan(residual_inside=True), PrefillPlan(wide_swiglu=True)
 
 
 @pytest.fixture(autouse=True)
@@ -117,11 +117,11 @@ def chunks(model: FrameModel, counts: list[int], start: int) -> tuple[PagedKV, T
     return kv, state.page_table[: len(counts)], rand(len(counts), new, hidden, seed=9).to(model.dtype), torch.tensor(counts, device=DEVICE)
 
 
-def written(model: FrameModel, counts: list[int], start: int, fused: bool, plan: PrefillPlan = PLAIN) -> Tensor:
+def written(model: FrameModel, counts: list[int], start: int, fused: bool) -> Tensor:
     kv, table, rows, sizes = chunks(model, counts, start)
     before = rows.clone()
     if fused:
-        prefill_padded(rows, table, sizes, start, model.tensors.backbone, kv.k, kv.v, SCRATCH_PAGE, plan)
+        prefill_padded(rows, table, sizes, start, model.tensors.backbone, kv.k, kv.v, SCRATCH_PAGE)
     else:
         model.prefill_padded(rows, table, sizes, start, kv)
     assert torch.equal(rows, before)
@@ -175,32 +175,30 @@ def packed_chunks(model: FrameModel, prefilled: bool) -> tuple[PagedKV, Tensor, 
     return kv, state.page_table, runs
 
 
-def written_packed(model: FrameModel, plan: PrefillPlan | None) -> Tensor:
-    """Keys and values of packed runs, by fused kernels where there is a plan."""
-    kv, table, runs = packed_chunks(model, prefilled=plan is None)
-    if plan is not None:
+def written_packed(model: FrameModel, fused: bool) -> Tensor:
+    kv, table, runs = packed_chunks(model, prefilled=not fused)
+    if fused:
         behind = TOTAL - sum(len(run.embeddings) for run in runs)
         rows = torch.cat([run.embeddings for run in runs] + [rand(behind, model.tensors.backbone.hidden, seed=9).to(model.dtype)])
         before = rows.clone()
         told = [[run.slot for run in runs] + [0], [run.start for run in runs] + [0], [len(run.embeddings) for run in runs] + [0]]
         prompts = PackedPrompts(table, *(torch.tensor(each, device=DEVICE) for each in told))
-        prefill_packed(rows, prompts, model.tensors.backbone, kv.k, kv.v, SCRATCH_PAGE, plan)
+        prefill_packed(rows, prompts, model.tensors.backbone, kv.k, kv.v, SCRATCH_PAGE)
         assert torch.equal(rows, before)
         assert bool(torch.isfinite(kv.k).all())
     return torch.stack((kv.k[:, 1:], kv.v[:, 1:])).float()
 
 
-@pytest.mark.parametrize("plan", [PLAIN, INSIDE], ids=["plain", "inside"])
 @pytest.mark.parametrize("kind", ["talker", "spark", "fish"])
-def test_fused_packed_prefill_is_the_plain_one(kind: str, plan: PrefillPlan) -> None:
+def test_fused_packed_prefill_is_the_plain_one(kind: str) -> None:
     exact = model_of(kind, torch.float32)
-    wide = written_packed(exact, None)
-    assert float((written_packed(exact, plan) - wide).norm()) <= 1e-3 * float(wide.norm())
+    wide = written_packed(exact, fused=False)
+    assert float((written_packed(exact, fused=True) - wide).norm()) <= 1e-3 * float(wide.norm())
     del exact
     if INTERPRETED:
         return  # its products do not know bfloat16
     narrow = model_of(kind, torch.bfloat16)
-    plain, mine = (float((written_packed(narrow, chosen) - wide).norm()) for chosen in (None, plan))
+    plain, mine = (float((written_packed(narrow, fused) - wide).norm()) for fused in (False, True))
     assert mine <= 1.5 * plain
 
 
@@ -213,26 +211,29 @@ def test_swiglu_of_a_full_row_of_prompts_has_the_wide_kernel(monkeypatch: pytest
         launches.append(len(x))
         return launch(x, weight, y, pdl=pdl)
 
+    def error(model: FrameModel, fills: Callable[[int, Tensor], bool]) -> float:
+        monkeypatch.setattr(prefill_triton, "_fills", fills)
+        return float((written_packed(model, fused=True) - wide).norm())
+
+    fills = (lambda rows, _: rows >= TOTAL) if INTERPRETED else prefill_triton._fills
     monkeypatch.setattr(lm_wide, "swiglu", counted)
-    if INTERPRETED:
-        monkeypatch.setattr(prefill_triton, "_fills", lambda rows, *_: rows >= TOTAL)
-    elif not lm_wide.available(0) or lm_wide.processors(0) < 132:
+    if not INTERPRETED and (not lm_wide.available(0) or lm_wide.processors(0) < 132):
         pytest.skip("needs a Hopper GPU of 132 multiprocessors and the kernel's code")
     # The tiny talker has one layer, which stops at its keys.
     kind = "spark" if INTERPRETED else "talker"
     exact = model_of(kind, torch.float32)
-    wide = written_packed(exact, None)
+    wide = written_packed(exact, fused=False)
     if not INTERPRETED:
-        written_packed(exact, WIDE)
+        written_packed(exact, fused=True)
         assert not launches, "the kernel knows no float32"
     del exact
     model = model_of(kind, torch.float32 if INTERPRETED else torch.bfloat16)
-    plain, mine = (float((written_packed(model, chosen) - wide).norm()) for chosen in (PLAIN, WIDE))
+    plain, mine = error(model, lambda *_: False), error(model, fills)
     full = [TOTAL] * (len(model.tensors.backbone.layers) - 1)
     assert full
     assert launches == full
     assert mine <= 1.1 * plain + 1e-3 * float(wide.norm())
-    written(model, [PAGE, 3], 0, fused=True, plan=WIDE)
+    written(model, [PAGE, 3], 0, fused=True)
     assert launches == full, "few rows have cuBLAS"
 
 

@@ -20,9 +20,9 @@ pytest.importorskip("triton", reason="Triton is not installed")
             ["tests/gpu/test_prefill_kernels.py", "tests/gpu/test_codec_kernels.py", "tests/gpu/test_codec_front_kernels.py"],
             "test_codec_front_kernels or float32 or dtype0 or twins or centred or open_end or rounded or head or packed_attention"
             " or fused_packed or full_row",
-            39 + 19,
+            36 + 19,
         ),
-        (["tests/gpu/test_frame_kernels.py", "tests/gpu/test_wide_frames.py"], "not bfloat16", 27),
+        (["tests/gpu/test_frame_kernels.py", "tests/gpu/test_wide_frames.py"], "not bfloat16", 26),
     ],
     ids=["prefill-and-codec", "frames"],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from pipelines.engine.opening import check_executor, plan_engine
 from pipelines.errors import ConfigError, ErrorCode, SynthesisError
 from pipelines.fish_speech import pipeline as fish
 from pipelines.nn.checkpoint import open_device
+from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
 from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
@@ -175,11 +176,11 @@ def test_streams_take_slots_and_memory(two_gpus: dict[str, float], tmp_path: Pat
 
 
 def test_a_turn_of_a_wide_engine_prefills_more(two_gpus: dict[str, float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """1,024 utterances of 9 s end at 9 a frame: with prompts of 228 positions a turn of two frames needs about 4,200."""
+    """1,024 utterances of 9 s end at 9 a frame: with prompts of 228 positions those of four turns have about 8,300."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (140 << 30, 141 << 30))
     needs, device = published_needs(tmp_path, "0b6"), torch.device("cuda:1")
     sizes = [plan_engine(needs, device, CONTEXT, slots=slots).prefill_tokens for slots in (None, 512, 640, 1024)]
-    assert sizes == [2048, 2048, 5120, 8192]
+    assert sizes == [2048, 2048, 7680, 12288]
     assert [plan_engine(needs, device, CONTEXT, slots=slots).frames_per_turn for slots in (None, 512, 640)] == [2, 2, 1]
     plain = plan_engine(needs, device, CONTEXT)
     assert (plain.prefill, plain.spare_slots, plain.frame_seconds) == ("auto", 0, 0.08)
@@ -217,6 +218,13 @@ def test_a_gpu_that_another_program_fills_is_no_wrong_setting(
         plan_engine(needs, device, CONTEXT, memory_share=share, slots=10_000)
     with pytest.raises(ConfigError, match=r"the engine may take 1\.6 GiB"):
         plan_engine(needs, device, CONTEXT, memory_share=0.1)
+
+
+def test_whole_utterances_wait_for_less_company_where_there_are_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "CodecStage", lambda _decoder, _most, _device, seconds, _frames: seconds)
+    decoder: Any = SimpleNamespace(device=torch.device("cuda"), batch_frames=4096)
+    assert 0 < execution.open_stage(decoder, 2048, streams=True) < execution.open_stage(decoder, 2048)
+    assert decoder.batch_frames == 2048
 
 
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
