@@ -69,7 +69,8 @@ def test_a_block_that_says_nothing_ends_in_a_fault_and_the_device_lives_on() -> 
     one = case(SMALL, 1, device="cuda")
     run = run_of(one, patience=200_000, trial=Trial(silent=77))
     assert int(launched(run, one).flags[0]) & FAILED
-    assert "waited in vain for exchange 1." in str(run.fault)
+    # Who needs nothing of the silent block in exchange 1 waits in exchange 2 for those who do, and may lose patience first.
+    assert re.search(r"of the predictor waited in vain for exchange [12]\.", str(run.fault))
     assert int(launched(run_of(one), one).flags[0]) == 0
 
 
