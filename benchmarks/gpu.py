@@ -119,16 +119,16 @@ class Bench:
 
 
 def table(rows: list[Row]) -> str:
-    """Rows of `Bench.timed` as lines."""
+    """Rows that have milliseconds as lines."""
 
     def shown(value: object) -> str:
         return f"{value:,.2f}" if isinstance(value, float) else str(value)
 
     def line(row: Row) -> str:
-        known = ("part", "engine", "batch", "slots", "ms", "audio_s_per_s")
+        known = ("part", "engine", "batch", "rows", "slots", "ms", "audio_s_per_s")
         rate = f"{row['audio_s_per_s']:12,.1f} RTFx" if "audio_s_per_s" in row else " " * 17
         more = "".join(f"  {name} {shown(value)}" for name, value in row.items() if name not in known and not isinstance(value, dict))
-        return f"{row['part']:24}{row.get('engine', ''):8}{row['batch']:6d}{row['ms']:12,.2f} ms{rate}{more}"
+        return f"{row['part']:24}{row.get('engine', ''):8}{row.get('batch', row.get('rows')):6d}{row['ms']:12,.2f} ms{rate}{more}"
 
     return "\n".join(line(row) for row in rows if "ms" in row)
 

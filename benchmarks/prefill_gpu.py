@@ -40,7 +40,8 @@ def measure(bench: Bench, name: str, shape: Shape, rows: int, length: int) -> No
     (k, v), embeddings = maker.caches(shape, pages, PAGE), maker.normal(rows, shape.hidden)
     filled = lm_wide.serves(stack.layers[0].down) and fills(rows, shape.inter, processors(bench.device.index or 0))
     us = graph_us(partial(prefill_packed, embeddings, prompts, stack, k, v, SCRATCH), 1, 11)
-    bench.timed("prefill", rows, us / 1000, sizes=name, prompt=length, fills=filled, us_per_position=us / rows)
+    row = {"part": "prefill", "sizes": name, "rows": rows, "prompt": length, "fills": filled}
+    bench.add({**row, "ms": us / 1000, "us_per_position": us / rows})
 
 
 def main() -> int:

@@ -90,7 +90,7 @@ def available(device: int) -> bool:
         _kernel(device)
     except (RuntimeError, OSError) as error:
         log.warning(
-            "the CUDA C++ kernel for SwiGLU of many rows cannot be made (%s); large batches are slower. %s",
+            "the CUDA C++ kernel for SwiGLU of many rows cannot be made (%s); large batches and many prompts at once are slower. %s",
             toolchain.first_line(error), toolchain.CUDA_ADVICE, exc_info=True,
         )  # fmt: skip
         return False

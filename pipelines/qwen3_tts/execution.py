@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 #: Of the codec's decoder in bfloat16 on a GPU: what a frame of a batch takes at most. Measured: 4.6 GiB for batches of 4,096 frames.
 _DECODED_FRAME_BYTES = 1_300_000
-#: On a GPU: seconds that an utterance waits to be decoded with others, in a job and where there are streams, and frames and utterances that
-#: are company enough.
-_GATHER_SECONDS, _SERVED_GATHER_SECONDS = 0.5, 0.2
+#: On a GPU: seconds that an utterance of a job waits to be decoded with others, and fewer where there are streams and in each step of a
+#: continuous batch; frames and utterances that are company enough.
+_GATHER_SECONDS, _SHORT_GATHER_SECONDS = 0.5, 0.2
 _GATHER_FRAMES, _MAX_UTTERANCES = 16384, 256
 #: States of streams that left their slot and whose last chunk is still decoded, beside one for every slot.
 LATE_STATES = 128
@@ -146,9 +146,9 @@ def _warm(decoder: CodecDecoder) -> None:
 
 def open_stage(decoder: CodecDecoder, decode_frames: int | None = None, streams: bool = False) -> CodecStage[CodecState]:
     """The codec's stage: on a GPU it gathers utterances into large batches, of which `decode_frames` are decoded together, or has them as
-    a continuous batch where the decoder was prepared for one. Where there may be streams too, utterances wait for a shorter time."""
+    a continuous batch where the decoder was prepared for one. `streams`: there may be streams too."""
     decoder.batch_frames = decode_frames or decoder.batch_frames
     if decoder.device.type == "cpu":
         return CodecStage(decoder)
-    gather_seconds = _SERVED_GATHER_SECONDS if streams else _GATHER_SECONDS
+    gather_seconds = _SHORT_GATHER_SECONDS if streams or decoder.utterances is not None else _GATHER_SECONDS
     return CodecStage(decoder, _MAX_UTTERANCES, decoder.device, gather_seconds, _GATHER_FRAMES)

@@ -179,7 +179,7 @@ class Qwen3TTSPipeline(SpeechPipeline[GenerationRequest, FrameRequestInfo]):
         if options.streams:
             self.codec.decoder.prepare_streams(sizes.slots + LATE_STATES)
         self.codec.decoder.prepare_utterances(options.codec_rows)
-        stage = open_stage(self.codec.decoder, sizes.decode_frames, streams=sizes.stream_slots > 0)
+        stage = open_stage(self.codec.decoder, sizes.decode_frames, streams=bool(options.streams))
         self.engine = Engine(executor, sizes, options.room(sizes.slots, device), stage)
         super().__init__(self.engine, stage, FrameUtteranceFuture, FrameStreamer)
         if options.streams and device.type == "cuda":

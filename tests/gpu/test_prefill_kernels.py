@@ -222,7 +222,7 @@ def test_swiglu_of_a_full_row_of_prompts_has_the_wide_kernel(monkeypatch: pytest
     # The tiny talker has one layer, which stops at its keys.
     kind = "spark" if INTERPRETED else "talker"
     exact = model_of(kind, torch.float32)
-    wide = written_packed(exact, fused=False)
+    wide, padded = written_packed(exact, fused=False), written(exact, [PAGE] * 8, 0, fused=False)
     if not INTERPRETED:
         written_packed(exact, fused=True)
         assert not launches, "the kernel knows no float32"
@@ -235,6 +235,9 @@ def test_swiglu_of_a_full_row_of_prompts_has_the_wide_kernel(monkeypatch: pytest
     assert mine <= 1.1 * plain + 1e-3 * float(wide.norm())
     written(model, [PAGE, 3], 0, fused=True)
     assert launches == full, "few rows have cuBLAS"
+    plain, mine = (float((written(model, [PAGE] * 8, 0, fused) - padded).norm()) for fused in (False, True))
+    assert launches == full + [8 * PAGE] * len(full), "padded prompts of so many rows too"
+    assert mine <= 1.5 * plain + 1e-3 * float(padded.norm())
 
 
 @on_gpu

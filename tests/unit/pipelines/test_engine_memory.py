@@ -220,11 +220,16 @@ def test_a_gpu_that_another_program_fills_is_no_wrong_setting(
         plan_engine(needs, device, CONTEXT, memory_share=0.1)
 
 
-def test_whole_utterances_wait_for_less_company_where_there_are_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_utterances_wait_for_less_company_beside_streams_and_in_the_steps_of_a_continuous_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(execution, "CodecStage", lambda _decoder, _most, _device, seconds, _frames: seconds)
-    decoder: Any = SimpleNamespace(device=torch.device("cuda"), batch_frames=4096)
-    assert 0 < execution.open_stage(decoder, 2048, streams=True) < execution.open_stage(decoder, 2048)
+    decoder: Any = SimpleNamespace(device=torch.device("cuda"), batch_frames=4096, utterances=None)
+    short, long = execution.open_stage(decoder, 2048, streams=True), execution.open_stage(decoder, 2048)
+    assert 0 < short < long
     assert decoder.batch_frames == 2048
+    decoder.utterances = object()
+    assert execution.open_stage(decoder) == short
 
 
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:

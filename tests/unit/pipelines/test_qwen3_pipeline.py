@@ -17,6 +17,7 @@ import soundfile
 
 from pipelines.codec.stage import CodecStage
 from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import SamplingDefaults
 from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline, open_pipeline, sampling_params
 from pipelines.request import Generation, Message, Modality, Role, Speech, SynthesisRequest
@@ -320,6 +321,15 @@ def error_of(future: Future[Speech]) -> NightjarError:
     error = future.exception(SECONDS)
     assert isinstance(error, NightjarError)
     return error
+
+
+@pytest.mark.parametrize("streams", [0, 1])
+def test_the_codecs_stage_is_told_of_streams(streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    open_stage = qwen3.open_stage
+    monkeypatch.setattr(qwen3, "open_stage", lambda *rest, streams: (told.append(streams), open_stage(*rest, streams=streams))[1])
+    open_pipeline(GOLDEN / "checkpoint-base", **{**SIZES, "slots": 1}, streams=streams).close()
+    assert told == [bool(streams)], "with one slot too, which no stream has to itself"
 
 
 def test_streams_keep_slots_free_and_a_first_word_can_be_said() -> None:
