@@ -126,8 +126,8 @@ class EngineSettings(SettingsGroup):
     codec_rows: Annotated[int, Field(ge=0)] = Field(
         default=0,
         description="Qwen3-TTS on a GPU: rows of the codec's continuous batch of whole utterances, such as 256. "
-        "0: batches of similar lengths. On an H200 256 rows take 13 % of a core instead of 30 %, and with `reproducible` they are "
-        "1.8 times as fast. They need 7.6 GiB of the GPU.",
+        "0: batches of similar lengths. On an H200 256 rows take less than half as much of a core, and with `reproducible` they are 1.8 "
+        "times as fast. They need 7.6 GiB of the GPU.",
     )
 
 

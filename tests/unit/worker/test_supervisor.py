@@ -1,4 +1,4 @@
-"""Processes that look after a worker: what is brought back, what is given up, and what is said of it; and the start they watch."""
+"""Processes that look after a worker: what is brought back, what is given up, and what is said of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +14,8 @@ import pytest
 
 from jobs.child_process import UP_PIPE, UpPipe, say_finished, say_last_words, say_refused, say_up
 from jobs.gpus import Device
-from jobs.settings import Settings
 from jobs.worker_group import CRASHES, CRASHES_BESIDE_OTHERS, FAILED_STARTS, HEALTHY_SECONDS, WorkerGroup, WorkerPlan
-from pipelines.errors import ConfigError, ErrorCode, ModelError, ServiceError
-from worker.runtime import Runtime
+from pipelines.errors import ConfigError, ErrorCode, ModelError
 
 #: A child that says up when its GPU is in `up`, finishes items when it is in `works`, says its last words when it is in `says` and that no
 #: start can open its model when it is in `refuses`, and ends by SIGTERM or with the status of its GPU in `ends`; unless the file `mended`
@@ -343,69 +340,3 @@ def test_a_parent_hears_what_no_start_can_open(monkeypatch: pytest.MonkeyPatch, 
     assert (type(heard), heard.code, heard.message, heard.advice) == (type(error), error.code, error.message, error.advice)
     assert pipe.last_words == "It ends."
     pipe.started()
-
-
-@pytest.fixture
-def runtime(tmp_path: Path) -> Iterator[Runtime]:
-    runtime = Runtime(Settings(home=tmp_path))
-    runtime.ledger.migrate()
-    yield runtime
-    runtime.stop()
-
-
-def away() -> ServiceError:
-    return ServiceError(ErrorCode.LEDGER_UNREACHABLE, "away")
-
-
-def test_a_start_waits_for_a_ledger_that_is_away(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    check, register = runtime.ledger.check_schema, runtime.ledger.register_worker
-    calls: list[str] = []
-
-    def failing_once(name: str, call: Callable[..., None]) -> Callable[..., None]:
-        def tried(*arguments: object) -> None:
-            calls.append(name)
-            if calls.count(name) == 1:
-                raise away()
-            call(*arguments)
-
-        return tried
-
-    monkeypatch.setattr(runtime.ledger, "check_schema", failing_once("check", check))
-    monkeypatch.setattr(runtime.ledger, "register_worker", failing_once("register", register))
-    pipe = UpPipe()
-    monkeypatch.setenv(UP_PIPE, pipe.environment[UP_PIPE])
-    runtime.start()
-    assert calls == ["check", "check", "register", "register"]
-    assert [row.state for row in runtime.ledger.worker_statuses(everyone=True)] == ["up"]
-    assert pipe.close()
-
-
-def test_a_start_that_waits_ends_when_it_is_told_to(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = threading.Event()
-
-    def fail() -> None:
-        waiting.set()
-        raise away()
-
-    monkeypatch.setattr(runtime.ledger, "check_schema", fail)
-    pipe = UpPipe()
-    monkeypatch.setenv(UP_PIPE, pipe.environment[UP_PIPE])
-    start = threading.Thread(target=runtime.start)
-    start.start()
-    assert waiting.wait(240)
-    runtime.drain()
-    start.join(240)
-    assert not start.is_alive()
-    assert runtime.ledger.worker_statuses(everyone=True) == []
-    pipe.started()
-    assert not pipe.close()
-    runtime.stop()
-
-
-def test_a_start_that_no_wait_mends_fails_at_once(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise ServiceError(ErrorCode.LEDGER_SCHEMA, "old")
-
-    monkeypatch.setattr(runtime.ledger, "check_schema", fail)
-    with pytest.raises(ServiceError, match="old"):
-        runtime.start()
