@@ -1,4 +1,7 @@
-"""`python -m benchmarks.structure`: files and lines of each room, small files, circles of imports, imports upward.
+"""`python -m benchmarks.structure`: tokens, files and lines of each room, what a user meets (settings, commands, options of `run`),
+Protocols, small files, circles of imports, imports upward; with `--item MODEL` also the path of an item.
+
+Tokens are Python's, without comments, line ends and indentation.
 
 A circle is a group of modules that reach each other by imports which run when a module is imported; `deferred circles` also follow
 imports inside functions. Imports under `TYPE_CHECKING` count for neither. An import upward breaks the order of the rooms.
@@ -7,9 +10,12 @@ imports inside functions. Imports under `TYPE_CHECKING` count for neither. An im
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import statistics
 import subprocess
+import tokenize
+import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +24,17 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import item_path
+
 ROOT = Path(__file__).resolve().parents[1]
 #: From the top down: a room imports itself and rooms after it.
 ROOMS = ("tests", "benchmarks", "nightjar", "worker", "jobs", "migrations", "pipelines", "kernels")
 #: Rooms that are installed.
 PRODUCT = ROOMS[2:]
-SMALL, LARGE = 50, 400
+SMALL, LARGE = 50, 600
+LAYOUT_TOKENS = {
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
 Edges = Mapping[str, set[str]]
 
 
@@ -81,11 +92,51 @@ def room_of(module: str) -> str:
     return module.partition(".")[0]
 
 
+def count_tokens(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(token.type not in LAYOUT_TOKENS for token in tokenize.tokenize(file.readline))
+
+
+def count_protocols(path: Path) -> int:
+    """Classes that have `Protocol`, or a `Protocol[...]`, among their bases."""
+    classes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)]
+    return sum(any(ast.unparse(base).partition("[")[0] == "Protocol" for base in one.bases) for one in classes)
+
+
+def count_settings(model: Any) -> int:
+    """The keys that a user can set: those of nested groups, and of one entry of a mapping of groups (`schedules`), included."""
+    count = 0
+    for field in model.model_fields.values():
+        groups = [one for one in (field.annotation, *typing.get_args(field.annotation)) if hasattr(one, "model_fields")]
+        count += count_settings(groups[0]) if groups else 1
+    return count
+
+
+def surface() -> dict[str, int]:
+    """What a user meets, of the code that is imported here."""
+    from jobs.cli import COMMANDS, cli
+    from jobs.settings import Settings
+
+    def commands(command: click.Command) -> int:
+        return sum(map(commands, command.commands.values())) if isinstance(command, click.Group) else 1
+
+    leaves = [getattr(importlib.import_module(f"jobs.cli.{module}"), function) for module, function, _ in COMMANDS.values()]
+    run = cli.get_command(click.Context(cli), "run")
+    assert run is not None
+    return {
+        "settings": count_settings(Settings),
+        "commands": sum(map(commands, leaves)),
+        "options_of_run": sum(isinstance(parameter, click.Option) for parameter in run.params),
+    }
+
+
 def sizes(tree: Path, paths: list[Path]) -> dict[str, Any]:
     """Files, lines, and the files that are small or large."""
     lines = {str(path.relative_to(tree)): len(path.read_text(encoding="utf-8").splitlines()) for path in paths}
     small = [path for path, count in lines.items() if count <= SMALL]
     return {
+        "tokens": sum(map(count_tokens, paths)),
+        "protocols": sum(map(count_protocols, paths)),
         "files": len(lines),
         "lines": sum(lines.values()),
         "median_lines": statistics.median(lines.values()),
@@ -123,18 +174,32 @@ def measure(tree: Path) -> dict[str, Any]:
 
 @click.command()
 @click.option("--tree", default=ROOT, type=click.Path(exists=True, file_okay=False, path_type=Path), help="The checkout to look at.")
+@click.option("--item", "models", multiple=True, help="Also trace an item of this model or checkpoint folder; may be repeated.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write everything as JSON here.")
-def main(tree: Path, out: Path | None) -> None:
-    """Prints the shape of the tree."""
+def main(tree: Path, models: tuple[str, ...], out: Path | None) -> None:
+    """Prints the shape of the tree. What a user meets and the path of an item are those of the code that runs this."""
     found = measure(tree)
+    found |= {"surface": surface(), "items": [item_path.measure(model, runs=1) for model in models]}
     table = Table(title="Python files by room")
-    for heading in ("room", "files", "lines", "median", f"<= {SMALL} lines", "without __init__", f"> {LARGE} lines"):
+    for heading in ("room", "tokens", "Protocols", "files", "lines", "median", f"<= {SMALL} lines", "without __init__", f"> {LARGE} lines"):
         table.add_column(heading)
     for room, row in found["rooms"].items():
-        counts = (row["files"], row["lines"], row["median_lines"], row["small_files"], len(row["small_modules"]), len(row["large_files"]))
+        counts = (
+            row["tokens"],
+            row["protocols"],
+            row["files"],
+            row["lines"],
+            row["median_lines"],
+            row["small_files"],
+            len(row["small_modules"]),
+            len(row["large_files"]),
+        )
         table.add_row(room, *(f"{count:,g}" if isinstance(count, float) else f"{count:,}" for count in counts))
     console = Console(width=140)
     console.print(table)
+    print(", ".join(f"{name.replace('_', ' ')}: {count}" for name, count in found["surface"].items()))
+    for item in found.pop("items"):
+        print(f"item of {item['model']}: {item['functions']} functions in {item['files']} files")
     for name, lines in found.items():
         if isinstance(lines, list):
             print("\n  ".join([f"{name.replace('_', ' ')}: {len(lines)}", *map(str, lines)]))

@@ -93,9 +93,9 @@ def checked(quality: Quality) -> Quality:
             raise _invalid(f"The bound of `{name}` is empty: {bound.low} to {bound.high}.", "Let `low` be at most `high`.")
     for pace in quality.paces:
         if not (0 <= pace.low <= pace.high and pace.seconds_per_unit >= 0 and pace.base_seconds >= 0 and pace.slack_seconds >= 0):
-            raise _invalid("A pace has a negative number, or its `low` is above its `high`.", "Make it with `nightjar calibrate`.")
+            raise _invalid("A pace has a negative number, or its `low` is above its `high`.", "See docs/quality.md.")
         if not pace.base_seconds + pace.seconds_per_unit:
-            raise _invalid("A pace expects speech of no length: both its seconds are 0.", "Make it with `nightjar calibrate`.")
+            raise _invalid("A pace expects speech of no length: both its seconds are 0.", "See docs/quality.md.")
     _check_names(quality)
     return quality
 

@@ -235,7 +235,7 @@ class ServeSettings(SettingsGroup):
 
     address: str = Field(default="127.0.0.1", description="Address of the server. `0.0.0.0` opens it to every network and needs a key.")
     port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port of the server; 0 takes a free port.")
-    api_key: SecretStr | None = Field(default=None, description="Key that clients must send. `nightjar evaluate` sends it too.")
+    api_key: SecretStr | None = Field(default=None, description="Key that clients must send.")
     api_key_file: Path | None = Field(default=None, description="File of valid keys, one per line.")
     slots: PositiveInt | None = Field(
         default=None,

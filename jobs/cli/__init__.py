@@ -43,13 +43,11 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "export": ("export", "export", "Export a job's dataset (ESPnet, Kaldi, Lhotse, WebDataset, Parquet, ...)."),
         "report": ("export", "report", "Write an HTML report of a job, with audio players."),
         "verify": ("export", "verify", "Check a job's files against the ledger; make lost files again."),
-        "calibrate": ("export", "calibrate", "Measure speaking rates from a job, for the duration check."),
     },
     "Models and servers": {
         "models": ("models", "models", "List the models, or show one."),
         "voices": ("voices", "voices", "List, add or delete stored voices: recordings that models clone, by name."),
         "serve": ("serve", "serve", "Serve a model over HTTP with OpenAI's API."),
-        "evaluate": ("evaluate", "evaluate", "Send every dialogue of a file to a server and save the answers."),
     },
     "Installation": {
         "doctor": ("admin", "doctor", "Check the installation and its services."),

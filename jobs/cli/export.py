@@ -1,4 +1,4 @@
-"""`nightjar export`, `report`, `calibrate` and `verify`: what is made of a job that ended, and whether it is whole."""
+"""`nightjar export`, `report` and `verify`: what is made of a job that ended, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -197,33 +197,6 @@ def report(job: str, to: Path | None, items: int, embed: bool, price: float | No
         return
     output.line(written.path)
     output.note(f"{counted(written.shown, 'item')} shown, {written.measured} measured, {bytes_text(written.bytes)}.")
-
-
-@click.command()
-@job_argument
-@common_options
-def calibrate(job: str, home: str | None, output: Output) -> None:
-    """Measure the speaking rates of JOB's voices and print them as a quality configuration.
-
-    Save the output and give it to later jobs with --qa-config.
-
-    \b
-    Examples:
-      nightjar calibrate JOB > qa.toml
-      nightjar submit dialogues.jsonl --model MODEL --qa-config qa.toml
-    """
-    import msgspec
-
-    from jobs.calibrate import as_toml, learned_paces
-    from jobs.store import open_store
-
-    with found_job(job, home) as (settings, ledger, found):
-        paces = learned_paces(ledger, open_store(found.store_url, settings.s3), found)
-    if output.as_json:
-        output.data({"schema": "nightjar.calibration/1", "job": found.id, "paces": msgspec.to_builtins(paces)})
-        return
-    output.line(as_toml(paces))
-    output.note("Save it as qa.toml and submit with: --qa-config qa.toml")
 
 
 @click.command()

@@ -49,7 +49,6 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"nightjar run dialogues\.jsonl --qa strict", "its meters download models; tests/services/worker/test_quality_jobs.py"),
     (r"nightjar (export|items) JOB --where .*", "the job of the pages has no such scores; tests/services/jobs/test_export_filters.py"),
     (r"nightjar export JOB .* --push .*", "there is no hub; tests/services/jobs/test_export_hub.py pushes to a stand-in"),
-    (r"nightjar evaluate .*", "hibari does not chat; tests/services/pipelines/test_serve_evaluate.py asks a server that does"),
     (r"nightjar run \w+\.jsonl --model path/to/speechlm-qwen3-8b .*", "it needs vLLM; tests/vllm/test_job.py"),
     (r"nightjar models convert base\.pt .*", "it needs a training checkpoint; tests/unit/pipelines/test_speechlm_parts.py"),
 ]
@@ -102,7 +101,7 @@ def found(variables: dict[str, str], programs: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
-    """(home, folder of state, job) of a finished job that is large enough to calibrate from."""
+    """(home, folder of state, job) of a finished job that is large enough to learn a speaking rate from."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "in.jsonl").write_text("".join(_LINE % (number, "Good morning.") for number in range(32)))
     command = [sys.executable, "-m", "jobs", "run", "in.jsonl", "--out", "out", "--json"]

@@ -40,7 +40,6 @@ def call(rig: Rig, *words: str) -> Result:
         ["report", "j", "--to", ""],
         ["export", "j", "--to", ""],
         ["export", "j", "--audio-root", ""],
-        ["evaluate", "in.jsonl", "--to", ""],
         ["models", "convert", "a.pt", "--like", "b", "--out", ""],
         ["submit", "in.jsonl", "--qa-config", ""],
     ],
@@ -73,7 +72,6 @@ def test_a_folder_of_the_environment_that_is_empty_is_refused(name: str, monkeyp
         ["run", "in.jsonl", "--out", "s3://bucket/x"],
         ["submit", "in.jsonl", "--out", "gs:/bucket/x"],
         ["report", "j", "--to", "s3://bucket/report.html"],
-        ["evaluate", "in.jsonl", "--to", "s3://bucket/answers.jsonl"],
     ],
 )
 def test_an_address_is_no_folder_of_this_host(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

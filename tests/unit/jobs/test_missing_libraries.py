@@ -10,29 +10,12 @@ import pytest
 from jobs.cli import main
 
 
-@pytest.mark.parametrize(
-    ("words", "library", "imported", "extra"),
-    [
-        (["models", "convert", "base.pt", "--like", "folder", "--out", "new"], "torch", "pipelines.speechlm.weights", "gpu"),
-        (["evaluate", "in.jsonl", "--to", "answers.jsonl"], "httpx2", "jobs.evaluation", "serve"),
-    ],
-)
-def test_a_missing_library_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    library: str,
-    imported: str,
-    extra: str,
-) -> None:
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("in.jsonl").write_text('{"example_id": "a", "messages": [["user", "text", "Good evening."]]}\n')
-    for name in [name for name in sys.modules if name == imported or name.startswith(f"{imported}.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, library, None)
-    assert main(words) == 1
+    monkeypatch.delitem(sys.modules, "pipelines.speechlm.weights", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["models", "convert", "base.pt", "--like", "folder", "--out", "new"]) == 1
     said = capsys.readouterr().err
-    assert f"Error model.missing_extra: {'Converting' if extra == 'gpu' else 'Asking'}" in said
-    assert f"the library {library}.\nInstall it with: pip install 'nightjar-speech[{extra}]'." in said
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert "Error model.missing_extra: Converting" in said
+    assert "the library torch.\nInstall it with: pip install 'nightjar-speech[gpu]'." in said
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""How long a voice's speech is, learned from a job that is done: the paces of later jobs' quality checks."""
+"""`python -m benchmarks.paces JOB`: the speaking rates of a finished job's voices, as the `[[paces]]` of a quality configuration."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import hashlib
 import heapq
 import json
 from collections import defaultdict
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+import click
 import msgspec
 import numpy as np
 
 from jobs.export.items import AudioItems, item_metadata
+from jobs.ledger import Ledger
 from jobs.ledger.records import Job
+from jobs.recent_jobs import settings_for_job
+from jobs.store import open_store
 from jobs.store.base import ObjectStore
 from pipelines.duration import Pace, text_units
 from pipelines.errors import ErrorCode, NotFoundError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from jobs.ledger import Ledger
 
 #: A voice with fewer items has no pace of its own.
 LEAST_ITEMS = 30
@@ -100,3 +103,18 @@ def as_toml(paces: tuple[Pace, ...]) -> str:
 def _toml(value: str | float) -> str:
     """A value as TOML has it, which knows no surrogate pairs, and no DEL as it is."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+@click.command()
+@click.argument("job")
+@click.option("--home", metavar="DIR", help="Folder of the run that made the job.")
+def main(job: str, home: str | None) -> None:
+    """Prints the paces of JOB."""
+    settings = settings_for_job(job, home)
+    with closing(Ledger.of(settings)) as ledger:
+        found = ledger.find_job(job)
+        click.echo(as_toml(learned_paces(ledger, open_store(found.store_url, settings.s3), found)))
+
+
+if __name__ == "__main__":
+    main()
