@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 
 RUN_SHARD = "nightjar.run_shard"
-RUN_NIGHTLY = "nightjar.nightly"
-RUN_SWEEP = "nightjar.sweep"
 QUEUE = "nightjar"
 KEY_PREFIX = "speech:"
 

@@ -31,7 +31,6 @@ from jobs.settings_groups import (
     ServeSettings,
     SettingsGroup,
     ShardSettings,
-    SweepSettings,
     VllmSettings,
     WorkerSettings,
 )
@@ -88,7 +87,6 @@ class Settings(SettingsGroup):
     ledger: LedgerSettings = Field(default=LedgerSettings(), description="Waiting on the ledger.")
     dispatch: DispatchSettings = Field(default=DispatchSettings(), description="Dispatch and reconciliation.")
     shard: ShardSettings = Field(default=ShardSettings(), description="Cutting of jobs.")
-    sweep: SweepSettings = Field(default=SweepSettings(), description="The sweep.")
     notify: NotifySettings = Field(default=NotifySettings(), description="The hook at a job's end.")
     flower: FlowerSettings = Field(default=FlowerSettings(), description="The dashboard.")
     serve: ServeSettings = Field(default=ServeSettings(), description="The server.")

@@ -174,18 +174,6 @@ class ShardSettings(SettingsGroup):
     max_items: PositiveInt = Field(default=8192, description="Maximum items of a shard.")
 
 
-class SweepSettings(SettingsGroup):
-    """The sweep: objects of ended jobs that nothing names."""
-
-    daily: bool = Field(default=False, description="Run the sweep every day at 5:30 UTC (sent by beat).")
-    delete: bool = Field(
-        default=False, description="Delete the orphans that the daily sweep finds. Without it they are counted and logged."
-    )
-    grace_hours: Positive = Field(
-        default=24.0, description="Minimum hours since a job ended and since an object was written, before the sweep looks at it."
-    )
-
-
 class NotifySettings(SettingsGroup):
     """The hook of the operator that is told of every job's end; it is never a job's."""
 
@@ -292,8 +280,6 @@ class Schedule(SettingsGroup):
 
     input: str = Field(description="Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the night.")
     input_format: InputFormat = Field(default="dialogues", description="Format of the file.")
-    hour: Annotated[int, Field(ge=0, le=23)] = Field(default=2, description="Hour at which beat sends it to the workers, in UTC.")
-    minute: Annotated[int, Field(ge=0, le=59)] = Field(default=0, description="Minute of the hour it runs.")
     model: str = Field(default="hibari", description="Pipeline or checkpoint folder.")
     speak: Literal["auto", "user", "assistant", "all"] | None = Field(default=None, description="Whose texts become speech; as `--speak`.")
     voice: str | None = Field(default=None, description="Voice for lines without a voice.")

@@ -1,4 +1,4 @@
-"""`python -m worker run|beat|nightly|flower|sweep`, which `nightjar worker`, `nightjar beat` ... start: the consumer side."""
+"""`python -m worker run|nightly|flower|sweep`, which `nightjar worker`, `nightjar nightly` ... start: the consumer side."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HELP = ["-h", "--help"]
 
 @click.group(context_settings={"help_option_names": _HELP})
 def cli() -> None:
-    """Processes that run shards and look after the jobs. `nightjar worker`, `beat`, `flower`, `nightly` and `sweep` start them.
+    """Processes that run shards and look after the jobs. `nightjar worker`, `flower`, `nightly` and `sweep` start them.
 
     \b
     Examples:
@@ -107,19 +107,6 @@ def _given(*options: tuple[str, str | None]) -> list[str]:
 
 
 @cli.command()
-def beat() -> None:
-    """Run the timer that sends the schedules (and the daily sweep, if enabled) to the workers. Run exactly one.
-
-    \b
-    Examples:
-      nightjar beat
-    """
-    from worker.celery_app import run_beat
-
-    run_beat(_settings())
-
-
-@cli.command()
 @click.option("--night", metavar="YYYY-MM-DD", help="Night to run. [default: the last night]")
 @click.option("--catch-up", metavar="N", type=click.IntRange(0, 366), default=0, help="Also run up to N earlier nights that did not run.")
 @click.option("--schedule", "names", metavar="NAME", multiple=True, help="Run only this schedule. Can be given more than once.")
@@ -169,10 +156,12 @@ def flower() -> None:
     "--grace-hours",
     metavar="HOURS",
     type=FiniteRange(min=0),
-    help="Minimum hours since the job ended and since the object was written. [default: the setting sweep.grace_hours]",
+    default=24.0,
+    show_default=True,
+    help="Minimum hours since the job ended and since the object was written.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def sweep(delete: bool, grace_hours: float | None, as_json: bool) -> None:
+def sweep(delete: bool, grace_hours: float, as_json: bool) -> None:
     """Find orphans in the store: objects of ended jobs that no artifact in the ledger names.
 
     Killed workers and cancelled jobs leave them. Without --delete they are only counted. Exit code 1: the store of a job did not
@@ -185,9 +174,7 @@ def sweep(delete: bool, grace_hours: float | None, as_json: bool) -> None:
     """
     from worker.garbage import sweep_all
 
-    settings = _settings()
-    hours = settings.sweep.grace_hours if grace_hours is None else grace_hours
-    report = sweep_all(settings, hours * 3600, delete=delete)
+    report = sweep_all(_settings(), grace_hours * 3600, delete=delete)
     if as_json:
         view = {"orphans": report.orphans, "bytes": report.bytes, "deleted": delete, "failed_jobs": report.failed_jobs}
         Output(as_json=True).data({"schema": "nightjar.sweep/1", **view})

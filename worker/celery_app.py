@@ -1,4 +1,4 @@
-"""Celery in a worker: the app with its tasks, the pool that owns the engine, and how worker, beat and Flower start."""
+"""Celery in a worker: the app with its task, the pool that owns the engine, and how worker and Flower start."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from celery import Celery, signals
 from celery.concurrency.thread import TaskPool
 from celery.exceptions import CPendingDeprecationWarning, Reject
 from celery.platforms import SecurityWarning
-from celery.schedules import crontab
 from celery.worker import state as celery_state
 
 from jobs.child_process import say_last_words
-from jobs.dispatch import RUN_NIGHTLY, RUN_SHARD, RUN_SWEEP, make_celery
+from jobs.dispatch import RUN_SHARD, make_celery
 from jobs.ledger.records import Ticket
 from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
@@ -122,17 +121,11 @@ def _install_signals(runtime: Runtime) -> None:
     signal.signal(signal.SIGQUIT, hurry)
 
 
-EXPIRES_SECONDS = 3600
-
-
 def create_app(settings: Settings) -> Celery:
-    """The app with its tasks and its beat schedule."""
+    """The app with its task."""
     app = make_celery(settings)
-    app.conf.beat_schedule = beat_schedule(settings)
     app.conf.worker_consumer = "worker.consumer:SteadyConsumer"
     app.task(name=RUN_SHARD, base=ShardTask)(run_shard)
-    app.task(name=RUN_NIGHTLY, base=ShardTask)(run_nightly)
-    app.task(name=RUN_SWEEP, base=ShardTask)(run_sweep)
     app.finalize()
     return app
 
@@ -143,37 +136,6 @@ def run_shard(job: str, shard: int, epoch: int) -> str:
     if handling is Handling.REFUSED:
         raise Reject(requeue=True)
     return handling.value
-
-
-def beat_schedule(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Every nightly schedule at its time, and the sweep once a day if wanted. Messages that nobody took by the next hour are void."""
-    entries: dict[str, dict[str, Any]] = {
-        f"nightly-{name}": {
-            "task": RUN_NIGHTLY,
-            "schedule": crontab(minute=schedule.minute, hour=schedule.hour),
-            "kwargs": {"schedule": name},
-            "options": {"expires": EXPIRES_SECONDS},
-        }
-        for name, schedule in settings.schedules.items()
-    }
-    if settings.sweep.daily:
-        entries["sweep"] = {"task": RUN_SWEEP, "schedule": crontab(minute=30, hour=5), "options": {"expires": EXPIRES_SECONDS}}
-    return entries
-
-
-def run_nightly(schedule: str) -> str:
-    """Submits the last night of a schedule, unless it ran."""
-    from worker.nightly import run_schedule
-
-    return run_schedule(runtime().settings, runtime().ledger, schedule)
-
-
-def run_sweep() -> int:
-    """Counts orphans of ended jobs, and deletes them if the settings say so; returns how many."""
-    from worker.garbage import sweep
-
-    settings = runtime().settings.sweep
-    return sweep(runtime().ledger, runtime().store_for, settings.grace_hours * 3600, delete=settings.delete).orphans
 
 
 def run_worker(settings: Settings, options: WorkerOptions) -> int:
@@ -199,24 +161,6 @@ def run_worker(settings: Settings, options: WorkerOptions) -> int:
     if failure is not None:
         raise failure
     return int(worker.exitcode or 0)
-
-
-def run_beat(settings: Settings) -> None:
-    """Runs Celery beat with its file in the state folder."""
-    settings.state_folder.mkdir(parents=True, exist_ok=True)
-    app = create_app(settings)
-    if not app.conf.beat_schedule:
-        log.warning("beat has nothing to send: no schedule is set, and the daily sweep is off")
-    # Times of schedules are local times.
-    app.conf.enable_utc = False
-    beat = app.Beat(schedule=str(settings.state_folder / "beat"), loglevel=settings.log_level.upper(), quiet=True, redirect_stdouts=False)
-    # Celery's own handler writes the file within the signal, and fails where beat is just opening it; leaving its loop writes it too.
-    beat.install_sync_handler = lambda _: [signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGINT)]
-    beat.run()
-
-
-def _leave(*_: object) -> None:
-    raise SystemExit(0)
 
 
 def run_flower(settings: Settings) -> None:

@@ -365,9 +365,3 @@ def _unfinished(settings: Settings, ledger: Ledger, night: Night) -> Night:
     else:
         reason = f"its job is {job.state.value}; run this again{datasets}" if datasets else f"its job is {job.state.value}"
     return replace(night, state=job.state, reason=reason)
-
-
-def run_schedule(settings: Settings, ledger: Ledger, name: str, now: datetime | None = None) -> str:
-    """What Celery beat asks for: the last night of one schedule, as a line for people. Its datasets are `run_nights`' to write:
-    an export must not hold up a worker."""
-    return str(run_night(settings, ledger, name, last_night(now)))

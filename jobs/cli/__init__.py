@@ -55,7 +55,6 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
         "config": ("admin", "config", "Show the settings and where they come from."),
         "worker": ("serve", "worker", "Run a worker process."),
         "workers": ("workers", "workers", "List the workers, what they do, and how fast."),
-        "beat": ("serve", "beat", "Run the timer (Celery beat) of the schedules."),
         "flower": ("serve", "flower", "Run the Flower dashboard."),
         "sweep": ("serve", "sweep", "Find orphaned objects in the store, and delete them if asked to."),
         "completion": ("admin", "completion", "Print the shell completion script."),

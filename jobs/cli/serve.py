@@ -1,4 +1,4 @@
-"""The commands of long-lived processes: `nightjar serve`, and `worker`, `beat`, `flower`, `nightly` and `sweep`."""
+"""The commands of long-lived processes: `nightjar serve`, and `worker`, `flower`, `nightly` and `sweep`."""
 
 from __future__ import annotations
 
@@ -161,9 +161,8 @@ def _command(name: str, command: str) -> click.Command:
     return become
 
 
-worker, beat, flower, nightly, sweep = (
+worker, flower, nightly, sweep = (
     _command("worker", "run"),
-    _command("beat", "beat"),
     _command("flower", "flower"),
     _command("nightly", "nightly"),
     _command("sweep", "sweep"),

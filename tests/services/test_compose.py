@@ -42,7 +42,7 @@ def filled(text: str) -> str:
 
 
 def test_every_part_is_there() -> None:
-    assert set(SERVICES) == {"redis", "postgres", "s3", "migrate", "worker-cpu", *ON_GPUS, "beat", "flower", "nightjar", *MONITORS}
+    assert set(SERVICES) == {"redis", "postgres", "s3", "migrate", "worker-cpu", *ON_GPUS, "flower", "nightjar", *MONITORS}
     assert SERVICES["worker-cpu"]["profiles"] == ["cpu"]
     assert all(SERVICES[name]["profiles"] == ["monitoring"] for name in MONITORS)
 

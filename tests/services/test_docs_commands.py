@@ -24,7 +24,6 @@ COMMANDS = [command for page in PAGES for command in commands_of(page)]
 GOES_ON = {
     "nightjar worker": "worker up",
     "nightjar serve": "engine ready",
-    "nightjar beat": "beat: Starting",
     "nightjar flower": "Visit me at",
 }
 #: (command as a pattern, why it is not run here, what of ours runs it or holds it).

@@ -18,8 +18,7 @@ from jobs.ledger.records import ItemState, JobState
 from pipelines.errors import ConfigError
 from tests.support.ledger_kit import expire_leases_of_the_dead
 from tests.support.worker_process import REPOSITORY, Site
-from worker.celery_app import beat_schedule
-from worker.nightly import NightEnd, run_nights, run_schedule
+from worker.nightly import NightEnd, run_nights
 
 FIRST = datetime(2026, 11, 20, 2, 0, tzinfo=UTC)
 SECOND = FIRST + timedelta(days=1)
@@ -111,23 +110,6 @@ def test_a_killed_night_resumes(site: Site) -> None:
     assert {index: after[index] for index in made} == made, "what was done before the kill was made again"
     for night in (FIRST, SECOND):
         assert ids_of(site, night) == [[f"{night:%d}-{n}" for n in range(ITEMS)]] * 2
-
-
-def test_the_timer_sends_each_night_once(site: Site) -> None:
-    clock = FIRST - timedelta(minutes=1)
-    due = beat_schedule(site.settings)["nightly-news"]["schedule"]
-    due.nowfun = lambda: clock
-    last_run = FIRST - timedelta(days=1)
-    told: list[str] = []
-    for night in (FIRST, SECOND):
-        write_night(site, night)
-    while clock < SECOND + timedelta(hours=1):
-        if due.is_due(last_run).is_due:
-            told.append(run_schedule(site.settings, site.ledger, "news", now=clock))
-            last_run = clock
-        clock += timedelta(minutes=20, seconds=30)
-    assert [line.rsplit(" ", 1)[0] for line in told] == ["news 2026-11-20 submitted", "news 2026-11-21 submitted"]
-    assert sorted(job.name for job in site.ledger.jobs()) == ["news 2026-11-20", "news 2026-11-21"]
 
 
 @pytest.mark.parametrize(

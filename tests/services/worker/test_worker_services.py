@@ -1,17 +1,15 @@
-"""Flower, beat and the nightly task as real processes."""
+"""Flower and nights as real processes."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
-import signal
 import subprocess
 import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
 import pytest
@@ -88,43 +86,6 @@ def test_flower_does_not_start_without_a_password(site: Site) -> None:
     flower = start(site, "flower")
     assert flower.wait(240) == 4
     assert "config.invalid" in site.log_text()
-
-
-def test_a_nightly_message_submits_the_night_once(site: Site) -> None:
-    from worker.celery_app import create_app
-
-    line = {"example_id": "one", "messages": [["user", "text", "good night"]]}
-    (site.folder / f"in-{date.today().isoformat()}.jsonl").write_text(json.dumps(line) + "\n")
-    app = create_app(site.settings)
-    for _ in range(2):
-        app.send_task("nightjar.nightly", kwargs={"schedule": "evening"}, expires=600)
-    app.send_task("nightjar.sweep", expires=600)
-    site.worker()
-    site.wait_for(lambda: site.ledger.jobs())
-    (job,) = site.ledger.jobs()
-    assert site.wait_until_final(job).items.done == 1
-    site.wait_for(lambda: site.queue_depth() == 0)
-    site.wait_for(lambda: site.ledger.schedule_history("evening"))
-    assert len(site.ledger.jobs()) == 1
-    assert site.ledger.schedule_history("evening") == [date.today().isoformat()]
-
-
-def test_beat_starts_and_ends(site: Site) -> None:
-    beat = start(site, "beat")
-    site.wait_for(lambda: "Starting" in site.log_text())
-    beat.send_signal(signal.SIGTERM)
-    assert beat.wait(240) == 0
-    assert "Traceback" not in site.log_text()
-
-
-def test_beat_and_nights_without_a_schedule_say_so(site: Site) -> None:
-    beat = start(site, "beat", SPEECH_SCHEDULES="{}")
-    site.wait_for(lambda: "Starting" in site.log_text())
-    assert "no schedule is set, and the daily sweep is off" in site.log_text()
-    beat.send_signal(signal.SIGTERM)
-    assert beat.wait(240) == 0
-    assert start(site, "nightly", SPEECH_SCHEDULES="{}").wait(240) == 4
-    assert "No schedule is set." in site.log_text()
 
 
 def test_a_cron_line_runs_nights_and_reports_them(site: Site) -> None:

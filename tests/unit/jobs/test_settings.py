@@ -45,12 +45,12 @@ def test_command_line_over_environment_over_dotenv_over_file_over_defaults(tmp_p
 
 
 def test_file_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "night.toml").write_text('[schedules.news]\ninput = "in/%Y.jsonl"\nhour = 3\n')
+    (tmp_path / "night.toml").write_text('[schedules.news]\ninput = "in/%Y.jsonl"\npriority = 3\n')
     monkeypatch.setenv("SPEECH_CONFIG", "night.toml")
     settings = load_settings()
-    assert settings.schedules["news"].hour == 3
+    assert settings.schedules["news"].priority == 3
     assert settings.schedules["news"].model == "hibari"
-    assert settings.origin("schedules.news.hour") == "night.toml"
+    assert settings.origin("schedules.news.priority") == "night.toml"
 
 
 def test_nested_variables_and_json_groups_merge(monkeypatch: pytest.MonkeyPatch) -> None:

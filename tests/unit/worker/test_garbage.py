@@ -24,7 +24,7 @@ from tests.support.fakes import SAMPLE_RATE, MemoryStore, sine
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import Rig
 from worker.__main__ import cli
-from worker.garbage import GRACE_SECONDS, SweepReport, sweep
+from worker.garbage import SweepReport, sweep
 
 DAY = 24 * 3600.0
 
@@ -263,7 +263,6 @@ def test_the_command_counts_and_says_what_it_could_not_look_at(rig: Rig, monkeyp
     store = open_store(str(rig.folder / "store"), None)
     store.put(audio_key(job, 0), b"stray")
     monkeypatch.setenv("SPEECH_HOME", str(rig.settings.home))
-    monkeypatch.setenv("SPEECH_SWEEP__GRACE_HOURS", str(GRACE_SECONDS / 3600))
     assert CliRunner().invoke(cli, ["sweep"]).stdout == "0 orphans, 0 bytes\n"
     assert CliRunner().invoke(cli, ["sweep", "--grace-hours", "0"]).stdout == "1 orphans, 5 bytes\n"
     assert CliRunner().invoke(cli, ["sweep", "--grace-hours", "0", "--delete"]).stdout == "1 orphans, 5 bytes, deleted\n"

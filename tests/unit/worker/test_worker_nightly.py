@@ -10,11 +10,10 @@ from datetime import UTC, date, datetime, tzinfo
 from pathlib import Path
 
 import pytest
-from celery.schedules import crontab
 
 from jobs.delete import delete_job
 from jobs.ledger import Ledger
-from jobs.settings import Schedule, Settings, SweepSettings
+from jobs.settings import Schedule, Settings
 from jobs.store import open_store
 from pipelines.errors import ConfigError
 from pipelines.registry import register_pipeline
@@ -150,19 +149,3 @@ def test_the_night_is_the_date_where_the_worker_runs(zone: str, night: int, monk
     finally:
         monkeypatch.undo()
         time.tzset()
-
-
-def test_beat_sends_every_schedule_at_its_time(settings: Settings) -> None:
-    from worker.celery_app import beat_schedule
-
-    entries = beat_schedule(settings)
-    assert entries["nightly-evening"]["schedule"] == crontab(minute=0, hour=2)
-    assert entries["nightly-evening"]["kwargs"] == {"schedule": "evening"}
-
-
-@pytest.mark.parametrize("daily", [False, True])
-def test_beat_sends_the_sweep_only_if_asked(settings: Settings, daily: bool) -> None:
-    from worker.celery_app import beat_schedule
-
-    assert ("sweep" in beat_schedule(settings.model_copy(update={"sweep": SweepSettings(daily=daily)}))) is daily
-    assert not settings.sweep.delete
