@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from jobs.dialogue import clean
 from jobs.input_format import AskedFormat, check_format, recognized
 from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
 from jobs.ledger.records import JobSpec, Reading
@@ -19,7 +20,9 @@ from jobs.turns import ASKED, Speak
 from jobs.voices import JobVoices, names_of
 from pipelines.audio_format import AUDIO_FORMATS, check_rate
 from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.languages import language_of
 from pipelines.registry import ModelCard, describe
+from pipelines.request import Generation
 from pipelines.stored_voices import VoiceFolder
 
 #: Hz that a job's audio may have where it is not the model's own rate.
@@ -76,7 +79,7 @@ def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues
     voices = JobVoices(card, stored).with_names(names)
     for name in names:
         voices.check(name)
-    _check_name(spec.generation.language, card.capabilities.languages, ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", card.name)
+    spec = msgspec.structs.replace(spec, generation=_frozen_generation(spec.generation, card))
     frozen = voices.in_spec(frozen_spec(spec, card))
     _check_format(input_format, frozen)
     checker = _checker(frozen, voices, input_format)
@@ -126,9 +129,18 @@ def _checked_reading(spec: JobSpec) -> Reading | msgspec.UnsetType:
     return msgspec.UNSET if chosen == ALL else chosen
 
 
-def _check_name(wanted: str | None, known: tuple[str, ...], code: ErrorCode, what: str, model: str) -> None:
-    if wanted is not None and known and wanted.casefold() not in {name.casefold() for name in known}:
-        raise InputError(code, f"The model {model} has no {what} {wanted!r}.", f"It has: {', '.join(known)}.")
+def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
+    """The settings with the model's name of a language that is asked for by its code; a name stays as it is written.
+
+    Raises `input.unknown_language`.
+    """
+    known, asked = card.capabilities.languages, generation.language
+    if asked is None or not known or asked.casefold() in {name.casefold() for name in known}:
+        return generation
+    if (language := language_of(asked, known)) is None:
+        message = f"The model {card.name} has no language {clean(asked, 80)!r}."
+        raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, message, f"It has: {', '.join(known)}.")
+    return msgspec.structs.replace(generation, language=language)
 
 
 def _checker(spec: JobSpec, voices: JobVoices, format: AskedFormat) -> LineChecker:

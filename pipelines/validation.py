@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from pipelines.errors import ErrorCode, InputError
+from pipelines.languages import language_of
 from pipelines.request import Capabilities, Generation, Message
 
 # Visible ASCII, or letters and digits of any script without the fillers that Unicode counts as letters but nobody sees.
@@ -303,7 +304,7 @@ def _voice(asked: str, voices: tuple[str, ...]) -> str:
 
 
 def _language(asked: str, languages: tuple[str, ...]) -> str:
-    if (language := _named(asked, languages)) is not None:
+    if (language := language_of(asked, languages)) is not None:
         return language
     advice = f"Choose one of: {', '.join(languages)}." if languages else "This model does not let one choose: remove `language`."
     raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, f"Unknown language {asked[:80]!r}.", advice)
