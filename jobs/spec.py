@@ -24,6 +24,7 @@ from pipelines.languages import language_of
 from pipelines.registry import ModelCard, describe
 from pipelines.request import Generation
 from pipelines.stored_voices import VoiceFolder
+from pipelines.validation import OPENAI_VOICES, own_voice
 
 #: Hz that a job's audio may have where it is not the model's own rate.
 SAMPLE_RATES = range(8_000, 48_001)
@@ -75,11 +76,11 @@ def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues
     if isinstance(spec, ResolvedSpec):
         return spec
     card = describe(spec.model)
+    spec = msgspec.structs.replace(spec, generation=_frozen_generation(spec.generation, card))
     names = [*names_of(spec.generation), *(reading_of(spec).voices or {}).values()]
     voices = JobVoices(card, stored).with_names(names)
     for name in names:
         voices.check(name)
-    spec = msgspec.structs.replace(spec, generation=_frozen_generation(spec.generation, card))
     frozen = voices.in_spec(frozen_spec(spec, card))
     _check_format(input_format, frozen)
     checker = _checker(frozen, voices, input_format)
@@ -130,17 +131,20 @@ def _checked_reading(spec: JobSpec) -> Reading | msgspec.UnsetType:
 
 
 def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
-    """The settings with the model's name of a language that is asked for by its code; a name stays as it is written.
+    """The settings with the model's own names of what is asked for by a code or by a name of OpenAI's; others stay as they are written.
 
     Raises `input.unknown_language`.
     """
-    known, asked = card.capabilities.languages, generation.language
-    if asked is None or not known or asked.casefold() in {name.casefold() for name in known}:
-        return generation
-    if (language := language_of(asked, known)) is None:
-        message = f"The model {card.name} has no language {clean(asked, 80)!r}."
-        raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, message, f"It has: {', '.join(known)}.")
-    return msgspec.structs.replace(generation, language=language)
+    able, voice, language = card.capabilities, generation.voice, generation.language
+    if voice in OPENAI_VOICES and not able.multi_turn:
+        voice = own_voice(voice, able.voices)
+    if language is not None and able.languages and language.casefold() not in {name.casefold() for name in able.languages}:
+        if (found := language_of(language, able.languages)) is None:
+            message = f"The model {card.name} has no language {clean(language, 80)!r}."
+            raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, message, f"It has: {', '.join(able.languages)}.")
+        language = found
+    roles = generation.roles and {role: _frozen_generation(own, card) for role, own in generation.roles.items()}
+    return msgspec.structs.replace(generation, voice=voice, language=language, roles=roles)
 
 
 def _checker(spec: JobSpec, voices: JobVoices, format: AskedFormat) -> LineChecker:

@@ -58,14 +58,15 @@ class Voices:
 
         OpenAI's names stand for voices of the model, each for the same one at all times. A name that nobody knows stays as it is.
         """
-        voices = self._model.card.capabilities.voices
-        if asked is None or self._is_own(asked):
-            return asked
+        if asked is None:
+            return None
+        if (own := own_voice(asked, self._model.card.capabilities.voices)) is not None:
+            return own
         stored = self._folder.get(asked) if self._folder is not None else None
         if stored is not None:
             return stored
         if asked in OPENAI_VOICES:
-            return voices[OPENAI_VOICES.index(asked) % len(voices)] if voices else None
+            return None
         return self._model.voice(asked)
 
     def spoken_by(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from jobs.ledger.records import JobSpec
@@ -9,7 +12,13 @@ from jobs.settings_groups import Schedule
 from jobs.spec import resolve
 from nightjar.runs import _job_options
 from pipelines.errors import ErrorCode, InputError
-from pipelines.request import Generation
+from pipelines.registry import register_pipeline
+from pipelines.request import Capabilities, Generation, Message
+from pipelines.serving.options import ServeOptions
+from pipelines.serving.voices import Voices
+from pipelines.validation import OPENAI_VOICES, speech_task
+from tests.support.fake_worker import fake_card
+from tests.support.fakes import FakePipeline
 from worker.nightly import _spec
 
 
@@ -31,6 +40,29 @@ def test_a_code_of_a_language_is_frozen_as_the_models_name(asked: str) -> None:
 def test_a_name_of_a_language_is_frozen_as_it_is_written() -> None:
     # Another spelling would be another hash: the same file would become another job.
     assert [frozen(language=name).language for name in ("English", "english", "ENGLISH")] == ["English", "english", "ENGLISH"]
+
+
+def test_names_of_openai_mean_the_same_voices_as_in_the_server() -> None:
+    able = Capabilities(voices=("ada", "bob"))
+    card = replace(fake_card("two"), capabilities=able)
+    served = Voices(SimpleNamespace(card=card), ServeOptions(("two",)))  # type: ignore[arg-type]
+    forget = register_pipeline("two", card, lambda **_: FakePipeline())
+    try:
+        for name in OPENAI_VOICES:
+            roles = {"assistant": Generation(voice=name)}
+            spec = resolve(JobSpec("two", generation=Generation(voice=name, roles=roles))).spec  # type: ignore[arg-type]
+            line = speech_task([Message("user", "text", "Hello.")], Generation(voice=name), able)
+            assert spec.generation.roles is not None
+            assert {spec.generation.voice, spec.generation.roles["assistant"].voice, line.voice} == {served.named(name)}
+    finally:
+        forget()
+    assert frozen(voice="verse").voice == "heart"
+
+
+def test_a_name_of_openai_is_the_own_voice_of_a_model_that_has_none_to_choose_from() -> None:
+    assert speech_task([Message("user", "text", "Hello.")], Generation(voice="alloy"), Capabilities()).voice is None
+    with pytest.raises(InputError, match="Unknown voice 'alloy'"):
+        speech_task([Message("user", "text", "Hello.")], Generation(voice="alloy"), Capabilities(multi_turn=True))
 
 
 @pytest.mark.parametrize("asked", ["klingon", "de", "de-DE", ""])
