@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import pytest
 
 from jobs.ledger.records import JobSpec
 from jobs.settings_groups import Schedule
-from jobs.spec import resolve
+from jobs.spec import resolve, spec_sha
 from nightjar.runs import _job_options
 from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import register_pipeline
@@ -63,6 +65,31 @@ def test_a_name_of_openai_is_the_own_voice_of_a_model_that_has_none_to_choose_fr
     assert speech_task([Message("user", "text", "Hello.")], Generation(voice="alloy"), Capabilities()).voice is None
     with pytest.raises(InputError, match="Unknown voice 'alloy'"):
         speech_task([Message("user", "text", "Hello.")], Generation(voice="alloy"), Capabilities(multi_turn=True))
+
+
+def test_the_only_voice_of_a_model_is_frozen_where_nobody_names_one() -> None:
+    bare, named = resolve(JobSpec("hibari")), resolve(JobSpec("hibari", generation=Generation(voice="heart")))
+    assert bare.spec.generation.voice == "heart"
+    assert spec_sha(bare.spec) == spec_sha(named.spec)
+    for able in (Capabilities(voices=("ada", "bob")), Capabilities(voices=("ada",), cloning=True), Capabilities()):
+        forget = register_pipeline("other", replace(fake_card("other"), capabilities=able), lambda **_: FakePipeline())
+        try:
+            # Its voice is the model's choice, or the recording's of a line.
+            assert resolve(JobSpec("other")).spec.generation.voice is None
+        finally:
+            forget()
+
+
+def test_the_spec_of_before_is_known_unless_a_person_says_what_it_left_open() -> None:
+    def before(**said: Any) -> list[tuple[object, object]]:
+        voice = said.pop("voice", None)
+        spec = JobSpec("hibari", generation=Generation(voice=voice), **said)
+        return [(one.spec.generation.voice, one.spec.speak) for one in resolve(spec).before()]
+
+    assert before() == [(None, "auto"), (None, msgspec.UNSET)]
+    assert before(speak="user") == [(None, "user")]
+    assert before(voice="heart") == [("heart", msgspec.UNSET)]
+    assert before(voice="heart", speak="user") == []
 
 
 @pytest.mark.parametrize("asked", ["klingon", "de", "de-DE", ""])
