@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from jobs.dialogue import clean
+from jobs.dialogue import chosen_id, clean
 from pipelines.errors import ErrorCode, InputError
 
 _SHAPE = "A line is one JSON object with `messages`, a list of objects with `role` and `content`."
@@ -49,9 +49,9 @@ def chat_dialogue(line: bytes, number: int) -> bytes:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
         raise InputError(ErrorCode.INPUT_BAD_JSON, f"The line is not JSON: {clean(reason)}.", "Write one JSON object a line.") from None
-    named = found.id if found.example_id is None else found.example_id
+    named = chosen_id(found.example_id, found.id)
     messages = [(message.role, "text", _text(message.content, place)) for place, message in enumerate(found.messages)]
-    dialogue: dict[str, Any] = {"example_id": f"line-{number}" if named is None else str(named), "messages": messages}
+    dialogue: dict[str, Any] = {"example_id": f"line-{number}" if named is None else named, "messages": messages}
     if found.generation is not msgspec.UNSET:
         dialogue["generation"] = found.generation
     return _encode(dialogue)

@@ -20,7 +20,7 @@ _LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_INTEGER_DIGITS + 1))
 _NUMBER_OR_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|(\d+)((?:\.\d+)?(?:[eE][+-]?\d+)?)')
 #: msgspec's "Invalid enum value 'x' - at `$.messages[0][1]`", or "... - at `key` in `$.generation.roles`".
 _REASON = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$(.*)`)?", re.DOTALL)
-_SHAPE = "A line is one JSON object with `example_id` (text) and `messages` (a list of [role, modality, content])."
+_SHAPE = "A line is one JSON object with `example_id` or `id` (text) and `messages` (a list of [role, modality, content])."
 
 
 class Dialogue(msgspec.Struct, frozen=True, gc=False):
@@ -35,32 +35,65 @@ class Dialogue(msgspec.Struct, frozen=True, gc=False):
         return tuple([Message(role, modality, content) for role, modality, content in self.messages])
 
 
-_decode = msgspec.json.Decoder(Dialogue).decode
+class _Line(msgspec.Struct, frozen=True, gc=False):
+    """A line as a person writes it: `id` may stand in the place of `example_id`."""
+
+    messages: tuple[tuple[Role, Modality, str], ...]
+    example_id: str | msgspec.UnsetType = msgspec.UNSET
+    generation: Generation | None = None
+    id: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_decode = msgspec.json.Decoder(_Line).decode
 
 
 def parse_dialogue(raw: bytes) -> Dialogue:
-    """The dialogue of one line of UTF-8 JSON.
+    """The dialogue of one line, as `parse_line`."""
+    return parse_line(raw)[0]
+
+
+def parse_line(raw: bytes) -> tuple[Dialogue, bytes]:
+    """The dialogue of one line of UTF-8 JSON, and the line with its `example_id`, which it may call `id`.
 
     Raises `InputError`: `input.bad_json`, `input.bad_line`, `input.bad_role`, `input.bad_modality` or
     `input.bad_generation`. Ranges of `generation` are `pipelines.validation`'s to check.
     """
     try:
-        dialogue = _decode(raw)
+        line = _decode(raw)
         if not raw.isascii():
             raw.decode()
         if len(raw) > MAX_INTEGER_DIGITS and _LONG_NUMBER.search(raw):
             _check_integers(raw)
+        example_id, named = line.example_id, raw
+        if line.id is not msgspec.UNSET:
+            example_id = chosen_id(example_id, msgspec.json.decode(line.id))
+            if line.example_id is msgspec.UNSET and example_id is not None:
+                named = b'{"example_id":%b,%b' % (msgspec.json.encode(example_id), raw.lstrip()[1:])
     except msgspec.ValidationError as error:
         raise _shape_error(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error)
         raise InputError(ErrorCode.INPUT_BAD_JSON, f"The line is not JSON: {clean(reason)}.", "Write one JSON object a line.") from None
-    example_id = dialogue.example_id
+    if example_id is msgspec.UNSET or example_id is None:
+        raise InputError(ErrorCode.INPUT_BAD_LINE, "The line has no `example_id`.", _SHAPE)
     if len(example_id) > 500 or not example_id.isprintable() or not example_id:
         check_example_id(example_id, "example_id", _SHAPE)
-    if not dialogue.messages:
+    if not line.messages:
         raise InputError(ErrorCode.INPUT_BAD_LINE, "The line has no messages.", _SHAPE)
-    return dialogue
+    return Dialogue(example_id, line.messages, line.generation), named
+
+
+def chosen_id(example_id: object, other: object) -> str | None:
+    """The id of a record that may call it `example_id` or `id`; None: it has neither. Raises `input.bad_line` where they differ."""
+    ids = [str(one) for one in (example_id, other) if isinstance(one, str | int) and not isinstance(one, bool)]
+    if len(set(ids)) > 1:
+        both = " and ".join(f"{clean(one, 100)!r}" for one in ids)
+        raise InputError(
+            ErrorCode.INPUT_BAD_LINE,
+            f"`example_id` and `id` differ: {both}.",
+            "Leave one of them out; of a table `--column id=NAME` takes one.",
+        )
+    return ids[0] if ids else None
 
 
 def _check_integers(raw: bytes) -> None:

@@ -21,7 +21,7 @@ from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, compress, encode_lines
 from jobs.sharding import ShardSize, cut
 from jobs.source import BATCH_BYTES, BATCH_LINES, Source, open_source
-from jobs.spec import ResolvedSpec, of_before, records_of, resolve, spec_sha
+from jobs.spec import ResolvedSpec, records_of, resolve, spec_sha
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, ServiceError
@@ -92,7 +92,7 @@ def submit(
     progress: Callable[[IngestProgress], None] | None = None,
 ) -> SubmitResult:
     """Makes a job of an input, or finds the job that was made of it with the same spec and store. A job of before specs said
-    whose turns are spoken is found too, unless this one says it; it keeps its meaning.
+    whose turns are spoken, or the voice, is found too, unless this one says it; it keeps its meaning.
 
     An ingest that died goes on after its last committed line. Raises `InputError` for an input that cannot be read, for
     settings that the model refuses and, with `on_error="abort"`, for the first bad line; then nothing of the job is left.
@@ -105,8 +105,10 @@ def submit(
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
         key = options.idempotency_key or _key_of(ledger, store.url, opened.sha256, sha, resolved.input_format)
-        if not resolved.says_speak and (before := _job_of_before(ledger, store.url, opened.sha256, resolved, options)) is not None:
-            resolved, sha, key = resolved.before(), before.spec_sha, before.key
+        for earlier in resolved.before():
+            if (before := _job_of_before(ledger, store.url, opened.sha256, earlier, options)) is not None:
+                resolved, sha, key = earlier, before.spec_sha, before.key
+                break
         store.check()
         job = ledger.begin_job(_new_job(opened, resolved, sha, key, store.url, options))
         _refuse_another(job, opened.sha256, sha, key, resolved.input_format)
@@ -305,8 +307,8 @@ class _JobOfBefore(NamedTuple):
 def _job_of_before(
     ledger: Ledger, store_url: str, input_sha256: str, resolved: ResolvedSpec, options: SubmitOptions
 ) -> _JobOfBefore | None:
-    """The job that was made of the same before specs said whose turns are spoken, or None."""
-    sha = spec_sha(of_before(resolved.spec))
+    """The job that an earlier version made of the same, with this spec, or None."""
+    sha = spec_sha(resolved.spec)
     key = options.idempotency_key or _key_of(ledger, store_url, input_sha256, sha, resolved.input_format)
     job = ledger.job_of_key(key)
     return None if job is None or job.spec_sha != sha else _JobOfBefore(key, sha)

@@ -7,7 +7,7 @@ from typing import cast
 
 import msgspec
 
-from jobs.dialogue import Dialogue, clean, parse_dialogue
+from jobs.dialogue import Dialogue, clean, parse_line
 from jobs.input_records import RecordBatch
 from jobs.ledger.records import RejectedLine
 from jobs.openai_batch import LineForm
@@ -117,7 +117,7 @@ class LineChecker:
                     raise line
                 if self._form is not None:
                     line = self._form.dialogue(line)
-                dialogue = parse_dialogue(line)
+                dialogue, line = parse_line(line)
                 example_id = dialogue.example_id
                 if example_id in seen:
                     raise duplicate(example_id, self.id_key)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 import numpy as np
 
-from jobs.dialogue import Dialogue, parse_dialogue
+from jobs.dialogue import Dialogue, parse_line
 from jobs.encoded_audio import EncodedAudio, encoded_audio
 from jobs.input_format import InputFormat
 from jobs.input_records import Records
@@ -242,8 +242,7 @@ def _dialogues(records: Records, form: LineForm | None, refused: Collection[int]
             if not isinstance(line, bytes) or number in refused or not (line := line.strip()):
                 continue
             try:
-                raw = line if form is None else form.dialogue(line)
-                dialogue = parse_dialogue(raw)
+                dialogue, raw = parse_line(line if form is None else form.dialogue(line))
             except InputError:
                 continue
             yield number, raw, dialogue

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import msgspec
 
+from jobs.dialogue import clean
 from jobs.input_format import AskedFormat, check_format, recognized
 from jobs.input_records import ALL, SPEAKERS, Records, speakers_sha256
 from jobs.ledger.records import JobSpec, Reading
@@ -19,8 +21,11 @@ from jobs.turns import ASKED, Speak
 from jobs.voices import JobVoices, names_of
 from pipelines.audio_format import AUDIO_FORMATS, check_rate
 from pipelines.errors import ConfigError, ErrorCode, InputError
+from pipelines.languages import language_of
 from pipelines.registry import ModelCard, describe
+from pipelines.request import Generation
 from pipelines.stored_voices import VoiceFolder
+from pipelines.validation import OPENAI_VOICES, own_voice
 
 #: Hz that a job's audio may have where it is not the model's own rate.
 SAMPLE_RATES = range(8_000, 48_001)
@@ -35,8 +40,9 @@ class ResolvedSpec:
     #: `auto` until `of_input` has seen the input.
     input_format: AskedFormat
     checker: LineChecker
-    #: Whether it was said whose turns are spoken.
+    #: Whether it was said whose turns are spoken, and whether the voice is the model's only one, which nobody named.
     says_speak: bool
+    adds_voice: bool
     voices: JobVoices
 
     def of_input(self, source: Source) -> ResolvedSpec:
@@ -56,12 +62,17 @@ class ResolvedSpec:
             spec = msgspec.structs.replace(spec, reading=msgspec.structs.replace(chosen, speakers_sha256=speakers_sha256(source)))
         voices = self.voices.with_lines(job_records(source, spec, found))
         spec = voices.in_spec(spec)
-        return ResolvedSpec(spec, self.card, found, _checker(spec, voices, found), self.says_speak, voices)
+        return replace(self, spec=spec, input_format=found, checker=_checker(spec, voices, found), voices=voices)
 
-    def before(self) -> ResolvedSpec:
-        """The spec as it was frozen before it could say whose turns are spoken."""
-        spec = of_before(self.spec)
-        return replace(self, spec=spec, checker=_checker(spec, self.voices, self.input_format))
+    def before(self) -> Iterator[ResolvedSpec]:
+        """The spec as earlier versions froze it: without the only voice of a model, and without whose turns are spoken."""
+        spec = self.spec
+        if self.adds_voice:
+            spec = msgspec.structs.replace(spec, generation=msgspec.structs.replace(spec.generation, voice=None))
+            yield replace(self, spec=spec, checker=_checker(spec, self.voices, self.input_format))
+        if not self.says_speak:
+            spec = msgspec.structs.replace(spec, speak=msgspec.UNSET)
+            yield replace(self, spec=spec, checker=_checker(spec, self.voices, self.input_format))
 
 
 def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues", stored: VoiceFolder | None = None) -> ResolvedSpec:
@@ -72,15 +83,17 @@ def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues
     if isinstance(spec, ResolvedSpec):
         return spec
     card = describe(spec.model)
+    generation = _frozen_generation(spec.generation, card)
+    only = _only_voice(card) if generation.voice is None else None
+    spec = msgspec.structs.replace(spec, generation=msgspec.structs.replace(generation, voice=generation.voice or only))
     names = [*names_of(spec.generation), *(reading_of(spec).voices or {}).values()]
     voices = JobVoices(card, stored).with_names(names)
     for name in names:
         voices.check(name)
-    _check_name(spec.generation.language, card.capabilities.languages, ErrorCode.INPUT_UNKNOWN_LANGUAGE, "language", card.name)
     frozen = voices.in_spec(frozen_spec(spec, card))
     _check_format(input_format, frozen)
     checker = _checker(frozen, voices, input_format)
-    return ResolvedSpec(frozen, card, input_format, checker, spec.speak is not msgspec.UNSET, voices)
+    return ResolvedSpec(frozen, card, input_format, checker, spec.speak is not msgspec.UNSET, only is not None, voices)
 
 
 def records_of(source: Source, resolved: ResolvedSpec) -> Records:
@@ -126,9 +139,27 @@ def _checked_reading(spec: JobSpec) -> Reading | msgspec.UnsetType:
     return msgspec.UNSET if chosen == ALL else chosen
 
 
-def _check_name(wanted: str | None, known: tuple[str, ...], code: ErrorCode, what: str, model: str) -> None:
-    if wanted is not None and known and wanted.casefold() not in {name.casefold() for name in known}:
-        raise InputError(code, f"The model {model} has no {what} {wanted!r}.", f"It has: {', '.join(known)}.")
+def _frozen_generation(generation: Generation, card: ModelCard) -> Generation:
+    """The settings with the model's own names of what is asked for by a code or by a name of OpenAI's; others stay as they are written.
+
+    Raises `input.unknown_language`.
+    """
+    able, voice, language = card.capabilities, generation.voice, generation.language
+    if voice in OPENAI_VOICES and not able.multi_turn:
+        voice = own_voice(voice, able.voices)
+    if language is not None and able.languages and language.casefold() not in {name.casefold() for name in able.languages}:
+        if (found := language_of(language, able.languages)) is None:
+            message = f"The model {card.name} has no language {clean(language, 80)!r}."
+            raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, message, f"It has: {', '.join(able.languages)}.")
+        language = found
+    roles = generation.roles and {role: _frozen_generation(own, card) for role, own in generation.roles.items()}
+    return msgspec.structs.replace(generation, voice=voice, language=language, roles=roles)
+
+
+def _only_voice(card: ModelCard) -> str | None:
+    """The voice of everything that a model speaks; None: it has another choice, or none."""
+    able = card.capabilities
+    return able.voices[0] if len(able.voices) == 1 and not able.cloning and not able.multi_turn else None
 
 
 def _checker(spec: JobSpec, voices: JobVoices, format: AskedFormat) -> LineChecker:
@@ -169,11 +200,6 @@ def _check_audio(spec: JobSpec, card: ModelCard) -> None:
         advice = f"Use a whole number of Hz from {SAMPLE_RATES[0]} to {SAMPLE_RATES[-1]}, or leave it out for the model's own rate."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, advice)
     check_rate(spec.format, spec.sample_rate)
-
-
-def of_before(spec: JobSpec) -> JobSpec:
-    """The spec as it was frozen before it could say whose turns are spoken."""
-    return msgspec.structs.replace(spec, speak=msgspec.UNSET)
 
 
 def speak_of(spec: JobSpec) -> Speak | None:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from jobs.chat_messages import chat_dialogue
-from jobs.dialogue import clean
+from jobs.dialogue import chosen_id, clean
 from jobs.input_format import CONVERT_RETURNS
 from jobs.ledger.records import Reading
 from jobs.source import MAX_LINE_BYTES, reading
@@ -51,10 +51,13 @@ class Columns:
         wanted = chosen.columns or {}
         shown = ", ".join(repr(clean(name, 40)) for name in names[:20]) or "none"
         self.of: dict[str, str] = {}
+        self._ids: list[str] = []
         for field, usual in FIELDS.items():
             if field in wanted and wanted[field] not in names:
                 raise _wrong(uri, f"has no column {clean(wanted[field], 40)!r}", f"Its columns are: {shown}.")
             found = [name for name in ((wanted[field],) if field in wanted else usual) if name in names]
+            if field == "id":
+                self._ids = found
             if found:
                 self.of[field] = found[0]
                 if names.count(found[0]) > 1:
@@ -67,15 +70,21 @@ class Columns:
     @property
     def read(self) -> list[str]:
         """The names of the columns that are read."""
-        return [*self.of.values(), *(["messages"] if self.chat else [])]
+        return [*self.of.values(), *self._ids[1:], *(["messages"] if self.chat else [])]
+
+    def _id(self, row: Mapping[str, Any]) -> str | None:
+        """The id of a row. Raises `input.bad_line` where its columns differ."""
+        ids = [_text(row[name], name) or None for name in self._ids]
+        return chosen_id(ids[-1], ids[0]) if ids else None
 
     def dialogue(self, row: Mapping[str, Any], number: int) -> Record:
         """The dialogue of a row."""
         try:
             if self.chat:
-                kept = {"messages": row["messages"], **({"id": row[self.of["id"]]} if "id" in self.of else {})}
-                return chat_dialogue(_encode(kept), number)
+                return chat_dialogue(_encode({"messages": row["messages"], "id": self._id(row)}), number)
             values = {field: _text(row[name], name) for field, name in self.of.items()}
+            if self._ids[1:]:
+                values["id"] = self._id(row) or ""
             return row_dialogue(values, number, self._voices)
         except InputError as error:
             return error

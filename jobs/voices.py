@@ -19,7 +19,7 @@ from pipelines.errors import ErrorCode, InputError
 from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message
 from pipelines.stored_voices import StoredVoice, VoiceFolder, in_voice_of
-from pipelines.validation import own_voice
+from pipelines.validation import OPENAI_VOICES, own_voice
 
 if TYPE_CHECKING:
     from jobs.input_records import Records
@@ -82,7 +82,7 @@ class JobVoices:
     def check(self, name: str | None) -> None:
         """Raises `InputError` for a name that neither the model nor the folder has, where one of them has any, and for a stored voice
         that cannot be used."""
-        if name is None or self._is_own(name) or name in self.frozen:
+        if name is None or self._is_own(name) or name in self.frozen or name in OPENAI_VOICES:
             return
         names = self.names
         if name in self.unusable or name in names or self.card.capabilities.voices or names:

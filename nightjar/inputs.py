@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from jobs.chat_messages import chat_dialogue
-from jobs.dialogue import clean
+from jobs.dialogue import chosen_id, clean
 from jobs.ledger.records import Reading
 from jobs.store import is_remote
 from jobs.tables import Columns, row_dialogue
@@ -130,7 +130,8 @@ class _Converter:
             raise InputError(ErrorCode.INPUT_BAD_LINE, "`messages` is not a list of messages.", advice)
         if messages and isinstance(messages[0], Mapping):
             return _absolute(msgspec.json.decode(chat_dialogue(_encode(record), number)))
-        return _absolute({"example_id": f"line-{number}", **record})
+        named = chosen_id(record.get("example_id"), record.get("id"))
+        return _absolute({"example_id": f"line-{number}", **record, **({} if named is None else {"example_id": named})})
 
     def _of_row(self, record: Mapping[str, Any], number: int) -> bytes:
         names = list(record)

@@ -248,7 +248,8 @@ class Job:
         """What datasets say of an item beside its audio."""
         job = self._ledger.job(self.id)
         line = self._line(row)
-        return item_metadata(job, AudioItem(row.example_id, row.id, cast("Artifact", row.artifact), line.dialogue, line.message_index))
+        artifact = cast("Artifact", row.artifact)
+        return item_metadata(job, AudioItem(row.example_id, row.id, artifact, line.dialogue, line.message_index, line.references))
 
     def sound_of(self, row: ItemRow, artifact: Artifact) -> Sound:
         """The audio of an item. Raises `StoreError`."""

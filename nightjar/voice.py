@@ -22,7 +22,7 @@ from pipelines.errors import ErrorCode, InputError, NightjarError
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
 from pipelines.stored_voices import in_voice_of
-from pipelines.validation import check_seed, own_voice
+from pipelines.validation import OPENAI_VOICES, check_seed, own_voice
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,7 +124,7 @@ class Voice:
     def _in_voice(self, messages: list[Message], generation: Generation) -> tuple[list[Message], Generation]:
         """The messages and the settings in their stored voice, where they name one. Raises `InputError`."""
         asked = generation.voice
-        if asked is None or own_voice(asked, self.card.capabilities.voices) is not None:
+        if asked is None or own_voice(asked, self.card.capabilities.voices) is not None or asked in OPENAI_VOICES:
             return messages, generation
         # A voice may have been added since the model was opened.
         stored = JobVoices(self.card, voice_folder(load_settings()))

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import msgspec
 
+from pipelines.languages import language_code
+
 #: Seconds that a length may always be off: breath, a pause, a codec's last frame.
 SLACK_SECONDS = 0.5
 #: Numbers are read in many words or few, markup is spelled out or skipped: such a text tells little of its length.
@@ -78,7 +80,8 @@ class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def pace_of(paces: tuple[Pace, ...], voice: str | None, language: str | None) -> Pace | None:
     """The first pace that is for this voice and language, or None."""
+    code = language_code(language or "")
     for pace in paces:
-        if pace.voice.casefold() in ("", (voice or "").casefold()) and pace.language.casefold() in ("", (language or "").casefold()):
+        if pace.voice.casefold() in ("", (voice or "").casefold()) and language_code(pace.language) in ("", code):
             return pace
     return None

@@ -16,12 +16,12 @@ import msgspec
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.recording import check_encoded
 from pipelines.request import Generation, Message
+from pipelines.validation import OPENAI_VOICES
 
 #: Of a name. No path, and the same on every file system.
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.ASCII)
 #: Of the text of a recording.
 MAX_TEXT_CHARACTERS = 5000
-OPENAI_VOICES = ("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse")
 #: What clients send that must name a voice, to a model that has none to choose from.
 DEFAULT_VOICE = "default"
 #: Names that mean something else to a server.

@@ -11,12 +11,15 @@ from typing import TypeVar
 import msgspec
 
 from pipelines.errors import ErrorCode, InputError
+from pipelines.languages import language_of
 from pipelines.request import Capabilities, Generation, Message
 
 # Visible ASCII, or letters and digits of any script without the fillers that Unicode counts as letters but nobody sees.
 _VISIBLE = re.compile("[!-~]|[^\\W_\u115f\u1160\u3164\uffa0]")
 _INVISIBLE_SYMBOLS = frozenset("\u2800\u115f\u1160\u3164\uffa0")
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Cn", "Co", "Zs", "Zl", "Zp", "Mn", "Me"})
+#: What clients of OpenAI call voices; each stands for the same voice of a model at all times.
+OPENAI_VOICES = ("alloy", "ash", "ballad", "cedar", "coral", "echo", "fable", "marin", "nova", "onyx", "sage", "shimmer", "verse")
 _INFINITY = float("inf")
 _MAX_SEED = 2**63 - 1
 #: Where float32 stays finite and an int32 can count. Settings beyond say the same, and would harm others of the batch.
@@ -90,7 +93,7 @@ def speech_task(messages: Sequence[Message], generation: Generation, capabilitie
     return SpeechTask(
         text,
         instruct or None,
-        None if voice is None else _voice(voice, capabilities.voices),
+        None if voice is None else _voice(voice, capabilities),
         None if language is None else _language(language, capabilities.languages),
         audio[0] if audio else None,
         generation.reference_text,
@@ -291,19 +294,26 @@ def _check_reference_text(recordings: int, text: str | None, capabilities: Capab
 
 
 def own_voice(asked: str, voices: tuple[str, ...]) -> str | None:
-    """The voice of a model that is asked for, up to case and white space around it; None: the model has none of this name."""
-    return _named(asked, voices)
+    """The voice of a model that is asked for, up to case and white space around it, or by one of `OPENAI_VOICES`; None: the model has
+    none of this name."""
+    if (voice := _named(asked, voices)) is not None or not voices or asked not in OPENAI_VOICES:
+        return voice
+    return voices[OPENAI_VOICES.index(asked) % len(voices)]
 
 
-def _voice(asked: str, voices: tuple[str, ...]) -> str:
+def _voice(asked: str, capabilities: Capabilities) -> str | None:
+    """None for the model's own: a name of OpenAI's where there are no voices to choose from."""
+    voices = capabilities.voices
     if (voice := own_voice(asked, voices)) is not None:
         return voice
+    if not voices and not capabilities.multi_turn and asked in OPENAI_VOICES:
+        return None
     advice = f"Choose one of: {', '.join(voices)}." if voices else "This model has no named voices: remove `voice`."
     raise InputError(ErrorCode.INPUT_UNKNOWN_VOICE, f"Unknown voice {asked[:80]!r}.", advice)
 
 
 def _language(asked: str, languages: tuple[str, ...]) -> str:
-    if (language := _named(asked, languages)) is not None:
+    if (language := language_of(asked, languages)) is not None:
         return language
     advice = f"Choose one of: {', '.join(languages)}." if languages else "This model does not let one choose: remove `language`."
     raise InputError(ErrorCode.INPUT_UNKNOWN_LANGUAGE, f"Unknown language {asked[:80]!r}.", advice)

@@ -66,7 +66,7 @@ def is_mended(settings: Settings, job: Job, name: str, night: date) -> bool:
     """
     from jobs.ingest import dry_run
     from jobs.source import open_source
-    from jobs.spec import of_before, resolve, spec_sha
+    from jobs.spec import resolve, spec_sha
     from jobs.voices import voice_folder
 
     schedule = settings.schedules[name]
@@ -75,10 +75,8 @@ def is_mended(settings: Settings, job: Job, name: str, night: date) -> bool:
         place = (opened.sha256, store.url, schedule.input_format)
         if place != (job.input_sha256, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
             return True
-        frozen = resolve(spec, schedule.input_format, voice_folder(settings)).of_input(opened).spec
-    if schedule.speak is None and job.spec.speak is msgspec.UNSET:
-        frozen = of_before(frozen)
-    if spec_sha(frozen) != job.spec_sha:
+        resolved = resolve(spec, schedule.input_format, voice_folder(settings)).of_input(opened)
+    if job.spec_sha not in {spec_sha(one.spec) for one in (resolved, *resolved.before())}:
         return True
     return job.state is JobState.FAILED and dry_run(settings, store, source, spec, schedule.input_format).items > 0
 

@@ -113,37 +113,6 @@ def typed(given: dict[str, Any], kind: type[T], *, strict: bool = False) -> T:
         raise bad_request(f"`{param}`: {said}." if param else f"{said}.", "invalid_value", param) from None
 
 
-#: ISO 639-1, as far as a model of ours speaks it.
-_LANGUAGES = {
-    "ar": "arabic",
-    "de": "german",
-    "en": "english",
-    "es": "spanish",
-    "fr": "french",
-    "hi": "hindi",
-    "it": "italian",
-    "ja": "japanese",
-    "ko": "korean",
-    "nl": "dutch",
-    "pl": "polish",
-    "pt": "portuguese",
-    "ru": "russian",
-    "tr": "turkish",
-    "zh": "chinese",
-}
-
-
-def language_of(asked: str | None, languages: tuple[str, ...]) -> str | None:
-    """The model's name of a language that is given by its name or code (`en`, `en-US`).
-
-    None for a model that has none to choose from.
-    """
-    if asked is None or not languages:
-        return None
-    code = asked.lower().replace("_", "-").split("-")[0]
-    return _LANGUAGES.get(code, asked) if asked not in languages else asked
-
-
 def chunk(context_id: str, data: bytes, step_ms: float) -> dict[str, Any]:
     """A piece of speech."""
     facts = {"done": False, "status_code": 206, "step_time": round(step_ms, 3), "context_id": context_id}

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from pipelines.errors import ConfigError, ErrorCode, InputError
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
-from pipelines.serving.cartesia import GenerationConfig, SpeechFields, language_of
+from pipelines.serving.cartesia import GenerationConfig, SpeechFields
 from pipelines.serving.encoding import read_audio
 from pipelines.serving.errors import ApiError, Body, bad_request
 from pipelines.serving.model import ServedModel
@@ -58,14 +58,15 @@ class Voices:
 
         OpenAI's names stand for voices of the model, each for the same one at all times. A name that nobody knows stays as it is.
         """
-        voices = self._model.card.capabilities.voices
-        if asked is None or self._is_own(asked):
-            return asked
+        if asked is None:
+            return None
+        if (own := own_voice(asked, self._model.card.capabilities.voices)) is not None:
+            return own
         stored = self._folder.get(asked) if self._folder is not None else None
         if stored is not None:
             return stored
         if asked in OPENAI_VOICES:
-            return voices[OPENAI_VOICES.index(asked) % len(voices)] if voices else None
+            return None
         return self._model.voice(asked)
 
     def spoken_by(
@@ -101,7 +102,8 @@ class Voices:
             raise bad_request("This model answers dialogues. Use /v1/chat/completions.", ErrorCode.INPUT_UNSUPPORTED.value, "model_id")
         config = fields.generation_config or GenerationConfig()
         given = {name: value for name, value in msgspec.structs.asdict(config).items() if name != "seed"}
-        generation = Generation(language=language_of(fields.language, able.languages), **given)
+        # Clients name a language to models that have none to choose from, too.
+        generation = Generation(language=fields.language if able.languages else None, **given)
         check_generation(generation)
         messages, generation = self.spoken_by(None if fields.voice is None else fields.voice.id, generation, (), fields.transcript)
         return SynthesisRequest(request_id, tuple(messages), generation, fields.seed)

@@ -244,7 +244,7 @@ def test_no_secret_is_written_down() -> None:
 
 def test_the_example_configuration_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SPEECH_CONFIG", str(ROOT / "examples/nightjar.toml"))
+    monkeypatch.setenv("SPEECH_CONFIG", str(ROOT / "examples/nightjar.example.toml"))
     assert set(load_settings().schedules) == {"news", "dialogues"}
 
 

@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import ErrorCode, ModelError
+from pipelines.languages import language_code
 from worker.quality.metrics import Reading, Readings, Utterance
 from worker.quality.wer import error_rates, normalizer_of
 
 SAMPLE_RATE = 16_000
 MAX_HEARD_CHARACTERS = 500
-#: A line's names of languages -> Whisper's.
-_CODES = {
-    "chinese": "zh", "english": "en", "german": "de", "italian": "it", "portuguese": "pt", "spanish": "es", "japanese": "ja",
-    "korean": "ko", "french": "fr", "russian": "ru", "dutch": "nl", "polish": "pl", "arabic": "ar", "cantonese": "yue",
-}  # fmt: skip
 
 
 class AsrMeter:
@@ -50,7 +46,7 @@ class AsrMeter:
 
     def _language_of(self, name: str) -> str | None:
         """Whisper's code of a language; None where it is to find out itself."""
-        code = _code(name)
+        code = language_code(name)
         return code if code in self._languages else None
 
 
@@ -99,12 +95,6 @@ def _unreachable(model: str, reason: str) -> ModelError:
         f"The ASR model {model[:200]!r} of the meter asr is not in the hub's cache and could not be fetched ({reason}).",
         "Let the worker reach the model hub, or set `meters.asr.model` to the folder of a faster-whisper model.",
     )
-
-
-def _code(language: str) -> str:
-    """Whisper's code of a language by its name or its tag (`zh-CN`)."""
-    name = language.casefold().replace("_", "-").partition("-")[0]
-    return _CODES.get(name, name)
 
 
 open_meter = AsrMeter

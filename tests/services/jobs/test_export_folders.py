@@ -108,7 +108,7 @@ def test_audiofolder(finished: Finished, tmp_path: Path, datasets: Any) -> None:
     assert [Path(row["audio"]["path"]).read_bytes() for row in rows] == list(finished.audio.values())
     for index, row in enumerate(rows):
         assert (row["seed"], row["example_id"], row["language"]) == (index + 2**62, f"u|{index}", "English" if index > 6 else None)
-        assert (row["duration"], row["voice"]) == (round(1 + index / SAMPLE_RATE, 6), None)
+        assert (row["duration"], row["voice"]) == (round(1 + index / SAMPLE_RATE, 6), "heart")
         if finished.ledger.job(finished.job_id).spec.quality is not None:
             assert (row["draw"], row["transcript"], row["score_wer"]) == (index % 2, f"heard {index}", index / 100)
             assert row["score_duration"] is None

@@ -93,7 +93,7 @@ def test_manifest(finished: Finished) -> None:
             "role": "user",
             "message_index": (0, 0, 0, 1)[index],
             "model": "hibari",
-            "voice": None,
+            "voice": "heart",
         }
 
 

@@ -92,7 +92,7 @@ REFUSED: list[tuple[dict[str, Any] | bytes, ErrorCode, str | None, str]] = [
     (line("id", model="tts-1"), ErrorCode.INPUT_UNSUPPORTED, "id", "tts-1"),
     (line("id") | {"url": "/v1/embeddings"}, ErrorCode.INPUT_UNSUPPORTED, "id", "/v1/embeddings"),
     (line("id") | {"method": "GET"}, ErrorCode.INPUT_UNSUPPORTED, "id", "GET"),
-    (line("id", voice="alloy"), ErrorCode.INPUT_UNKNOWN_VOICE, "id", "alloy"),
+    (line("id", voice="nobody"), ErrorCode.INPUT_UNKNOWN_VOICE, "id", "nobody"),
     (line("id", voice={"id": "voice_1"}), ErrorCode.INPUT_BAD_LINE, "id", "voice"),
     (line("id", ""), ErrorCode.INPUT_EMPTY_TEXT, "id", "`input`"),
     (line("id", " \u200b"), ErrorCode.INPUT_EMPTY_TEXT, "id", "`input`"),

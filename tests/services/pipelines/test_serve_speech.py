@@ -109,6 +109,13 @@ def test_what_the_embedded_voice_cannot_do_is_a_400_that_says_so(hibari: Running
     assert hibari.speak("Good morning.", speed=1.0, instructions="").status_code == 200
 
 
+@pytest.mark.parametrize("language", ["English", "en", "en_US", "en-US"])
+def test_a_language_has_its_names_and_codes_on_every_route(hibari: Running, language: str) -> None:
+    assert hibari.speak("Good morning.", language=language).status_code == 200
+    spoken = {"transcript": "Good morning.", "model_id": "hibari", "language": language}
+    assert hibari.http.post("/tts/bytes", json=spoken).status_code == 200
+
+
 def test_a_model_that_clones_asks_for_the_field_of_the_route() -> None:
     with Running(qwen("base")) as server:
         error = error_of(server.speak("Good morning."))

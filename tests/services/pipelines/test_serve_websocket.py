@@ -74,7 +74,7 @@ def test_text_in_pieces_gives_the_speech_of_the_joined_text(client: Talk, voice:
     assert once == spoken(UNITS)
     assert voice.texts == UNITS * 4
     first = voice.requests[0].generation
-    assert (first.voice, first.language) == ("ada", "english")
+    assert (first.voice, first.language) == ("ada", "en")
 
 
 def test_words_are_spoken_when_their_time_is_over_and_at_a_flush(client: Talk, voice: StreamVoice) -> None:

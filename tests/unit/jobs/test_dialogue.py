@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.dialogue import MAX_EXAMPLE_ID_CHARACTERS, clean, parse_dialogue, speech_position, spoken_text
+from jobs.dialogue import MAX_EXAMPLE_ID_CHARACTERS, clean, parse_dialogue, parse_line, speech_position, spoken_text
 from pipelines.errors import ErrorCode, InputError
 from pipelines.request import Generation, Message
 
@@ -32,6 +32,35 @@ def test_an_example_id_is_data(example_id: str) -> None:
     assert parse_dialogue(line(example_id)).example_id == example_id
 
 
+MESSAGES = b'"messages":[["user","text","hi"]]}'
+
+
+@pytest.mark.parametrize(
+    ("raw", "example_id"),
+    [
+        (b' {"id":"a",%b' % MESSAGES, "a"),
+        (b'{"note":"example_id","id":7,%b' % MESSAGES, "7"),
+        (b'{"id":"a","example_id":"a",%b' % MESSAGES, "a"),
+        (b'{"id":null,"example_id":"a",%b' % MESSAGES, "a"),
+        (b'{"id":["x"],"example_id":"a",%b' % MESSAGES, "a"),
+        (b'{"id":"\\u00e9\\n",%b' % MESSAGES, "\u00e9\n"),
+    ],
+)
+def test_an_id_is_an_example_id(raw: bytes, example_id: str) -> None:
+    dialogue, line = parse_line(raw)
+    assert dialogue.example_id == example_id
+    # Every reader of the line finds it; what else it says is still there.
+    assert json.loads(line) == {**json.loads(raw), "example_id": example_id}
+
+
+def test_two_ids_that_differ_are_refused_by_name() -> None:
+    with pytest.raises(InputError, match="`example_id` and `id` differ: 'a' and 'b'") as caught:
+        parse_dialogue(b'{"example_id":"a","id":"b",%b' % MESSAGES)
+    assert caught.value.code is ErrorCode.INPUT_BAD_LINE
+    with pytest.raises(InputError, match="no `example_id`"):
+        parse_dialogue(b"{%b" % MESSAGES)
+
+
 BAD = [
     (b"{", ErrorCode.INPUT_BAD_JSON),
     (b"hello", ErrorCode.INPUT_BAD_JSON),
@@ -48,6 +77,11 @@ BAD = [
     (b"{}", ErrorCode.INPUT_BAD_LINE),
     (b'{"example_id":"a"}', ErrorCode.INPUT_BAD_LINE),
     (line(5), ErrorCode.INPUT_BAD_LINE),
+    (b'{"id":"",%b' % MESSAGES, ErrorCode.INPUT_BAD_LINE),
+    (b'{"id":null,%b' % MESSAGES, ErrorCode.INPUT_BAD_LINE),
+    (b'{"id":true,%b' % MESSAGES, ErrorCode.INPUT_BAD_LINE),
+    (b'{"id":"\\ud800",%b' % MESSAGES, ErrorCode.INPUT_BAD_JSON),
+    (b'{"id":%b,%b' % (b"1" * 5000, MESSAGES), ErrorCode.INPUT_BAD_JSON),
     (line(""), ErrorCode.INPUT_BAD_LINE),
     (line("a\0b"), ErrorCode.INPUT_BAD_LINE),
     (line("x" * (MAX_EXAMPLE_ID_CHARACTERS + 1)), ErrorCode.INPUT_BAD_LINE),

@@ -295,9 +295,23 @@ def test_kaldi_has_ids_words_and_speakers(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("format", ["csv", "parquet"])
+def test_a_row_with_two_ids_that_differ_is_refused_unless_one_is_chosen(tmp_path: Path, format: InputFormat) -> None:
+    path = tmp_path / "in"
+    columns: dict[str, list[str]] = {"text": ["hi"] * 4, "example_id": ["a", "b", "", "d"], "id": ["a", "x", "c", ""]}
+    if format == "parquet":
+        parquet.write_table(pyarrow.table(columns), path)
+    else:
+        path.write_text("".join(",".join(row) + "\n" for row in [tuple(columns), *zip(*columns.values(), strict=True)]))
+    first = 1 if format == "parquet" else 2
+    assert list(read(path, format).values()) == [("a", "hi", None), ErrorCode.INPUT_BAD_LINE, ("c", "hi", None), ("d", "hi", None)]
+    assert read(path, format, Reading(columns={"id": "id"}))[first + 1] == ("x", "hi", None)
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
+        ({"id": "a", "example_id": "b", "messages": [{"role": "user", "content": "hi"}]}, ErrorCode.INPUT_BAD_LINE),
         ({"id": 7, "messages": [{"role": "user", "content": "hi"}]}, ("7", [["user", "text", "hi"]])),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]}, ("line-3", None)),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ErrorCode.INPUT_BAD_MODALITY),

@@ -69,6 +69,13 @@ def test_a_batch() -> None:
     ]
 
 
+def test_a_line_is_kept_with_its_example_id() -> None:
+    raw = b'{"id": "a", "messages": [["user", "text", "hi"]]}'
+    good, rejected = LineChecker(PLAIN, Generation(), speak="auto").check(LineBatch(1, [raw, raw]), lambda content: content)
+    assert json.loads(good[0].raw)["example_id"] == good[0].example_id == "a"
+    assert [(one.line, one.code) for one in rejected] == [(2, ErrorCode.INPUT_DUPLICATE_ID)]
+
+
 @pytest.mark.parametrize(
     ("generation", "code"),
     [

@@ -53,6 +53,13 @@ def test_file_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.Monke
     assert settings.origin("schedules.news.priority") == "night.toml"
 
 
+def test_examples_hold_no_settings_that_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = Path(__file__).parents[3] / "examples"
+    for folder in (examples, *(path for path in examples.rglob("*") if path.is_dir())):
+        monkeypatch.chdir(folder)
+        assert load_settings() == Settings(), folder
+
+
 def test_nested_variables_and_json_groups_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEECH_WORKER", '{"threads": 3}')
     monkeypatch.setenv("SPEECH_WORKER__COMMIT_ITEMS", "9")

@@ -69,6 +69,16 @@ def test_records_of_every_kind(tmp_path: Path) -> None:
     assert len(list(path.parent.iterdir())) == 2
 
 
+def test_an_id_is_an_example_id(tmp_path: Path) -> None:
+    messages = [["user", "text", "one"]]
+    chat = [{"role": "user", "content": "two"}]
+    records = [{"id": "a", "messages": messages}, {"id": 5, "messages": messages}, {"id": "b", "example_id": "b", "messages": chat}]
+    assert [line["example_id"] for line in read(written_input(records, Reading(), tmp_path))] == ["a", "5", "b"]
+    for kind in (messages, chat):
+        with pytest.raises(InputError, match="Record 1: `example_id` and `id` differ: 'b' and 'a'"):
+            written_input([{"id": "a", "example_id": "b", "messages": kind}], Reading(), tmp_path)
+
+
 def test_supervisions_and_cuts_of_lhotse(tmp_path: Path) -> None:
     segments = [SupervisionSegment(f"s{n}", "rec", 0.0, 1.0, text=f"text {n}", speaker=("anna", "ben")[n % 2]) for n in range(4)]
     voices = Reading(voices={"anna": "heart", "*": "sky"})

@@ -134,6 +134,17 @@ def test_several_recordings_have_a_line_of_text_each() -> None:
     assert task(HELLO, capabilities=TWO_VOICES).references == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "language"),
+    [("en", "English"), ("EN", "English"), ("en_US", "English"), (" en-US ", "English"), ("zh-Hans-CN", "Chinese"), ("chinese", "Chinese")],
+)
+def test_a_language_is_asked_for_by_name_or_code(asked: str, language: str) -> None:
+    assert task(HELLO, capabilities=RICH, language=asked).language == language
+    # A name of the model's goes before a code, and a code is found where the model writes codes.
+    assert task(HELLO, capabilities=Capabilities(languages=("english", asked.strip())), language=asked).language == asked.strip()
+    assert task(HELLO, capabilities=Capabilities(languages=(language[:2].lower(), "zh")), language="Chinese").language == "zh"
+
+
 def test_unknown_voice_names_the_known_ones() -> None:
     with pytest.raises(InputError, match="Vivian, Uncle_Fu"):
         task(HELLO, capabilities=RICH, voice="Nobody")

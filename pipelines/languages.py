@@ -1,0 +1,37 @@
+"""Languages by their names and their codes: one table for lines, options, requests, checks and meters."""
+
+from __future__ import annotations
+
+#: ISO 639-1 (of Cantonese, which has no such code, ISO 639-3) -> the name, as far as a model or a meter of ours knows the language.
+_NAMES = {
+    "ar": "arabic",
+    "de": "german",
+    "en": "english",
+    "es": "spanish",
+    "fr": "french",
+    "hi": "hindi",
+    "it": "italian",
+    "ja": "japanese",
+    "ko": "korean",
+    "nl": "dutch",
+    "pl": "polish",
+    "pt": "portuguese",
+    "ru": "russian",
+    "tr": "turkish",
+    "yue": "cantonese",
+    "zh": "chinese",
+}
+_CODES = {name: code for code, name in _NAMES.items()}
+
+
+def language_code(asked: str) -> str:
+    """The code of a language that is given by its name or its tag (`English`, `en`, `en-US`, `en_US`); another name as it is."""
+    name = asked.strip().casefold().replace("_", "-").partition("-")[0]
+    return _CODES.get(name, name)
+
+
+def language_of(asked: str, languages: tuple[str, ...]) -> str | None:
+    """The language of a model that is asked for by its name or code; None: the model does not have it."""
+    name = asked.strip().casefold()
+    by_name = next((language for language in languages if language.casefold() == name), None)
+    return by_name or next((language for language in languages if language_code(language) == language_code(asked)), None)
