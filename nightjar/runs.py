@@ -15,10 +15,10 @@ import msgspec
 from jobs.checks import lacking_meters
 from jobs.embedded import embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus
-from jobs.ingest import SubmitOptions, no_items
+from jobs.ingest import SubmitOptions, check_wanted
 from jobs.ingest import submit as ingest
 from jobs.ledger import Ledger
-from jobs.ledger.records import JobSpec, JobState, Reading
+from jobs.ledger.records import JobSpec, Reading
 from jobs.local_run import LocalRun
 from jobs.quality import quality_of
 from jobs.recent_jobs import settings_for_job
@@ -82,8 +82,7 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
         dispatch.check(settings)
         store = open_store(settings.effective_store_url, settings.s3)
         job = ingest(settings, ledger, store, path, resolved, options=submitted).job
-        if job.state is JobState.FAILED:
-            raise no_items(job)
+        check_wanted(job)
         if not job.state.final:
             dispatch.Dispatcher(ledger, settings).run_once()
     return Job(job, settings, quiet=quiet)

@@ -64,6 +64,7 @@ class ErrorCode(StrEnum):
     LEDGER_SHARED_SQLITE = "ledger.shared_sqlite"
     LEDGER_NOT_FOUND = "ledger.not_found"
     LEDGER_STATE = "ledger.state"
+    LEDGER_CANCELLED = "ledger.cancelled"
     BROKER_UNREACHABLE = "broker.unreachable"
     # A server that is asked.
     SERVER_UNREACHABLE = "server.unreachable"

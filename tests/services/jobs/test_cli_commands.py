@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -96,10 +97,23 @@ def test_what_is_said_counts_in_english_and_leads_on(submitted: tuple[Path, str,
     shown = call(folder, "status", job).stdout
     assert "input   1 line refused" in shown
     assert "unknown to go" not in shown
-    call(folder, "cancel", job)
-    cancelled = call(folder, "submit", "in.jsonl", SPEECH_BROKER_URL=broker)
-    assert "--idempotency-key" in cancelled.stderr
     assert "1 voice, 1 language\n" in call(folder, "models").stdout
+
+
+def test_the_submit_of_a_cancelled_job_makes_nothing_and_says_how_to_make_another(submitted: tuple[Path, str, str]) -> None:
+    folder, broker, job = submitted
+    call(folder, "cancel", job)
+    for command in ("submit", "run"):
+        again = call(folder, command, "in.jsonl", "-q", "--json", SPEECH_BROKER_URL=broker)
+        assert (again.returncode, error_code(again)) == (6, "ledger.cancelled")
+        assert f"Job {job} of this input" in again.stderr
+    assert json.loads(call(folder, "submit", "in.jsonl", "--json", SPEECH_BROKER_URL=broker).stdout)["job"] == job
+    told = re.search(r"`(--idempotency-key) KEY`", again.stderr)
+    assert told is not None
+    other = call(folder, "submit", "in.jsonl", "-q", told[1], "again", SPEECH_BROKER_URL=broker)
+    # One line is bad, as of the first job.
+    assert (other.returncode, len(other.stdout.split())) == (1, 1)
+    assert other.stdout.strip() != job
 
 
 def test_dry_run_writes_nothing(folder: Path) -> None:
