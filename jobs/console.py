@@ -30,7 +30,6 @@ _EXIT_BY_CODE = {
     ErrorCode.LEDGER_CANCELLED: CANCELLED,
     ErrorCode.LEDGER_NOT_FOUND: NOT_FOUND,
     ErrorCode.MODEL_UNREACHABLE: UNREACHABLE,
-    ErrorCode.MODEL_MISSING_EXTRA: FAILED,
     ErrorCode.STORE_BAD_KEY: INVALID_INPUT,
 }
 _EXIT_BY_CLASS: tuple[tuple[type[NightjarError], int], ...] = (

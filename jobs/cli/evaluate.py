@@ -117,7 +117,7 @@ def _client(settings: Settings, server: str, given: dict[str, Any]) -> ChatClien
         from jobs.evaluation.client import ChatClient
     except ModuleNotFoundError as error:
         raise ModelError(
-            ErrorCode.MODEL_MISSING_EXTRA,
+            ErrorCode.CONFIG_MISSING_LIBRARY,
             f"Asking a server needs the library {error.name}.",
             "Install it with: pip install 'nightjar-speech[serve]'.",
         ) from error

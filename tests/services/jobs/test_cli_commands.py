@@ -163,7 +163,7 @@ def test_a_meter_that_is_not_installed_is_told_before_anything_is_made(folder: P
     (folder / "sitecustomize.py").write_text("import sys\nsys.modules['faster_whisper'] = None\n")
     lacking = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[3]}", "SPEECH_BROKER_URL": valkey_url}
     refused = call(folder, "run", "in.jsonl", "--out", "made", "--qa", "strict", "--json", **lacking)
-    assert (refused.returncode, error_code(refused)) == (1, "model.missing_extra")
+    assert (refused.returncode, error_code(refused)) == (4, "config.missing_library")
     assert "faster_whisper" in refused.stderr
     assert "nightjar-speech[qa]" in refused.stderr
     assert not (folder / "made").exists()

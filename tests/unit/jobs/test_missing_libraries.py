@@ -11,28 +11,32 @@ from jobs.cli import main
 
 
 @pytest.mark.parametrize(
-    ("words", "library", "imported", "extra"),
+    ("words", "library", "extra"),
     [
-        (["models", "convert", "base.pt", "--like", "folder", "--out", "new"], "torch", "pipelines.speechlm.weights", "gpu"),
-        (["evaluate", "in.jsonl", "--to", "answers.jsonl"], "httpx2", "jobs.evaluation", "serve"),
+        ("models convert base.pt --like folder --out new", "torch", "gpu"),
+        ("evaluate in.jsonl --to answers.jsonl", "httpx2", "serve"),
+        ("serve --model hibari", "fastapi", "serve"),
+        ("list", "psycopg", "postgres"),
+        ("submit s3://bucket/in.jsonl --dry-run", "boto3", "s3"),
+        ("submit in.parquet --dry-run", "pyarrow", "export"),
+        ("run in.jsonl --qa-set meters.asr={}", "faster_whisper", "qa"),
     ],
 )
 def test_a_missing_library_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    library: str,
-    imported: str,
-    extra: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, library: str, extra: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    if library == "psycopg":
+        monkeypatch.setenv("SPEECH_DATABASE_URL", "postgresql://localhost:9/speech")
     Path("in.jsonl").write_text('{"example_id": "a", "messages": [["user", "text", "Good evening."]]}\n')
-    for name in [name for name in sys.modules if name == imported or name.startswith(f"{imported}.")]:
-        monkeypatch.delitem(sys.modules, name)
+    Path("in.parquet").write_bytes(b"PAR1 and PAR1")
+    for imported in ("pipelines.speechlm.weights", "jobs.evaluation"):
+        for name in [name for name in sys.modules if name == imported or name.startswith(f"{imported}.")]:
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
-    assert main(words) == 1
+    assert main(words.split()) == 4
     said = capsys.readouterr().err
-    assert f"Error model.missing_extra: {'Converting' if extra == 'gpu' else 'Asking'}" in said
-    assert f"the library {library}.\nInstall it with: pip install 'nightjar-speech[{extra}]'." in said
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert said.startswith(f"Error {'model.missing_extra' if extra == 'gpu' else 'config.missing_library'}: ")
+    assert f" {library}" in said.splitlines()[0]
+    assert f"with: pip install 'nightjar-speech[{extra}]'." in said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.parquet"]
