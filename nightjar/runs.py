@@ -21,7 +21,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec, Reading
 from jobs.local_run import LocalRun
 from jobs.quality import quality_of
-from jobs.recent_jobs import settings_for_job
+from jobs.recent_jobs import remember_if_embedded, settings_for_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from jobs.source import check_source
 from jobs.spec import ResolvedSpec, resolve
@@ -82,6 +82,7 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
         dispatch.check(settings)
         store = open_store(settings.effective_store_url, settings.s3)
         job = ingest(settings, ledger, store, path, resolved, options=submitted).job
+        remember_if_embedded(job.id, settings)
         check_wanted(job)
         if not job.state.final:
             dispatch.Dispatcher(ledger, settings).run_once()

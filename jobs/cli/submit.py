@@ -14,6 +14,7 @@ from jobs.cli.spec import dry_run_option, job_options, submit_options, take_spec
 from jobs.console import FAILED, Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.input_format import WORDS
+from jobs.recent_jobs import remember_if_embedded
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, InputError
 
@@ -73,6 +74,7 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
         dispatch.check(settings)
         with Progress(quiet=output.quiet) as progress:
             result = ingest(settings, ledger, store, source, spec, options=options, progress=progress.reading)
+        remember_if_embedded(result.job.id, settings)
         if not result.job.state.final:
             # Idle workers need not wait for their own look at the ledger.
             dispatch.Dispatcher(ledger, settings).run_once()
