@@ -18,6 +18,7 @@ install-dev: .venv/.installed-dev
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: pyproject.toml requirements.lock | .venv/bin/python
+	@echo "Installing Nightjar into .venv: about 130 MB to download, 500 MB on disk. The demo's voice is in it; no other model is downloaded."
 	$(PIP) --editable '.[s3,postgres]'
 	touch $@
 

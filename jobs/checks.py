@@ -190,14 +190,14 @@ def missing_libraries(meter: str) -> tuple[str, ...]:
 
 
 def lacking(meters: Iterable[str]) -> ModelError | None:
-    """The error that names each of these meters that cannot be opened here (`model.missing_extra`), or None."""
+    """The error that names each of these meters that cannot be opened here (`config.missing_library`), or None."""
     missing = {name: found for name in meters if (found := missing_libraries(name)) and not METERS[name].optional}
     if not missing:
         return None
     needs = "; ".join(f"the meter {name} needs {', '.join(libraries)}" for name, libraries in missing.items())
     commands = dict.fromkeys(METERS[name].install for name in missing)
     return ModelError(
-        ErrorCode.MODEL_MISSING_EXTRA,
+        ErrorCode.CONFIG_MISSING_LIBRARY,
         f"Libraries of the quality checks are not installed here: {needs}.",
         f"Install them with: {'; '.join(commands)}.",
     )
@@ -223,7 +223,7 @@ def lacking_weights(meters: Mapping[str, Mapping[str, Option]], *, fetch: bool) 
 
 
 def lacking_meters(quality: Quality | None, say: Callable[[str], None] | None = None) -> NightjarError | None:
-    """What this machine lacks for the checks of a job: a meter's libraries (`model.missing_extra`) or weights (`model.unreachable`).
+    """What this machine lacks for the checks of a job: a meter's libraries (`config.missing_library`) or weights (`model.unreachable`).
 
     With `say`, for a job that runs here, missing weights are downloaded, and `say` gets a note about it.
     """

@@ -142,7 +142,7 @@ def _plain(text: str) -> str:
 
 def _refusal(said: str) -> NightjarError:
     code, message, advice = (*said.split("\t"), "", "")[:3]
-    kind = ConfigError if code == ErrorCode.CONFIG_INVALID else ModelError
+    kind = ConfigError if code.startswith("config.") else ModelError
     return kind(ErrorCode(code), message, advice)
 
 

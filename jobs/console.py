@@ -22,14 +22,14 @@ from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, Nig
 PROGRAM = "NIGHTJAR_PROGRAM"
 
 FAILED, NOT_FOUND, INVALID_INPUT, UNREACHABLE = 1, 3, 4, 5
-#: `nightjar wait` and `nightjar watch` of a job that was cancelled, or that did not end in time.
+#: A job that was cancelled; `nightjar wait` of one that did not end in time.
 CANCELLED, TIMEOUT = 6, 7
 
 _EXIT_BY_CODE = {
     ErrorCode.LEDGER_STATE: FAILED,
+    ErrorCode.LEDGER_CANCELLED: CANCELLED,
     ErrorCode.LEDGER_NOT_FOUND: NOT_FOUND,
     ErrorCode.MODEL_UNREACHABLE: UNREACHABLE,
-    ErrorCode.MODEL_MISSING_EXTRA: FAILED,
     ErrorCode.STORE_BAD_KEY: INVALID_INPUT,
 }
 _EXIT_BY_CLASS: tuple[tuple[type[NightjarError], int], ...] = (

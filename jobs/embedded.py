@@ -28,6 +28,7 @@ from types import TracebackType
 
 from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
+from jobs.ledger.location import embedded_workers
 from jobs.quarantine import QuarantineReports
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
@@ -125,7 +126,7 @@ class EmbeddedHome:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
         self._forget_broker()
-        self.lost_workers = _read_processes(self.state / "worker.json")
+        self.lost_workers = embedded_workers(self.state)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -340,16 +341,6 @@ def _write_own(path: Path, record: Mapping[str, object]) -> None:
     with os.fdopen(_open_own(unfinished, os.O_WRONLY | os.O_TRUNC), "w") as file:
         json.dump(record, file)
     unfinished.replace(path)
-
-
-def _read_processes(path: Path) -> list[tuple[str, int]]:
-    """Hosts and processes of a record; none where there is none. Versions with one worker wrote `pid`."""
-    try:
-        record = json.loads(path.read_text())
-        pids = record["pids"] if "pids" in record else [record["pid"]]
-        return [(str(record["host"]), int(pid)) for pid in pids]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
 
 
 def _runtime_folders() -> list[Path]:

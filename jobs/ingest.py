@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from jobs.ledger import Ledger
     from jobs.settings import Settings
 
-__all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "dry_run", "no_items", "submit"]
+__all__ = ["Estimate", "IngestProgress", "SubmitOptions", "SubmitResult", "check_wanted", "dry_run", "submit"]
 
 #: Objects written at once to a store that a network lies before.
 _S3_WRITERS = 16
@@ -136,11 +136,15 @@ def submit(
     return SubmitResult(sealed, created=not resumed, resumed=resumed, items=sealed.total_items, rejected=sealed.rejected_lines)
 
 
-def no_items(job: Job) -> InputError:
-    """The error of a job that none of its input's lines became an item of."""
-    if job.rejected_lines:
-        return InputError(ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}")
-    return InputError(ErrorCode.INPUT_NO_ITEMS, "The input has no lines.", "Give a file with one dialogue per line.")
+def check_wanted(job: Job) -> None:
+    """Raises for the job of a submit that makes nothing: `input.no_items` where no line became an item, `ledger.cancelled`."""
+    if job.state is JobState.CANCELLED:
+        advice = "To run the input again as another job, give the same command with `--idempotency-key KEY`."
+        raise ServiceError(ErrorCode.LEDGER_CANCELLED, f"Job {job.id} of this input with these options was cancelled.", advice)
+    if job.state is JobState.FAILED and job.rejected_lines:
+        raise InputError(ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}")
+    if job.state is JobState.FAILED:
+        raise InputError(ErrorCode.INPUT_NO_ITEMS, "The input has no lines.", "Give a file with one dialogue per line.")
 
 
 class _Ingest:

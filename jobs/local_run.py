@@ -12,7 +12,7 @@ from jobs.console import Interrupted
 from jobs.embedded import DRAIN_SECONDS, EmbeddedHome
 from jobs.formatting import counted, redact
 from jobs.gpus import Device
-from jobs.ingest import IngestProgress, SubmitOptions, no_items, submit
+from jobs.ingest import IngestProgress, SubmitOptions, check_wanted, submit
 from jobs.input_format import WORDS
 from jobs.layout import job_prefix
 from jobs.ledger import Ledger
@@ -153,8 +153,7 @@ def _say_settings(settings: Settings, card: ModelCard, store: ObjectStore, event
 
 
 def _explain(job: Job, where: str, *, created: bool, events: RunEvents) -> None:
-    if job.state is JobState.FAILED:
-        raise no_items(job)
+    check_wanted(job)
     if job.state is JobState.PAUSED:
         raise _paused(job, where)
     before = "" if created else ", done before" if job.state.final else ", begun before"

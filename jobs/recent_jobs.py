@@ -1,4 +1,4 @@
-"""The home of an embedded job, so that `nightjar status JOB` finds it without options: one small file a job under XDG_STATE_HOME."""
+"""The homes of embedded jobs, so that commands find a job without options: one small file a job under XDG_STATE_HOME."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jobs.ledger.location import STATE_FOLDER, home_of
 from jobs.settings import Settings, load_settings, sqlite_path
+from pipelines.errors import ErrorCode, NotFoundError
 
 #: Most pointers that are kept; the oldest go first.
 KEPT = 1000
@@ -33,6 +34,12 @@ def remember(job_id: str, home: Path) -> None:
         return
 
 
+def remember_if_embedded(job_id: str, settings: Settings) -> None:
+    """Notes the home of a job that was submitted, where its ledger is in one."""
+    if settings.database_url is None:
+        remember(job_id, settings.home)
+
+
 def forget(job_id: str) -> None:
     """Removes the note of a job that is no more."""
     if not _JOB_ID.fullmatch(job_id):
@@ -52,7 +59,7 @@ def keep_remembered(job_id: str, settings: Settings) -> None:
 def homes_of(prefix: str) -> set[Path]:
     """Homes whose ledger still stands, of the remembered jobs whose id starts with `prefix`."""
     prefix = prefix.strip().lower()
-    if not _JOB_ID.fullmatch(prefix):
+    if prefix and not _JOB_ID.fullmatch(prefix):
         return set()
     try:
         folder = _folder()
@@ -63,14 +70,29 @@ def homes_of(prefix: str) -> set[Path]:
     return {home for home in homes if (home / STATE_FOLDER / "ledger.sqlite").is_file()}
 
 
-def settings_for_job(prefix: str, home: str | None) -> Settings:
-    """The settings under which a job is to be found: those given, or those of the home that is remembered for it."""
+def places_of(prefix: str, home: str | None) -> list[Settings]:
+    """The settings under which jobs whose id starts with `prefix` are to be found: those given, or else those of every home that is
+    remembered for one, and of the default home where it may have another."""
     settings = load_settings(home=home)
-    if settings.database_url is None and settings.origin("home") == "default":
-        homes = homes_of(prefix)
-        if len(homes) == 1:
-            return load_settings(home=str(homes.pop()))
-    return settings
+    if settings.database_url is not None or settings.origin("home") != "default":
+        return [settings]
+    homes = homes_of(prefix)
+    places = [load_settings(home=str(place)) for place in sorted(homes)]
+    has_own = (settings.state_folder / "ledger.sqlite").is_file() and settings.home.absolute() not in homes
+    return [settings, *places] if has_own or not places else places
+
+
+def settings_for_job(prefix: str, home: str | None) -> Settings:
+    """The settings of the place of a job: the one that is remembered for it, else the first of `places_of`.
+
+    Raises `ledger.not_found` where several are.
+    """
+    places = places_of(prefix, home)
+    remembered = [settings for settings in places if settings.origin("home") != "default"]
+    if len(remembered) > 1:
+        message = f"Jobs of several folders begin with {prefix[:64]!r}."
+        raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "Give more of the id, or name the folder with --out.")
+    return (remembered or places)[0]
 
 
 def out_words(job_id: str, ledger: Path | None) -> str:

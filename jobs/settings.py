@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote, urlsplit
 from pydantic import Field, PrivateAttr, SecretStr, ValidationError, ValidationInfo, field_validator
 
 from jobs.formatting import is_address
-from jobs.ledger.location import STATE_FOLDER
+from jobs.ledger.location import STATE_FOLDER, embedded_broker_url
 from jobs.settings_groups import (
     DispatchSettings,
     EngineSettings,
@@ -203,16 +203,6 @@ class Settings(SettingsGroup):
                 return self._origins[key]
             key = key.rpartition(".")[0]
         return "default"
-
-
-def embedded_broker_url(state_folder: Path) -> str | None:
-    """Address of the broker that `nightjar run` keeps in a home, or None when none runs."""
-    try:
-        broker = json.loads((state_folder / "broker.json").read_text())
-        os.kill(int(broker["pid"]), 0)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return str(broker["url"])
 
 
 def sqlite_url(path: Path) -> str:

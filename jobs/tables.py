@@ -157,14 +157,14 @@ def tsv_records(lines: Iterator[bytes | None], chosen: Reading, uri: str) -> Ite
 def parquet_records(file: BinaryIO, chosen: Reading, uri: str) -> Iterator[Record]:
     """The rows of a Parquet file; only the columns that are needed are read, some rows at a time.
 
-    Raises `input.unreadable`, `input.wrong_format`, and `model.missing_extra` without pyarrow.
+    Raises `input.unreadable`, `input.wrong_format`, and `config.missing_library` without pyarrow.
     """
     try:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        message = "Parquet needs pyarrow, which is not installed."
-        raise ConfigError(ErrorCode.MODEL_MISSING_EXTRA, message, "pip install 'nightjar-speech[export]'") from None
+        message = "Reading Parquet needs the library pyarrow."
+        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install it with: pip install 'nightjar-speech[export]'.") from None
     try:
         # A stream of pages: a row group may be larger than the memory.
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)

@@ -332,12 +332,12 @@ class Job:
 
 
 def _library(name: str) -> Any:
-    """A library that Nightjar does not install. Raises `model.missing_extra`."""
+    """A library that Nightjar does not install. Raises `config.missing_library`."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
         message = f"This needs the library {error.name}."
-        raise ConfigError(ErrorCode.MODEL_MISSING_EXTRA, message, f"Install it with: pip install {error.name}.") from None
+        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, f"Install it with: pip install {error.name}.") from None
 
 
 def _filter(text: str | None) -> Where | None:

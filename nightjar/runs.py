@@ -15,13 +15,13 @@ import msgspec
 from jobs.checks import lacking_meters
 from jobs.embedded import embedded_settings
 from jobs.gpus import VISIBLE, choose_gpus
-from jobs.ingest import SubmitOptions, no_items
+from jobs.ingest import SubmitOptions, check_wanted
 from jobs.ingest import submit as ingest
 from jobs.ledger import Ledger
-from jobs.ledger.records import JobSpec, JobState, Reading
+from jobs.ledger.records import JobSpec, Reading
 from jobs.local_run import LocalRun
 from jobs.quality import quality_of
-from jobs.recent_jobs import settings_for_job
+from jobs.recent_jobs import remember_if_embedded, settings_for_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from jobs.source import check_source
 from jobs.spec import ResolvedSpec, resolve
@@ -82,8 +82,8 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
         dispatch.check(settings)
         store = open_store(settings.effective_store_url, settings.s3)
         job = ingest(settings, ledger, store, path, resolved, options=submitted).job
-        if job.state is JobState.FAILED:
-            raise no_items(job)
+        remember_if_embedded(job.id, settings)
+        check_wanted(job)
         if not job.state.final:
             dispatch.Dispatcher(ledger, settings).run_once()
     return Job(job, settings, quiet=quiet)

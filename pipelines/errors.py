@@ -64,6 +64,7 @@ class ErrorCode(StrEnum):
     LEDGER_SHARED_SQLITE = "ledger.shared_sqlite"
     LEDGER_NOT_FOUND = "ledger.not_found"
     LEDGER_STATE = "ledger.state"
+    LEDGER_CANCELLED = "ledger.cancelled"
     BROKER_UNREACHABLE = "broker.unreachable"
     # A server that is asked.
     SERVER_UNREACHABLE = "server.unreachable"
@@ -77,6 +78,7 @@ class ErrorCode(StrEnum):
     MODEL_BAD_CHECKPOINT = "model.bad_checkpoint"
     MODEL_MISSING_EXTRA = "model.missing_extra"
     CONFIG_INVALID = "config.invalid"
+    CONFIG_MISSING_LIBRARY = "config.missing_library"
 
     @property
     def retryable(self) -> bool:
@@ -162,8 +164,8 @@ class NotFoundError(NightjarError):
 
 
 class ModelError(NightjarError):
-    """A model that is unknown, broken or lacks an extra (`model.*`)."""
+    """A model that is unknown, broken or lacks an extra (`model.*`), or a meter without its library (`config.missing_library`)."""
 
 
 class ConfigError(NightjarError):
-    """A setting that cannot be used (`config.invalid`)."""
+    """A setting that cannot be used, or a library that is not installed (`config.*`)."""

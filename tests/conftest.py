@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import tempfile
 import uuid
 from collections.abc import Iterator
 from functools import cache
@@ -25,6 +26,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 for name in [name for name in os.environ if name.startswith("SPEECH_")]:
     del os.environ[name]
+# Jobs of tests are not remembered among those of whoever runs them.
+_STATE = tempfile.TemporaryDirectory(prefix="nightjar-tests-", ignore_cleanup_errors=True)
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 interrupts.heed()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,9 +11,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from jobs.console import FiniteRange, NamedPath, Output
-from jobs.ledger.status import Reader, read_with_driver
-from jobs.recent_jobs import keep_remembered, settings_for_job
-from jobs.settings import Settings, load_settings, sqlite_path
+from jobs.ledger.status import Reader, newest_jobs, read_with_driver
+from jobs.recent_jobs import keep_remembered, places_of, settings_for_job
+from jobs.settings import Settings, sqlite_path
 from pipelines.errors import ErrorCode, NightjarError, NotFoundError
 
 if TYPE_CHECKING:
@@ -127,12 +127,13 @@ class JobId(click.ParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Ids of the newest jobs; none where there is no ledger, since a shell has no place for an error."""
-        try:
-            with reading_ledger(load_settings(home=ctx.params.get("home"))) as ledger:
-                jobs = ledger.jobs(limit=200)
-        except NightjarError:
-            return []
-        return [CompletionItem(job.id, help=f"{job.state.value} {job.name}") for job in jobs if job.id.startswith(incomplete)]
+        found: list[Job] = []
+        with suppress(NightjarError):
+            for settings in places_of("", ctx.params.get("home")):
+                with suppress(NightjarError):
+                    found += read_ledger(settings, lambda reader: newest_jobs(reader, 200))
+        jobs = {job.id: f"{job.state.value} {job.name}" for job in found if job.id.startswith(incomplete)}
+        return [CompletionItem(job_id, help=text) for job_id, text in jobs.items()]
 
 
 job_argument = click.argument("job", type=JobId(), metavar="JOB")

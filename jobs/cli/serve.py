@@ -132,11 +132,11 @@ def _is_loopback(address: str) -> bool:
 
 
 def _check_extra() -> None:
-    """Raises `model.missing_extra` before anything is loaded."""
+    """Raises `config.missing_library` before anything is loaded."""
     for library in ("fastapi", "uvicorn", "websockets"):
         if find_spec(library) is None:
             raise ModelError(
-                ErrorCode.MODEL_MISSING_EXTRA,
+                ErrorCode.CONFIG_MISSING_LIBRARY,
                 f"The server needs the library {library}.",
                 "Install it with: pip install 'nightjar-speech[serve]'.",
             )

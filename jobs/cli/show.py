@@ -11,10 +11,11 @@ import click
 from jobs.cli.context import F, common_options, found_job, job_argument, label_option, labels_of, price_option, read_ledger, where_option
 from jobs.console import Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
+from jobs.ledger.location import embedded_broker_url
 from jobs.ledger.records import ItemState, Job, JobState
 from jobs.ledger.status import GAP_SECONDS, JobStatus, newest_statuses, status_and_errors
-from jobs.recent_jobs import keep_remembered, out_words, settings_for_job
-from jobs.settings import Settings, embedded_broker_url, load_settings, sqlite_path
+from jobs.recent_jobs import homes_of, keep_remembered, out_words, places_of, settings_for_job
+from jobs.settings import Settings, sqlite_path
 from jobs.status import (
     busy_seconds,
     cost,
@@ -31,7 +32,7 @@ from jobs.status import (
     status_view,
     utc,
 )
-from pipelines.errors import ErrorCode, NotFoundError
+from pipelines.errors import ErrorCode, NightjarError, NotFoundError
 
 if TYPE_CHECKING:
     from jobs.ledger import Ledger
@@ -131,34 +132,50 @@ def _hours(seconds: float) -> str:
 @click.option("--limit", default=50, show_default=True, type=click.IntRange(min=1), metavar="N", help="Maximum number of jobs.")
 @common_options
 def list_jobs(states: Sequence[str], labels: Sequence[str], limit: int, home: str | None, output: Output) -> None:
-    """List jobs, newest first.
+    """List jobs, newest first: of the ledger that is set, or of all folders whose jobs `nightjar status` finds.
 
     \b
     Examples:
       nightjar list --state running
       nightjar list --label corpus=evening --json
+      nightjar list --out out
     """
-    settings, wanted = load_settings(home=home), labels_of(labels)
-    try:
-        found = read_ledger(settings, lambda reader: newest_statuses(reader, limit, [JobState(state) for state in states] or None, wanted))
-    except NotFoundError as error:
-        output.note(f"No jobs: {error}")
-        return
+    places, wanted = places_of("", home), labels_of(labels)
+    in_states = [JobState(state) for state in states] or None
+    found: dict[str, tuple[JobStatus, Settings]] = {}
+    for settings in places:
+        try:
+            of_place = read_ledger(settings, lambda reader: newest_statuses(reader, limit, in_states, wanted))
+        except NotFoundError as error:
+            output.note(f"No jobs: {error}")
+            return
+        except NightjarError as error:
+            if len(places) == 1:
+                raise
+            output.note(f"The jobs of {settings.home} cannot be listed: {error}")
+            continue
+        for state in of_place:
+            # A copy of a folder has the same jobs.
+            if state.job.id not in found or settings.home in homes_of(state.job.id):
+                found[state.job.id] = (state, settings)
+    newest = sorted(found.values(), key=lambda pair: (pair[0].job.created_at, pair[0].job.id), reverse=True)[:limit]
     if output.as_json:
-        for state in found:
+        for state, settings in newest:
             output.data(status_view(state, settings.price_per_gpu_hour))
         return
-    if not found:
+    if not newest:
         output.note("No jobs.")
         return
     rows = [
         (
             *(s.job.id, s.job.state.value, s.items.total, s.items.done, s.items.failed, s.job.spec.model, utc(s.job.created_at)),
             *(s.job.name, _labels_text(s.job.labels)),
+            *([str(settings.home)] if len(places) > 1 else []),
         )
-        for s in found
+        for s, settings in newest
     ]
-    output.table(("JOB", "STATE", "ITEMS", "DONE", "FAILED", "MODEL", "CREATED", "NAME", "LABELS"), rows)
+    header = ("JOB", "STATE", "ITEMS", "DONE", "FAILED", "MODEL", "CREATED", "NAME", "LABELS")
+    output.table((*header, "FOLDER") if len(places) > 1 else header, rows)
 
 
 def _labels_text(labels: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ from jobs.cli.spec import dry_run_option, job_options, submit_options, take_spec
 from jobs.console import FAILED, Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.input_format import WORDS
-from jobs.ledger.records import Job, JobState
+from jobs.recent_jobs import remember_if_embedded
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ErrorCode, InputError
 
@@ -74,6 +74,7 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
         dispatch.check(settings)
         with Progress(quiet=output.quiet) as progress:
             result = ingest(settings, ledger, store, source, spec, options=options, progress=progress.reading)
+        remember_if_embedded(result.job.id, settings)
         if not result.job.state.final:
             # Idle workers need not wait for their own look at the ledger.
             dispatch.Dispatcher(ledger, settings).run_once()
@@ -81,7 +82,7 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
 
 
 def _report(result: Any, output: Output) -> int:
-    from jobs.ingest import no_items
+    from jobs.ingest import check_wanted
 
     job = result.job
     if output.as_json:
@@ -100,16 +101,10 @@ def _report(result: Any, output: Output) -> int:
         output.line(job.id)
     if not result.created and not result.resumed:
         output.note(f"This file was submitted before with the same spec; its job is {job.state.value}.")
-    if job.state is JobState.FAILED:
-        raise no_items(job)
-    output.note(f"{counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused. {_next_step(job)}")
+    check_wanted(job)
+    step = f"Look at it with: nightjar status {job.id}" if job.state.final else f"Follow it with: nightjar watch {job.id}"
+    output.note(f"{counted(job.total_items, 'item')}, {counted(job.rejected_lines, 'line')} refused. {step}")
     return FAILED if job.rejected_lines else 0
-
-
-def _next_step(job: Job) -> str:
-    if job.state is JobState.CANCELLED:
-        return "To run it again as another job, give an --idempotency-key of your own."
-    return f"Look at it with: nightjar status {job.id}" if job.state.final else f"Follow it with: nightjar watch {job.id}"
 
 
 def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, abort: bool) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from jobs.export.files import PartFiles
 from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem
-from jobs.export.parquet import dataset_card, metadata_row, metadata_schema, pyarrow_libraries
+from jobs.export.parquet import dataset_card, metadata_row, metadata_schema
 from jobs.export.plan import Part
 from jobs.ledger.records import Job
 
@@ -25,12 +25,14 @@ _GROUP_ROWS = 10_000
 
 
 def write_audiofolder(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
-    """The audio of a part and its table; a part has at least one item. Raises `model.missing_extra` without pyarrow."""
-    arrow, parquet = pyarrow_libraries("audiofolder")
+    """The audio of a part and its table; a part has at least one item."""
+    import pyarrow
+    from pyarrow import parquet
+
     folder = f"data/{part.split}/{part.number:05d}"
     table: Any = files.open(f"{folder}/metadata.parquet")
     first, audio = next(items)
-    schema = metadata_schema(job, first, [("file_name", arrow.string())])
+    schema = metadata_schema(job, first, [("file_name", pyarrow.string())])
     rows: list[dict[str, Any]] = []
 
     def add(item: AudioItem, audio: bytes) -> None:
@@ -42,10 +44,10 @@ def write_audiofolder(part: Part, files: PartFiles, job: Job, items: Iterator[tu
         add(first, audio)
         for item, data in items:
             if len(rows) == _GROUP_ROWS:
-                writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
+                writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
                 rows.clear()
             add(item, data)
-        writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
+        writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
 
 
 AUDIOFOLDER = ExportFormat(
@@ -54,4 +56,5 @@ AUDIOFOLDER = ExportFormat(
     write_part=write_audiofolder,
     embeds_audio=True,
     card=partial(dataset_card, files="data/{}/**"),
+    library="pyarrow",
 )

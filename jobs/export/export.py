@@ -78,14 +78,15 @@ def export(
     An existing file at `to` is overwritten; a folder that holds another export, or anything else, is refused. With `replaces`, ids
     of jobs, an export of one of these jobs in this format is replaced, and everything else is refused, also a file.
 
-    Raises `config.invalid` for an unknown format, a filter or a destination that cannot be used, `model.missing_extra` for a library that
-    is missing, `NotFoundError`, `StoreError`, `ServiceError`.
+    Raises `config.invalid` for an unknown format, a filter or a destination that cannot be used, `config.missing_library` for a library
+    that is not installed, `NotFoundError`, `StoreError`, `ServiceError`.
     """
     chosen = find_format(format)
     job = ledger.job(job_id)
     conversion = Conversion.of(audio_format, sample_rate, job.spec.format)
     packed = job.spec.pack is True
     chosen.check(to, store.url, splits, audio_root, packed=packed, stored=job.spec.format, conversion=conversion)
+    chosen.check_library()
     _check_stored_rate(ledger, job, conversion)
     if where is not None and chosen.failure_line is not None:
         message = f"The format {format} lists what failed, and a filter compares what was made."

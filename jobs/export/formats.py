@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,8 @@ class ExportFormat:
     whole_dialogues: bool = False
     #: The README.md of the dataset.
     card: Callable[[Job, Plan], bytes] | None = None
+    #: A library of the extra `export` that writing needs.
+    library: str | None = None
 
     @property
     def splittable(self) -> bool:
@@ -138,6 +141,15 @@ class ExportFormat:
         if self.local_audio and audio_root is None and is_remote(store_url):
             raise _invalid(f"Readers of {self.name} open local files.", "Name a folder for the audio with --audio-root.")
 
+    def check_library(self) -> None:
+        """Raises `config.missing_library` where a library that writing needs is not installed."""
+        if self.library is not None and find_spec(self.library) is None:
+            raise ConfigError(
+                ErrorCode.CONFIG_MISSING_LIBRARY,
+                f"The format {self.name} needs the library {self.library}.",
+                "Install it with: pip install 'nightjar-speech[export]'.",
+            )
+
     def _check_conversion(self, audio_root: Path | None) -> None:
         """Raises `config.invalid` where the export writes no audio that could be converted."""
         if self.failure_line is not None or not (self.names_audio or self.embeds_audio):
@@ -174,7 +186,7 @@ def format_names() -> list[str]:
 
 
 def find_format(name: str) -> ExportFormat:
-    """The format of this name. Raises `config.invalid` for an unknown one, `model.missing_extra` for one that does not load."""
+    """The format of this name. Raises `config.invalid` for an unknown one, `config.missing_library` for one that does not load."""
     built_in = [EntryPoint(name, BUILT_IN[name], ENTRY_POINT_GROUP)] if name in BUILT_IN else []
     for entry in built_in or entry_points(group=ENTRY_POINT_GROUP, name=name):
         try:
@@ -203,7 +215,7 @@ def describe_formats() -> str:
 
 def _broken(entry: EntryPoint, reason: str) -> ConfigError:
     message = f"The export format {entry.name!r} is registered as {entry.value!r}, which {reason}."
-    return ConfigError(ErrorCode.MODEL_MISSING_EXTRA, message, "Install what it needs, or uninstall the package that registers it.")
+    return ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install what it needs, or uninstall the package that registers it.")
 
 
 def _invalid(message: str, advice: str) -> ConfigError:

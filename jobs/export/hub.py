@@ -33,7 +33,7 @@ def push(folder: Path, repository: str, *, private: bool | None = None) -> str:
 
     A dataset that is there gets the new content with one commit. `private`: of a dataset that is not there yet; None: as the
     organization has it. Raises `config.invalid` without a token, for a name that the hub does not take and for what it forbids,
-    `server.unreachable` for a hub that does not answer, `model.missing_extra` without `datasets`.
+    `server.unreachable` for a hub that does not answer, `config.missing_library` without `datasets`.
     """
     datasets, hub = _libraries()
     files: dict[str, list[str]] = {}
@@ -55,7 +55,7 @@ def _libraries() -> tuple[Any, Any]:
         import huggingface_hub
     except ModuleNotFoundError:
         message = "Pushing to the hub needs the library datasets."
-        raise ConfigError(ErrorCode.MODEL_MISSING_EXTRA, message, "Install it with: pip install datasets.") from None
+        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install it with: pip install datasets.") from None
     return datasets, huggingface_hub
 
 

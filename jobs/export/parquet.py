@@ -20,7 +20,6 @@ from jobs.export.formats import ExportFormat
 from jobs.export.items import AudioItem, item_metadata, origin
 from jobs.export.plan import Part, Plan
 from jobs.ledger.records import Job
-from pipelines.errors import ConfigError, ErrorCode
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,8 +33,9 @@ _REPEATED = ("role", "speaker", "language", "spec_sha", "model", "voice")
 
 
 def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[AudioItem, bytes]]) -> None:
-    """One Parquet file; a part has at least one item. Raises `model.missing_extra` without pyarrow."""
-    _, parquet = pyarrow_libraries("parquet")
+    """One Parquet file; a part has at least one item."""
+    from pyarrow import parquet
+
     rows: list[dict[str, Any]] = []
     size = 0
     file: Any = files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet")
@@ -98,36 +98,25 @@ def metadata_types(job: Job, item: AudioItem) -> dict[str, str]:
 
 def metadata_schema(job: Job, item: AudioItem, first: Sequence[tuple[str, pyarrow.DataType]]) -> pyarrow.Schema:
     """The schema of a table of metadata behind its first columns."""
-    arrow, _ = pyarrow_libraries("parquet")
-    return arrow.schema([*first, *((name, arrow.type_for_alias(dtype)) for name, dtype in metadata_types(job, item).items())])
+    import pyarrow
+
+    return pyarrow.schema([*first, *((name, pyarrow.type_for_alias(dtype)) for name, dtype in metadata_types(job, item).items())])
 
 
 def _schema(job: Job, item: AudioItem) -> pyarrow.Schema:
-    arrow, _ = pyarrow_libraries("parquet")
+    import pyarrow
+
     features: dict[str, object] = {"audio": {"sampling_rate": item.artifact.sample_rate, "_type": "Audio"}}
     features |= {name: {"dtype": dtype, "_type": "Value"} for name, dtype in metadata_types(job, item).items()}
-    audio = ("audio", arrow.struct([("bytes", arrow.binary()), ("path", arrow.string())]))
+    audio = ("audio", pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())]))
     metadata = {"huggingface": msgspec.json.encode({"info": {"features": features}})}
     return metadata_schema(job, item, [audio]).with_metadata(metadata)
 
 
 def _table(rows: list[dict[str, Any]], schema: pyarrow.Schema) -> pyarrow.Table:
-    arrow, _ = pyarrow_libraries("parquet")
-    return arrow.Table.from_pylist(rows, schema=schema)
+    import pyarrow
 
-
-def pyarrow_libraries(format: str) -> tuple[Any, Any]:
-    """`pyarrow` and `pyarrow.parquet`. Raises `model.missing_extra` for the format that needs them."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise ConfigError(
-            ErrorCode.MODEL_MISSING_EXTRA,
-            f"The format {format} needs the library pyarrow.",
-            "Install it with: pip install 'nightjar-speech[export]'.",
-        ) from None
-    return pyarrow, pyarrow.parquet
+    return pyarrow.Table.from_pylist(rows, schema=schema)
 
 
 #: Upper bound of the examples -> the hub's word for it.
@@ -191,5 +180,10 @@ def _line(value: str) -> str:
 
 
 PARQUET = ExportFormat(
-    name="parquet", summary="Parquet of Hugging Face datasets", write_part=write_parquet, embeds_audio=True, card=dataset_card
+    name="parquet",
+    summary="Parquet of Hugging Face datasets",
+    write_part=write_parquet,
+    embeds_audio=True,
+    card=dataset_card,
+    library="pyarrow",
 )

@@ -243,7 +243,9 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
         engine = sa.create_engine(url, pool_pre_ping=True, max_overflow=-1, hide_parameters=True, connect_args=arguments)
     except ModuleNotFoundError:
         raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "A PostgreSQL ledger needs psycopg.", "Install it with `pip install 'nightjar-speech[postgres]'`."
+            ErrorCode.CONFIG_MISSING_LIBRARY,
+            "A PostgreSQL ledger needs the library psycopg.",
+            "Install it with: pip install 'nightjar-speech[postgres]'.",
         ) from None
     statements = [
         str(set_limits(limits).compile(engine, compile_kwargs={"literal_binds": True})),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jobs.ledger.location import killed_workers
 from jobs.ledger.states import LIVE_SECONDS, LOST, RETIRED
 from jobs.ledger.status import NOW, Reader
 
@@ -114,13 +115,15 @@ def worker_statuses(reader: Reader, *, everyone: bool = False) -> list[WorkerSta
         of_worker.held.append(HeldShard(job_id, name, no, items, made + failed, since))
     where = "" if everyone else _PRESENT.replace("<now>", clock)
     rows = reader.execute(f"{_WORKERS} {where} ORDER BY started_at DESC, id", {}).fetchall()
-    return [_status(row, now, leases.get(row[0], _Leases())) for row in rows]
+    killed = killed_workers(reader.place)
+    return [_status(row, now, leases.get(row[0], _Leases()), killed) for row in rows]
 
 
-def _status(row: Sequence[Any], now: float, leases: _Leases) -> WorkerStatus:
+def _status(row: Sequence[Any], now: float, leases: _Leases, killed: Sequence[tuple[str, int]]) -> WorkerStatus:
     values: dict[str, Any] = dict(zip(_COLUMNS, row, strict=True))
     values["silent_seconds"] = max(0.0, now - values["heartbeat_at"])
-    if values["silent_seconds"] > LIVE_SECONDS and values["state"] != RETIRED:
+    is_gone = values["silent_seconds"] > LIVE_SECONDS or (values["host"], values["pid"]) in killed
+    if is_gone and values["state"] != RETIRED:
         # The next pass of a reconciler says so too; there may be no worker left that makes one.
         values["state"] = LOST
     recent = RecentWork(leases.done, leases.failed, leases.audio_ms / 1000, _covered(leases.times))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
@@ -24,6 +26,36 @@ def home_of(ledger: Path | None) -> Path | None:
     if ledger is None or ledger.absolute().parts[-2:] != (STATE_FOLDER, LEDGER_FILE):
         return None
     return place_of(ledger)
+
+
+def embedded_broker_url(state_folder: Path) -> str | None:
+    """Address of the broker that runs in a home, or None when none runs: its socket is asked, since another process may have its id by now,
+    and one that was killed keeps it until somebody takes note."""
+    try:
+        url = str(json.loads((state_folder / "broker.json").read_text())["url"])
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(1.0)
+            probe.connect(unquote(urlsplit(url).path))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return url
+
+
+def embedded_workers(state_folder: Path) -> list[tuple[str, int]]:
+    """Hosts and processes of the last workers of a home; none where there is no record. Versions with one worker wrote `pid`."""
+    try:
+        record = json.loads((state_folder / "worker.json").read_text())
+        pids = record["pids"] if "pids" in record else [record["pid"]]
+        return [(str(record["host"]), int(pid)) for pid in pids]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def killed_workers(place: Path | None) -> list[tuple[str, int]]:
+    """Hosts and processes of workers that no longer run, whatever the ledger heard of them lately: those of a home without a broker."""
+    if place is None or embedded_broker_url(place / STATE_FOLDER) is not None:
+        return []
+    return embedded_workers(place / STATE_FOLDER)
 
 
 def recorded(store_url: str, place: Path | None) -> str:

@@ -44,7 +44,13 @@ OUTAGES = frozenset(
 
 #: What is wrong with one worker, its settings or its copy of a model: another worker may run the shard.
 WORKER_FAULTS = frozenset(
-    {ErrorCode.CONFIG_INVALID, ErrorCode.MODEL_UNKNOWN, ErrorCode.MODEL_BAD_CHECKPOINT, ErrorCode.MODEL_MISSING_EXTRA}
+    {
+        ErrorCode.CONFIG_INVALID,
+        ErrorCode.CONFIG_MISSING_LIBRARY,
+        ErrorCode.MODEL_UNKNOWN,
+        ErrorCode.MODEL_BAD_CHECKPOINT,
+        ErrorCode.MODEL_MISSING_EXTRA,
+    }
 )
 
 #: States of a worker process: it works; it gave back what it held and ended; its heartbeats stopped.

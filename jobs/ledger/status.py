@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from jobs.ledger.location import located, place_of
+from jobs.ledger.location import killed_workers, located, place_of
 from jobs.ledger.records import SCHEMA_REVISION, Job, JobSpec, JobState, ShardState, clean
 from jobs.ledger.states import LIVE_SECONDS, LOST, OUTAGES, QUARANTINED, RETIRED, AttemptOutcome
 from pipelines.errors import ErrorCode, NotFoundError
@@ -52,10 +52,9 @@ _OUTAGE = """
 SELECT error_code, error_message, ended_at FROM attempts JOIN shards ON shards.job_id = attempts.job_id AND shards.no = attempts.shard_no
 WHERE shards.job_id = :job AND shards.outages > 0 AND ended_at IS NOT NULL ORDER BY ended_at DESC LIMIT 1
 """
-#: Workers that live and take shards of :model, of any state but those that have ended, and those among them that are quarantined;
-#: without those that refused :job the last time.
+#: Workers that live and take shards of :model, of any state but those that have ended; without those that refused :job the last time.
 _LIVE_WORKERS = f"""
-SELECT count(*), count(CASE WHEN state = '{QUARANTINED}' THEN 1 END) FROM workers
+SELECT host, pid, state FROM workers
 WHERE state NOT IN ('{RETIRED}', '{LOST}') AND heartbeat_at >= <now> - {LIVE_SECONDS} AND (model = '' OR model = :model)
 AND id NOT IN (
     SELECT worker_id FROM attempts WHERE job_id = :job GROUP BY worker_id
@@ -271,8 +270,11 @@ def status_of(reader: Reader, job: Job) -> JobStatus:
     if job.state.final:
         return status
     asked = {"model": job.spec.model, "job": job.id}
-    heard, quarantined = reader.execute(_LIVE_WORKERS.replace("<now>", NOW[reader.engine]), asked).fetchone()
-    return replace(status, outage=_last_outage(reader, job.id), workers=heard - quarantined, quarantined_workers=quarantined)
+    killed = killed_workers(reader.place)
+    heard = reader.execute(_LIVE_WORKERS.replace("<now>", NOW[reader.engine]), asked).fetchall()
+    states = [state for host, pid, state in heard if (host, pid) not in killed]
+    quarantined = states.count(QUARANTINED)
+    return replace(status, outage=_last_outage(reader, job.id), workers=len(states) - quarantined, quarantined_workers=quarantined)
 
 
 def newest_statuses(

@@ -13,6 +13,7 @@ from jobs.checks import CHECKS
 from jobs.dialogue import clean
 from jobs.export.files import output
 from jobs.formatting import bytes_text, redact, seconds_text
+from jobs.ledger.location import STATE_FOLDER
 from jobs.ledger.records import ItemState, Job, RejectedLine
 from jobs.ledger.status import GAP_SECONDS, JobStatus
 from jobs.report.charts import Histogram, Lines, histogram, lines, number
@@ -111,8 +112,8 @@ def write_report(
     checks = eta_checks(line) if line and status.job.state.final and line.spans >= MIN_FOR_ETA else []
     page = Page(
         job=status.job,
-        name=clean(status.job.name or _input_name(status.job) or status.job.id, 200),
-        input=clean(_input_name(status.job) or "standard input", 200),
+        name=clean(status.job.name or _input_name(status.job) or f"Job {status.job.id}", 200),
+        input=clean(_input_name(status.job) or ("standard input" if status.job.input_uri == "-" else "records of a program"), 200),
         model=clean(status.job.spec.model, 300),
         voice=clean(_voice(status.job, sample), 200),
         reason=clean(redact(status.job.state_reason), _MESSAGE_CHARACTERS),
@@ -142,8 +143,9 @@ def write_report(
 
 
 def _input_name(job: Job) -> str:
-    """The file's name without its folders; empty for standard input."""
-    return redact(job.input_uri).rstrip("/").rpartition("/")[2].removeprefix("-")
+    """The file's name without its folders; empty for standard input, and for the records of a program, whose file is named by its hash."""
+    folder, _, name = redact(job.input_uri).rstrip("/").rpartition("/")
+    return "" if folder.endswith(f"/{STATE_FOLDER}/inputs") else name.removeprefix("-")
 
 
 def _voice(job: Job, sample: Sample) -> str:

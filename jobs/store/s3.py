@@ -302,13 +302,17 @@ class _Body:
 
 
 def make_client(settings: S3Settings | None) -> Any:
-    """A boto3 S3 client with timeouts and the standard retries. Raises `config.invalid` when boto3 is missing or refuses."""
+    """A boto3 S3 client with timeouts and the standard retries.
+
+    Raises `config.missing_library` without boto3, and `config.invalid` when it refuses the settings.
+    """
     try:
         import boto3
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "S3 needs the package boto3.", "Install Nightjar with its extra `s3`.") from None
+        message, advice = "S3 needs the library boto3.", "Install it with: pip install 'nightjar-speech[s3]'."
+        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
     config = Config(
         signature_version="s3v4",
         connect_timeout=CONNECT_TIMEOUT_SECONDS,
@@ -343,11 +347,12 @@ def split_s3_url(url: str) -> tuple[str, str]:
 
 def open_s3_object(url: str, settings: S3Settings | None) -> BinaryIO:
     """Any object of any bucket as a stream, whatever its key looks like. Raises `StoreError`."""
+    bucket, key = split_s3_url(url)
+    client = make_client(settings)
     from botocore.exceptions import BotoCoreError, ClientError
 
-    bucket, key = split_s3_url(url)
     try:
-        response = make_client(settings).get_object(Bucket=bucket, Key=key)
+        response = client.get_object(Bucket=bucket, Key=key)
     except (ClientError, BotoCoreError) as error:
         raise translated(error, url) from error
     return cast(BinaryIO, _Body(response["Body"], url))

@@ -34,6 +34,14 @@ def test_the_changelog_has_an_entry_for_the_version() -> None:
     assert PROJECT["project"]["version"] in headings
 
 
+def test_the_demo_says_what_it_installs_before_it_does(tmp_path: Path) -> None:
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    said = subprocess.run(["make", "--dry-run", "demo"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    told, installed, ran = (said.index(words) for words in ("MB to download", "pip --disable", "nightjar run"))
+    assert told < installed < ran
+
+
 def test_every_installed_package_says_that_it_is_typed() -> None:
     assert "Typing :: Typed" in PROJECT["project"]["classifiers"]
     rooms = [pattern.removesuffix("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]

@@ -68,7 +68,7 @@ MeterFactory = Callable[..., Meter]
 def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
     """The meter of this name with its options of the spec.
 
-    Raises `ModelError`: `model.unknown` for a name nobody knows, `model.missing_extra` where its libraries are not installed,
+    Raises `ModelError`: `model.unknown` for a name nobody knows, `config.missing_library` where its libraries are not installed,
     `model.bad_checkpoint` for weights or options it cannot use, `model.unreachable` for weights that cannot be fetched now.
     """
     built_in = METERS.get(name)
@@ -93,7 +93,7 @@ def open_meter(name: str, options: Mapping[str, Option]) -> Meter:
 
 
 def missing_library(name: str, error: ImportError) -> ModelError:
-    """The error of a meter whose library does not import (`model.missing_extra`)."""
+    """The error of a meter whose library does not import (`config.missing_library`)."""
     built_in = METERS.get(name)
     advice = built_in.advice if built_in is not None else "Install what the package of this meter needs."
-    return ModelError(ErrorCode.MODEL_MISSING_EXTRA, f"The meter {name} needs the library {error.name or error}.", advice)
+    return ModelError(ErrorCode.CONFIG_MISSING_LIBRARY, f"The meter {name} needs the library {error.name or error}.", advice)

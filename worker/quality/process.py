@@ -161,7 +161,7 @@ def _opened(name: str, options: Mapping[str, Option]) -> Meter | None:
         return open_meter(name, options)
     except ModelError as error:
         # The worker has measured these scores already, and their details say so.
-        if name in METERS and METERS[name].optional and error.code is ErrorCode.MODEL_MISSING_EXTRA:
+        if name in METERS and METERS[name].optional and error.code is ErrorCode.CONFIG_MISSING_LIBRARY:
             return None
         raise
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -96,10 +97,23 @@ def test_what_is_said_counts_in_english_and_leads_on(submitted: tuple[Path, str,
     shown = call(folder, "status", job).stdout
     assert "input   1 line refused" in shown
     assert "unknown to go" not in shown
-    call(folder, "cancel", job)
-    cancelled = call(folder, "submit", "in.jsonl", SPEECH_BROKER_URL=broker)
-    assert "--idempotency-key" in cancelled.stderr
     assert "1 voice, 1 language\n" in call(folder, "models").stdout
+
+
+def test_the_submit_of_a_cancelled_job_makes_nothing_and_says_how_to_make_another(submitted: tuple[Path, str, str]) -> None:
+    folder, broker, job = submitted
+    call(folder, "cancel", job)
+    for command in ("submit", "run"):
+        again = call(folder, command, "in.jsonl", "-q", "--json", SPEECH_BROKER_URL=broker)
+        assert (again.returncode, error_code(again)) == (6, "ledger.cancelled")
+        assert f"Job {job} of this input" in again.stderr
+    assert json.loads(call(folder, "submit", "in.jsonl", "--json", SPEECH_BROKER_URL=broker).stdout)["job"] == job
+    told = re.search(r"`(--idempotency-key) KEY`", again.stderr)
+    assert told is not None
+    other = call(folder, "submit", "in.jsonl", "-q", told[1], "again", SPEECH_BROKER_URL=broker)
+    # One line is bad, as of the first job.
+    assert (other.returncode, len(other.stdout.split())) == (1, 1)
+    assert other.stdout.strip() != job
 
 
 def test_dry_run_writes_nothing(folder: Path) -> None:
@@ -149,7 +163,7 @@ def test_a_meter_that_is_not_installed_is_told_before_anything_is_made(folder: P
     (folder / "sitecustomize.py").write_text("import sys\nsys.modules['faster_whisper'] = None\n")
     lacking = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[3]}", "SPEECH_BROKER_URL": valkey_url}
     refused = call(folder, "run", "in.jsonl", "--out", "made", "--qa", "strict", "--json", **lacking)
-    assert (refused.returncode, error_code(refused)) == (1, "model.missing_extra")
+    assert (refused.returncode, error_code(refused)) == (4, "config.missing_library")
     assert "faster_whisper" in refused.stderr
     assert "nightjar-speech[qa]" in refused.stderr
     assert not (folder / "made").exists()

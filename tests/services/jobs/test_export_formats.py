@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import soundfile
 
+from jobs.console import exit_code
 from jobs.export import export, parse_splits
 from jobs.ledger.records import JobSpec
 from jobs.store import FolderStore
-from pipelines.errors import ConfigError
+from pipelines.errors import ConfigError, ErrorCode
 from pipelines.request import Generation
 from tests.support.export_kit import SAMPLE_RATE, Finished, finished_job
 
@@ -172,3 +174,12 @@ def test_espnet_dataset_texts_and_dialogues(finished: Finished) -> None:
     for messages in dialogues.values():
         assert [(role, modality) for role, modality, _ in messages] == [("user", "text"), ("assistant", "audio")]
         assert soundfile.read(to / messages[1][2])[1] == SAMPLE_RATE
+
+
+@pytest.mark.parametrize("format", ["parquet", "audiofolder"])
+def test_a_format_without_its_library_leaves_nothing(finished: Finished, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    to = finished.folder / "dataset"
+    with pytest.raises(ConfigError, match=f"The format {format} needs the library pyarrow") as caught:
+        export(finished.ledger, finished.store, finished.job_id, format, str(to))
+    assert (caught.value.code, exit_code(caught.value), to.exists()) == (ErrorCode.CONFIG_MISSING_LIBRARY, 4, False)

@@ -128,6 +128,6 @@ def test_formats_that_do_not_load_are_named_and_leave_the_others_alone(finished:
     for name, reason in (("broken", "night_csv_missing"), ("misnamed", "no ExportFormat with the name")):
         with pytest.raises(ConfigError, match=reason) as caught:
             export(finished.ledger, finished.store, finished.job_id, name, "-")
-        assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
+        assert caught.value.code is ErrorCode.CONFIG_MISSING_LIBRARY
     # A package cannot replace a built-in format.
     assert find_format("nemo").summary == "NeMo's manifest"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.quality import PRESETS
 from tests.support.browser import Browser, require_browser
 from tests.support.report_kit import HOSTILE, open_desk
 
@@ -164,6 +165,22 @@ def test_it_can_be_read_in_any_light_and_width(page: Path, width: int, dark: boo
         assert (ground < 128) == dark
         browser.screenshot(tmp_path / "page.png")
         assert (tmp_path / "page.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("width", [900, 1400])
+def test_scores_behind_the_edge_are_reached_on_a_wide_screen(width: int, tmp_path: Path) -> None:
+    with open_desk(tmp_path) as desk:
+        desk.report(desk.job(TEXTS[:12], quality=PRESETS["basic"]))
+    with Browser(require_browser(), width=width) as browser:
+        browser.open((tmp_path / "report.html").as_uri())
+        table = "document.querySelector('table[data-sortable]')"
+        browser.value(f"{table}.parentElement.scrollIntoView()")
+        # The bar that moves it is on the screen, however many rows there are.
+        assert browser.value(f"{table}.parentElement.getBoundingClientRect().bottom <= innerHeight")
+        browser.value(f"{table}.parentElement.scrollTo({table}.offsetWidth, 300)")
+        for name, cell in (("the last score", "thead th:last-child button"), ("the item of a row", "tbody tr:nth-child(4) th")):
+            browser.value(f"window.cell = {table}.querySelector('{cell}'), window.at = cell.getBoundingClientRect()")
+            assert browser.value("cell.contains(document.elementFromPoint(at.x + at.width / 2, at.y + at.height / 2))"), name
 
 
 @pytest.mark.parametrize("width", [320, 360, 600])

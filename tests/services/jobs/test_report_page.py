@@ -196,6 +196,25 @@ def test_the_page_is_open_to_keyboards_and_screen_readers(desk: Desk) -> None:
     assert all(len(row.all("td")) + len(row.all("th")) == len(items.all("th", scope="col")) for row in rows_of(document))
 
 
+@pytest.mark.parametrize(
+    ("uri", "name", "title", "source"),
+    [
+        ("/data/night.jsonl", "", "night.jsonl", "Input night.jsonl,"),
+        ("-", "", "Job {id}", "Input standard input,"),
+        ("/out/.nightjar/inputs/5f70bf18a0860070.jsonl", "", "Job {id}", "Input records of a program,"),
+        ("/out/.nightjar/inputs/5f70bf18a0860070.jsonl", "evening", "evening", "Input records of a program,"),
+    ],
+)
+def test_the_title_is_a_name_and_no_hash(desk: Desk, uri: str, name: str, title: str, source: str) -> None:
+    job = desk.job(["hello"])
+    execute(desk.rig.ledger, "UPDATE jobs SET input_uri = :uri, name = :name", uri=uri, name=name)
+    document, _ = desk.report(job)
+    shown = title.format(id=job.id)
+    assert (document.all("h1")[0].text, document.all("title")[0].text) == (shown, f"{shown}: report")
+    header = " ".join(document.all("header")[0].whole_text().split())
+    assert all(word in header for word in source.rstrip(",").split()[1:])
+
+
 def test_players_find_the_files_from_where_the_page_is(desk: Desk, tmp_path: Path) -> None:
     job = desk.job(TEXTS[:5])
     for place in (tmp_path / "report.html", tmp_path / "a b#" / "deep" / "report.html"):

@@ -60,6 +60,8 @@ def test_an_ended_run_leaves_no_process_and_the_next_one_makes_only_the_rest(slo
     until(lambda: not slow.processes(), "processes are left")
     before = {path: path.stat().st_mtime_ns for path in (slow.folder / "out").glob("jobs/*/audio/*/*.wav")}
     assert 10 <= len(before) < total
+    (job,) = (slow.folder / "out" / "jobs").iterdir()
+    assert "no live worker takes this job" in slow.run("status", job.name).stdout
     slow.let_go()
     again = slow.run(*SLOW)
     assert again.returncode == 0, again.stderr

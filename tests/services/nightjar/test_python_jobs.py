@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ import pytest
 import soundfile
 
 import nightjar
-from pipelines.errors import ConfigError
+from jobs.ledger import Ledger
+from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from tests.support.docs_kit import ROOT
 from tests.support.run_kit import Shell, until, write_input
 
@@ -180,6 +182,13 @@ def test_a_job_for_a_fleet(here: Path, valkey_url: str, monkeypatch: pytest.Monk
     assert (job.state, len(job), job.status.job.labels) == ("ready", 1, {"corpus": "evening"})
     assert nightjar.submit(["Good evening."], out="fleet", quiet=True).id == job.id
     assert list(job.items()) == []
+    with closing(Ledger.open(f"sqlite:///{here}/fleet/.nightjar/ledger.sqlite")) as ledger:
+        ledger.cancel(job.id)
+    for again in (nightjar.submit, nightjar.run):
+        with pytest.raises(NightjarError, match="cancelled") as caught:
+            again(["Good evening."], out="fleet", quiet=True, labels={"corpus": "evening"})
+        assert (caught.value.code, '`idempotency_key="KEY"`' in caught.value.advice) == (ErrorCode.LEDGER_CANCELLED, True)
+    assert nightjar.submit(["Good evening."], out="fleet", quiet=True, idempotency_key="again").id != job.id
     job.close()
 
 

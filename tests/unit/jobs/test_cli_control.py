@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,6 +33,16 @@ def call(rig: Rig, *words: str) -> Result:
     done = CliRunner().invoke(cli, [*words, "--out", str(rig.folder)], standalone_mode=False)
     assert done.exception is None, done.exception
     return done
+
+
+@contextmanager
+def listening_broker(state: Path) -> Iterator[None]:
+    """What a home looks like while its broker runs."""
+    with tempfile.TemporaryDirectory(prefix="nj-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/broker")
+        listener.listen()
+        (state / "broker.json").write_text(json.dumps({"url": f"redis+socket://{folder}/broker?virtual_host=0"}))
+        yield
 
 
 @pytest.mark.parametrize(
@@ -146,6 +159,26 @@ def test_a_job_that_no_live_worker_takes_says_so(rig: Rig) -> None:
     assert said not in call(rig, "status", job.id).output
 
 
+def test_workers_that_were_killed_with_their_broker_are_dead_at_once(rig: Rig) -> None:
+    job = rig.submit(["hello", "again"])
+    rig.claim_next()
+    state = rig.settings.state_folder
+
+    def seen() -> tuple[int, bool, str]:
+        workers = json.loads(call(rig, "workers", "--json").stdout)["state"]
+        count = json.loads(call(rig, "status", job.id, "--json").stdout)["workers"]
+        return count, "o live worker takes this job" in call(rig, "status", job.id).output, workers
+
+    # A worker that a person started is none of the home's.
+    assert seen() == (1, False, "up")
+    (state / "worker.json").write_text(json.dumps({"host": WORKER.host, "pids": [WORKER.pid]}))
+    with listening_broker(state):
+        assert seen() == (1, False, "up")
+    # Its record is left, as after a kill.
+    assert seen() == (0, True, "lost")
+    assert rig.ledger.status(job.id).workers == 0
+
+
 def test_a_watch_says_once_that_no_worker_lives(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     job = rig.submit(["hello"])
     rig.ledger.retire_worker(WORKER.id)
@@ -164,15 +197,13 @@ def test_a_watch_says_once_that_no_worker_lives(rig: Rig, monkeypatch: pytest.Mo
 def test_while_a_run_starts_its_worker_nobody_is_told_to_start_one(rig: Rig) -> None:
     job = rig.submit(["hello"])
     rig.ledger.retire_worker(WORKER.id)
-    rig.settings.state_folder.mkdir(exist_ok=True)
-    broker = {"url": "redis+socket:///broker", "pid": os.getpid(), "folder": "/broker"}
-    (rig.settings.state_folder / "broker.json").write_text(json.dumps(broker))
-    for words in (["status"], ["wait", "--timeout", "0"]):
-        output = call(rig, words[0], job.id, *words[1:]).output
-        assert "worker of the `nightjar run` in this folder is starting" in output
-        assert "o live worker takes this job" not in output
-    other = rig.settings.model_copy(update={"database_url": SecretStr("postgresql://host/speech")})
-    assert (no_worker(rig.settings), no_worker(other)) == (STARTING, NO_WORKER)
+    with listening_broker(rig.settings.state_folder):
+        for words in (["status"], ["wait", "--timeout", "0"]):
+            output = call(rig, words[0], job.id, *words[1:]).output
+            assert "worker of the `nightjar run` in this folder is starting" in output
+            assert "o live worker takes this job" not in output
+        other = rig.settings.model_copy(update={"database_url": SecretStr("postgresql://host/speech")})
+        assert (no_worker(rig.settings), no_worker(other)) == (STARTING, NO_WORKER)
 
 
 def test_retry_leaves_what_can_never_succeed(rig: Rig) -> None:

@@ -15,11 +15,11 @@ from jobs.ledger import Ledger
 from jobs.ledger.location import located, recorded
 from jobs.ledger.records import Job, JobSpec
 from jobs.ledger.status import find_job, read_with_driver
-from jobs.recent_jobs import homes_of, keep_remembered, out_words, remember
+from jobs.recent_jobs import homes_of, keep_remembered, out_words, remember, settings_for_job
 from jobs.settings import Settings, sqlite_url
 from jobs.store import FolderStore, open_store
 from jobs.verify import ObjectCheck
-from pipelines.errors import ServiceError
+from pipelines.errors import NotFoundError, ServiceError
 from tests.support.ledger_kit import execute, rows
 
 
@@ -139,3 +139,52 @@ def test_an_older_ledger_of_a_moved_home_is_named_by_its_path(tmp_path: Path) ->
         Ledger.of(Settings(home=there)).check_schema()
     assert str(there / ".nightjar" / "ledger.sqlite") in caught.value.message
     assert f"`nightjar db upgrade --out '{there}'`" in caught.value.advice
+
+
+def test_list_and_status_know_the_same_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    here = tmp_path / "here"
+    homes = [tmp_path / "a home", tmp_path / "another", here / "out"]
+    jobs: list[str] = []
+    for home in homes:
+        home.mkdir(parents=True)
+        ledger, job, _ = submitted(home)
+        execute(ledger, "UPDATE jobs SET created_at = :at", at=len(jobs))
+        ledger.close()
+        jobs.append(job.id)
+    for job_id, home in zip(jobs[:2], homes):
+        remember(job_id, home)
+    # A copy has the same job, which is listed once.
+    shutil.copytree(homes[0], tmp_path / "copy")
+    remember("a-job-that-is-only-there", tmp_path / "copy")
+    monkeypatch.chdir(here)
+
+    def listed(*words: str) -> list[str]:
+        done = CliRunner().invoke(cli, ["list", "--json", *words])
+        return [json.loads(line)["job"] for line in done.stdout.splitlines()]
+
+    assert listed() == jobs[::-1]
+    assert listed("--limit", "2") == jobs[:0:-1]
+    assert listed("--out", str(homes[0])) == jobs[:1]
+    assert all(CliRunner().invoke(cli, ["status", job_id]).exit_code == 0 for job_id in jobs)
+    table = CliRunner().invoke(cli, ["list"]).stdout
+    assert all(str(home) in line for home, line in zip(("out", homes[1], homes[0]), table.splitlines()[1:]))
+    ledger = Ledger.open(Settings(home=homes[1]).ledger_url)
+    execute(ledger, "UPDATE alembic_version SET version_num = '0001'")
+    ledger.close()
+    assert listed() == [jobs[2], jobs[0]]
+    assert f"The jobs of {homes[1]} cannot be listed" in CliRunner().invoke(cli, ["list"]).stderr
+
+
+def test_the_beginning_of_jobs_in_several_folders_names_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        ledger, _, _ = submitted(tmp_path / name)
+        ledger.close()
+        remember(f"01m8-{name}", tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(NotFoundError, match="Jobs of several folders begin with '01m8'"):
+        settings_for_job("01m8", None)
+    assert settings_for_job("01m8-t", None).home == tmp_path / "two"
+    assert settings_for_job("01m8", "one").home == Path("one")

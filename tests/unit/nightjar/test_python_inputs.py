@@ -210,7 +210,7 @@ def test_a_library_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError, match=f"needs the library {name}") as caught:
             call()
-        assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
+        assert caught.value.code is ErrorCode.CONFIG_MISSING_LIBRARY
 
 
 def test_a_folder_that_cannot_be_written_has_its_own_error(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ class TestMeters:
         monkeypatch.setitem(sys.modules, "faster_whisper", None)
         with pytest.raises(ModelError) as caught:
             open_meter("asr", {"model": "/nowhere"})
-        assert caught.value.code is ErrorCode.MODEL_MISSING_EXTRA
+        assert caught.value.code is ErrorCode.CONFIG_MISSING_LIBRARY
         assert "nightjar-speech[qa]" in str(caught.value)
 
     def test_every_built_in_meter_is_known_by_what_it_imports(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ class TestMeters:
                     assert lack is None
                     continue
                 assert lack is not None
-                assert lack.code is ErrorCode.MODEL_MISSING_EXTRA
+                assert lack.code is ErrorCode.CONFIG_MISSING_LIBRARY
                 assert library in lack.message
                 assert card.install in lack.advice
         assert lacking(["a-meter-of-another-package"]) is None
@@ -80,7 +80,7 @@ class TestMeters:
         monkeypatch.setitem(sys.modules, "faster_whisper.utils", None)
         broken = missing({"asr": {}}, fetch=False)
         assert broken is not None
-        assert (broken.code, "faster_whisper" in broken.message) == (ErrorCode.MODEL_MISSING_EXTRA, True)
+        assert (broken.code, "faster_whisper" in broken.message) == (ErrorCode.CONFIG_MISSING_LIBRARY, True)
 
     def test_weights_that_cannot_be_fetched_now_are_an_outage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import faster_whisper.utils
