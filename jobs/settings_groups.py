@@ -177,7 +177,7 @@ class ShardSettings(SettingsGroup):
 class SweepSettings(SettingsGroup):
     """The sweep: objects of ended jobs that nothing names."""
 
-    daily: bool = Field(default=False, description="Run the sweep every day at 5:30 UTC (sent by beat).")
+    daily: bool = Field(default=False, description="Run the sweep every day at 5:30 in beat's time zone.")
     delete: bool = Field(
         default=False, description="Delete the orphans that the daily sweep finds. Without it they are counted and logged."
     )
@@ -292,7 +292,9 @@ class Schedule(SettingsGroup):
 
     input: str = Field(description="Path or `s3://` address of the night's file; strftime codes and `{date}` (ISO) stand for the night.")
     input_format: InputFormat = Field(default="dialogues", description="Format of the file.")
-    hour: Annotated[int, Field(ge=0, le=23)] = Field(default=2, description="Hour at which beat sends it to the workers, in UTC.")
+    hour: Annotated[int, Field(ge=0, le=23)] = Field(
+        default=2, description="Hour at which beat sends it to the workers, in beat's time zone."
+    )
     minute: Annotated[int, Field(ge=0, le=59)] = Field(default=0, description="Minute of the hour it runs.")
     model: str = Field(default="hibari", description="Pipeline or checkpoint folder.")
     speak: Literal["auto", "user", "assistant", "all"] | None = Field(default=None, description="Whose texts become speech; as `--speak`.")

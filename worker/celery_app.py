@@ -201,14 +201,19 @@ def run_worker(settings: Settings, options: WorkerOptions) -> int:
     return int(worker.exitcode or 0)
 
 
+def beat_app(settings: Settings) -> Celery:
+    """The app of beat: the times of its schedules are local times, as nights are local dates."""
+    app = create_app(settings)
+    app.conf.enable_utc = False
+    return app
+
+
 def run_beat(settings: Settings) -> None:
     """Runs Celery beat with its file in the state folder."""
     settings.state_folder.mkdir(parents=True, exist_ok=True)
-    app = create_app(settings)
+    app = beat_app(settings)
     if not app.conf.beat_schedule:
         log.warning("beat has nothing to send: no schedule is set, and the daily sweep is off")
-    # Times of schedules are local times.
-    app.conf.enable_utc = False
     beat = app.Beat(schedule=str(settings.state_folder / "beat"), loglevel=settings.log_level.upper(), quiet=True, redirect_stdouts=False)
     # Celery's own handler writes the file within the signal, and fails where beat is just opening it; leaving its loop writes it too.
     beat.install_sync_handler = lambda _: [signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGINT)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -67,18 +70,10 @@ def test_a_night_that_ran_does_not_run_again_when_its_job_is_deleted(tmp_path: P
         assert ledger.jobs() == []
 
 
-def test_a_night_has_the_audio_that_its_schedule_says(tmp_path: Path, settings: Settings) -> None:
-    write_night(tmp_path, "2026-11-20")
-    audio = {"format": "opus", "sample_rate": 24_000}
-    opus = settings.model_copy(update={"schedules": {"evening": settings.schedules["evening"].model_copy(update=audio)}})
-    assert ends(opus, "2026-11-20") == [NightEnd.SUBMITTED]
-    ledger = Ledger.open(settings.ledger_url)
-    (job,) = ledger.jobs()
-    ledger.close()
-    assert (job.spec.format, job.spec.sample_rate) == ("opus", 24_000)
-    for wrong in ({"format": "mp4"}, {"sample_rate": 7_999}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Schedule.model_validate({"input": "in.jsonl", **wrong})
+@pytest.mark.parametrize("wrong", [{"format": "mp4"}, {"sample_rate": 7_999}])
+def test_audio_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Schedule.model_validate({"input": "in.jsonl", **wrong})
 
 
 def test_equal_files_of_two_nights_are_two_jobs(tmp_path: Path, settings: Settings) -> None:
@@ -166,3 +161,26 @@ def test_beat_sends_the_sweep_only_if_asked(settings: Settings, daily: bool) -> 
 
     assert ("sweep" in beat_schedule(settings.model_copy(update={"sweep": SweepSettings(daily=daily)}))) is daily
     assert not settings.sweep.delete
+
+
+#: Prints when beat sends each entry, in UTC, after six in the evening of a day there.
+BEAT = """
+from datetime import UTC, datetime
+from celery.beat import Scheduler
+from jobs.settings import Schedule, Settings, SweepSettings
+from worker.celery_app import beat_app
+
+settings = Settings(schedules={"evening": Schedule(input="in.jsonl")}, sweep=SweepSettings(daily=True))
+entries = Scheduler(app=beat_app(settings)).schedule
+for name in ("nightly-evening", "sweep"):
+    begin, wait, _ = entries[name].schedule.remaining_delta(datetime(2026, 11, 20, 18, 0, tzinfo=UTC))
+    print((begin + wait).astimezone(UTC).strftime("%H:%M"))
+"""
+
+
+@pytest.mark.parametrize(("zone", "times"), [("Pacific/Auckland", ["13:00", "16:30"]), ("Pacific/Honolulu", ["12:00", "15:30"])])
+def test_hours_of_schedules_are_those_where_beat_runs(zone: str, times: list[str], tmp_path: Path) -> None:
+    """In processes of their own: Celery asks for the time zone once."""
+    environment = {**os.environ, "TZ": zone, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", BEAT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == times
