@@ -36,12 +36,14 @@ class Sandbox:
             to.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, to)
 
-    def run(self, tests: tuple[str, ...]) -> tuple[int, str]:
+    def run(self, project: str, tests: tuple[str, ...]) -> tuple[int, str]:
         """Exit status and output of pytest, in an environment without the settings of whoever runs this."""
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_SECONDS}", *tests]
+        command = [str(python_of(project)), "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_SECONDS}"]
+        command += [test.removeprefix(f"{project}/") for test in tests]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SPEECH_") and name != "CI"}
-        environment |= {"PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False)
+        folder = self.folder / project
+        environment |= {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
         return done.returncode, done.stdout + done.stderr
 
     def try_fault(self, fault: Fault) -> tuple[str, str]:
@@ -50,7 +52,7 @@ class Sandbox:
         source = path.read_text()
         try:
             path.write_text(fault.planted(source))
-            status, output = self.run(fault.tests)
+            status, output = self.run(fault.project, fault.tests)
         except BadFaultError as error:
             return "BROKEN", str(error)
         finally:
@@ -62,9 +64,17 @@ class Sandbox:
 
 def check_unharmed(sandbox: Sandbox, faults: list[Fault]) -> str:
     """The tests of these faults pass without any fault; what they say where they do not."""
-    tests = tuple(dict.fromkeys(test for fault in faults for test in fault.tests))
-    status, output = sandbox.run(tests)
-    return "" if status == PASSED else output[-4000:]
+    for project in dict.fromkeys(fault.project for fault in faults):
+        tests = tuple(dict.fromkeys(test for fault in faults if fault.project == project for test in fault.tests))
+        status, output = sandbox.run(project, tests)
+        if status != PASSED:
+            return output[-4000:]
+    return ""
+
+
+def python_of(project: str) -> Path:
+    """The interpreter of a distribution's own environment, which its `make install` makes."""
+    return REPOSITORY / project / ".venv/bin/python" if project else Path(sys.executable)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -92,6 +102,9 @@ def main(arguments: list[str] | None = None) -> int:
 def try_all(faults: list[Fault], processes: int) -> int:
     """Tries the faults and prints a line for each; the exit status."""
     started = time.monotonic()
+    for fault in [fault for fault in faults if not python_of(fault.project).exists()]:
+        print(f"left out  {fault.name}  ({fault.file}): make -C {fault.project} install")
+        faults.remove(fault)
     with tempfile.TemporaryDirectory(prefix="nightjar-mutants-") as folder, ThreadPoolExecutor(processes) as pool:
         free: SimpleQueue[Sandbox] = SimpleQueue()
         for number in range(processes):

@@ -28,6 +28,12 @@ class Fault:
     #: Test files or node ids, as pytest takes them.
     tests: tuple[str, ...]
 
+    @property
+    def project(self) -> str:
+        """The folder of the distribution whose environment its tests run in; empty: the repository's own."""
+        parts = self.tests[0].split("/")
+        return "/".join(parts[:2]) if parts[0] == "integrations" else ""
+
     def planted(self, source: str) -> str:
         """The file's text with the fault. Raises `BadFaultError` where it cannot be planted."""
         found = source.count(self.old)

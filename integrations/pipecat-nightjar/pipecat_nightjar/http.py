@@ -6,7 +6,8 @@ import json
 from collections.abc import AsyncGenerator
 
 import aiohttp
-from pipecat.frames.frames import ErrorFrame, Frame
+from pipecat.audio.utils import create_stream_resampler
+from pipecat.frames.frames import ErrorFrame, Frame, TTSAudioRawFrame
 from pipecat.processors.frame_processor import FrameProcessorSetup
 from pipecat.services.tts_service import TTSService
 from pipecat.transcriptions.language import Language
@@ -44,6 +45,8 @@ class NightjarHttpTTSService(TTSService):
         """
         super().__init__(sample_rate=sample_rate, push_start_frame=True, push_stop_frames=True, settings=complete(settings), **kwargs)
         require_given(self._settings.model, "The model that the speech server serves")
+        # Pipecat's own drops the audio that it holds where the next chunk takes its time.
+        self._resampler = create_stream_resampler(clear_after_secs=None)
         self._base_url = base_url.rstrip("/")
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp_session
@@ -81,9 +84,13 @@ class NightjarHttpTTSService(TTSService):
                     return
                 await self.start_tts_usage_metrics(text)
                 rate = int(response.headers["x-sample-rate"])
+                # Of a text that was interrupted.
+                await self._resampler.reset()
                 pieces = response.content.iter_any()
                 async for frame in self._stream_audio_frames_from_iterator(pieces, in_sample_rate=rate, context_id=context_id):
                     yield frame
+                if rest := await self._resampler.flush():
+                    yield TTSAudioRawFrame(rest, self.sample_rate, 1, context_id=context_id)
         except (aiohttp.ClientError, TimeoutError) as error:
             message = f"The speech server {self._base_url} gave no whole answer: {error}"
             yield ErrorFrame(message, exception=error, category=ErrorCategory.CONNECTIVITY)

@@ -219,3 +219,14 @@ def test_a_folder_that_cannot_be_written_has_its_own_error(tmp_path: Path) -> No
         nightjar.run(["Good evening."], out=tmp_path / "file", quiet=True)
     assert caught.value.code is ErrorCode.STORE_FORBIDDEN
     assert "`out`" in caught.value.advice
+
+
+@pytest.mark.parametrize("where", ["s3://voices/anna.wav", "S3://voices/anna.wav"])
+def test_audio_in_a_bucket_keeps_its_address(tmp_path: Path, where: str) -> None:
+    dialogue = {"messages": [["user", "audio", where], ["user", "text", "one"]]}
+    row = {"text": "three", "reference_audio": where}
+    for record in (dialogue, row):
+        (line,) = read(written_input([record], Reading(), tmp_path))
+        assert line["messages"][0] == ["user", "audio", where]
+    (line,) = read(written_input([{"text": "three", "reference_audio": "anna.wav"}], Reading(), tmp_path))
+    assert line["messages"][0] == ["user", "audio", str(Path.cwd() / "anna.wav")]

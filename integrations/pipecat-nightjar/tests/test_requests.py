@@ -1,0 +1,135 @@
+"""What both services ask of a server for each of their settings, and how long its speech is at the rate of a pipeline.
+
+The server here is one that keeps what it was asked: Nightjar's own tests say what that means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from conversation import Conversation, converse
+from pipecat.transcriptions.language import Language
+from pipecat_nightjar import NightjarHttpTTSService, NightjarTTSService, NightjarTTSSettings
+
+#: Of the server's own voice.
+SERVER_RATE = 16_000
+SECONDS = 2.0
+#: In the midst of its speech: Pipecat's own resampler forgets what it holds after a fifth of a second.
+PAUSE_SECONDS = 0.25
+#: Setting -> its value, and what of the two requests it changes.
+TABLE: dict[str, list[tuple[Any, dict[str, Any], dict[str, Any]]]] = {
+    "model": [("other", {"model": "other"}, {"model_id": "other"})],
+    "voice": [("ada", {"voice": "ada"}, {"voice": {"mode": "id", "id": "ada"}})],
+    "language": [
+        (Language.DE_AT, {"language": "German"}, {"language": "German"}),
+        ("Klingon", {"language": "Klingon"}, {"language": "Klingon"}),
+    ],
+    "extra": [({"seed": 5}, {"seed": 5}, {"seed": 5})],
+}
+ROWS = [pytest.param(name, *row, id=f"{name}-{row[0]}") for name, rows in TABLE.items() for row in rows]
+
+
+class Recorder:
+    """Answers every text with a tone, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.url = ""
+
+    async def health(self, _request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def speech(self, request: web.Request) -> web.Response:
+        self.asked.append(await request.json())
+        answer = web.StreamResponse(headers={"x-sample-rate": str(SERVER_RATE)})
+        await answer.prepare(request)
+        audio = tone(SERVER_RATE)
+        await answer.write(audio[: len(audio) // 2])
+        await asyncio.sleep(PAUSE_SECONDS)
+        await answer.write(audio[len(audio) // 2 :])
+        return answer
+
+    async def talk(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            given = json.loads(message.data)
+            answer = {"context_id": given["context_id"], "done": False, "status_code": 206}
+            if given.get("transcript"):
+                self.asked.append({name: value for name, value in given.items() if name != "context_id"})
+                audio = base64.b64encode(tone(given["output_format"]["sample_rate"])).decode()
+                await socket.send_json({**answer, "type": "chunk", "data": audio})
+            if not given.get("continue", False):
+                await socket.send_json({**answer, "type": "done", "done": True})
+        return socket
+
+
+def tone(rate: int) -> bytes:
+    """PCM of 16 bits."""
+    return (8000 * np.sin(np.arange(int(SECONDS * rate)) * 440 * 2 * np.pi / rate)).astype("<i2").tobytes()
+
+
+@asynccontextmanager
+async def recorder() -> AsyncIterator[Recorder]:
+    one = Recorder()
+    app = web.Application()
+    app.add_routes([web.get("/health", one.health), web.post("/v1/audio/speech", one.speech), web.get("/tts/websocket", one.talk)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    one.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield one
+    finally:
+        await runner.cleanup()
+
+
+async def said(
+    kind: type[NightjarHttpTTSService | NightjarTTSService], rate: int = 24_000, **settings: Any
+) -> tuple[dict[str, Any], Conversation]:
+    """What a service with these settings asks for one text, and what it played."""
+
+    async def script(conversation: Conversation) -> None:
+        await conversation.say("Good morning.")
+        await conversation.until_replies(1)
+
+    async with recorder() as server:
+        service = kind(base_url=server.url, settings=NightjarTTSSettings(**{"model": "tone", **settings}))
+        done = await converse(service, script, rate=rate)
+    assert done.errors() == []
+    (asked,) = server.asked
+    return asked, done
+
+
+def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    return {name: after.get(name) for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+
+
+@pytest.mark.parametrize(("name", "value", "by_http", "by_websocket"), ROWS)
+def test_a_setting_is_asked_for(name: str, value: Any, by_http: dict[str, Any], by_websocket: dict[str, Any]) -> None:
+    for kind, expected in ((NightjarHttpTTSService, by_http), (NightjarTTSService, by_websocket)):
+        plain, asked = (asyncio.run(said(kind, **settings))[0] for settings in ({}, {name: value}))
+        assert changed(plain, asked) == expected, kind
+
+
+def test_no_setting_is_missing_in_the_table() -> None:
+    assert set(TABLE) == {field.name for field in dataclasses.fields(NightjarTTSSettings)}
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 24_000, 48_000])
+@pytest.mark.parametrize("kind", [NightjarHttpTTSService, NightjarTTSService])
+def test_speech_is_as_long_as_it_was_made(kind: type[NightjarHttpTTSService | NightjarTTSService], rate: int) -> None:
+    """An ear understands slowed speech: its samples are counted."""
+    _, done = asyncio.run(said(kind, rate))
+    assert done.rates() == {rate}
+    assert len(done.audio()) / 2 == pytest.approx(SECONDS * rate, abs=rate / 1000)

@@ -1,0 +1,125 @@
+"""Every option of a job, said in Python and on the command line, becomes the field that it is named after, and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+
+import nightjar
+from jobs.cli.spec import job_options, submit_options, take_spec
+from jobs.ingest import SubmitOptions
+from jobs.ledger.records import JobSpec, Reading
+from jobs.quality import Quality, quality_of
+from nightjar.runs import _job_options  # pyright: ignore[reportPrivateUsage]
+from pipelines.request import Generation
+from tests.support.field_tables import changed, fields_of
+
+LONG_PAUSES = ("bounds.pause.high=2",)
+
+#: What is said in Python, what on the command line, and the fields that differ then from those of a job of which nothing is said.
+ROWS: tuple[tuple[dict[str, Any], Sequence[str], dict[str, Any]], ...] = (
+    ({"model": "spark-tts-0.5b"}, ["--model", "spark-tts-0.5b"], {"spec.model": "spark-tts-0.5b"}),
+    ({"voice": "heart"}, ["--voice", "heart"], {"spec.generation.voice": "heart"}),
+    ({"language": "German"}, ["--language", "German"], {"spec.generation.language": "German"}),
+    ({"instruct": "softly"}, ["--instruct", "softly"], {"spec.generation.instruct": "softly"}),
+    (
+        {"voice_of": {"assistant": "sky"}},
+        ["--voice-of", "assistant=sky"],
+        {"spec.generation.roles": {"assistant": Generation(voice="sky")}},
+    ),
+    ({"voice_for": {"*": "sky"}}, ["--voice-for", "*=sky"], {"spec.reading.voices": {"*": "sky"}}),
+    ({"speak": "all"}, ["--speak", "all"], {"spec.speak": "all"}),
+    ({"seed": 5}, ["--seed", "5"], {"spec.seed": 5}),
+    ({"format": "flac"}, ["--format", "flac"], {"spec.format": "flac"}),
+    ({"sample_rate": 16_000}, ["--sample-rate", "16000"], {"spec.sample_rate": 16_000}),
+    ({"qa": "off"}, ["--qa", "off"], {"spec.quality": None}),
+    ({"qa_config": "qa.toml"}, ["--qa-config", "qa.toml"], {"spec.quality": quality_of("basic", None, LONG_PAUSES)}),
+    ({"qa_set": LONG_PAUSES}, ["--qa-set", *LONG_PAUSES], {"spec.quality": quality_of("basic", None, LONG_PAUSES)}),
+    ({"limit": 3}, ["--limit", "3"], {"spec.reading.limit": 3}),
+    ({"sample": 4}, ["--sample", "4"], {"spec.reading.sample": 4}),
+    ({"columns": {"text": "said"}}, ["--column", "text=said"], {"spec.reading.columns": {"text": "said"}}),
+    ({"input_format": "text"}, ["--input-format", "text"], {"options.input_format": "text"}),
+    ({"on_error": "abort"}, ["--on-error", "abort"], {"options.on_error": "abort"}),
+    ({"pack": True}, ["--pack"], {"spec.pack": True}),
+    ({"name": "A night"}, ["--name", "A night"], {"options.name": "A night"}),
+    ({"labels": {"corpus": "news"}}, ["--label", "corpus=news"], {"options.labels": {"corpus": "news"}}),
+    ({"priority": 7}, ["--priority", "7"], {"options.priority": 7}),
+    ({"weight": 9}, ["--weight", "9"], {"options.weight": 9}),
+    ({"max_attempts": 5}, ["--max-attempts", "5"], {"options.max_attempts": 5}),
+    ({"max_in_flight": 6}, ["--max-in-flight", "6"], {"options.max_in_flight": 6}),
+    ({"error_budget": 0.25}, ["--error-budget", "0.25"], {"options.error_budget": 0.25}),
+    ({"idempotency_key": "k"}, ["--idempotency-key", "k"], {"options.idempotency_key": "k"}),
+    ({"generation": {"seed": 8}}, [], {"spec.generation.seed": 8}),
+    ({"generation": {"reference_text": "Said."}}, [], {"spec.generation.reference_text": "Said."}),
+    ({"generation": {"temperature": 0.7}}, ["--temperature", "0.7"], {"spec.generation.temperature": 0.7}),
+    ({"generation": {"top_k": 11}}, ["--top-k", "11"], {"spec.generation.top_k": 11}),
+    ({"generation": {"top_p": 0.8}}, ["--top-p", "0.8"], {"spec.generation.top_p": 0.8}),
+    (
+        {"generation": {"repetition_penalty": 1.1}},
+        ["--repetition-penalty", "1.1"],
+        {"spec.generation.repetition_penalty": 1.1},
+    ),
+    ({"generation": {"cfg": 3.0}}, ["--cfg", "3"], {"spec.generation.cfg": 3.0}),
+    ({"generation": {"max_seconds": 12.0}}, ["--max-seconds", "12"], {"spec.generation.max_seconds": 12.0}),
+    ({"generation": {"mode": "text_audio"}}, ["--mode", "text_audio"], {"spec.generation.mode": "text_audio"}),
+    ({"generation": {"text_temperature": 0.2}}, ["--text-temperature", "0.2"], {"spec.generation.text_temperature": 0.2}),
+    ({"generation": {"audio_temperature": 0.3}}, ["--audio-temperature", "0.3"], {"spec.generation.audio_temperature": 0.3}),
+    ({"generation": {"audio_top_k": 13}}, ["--audio-top-k", "13"], {"spec.generation.audio_top_k": 13}),
+    ({"generation": {"max_tokens": 99}}, ["--max-tokens", "99"], {"spec.generation.max_tokens": 99}),
+)
+#: Fields that nobody says: submit itself fills them in.
+FOUND = {"spec.model_revision", "spec.stored_voices", "spec.reading.speakers_sha256", "options.owner"}
+
+
+@pytest.fixture(autouse=True)
+def _config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("qa.toml").write_text("bounds.pause.high = 2")
+
+
+@click.command()
+@job_options
+def command(**given: Any) -> dict[str, Any]:
+    """A command with the options of a job."""
+    spec = take_spec(given)
+    return by_path(spec, submit_options(given))
+
+
+def by_path(spec: JobSpec, options: SubmitOptions) -> dict[str, Any]:
+    named = (("spec", spec), ("options", options))
+    return {f"{of}.{path}": value for of, whole in named for path, value in fields_of(whole, Quality).items()}
+
+
+def in_python(**options: Any) -> dict[str, Any]:
+    return by_path(*_job_options(nightjar.JobOptions(**options)))
+
+
+def on_the_command_line(*arguments: str) -> dict[str, Any]:
+    return command.main(list(arguments), standalone_mode=False)
+
+
+def identity(row: tuple[dict[str, Any], Sequence[str], dict[str, Any]]) -> str:
+    return ",".join(row[2])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=identity)
+def test_an_option_becomes_its_field_and_no_other(row: tuple[dict[str, Any], Sequence[str], dict[str, Any]]) -> None:
+    said, arguments, expected = row
+    assert changed(in_python(), in_python(**said)) == expected
+    if arguments:
+        assert changed(on_the_command_line(), on_the_command_line(*arguments)) == expected
+
+
+def test_no_option_and_no_field_is_missing_in_the_table() -> None:
+    assert {name for said, _, _ in ROWS for name in said} == set(nightjar.JobOptions.__annotations__)
+    named = {parameter.name for _, arguments, _ in ROWS if arguments for parameter in command.params if arguments[0] in parameter.opts}
+    assert named == {parameter.name for parameter in command.params}
+    reached = {path for _, _, expected in ROWS for path in expected}
+    assert reached | FOUND == set(by_path(JobSpec("m", reading=Reading()), SubmitOptions()))
+    assert in_python() == on_the_command_line()
+    assert in_python()["spec.speak"] is msgspec.UNSET

@@ -1,0 +1,63 @@
+"""A job in Python whose items are made by other hands: what its items say, and how long it is waited for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs.ingest import submit
+from jobs.ledger import Ledger
+from jobs.ledger.records import JobSpec
+from jobs.settings import Settings
+from jobs.store import open_store
+from nightjar.job import POLL_SECONDS, Job
+from tests.support.export_kit import run_all
+from tests.support.fakes import FakeClock
+
+TALK = {"example_id": "talk", "messages": [["user", "text", "Who goes?"], ["assistant", "text", "A friend."]]}
+ONE = {"example_id": "one", "messages": [["user", "text", "Good evening."]]}
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(home=tmp_path)
+
+
+@pytest.fixture
+def job(settings: Settings) -> Iterator[Job]:
+    """A job that was submitted, of two dialogues with three items."""
+    ledger = Ledger.open(settings.ledger_url)
+    ledger.migrate()
+    source = settings.home / "in.jsonl"
+    source.write_text(f"{json.dumps(TALK)}\n{json.dumps(ONE)}\n")
+    store = open_store(settings.effective_store_url)
+    made = Job(submit(settings, ledger, store, str(source), JobSpec("hibari", speak="all")).job, settings)
+    ledger.close()
+    yield made
+    made.close()
+
+
+def test_an_item_has_the_text_of_its_own_turn(settings: Settings, job: Job) -> None:
+    ledger = Ledger.open(settings.ledger_url)
+    run_all(ledger, open_store(settings.effective_store_url), job.id, 0.1)
+    ledger.close()
+    expected = [("talk", "Who goes?"), ("talk", "A friend."), ("one", "Good evening.")]
+    assert [(item.example_id, item.text) for item in job] == expected
+    assert [item.audio.text for item in job.items()] == [text for _, text in expected]
+
+
+def test_a_wait_ends_with_its_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Clock(FakeClock):
+        def sleep(self, seconds: float) -> None:
+            self.advance(seconds)
+            assert self.monotonic() <= begun + 2 + POLL_SECONDS, "it waits on after its time"
+
+    clock = Clock()
+    begun = clock.monotonic()
+    monkeypatch.setattr("nightjar.job.time", clock)
+    assert job.wait(2.0) is job
+    assert clock.monotonic() == pytest.approx(begun + 2, abs=POLL_SECONDS)
+    assert (job.state, job.done) == ("ready", False)

@@ -1,0 +1,122 @@
+"""One context of a WebSocket on its own: when its text is spoken, and how long it waits for a slot."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from pipelines.registry import ModelCard
+from pipelines.request import Capabilities, Generation, Message, Speech, SynthesisRequest
+from pipelines.serving.admission import AdmissionQueue, Permit
+from pipelines.serving.cartesia import ContextMessage
+from pipelines.serving.context import Context, Serving
+from pipelines.serving.errors import ApiError
+from pipelines.serving.long_text import unit_request, unit_seed
+from pipelines.serving.options import ServeOptions
+from pipelines.serving.text_units import MAX_UNIT_CHARACTERS, units_of
+
+RATE = 24_000
+REQUEST = SynthesisRequest("one", (Message("user", "text", ""),), Generation(), 7)
+
+
+class Model:
+    """Says each text at once; `while_speaking` is called meanwhile."""
+
+    takes_text = False
+    card = ModelCard("m", "test", "cpu", RATE, Capabilities())
+
+    def __init__(self, seconds: float, while_speaking: Any = lambda: None) -> None:
+        self.seconds = seconds
+        self.while_speaking = while_speaking
+        self.texts: list[str] = []
+
+    async def speech(self, request: SynthesisRequest, _permit: Permit) -> Speech:
+        self.texts.append(cast("str", request.messages[-1].content))
+        self.while_speaking()
+        return Speech(np.zeros(int(self.seconds * RATE), np.float32), RATE)
+
+
+def context_of(model: Model, gate: AdmissionQueue, first: ContextMessage, **options: Any) -> Context:
+    async def send(_view: dict[str, Any]) -> None:
+        await asyncio.sleep(0)
+
+    metrics: Any = SimpleNamespace(spoke=lambda _: None, began=lambda *_: None)
+    return Context(Serving(cast("Any", model), ServeOptions(("m",), **options), gate, metrics), "a", first, REQUEST, send)
+
+
+@pytest.mark.parametrize(("seconds", "waits"), [(60.0, True), (0.001, False)])
+def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hear(seconds: float, waits: bool) -> None:
+    """The mean time of a slot is a second: without audio ahead the next sentence would come too late."""
+
+    async def play() -> list[str]:
+        gate = AdmissionQueue(slots=1, waiting_room=4)
+        others: list[asyncio.Future[Permit]] = []
+        model = Model(seconds, lambda: others.append(gate.ask()))
+        message = ContextMessage(context_id="a", transcript="First one. Second one.")
+        context = context_of(model, gate, message, stream_queue_seconds=0.0)
+        context.add(message)
+        task = asyncio.create_task(context.run())
+        while not (gate.waiting and others and others[0].done()) and not task.done():
+            await asyncio.sleep(0)
+        if waits:
+            others[0].result().let_go()
+        await task
+        return model.texts
+
+    if waits:
+        assert asyncio.run(play()) == ["First one.", "Second one."]
+    else:
+        with pytest.raises(ApiError) as caught:
+            asyncio.run(play())
+        assert caught.value.status_code == 429
+
+
+def test_without_a_delay_half_a_sentence_is_spoken_as_it_came() -> None:
+    async def play() -> list[str]:
+        model = Model(0.1)
+        message = ContextMessage(context_id="a", transcript="Please hol", more=True, max_buffer_delay_ms=0)
+        context = context_of(model, AdmissionQueue(slots=1, waiting_room=4), message)
+        context.add(message)
+        task = asyncio.create_task(context.run())
+        async with asyncio.timeout(30):
+            while not model.texts:
+                await asyncio.sleep(0)
+        task.cancel()
+        return model.texts
+
+    assert asyncio.run(play()) == ["Please hol"]
+
+
+def test_seeds_of_units_are_those_of_their_request() -> None:
+    """Equal requests say the same in every release: these are numbers, not what the code makes of them."""
+    seeds = {
+        (7, 0): 7,
+        (7, 1): 2776804601523485429,
+        (7, 2): 603544939596092586,
+        (8, 1): 5276175785312541883,
+        (2**63 - 1, 1): 4081251273433349919,
+    }
+    assert {key: unit_seed(*key) for key in seeds} == seeds
+    assert [unit_request(REQUEST, "Hi.", number).seed for number in range(3)] == [7, seeds[7, 1], seeds[7, 2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "first"),
+    [
+        ("word " * 50 + "end, " + "more " * 80, ("word " * 50 + "end,").strip()),
+        ("word " * 50 + "end, " + "more " * 20 + "then, " + "more " * 60, ("word " * 50 + "end, " + "more " * 20 + "then,").strip()),
+        ("early, " + "word " * 100, ("early, " + "word " * 78).strip()),
+        ("word " * 100, ("word " * 80).strip()),
+        ("x" * 500, "x" * MAX_UNIT_CHARACTERS),
+        ("x" * 399 + "e\u0301" + "x" * 100, "x" * 399),
+    ],
+    ids=["comma", "last comma", "comma too early", "words", "one word", "grapheme"],
+)
+def test_a_long_sentence_is_cut_where_it_is_least_heard(text: str, first: str) -> None:
+    units = units_of(text)
+    assert (units[0], len(units)) == (first, 2)
+    assert "".join("".join(units).split()) == "".join(text.split())
