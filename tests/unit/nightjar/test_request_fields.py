@@ -86,9 +86,8 @@ AGENTS: list[Row] = [
     ({"transcript": "Other words."}, {"messages": (Message("user", "text", "Other words."),)}),
     ({"voice": {"id": "bob"}}, {"generation.voice": "bob"}),
     ({"language": "german"}, {"generation.language": "german"}),
-    ({"language": "de"}, {"generation.language": "german"}),
-    ({"language": "de_AT"}, {"generation.language": "german"}),
-    ({"language": "EN-gb"}, {"generation.language": "english"}),
+    ({"language": "de"}, {"generation.language": "de"}),
+    ({"language": "EN-gb"}, {"generation.language": "EN-gb"}),
     ({"language": "klingon"}, {"generation.language": "klingon"}),
 ]
 AGENTS_ELSEWHERE = {"model_id", "output_format"}
