@@ -245,10 +245,8 @@ class _Ingest:
                 later = range(1, len(places))
                 items += [(index + turn, example_id) for turn in later]
                 turns.update({index + turn: turn for turn in later})
-        data = compress(encoded)
-        sha256 = hashlib.sha256(data).hexdigest()
-        info = put_numbered(self._store, input_key(self._job.id, shard_no), data, sha256, CONTENT_TYPE).info
-        return NewShard(shard_no, tuple(items), info.key, sha256, sum([line.estimated_ms for line in lines]), turns)
+        info = put_numbered(self._store, input_key(self._job.id, shard_no), compress(encoded), CONTENT_TYPE).info
+        return NewShard(shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns)
 
 
 def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:
