@@ -20,6 +20,7 @@ from pydantic import Field, PrivateAttr, SecretStr, ValidationError, ValidationI
 
 from jobs.formatting import is_address
 from jobs.ledger.location import STATE_FOLDER
+from jobs.own_files import read_own
 from jobs.settings_groups import (
     DispatchSettings,
     EngineSettings,
@@ -210,7 +211,7 @@ class Settings(SettingsGroup):
 def embedded_broker_url(state_folder: Path) -> str | None:
     """Address of the broker that `nightjar run` keeps in a home, or None when none runs."""
     try:
-        broker = json.loads((state_folder / "broker.json").read_text())
+        broker = json.loads(read_own(state_folder / "broker.json"))
         os.kill(int(broker["pid"]), 0)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -22,6 +22,7 @@ from jobs.child_process import say_last_words
 from jobs.dispatch import RUN_NIGHTLY, RUN_SHARD, RUN_SWEEP, make_celery
 from jobs.ledger.records import Ticket
 from jobs.logs import setup_logging
+from jobs.own_files import own_path
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from pipelines.interpreter import collect_seldom
@@ -203,13 +204,17 @@ def run_worker(settings: Settings, options: WorkerOptions) -> int:
 
 def run_beat(settings: Settings) -> None:
     """Runs Celery beat with its file in the state folder."""
-    settings.state_folder.mkdir(parents=True, exist_ok=True)
+    schedule = settings.state_folder / "beat"
+    # Its files have endings that depend on the library below.
+    for path in (schedule, *schedule.parent.glob("beat*")):
+        own_path(path)
+    schedule.parent.mkdir(parents=True, exist_ok=True)
     app = create_app(settings)
     if not app.conf.beat_schedule:
         log.warning("beat has nothing to send: no schedule is set, and the daily sweep is off")
     # Times of schedules are local times.
     app.conf.enable_utc = False
-    beat = app.Beat(schedule=str(settings.state_folder / "beat"), loglevel=settings.log_level.upper(), quiet=True, redirect_stdouts=False)
+    beat = app.Beat(schedule=str(schedule), loglevel=settings.log_level.upper(), quiet=True, redirect_stdouts=False)
     # Celery's own handler writes the file within the signal, and fails where beat is just opening it; leaving its loop writes it too.
     beat.install_sync_handler = lambda _: [signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGINT)]
     beat.run()

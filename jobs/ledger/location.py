@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
+from jobs.own_files import own_path
+
 #: Folder of a home that holds its ledger.
 STATE_FOLDER = ".nightjar"
 LEDGER_FILE = "ledger.sqlite"
@@ -24,6 +26,14 @@ def home_of(ledger: Path | None) -> Path | None:
     if ledger is None or ledger.absolute().parts[-2:] != (STATE_FOLDER, LEDGER_FILE):
         return None
     return place_of(ledger)
+
+
+def own_ledger(ledger: Path) -> Path:
+    """The path of a SQLite ledger. Raises `store.forbidden` where a file of an embedded one, which its home names, is a link."""
+    if home_of(ledger) is not None:
+        for ending in ("", "-wal", "-shm", "-journal", ".migrate"):
+            own_path(ledger.absolute().with_name(ledger.name + ending))
+    return ledger
 
 
 def recorded(store_url: str, place: Path | None) -> str:

@@ -15,6 +15,7 @@ from jobs.export.files import output
 from jobs.formatting import bytes_text, redact, seconds_text
 from jobs.ledger.records import ItemState, Job, RejectedLine
 from jobs.ledger.status import GAP_SECONDS, JobStatus
+from jobs.own_files import own_path
 from jobs.report.charts import Histogram, Lines, histogram, lines, number
 from jobs.report.clips import Clip, Clips
 from jobs.report.page import ErrorRow, Fact, Page, Row, render
@@ -83,8 +84,8 @@ class ReportResult:
 
 
 def default_place(settings: Settings, job_id: str) -> Path:
-    """Where the report of a job stands if nobody says otherwise."""
-    return settings.home.absolute() / "reports" / f"{job_id}.html"
+    """Where the report of a job stands if nobody says otherwise. Raises `store.forbidden` for a link."""
+    return own_path(settings.home.absolute() / "reports" / f"{job_id}.html")
 
 
 def write_report(
