@@ -22,6 +22,7 @@ from jobs.formatting import is_address
 from jobs.ledger.location import STATE_FOLDER
 from jobs.own_files import read_own
 from jobs.settings_groups import (
+    CUT_ADDRESS,
     DispatchSettings,
     EngineSettings,
     FlowerSettings,
@@ -35,6 +36,7 @@ from jobs.settings_groups import (
     SweepSettings,
     VllmSettings,
     WorkerSettings,
+    has_port,
 )
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import ModelCard, has_option
@@ -234,12 +236,11 @@ def _check_urls(urls: str, most_ats: int | None) -> None:
     for url in urls.split(";"):
         try:
             parts = urlsplit(url)
-            has_port = parts.port is None or parts.port > 0
         except ValueError:
-            has_port, parts = False, urlsplit("")
+            raise ValueError(CUT_ADDRESS) from None
         cut = bool(parts.netloc) and "@" in parts.path + parts.fragment
-        if cut or not has_port or (most_ats is not None and parts.netloc.count("@") > most_ats):
-            raise ValueError("its password holds a sign that must be percent-encoded (@ is %40, / is %2F, # is %23, ? is %3F)")
+        if cut or not has_port(parts) or (most_ats is not None and parts.netloc.count("@") > most_ats):
+            raise ValueError(CUT_ADDRESS)
 
 
 def load_settings(**overrides: Any) -> Settings:
