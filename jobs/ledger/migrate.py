@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
+from jobs.ledger import schema
 from jobs.ledger.database import NO_LIMITS, Database, set_limits
 from jobs.ledger.location import own_ledger
 from jobs.ledger.records import SCHEMA_REVISION
-from jobs.ledger.schema import metadata
 from jobs.own_files import open_own
 from pipelines.errors import ErrorCode, ServiceError
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 #: Key of the PostgreSQL advisory lock that lets one process migrate at a time.
 MIGRATION_LOCK = 0x6E69676874
-
-_version_table = sa.table("alembic_version", sa.column("version_num", sa.Text))
 
 
 def upgrade(database: Database, revision: str = "head") -> None:
@@ -81,11 +79,11 @@ def _too_new(database: Database, current: str) -> ServiceError:
 def _revision(connection: sa.Connection) -> str | None:
     if not sa.inspect(connection).has_table("alembic_version"):
         return None
-    return connection.scalar(sa.select(_version_table.c.version_num))
+    return connection.scalar(sa.select(schema.version.c.version_num))
 
 
 def _has_tables(connection: sa.Connection) -> bool:
-    return any(name != _version_table.name for name in sa.inspect(connection).get_table_names())
+    return any(name != schema.version.name for name in sa.inspect(connection).get_table_names())
 
 
 @contextmanager
@@ -136,5 +134,5 @@ def _config() -> Config:
         raise ServiceError(ErrorCode.LEDGER_SCHEMA, "The package `migrations` is not installed.", "Install nightjar again.")
     config = Config()
     config.set_main_option("script_location", str(Path(next(iter(spec.submodule_search_locations)))).replace("%", "%%"))
-    config.attributes["metadata"] = metadata
+    config.attributes["metadata"] = schema.metadata
     return config
