@@ -10,14 +10,12 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -29,6 +27,7 @@ from types import TracebackType
 from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
 from jobs.ledger.location import embedded_workers
+from jobs.own_files import open_own, own_path
 from jobs.quarantine import QuarantineReports
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
@@ -104,8 +103,7 @@ class EmbeddedHome:
 
     def __enter__(self) -> EmbeddedHome:
         try:
-            self.state.mkdir(parents=True, exist_ok=True)
-            self._lock = _open_own(self.state / "lock", os.O_RDWR)
+            self._lock = open_own(self.state / "lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise StoreError(
                 ErrorCode.STORE_FORBIDDEN,
@@ -285,7 +283,7 @@ class EmbeddedHome:
         """Removes the address of a broker that is gone, and its folder."""
         record = self.state / "broker.json"
         try:
-            folder = Path(json.loads(record.read_text())["folder"])
+            folder = Path(json.loads(read_own(record))["folder"])
         except (OSError, ValueError, KeyError, TypeError):
             folder = self._socket_folder
         record.unlink(missing_ok=True)
@@ -298,7 +296,7 @@ class EmbeddedHome:
 def _last_line(log: Path) -> str:
     """What a worker said last; empty when it said nothing."""
     try:
-        with log.open("rb") as file:
+        with os.fdopen(open_own(log, os.O_RDONLY), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             lines = file.read().decode(errors="replace").split("\n")
     except OSError:
@@ -306,39 +304,15 @@ def _last_line(log: Path) -> str:
     return next((line.strip()[:400] for line in reversed(lines) if line.strip()), "")
 
 
-def _open_own(path: Path, flags: int) -> int:
-    """Opens a file of a home's state, made where it is missing.
-
-    Refuses links and whatever is no plain file: who may write into the home does not choose which other file is written over.
-    """
-    try:
-        file = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-            raise
-        raise _no_plain_file(path) from error
-    if not stat.S_ISREG(os.fstat(file).st_mode):
-        os.close(file)
-        raise _no_plain_file(path)
-    return file
-
-
 def _open_log(path: Path) -> int:
-    """A log of this home, open to append. Refuses as `_open_own` does."""
-    return _open_own(path, os.O_WRONLY | os.O_APPEND)
-
-
-def _no_plain_file(path: Path) -> StoreError:
-    message = f"{path} is a link, or not a regular file, and is not written to."
-    return StoreError(ErrorCode.STORE_FORBIDDEN, message, "Find out who created it, remove it, and run the command again.")
+    """A log of this home, open to append. Refuses as `open_own` does."""
+    return open_own(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
 def _write_own(path: Path, record: Mapping[str, object]) -> None:
-    """Whoever reads it finds the whole record or the one before it. Refuses what `_open_own` refuses."""
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise _no_plain_file(path)
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with os.fdopen(_open_own(unfinished, os.O_WRONLY | os.O_TRUNC), "w") as file:
+    """Whoever reads it finds the whole record or the one before it. Refuses what `open_own` refuses."""
+    unfinished = own_path(path).with_name(f"{path.name}.unfinished")
+    with os.fdopen(open_own(unfinished, os.O_WRONLY | os.O_TRUNC | os.O_CREAT), "w") as file:
         json.dump(record, file)
     unfinished.replace(path)
 

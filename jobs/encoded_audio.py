@@ -13,14 +13,13 @@ import numpy as np
 import soundfile
 
 from jobs.ledger.records import JobSpec
-from pipelines.audio import encode, ogg_pages, resample
+from pipelines.audio import encode, resample
 from pipelines.audio_format import LOSSY, AudioFormat
 from pipelines.errors import ErrorCode, SynthesisError
 from pipelines.request import Speech
 
 #: What libopus and LAME write of themselves into a file.
 _ENCODERS = re.compile(rb"libopus [0-9A-Za-z.-]+|LAME[0-9.]+")
-_LAST_PAGE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +49,6 @@ def encoded_audio(speech: Speech, spec: JobSpec) -> EncodedAudio:
     data = encode(samples, rate, audio_format)
     # What a reader gets of MP3 and Opus is the codec's to say.
     return EncodedAudio(data, rate, soundfile.info(io.BytesIO(data)).frames if audio_format in LOSSY else len(samples))
-
-
-def measured(data: bytes) -> tuple[int, int] | None:
-    """(samples, sample rate) of an audio file as it is read; None for a damaged file, or one that was cut."""
-    # A WAV file says its own length, and so do the pages of Opus; one that was cut would be read as a shorter one.
-    if data[:4] == b"RIFF" and int.from_bytes(data[4:8], "little") + 8 != len(data):
-        return None
-    if data[:4] == b"OggS" and not _ends(data):
-        return None
-    try:
-        with soundfile.SoundFile(io.BytesIO(data)) as file:
-            frames = len(file.read())
-            return (frames, file.samplerate) if frames == file.frames else None
-    except soundfile.SoundFileError:
-        return None
-
-
-def _ends(data: bytes) -> bool:
-    """Whether an Ogg file has its last page, whole."""
-    begin, end = ogg_pages(data)[-1]
-    return end == len(data) and bool(data[begin + 5] & _LAST_PAGE)
 
 
 @cache

@@ -15,7 +15,7 @@ import msgspec
 
 from jobs.input_format import AskedFormat, InputFormat
 from jobs.ledger.records import JobSpec, RejectedLine
-from jobs.line_check import GoodLine, aborted_by, duplicate
+from jobs.line_check import MAX_REFUSED_LINES, GoodLine, aborted_by, duplicate, refusals_left
 from jobs.references import ReferenceReader
 from jobs.source import BATCH_BYTES, BATCH_LINES, open_source
 from jobs.spec import ResolvedSpec, records_of, resolve
@@ -80,6 +80,7 @@ def dry_run(
     rejected: Counter[ErrorCode] = Counter()
     examples: list[RejectedLine] = []
     items = milliseconds = 0
+    refusals = MAX_REFUSED_LINES
     with open_source(source, settings.s3) as opened, _SeenIds() as seen:
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, card.check_reference)
         resolved = resolved.of_input(opened)
@@ -91,6 +92,7 @@ def dry_run(
             bad = sorted([*bad, *repeated], key=lambda line: line.line)
             if abort and bad:
                 raise aborted_by(bad[0], "Nothing would be submitted")
+            refusals = refusals_left(refusals, good, bad)
             items += sum(line.items for line in good)
             milliseconds += sum(line.estimated_ms for line in good)
             rejected.update(line.code for line in bad)

@@ -16,7 +16,7 @@ from jobs.input_records import Records
 from jobs.layout import input_key, job_prefix, put_numbered
 from jobs.ledger import DuplicateExamples
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState, NewJob, NewShard, RejectedLine
-from jobs.line_check import GoodLine, LineChecker, aborted_by, duplicate
+from jobs.line_check import MAX_REFUSED_LINES, GoodLine, LineChecker, aborted_by, duplicate, refusals_left
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, compress, encode_lines
 from jobs.sharding import ShardSize, cut
@@ -182,8 +182,10 @@ class _Ingest:
         ):
             write_all = writers.map if self._store.remote else map
             staging: Future[None] | None = None
+            refusals = MAX_REFUSED_LINES
             for batch in self._records.batches(BATCH_LINES, BATCH_BYTES, self._lines):
                 good, rejected = self._checker.check(batch, self._uploader.key)
+                refusals = refusals_left(refusals, good, rejected)
                 self._staged(staging)
                 staging = stager.submit(self._stage, write_all, good, rejected, batch.first + len(batch.lines) - 1)
             self._staged(staging)
@@ -251,10 +253,8 @@ class _Ingest:
                 later = range(1, len(places))
                 items += [(index + turn, example_id) for turn in later]
                 turns.update({index + turn: turn for turn in later})
-        data = compress(encoded)
-        sha256 = hashlib.sha256(data).hexdigest()
-        info = put_numbered(self._store, input_key(self._job.id, shard_no), data, sha256, CONTENT_TYPE).info
-        return NewShard(shard_no, tuple(items), info.key, sha256, sum([line.estimated_ms for line in lines]), turns)
+        info = put_numbered(self._store, input_key(self._job.id, shard_no), compress(encoded), CONTENT_TYPE).info
+        return NewShard(shard_no, tuple(items), info.key, info.sha256, sum([line.estimated_ms for line in lines]), turns)
 
 
 def _refuse_skipped(ledger: Ledger, store: ObjectStore, job: Job) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import unicodedata
+from collections.abc import Mapping
 
 from jobs.store.base import ObjectStore, PutResult
 from pipelines.audio_format import CONTENT_TYPES as AUDIO_TYPES
@@ -12,6 +14,7 @@ MAX_SLUG_CHARACTERS = 60
 _NOT_SAFE = re.compile(r"[^A-Za-z0-9_-]+")
 _INDEX = re.compile(r"/(\d{9,})-[^/]*\Z")
 _DRAW = re.compile(r"-draw([1-9]\d*)\.[^/]*\Z")
+_NUMBER = re.compile(r"(\.(?:[2-9]|[1-9]\d+))(\.[^./]+)\Z")
 _INPUT = re.compile(r"/(\d{6,})(?:\.([1-9]\d*))?\.jsonl\.zst\Z")
 _PACK = re.compile(r"(\d{6,})-([1-9]\d*)-(\d+)-([0-9a-f]{16})\.tar")
 _REFERENCE = re.compile(r"[0-9a-f]{64}\.[a-z0-9]+")
@@ -47,7 +50,7 @@ def job_prefix(job_id: str) -> str:
 def audio_key(job_id: str, index: int, example_id: str, ext: str, draw: int = 0) -> str:
     """`jobs/<job>/audio/<index // 10000>/<index>-<slug>.<ext>`; `<index>-<slug>-draw<n>.<ext>` for a later draw.
 
-    Each draw has a key of its own: what a worker that died left of one is never taken for another.
+    Each draw has a key of its own. What is made again with other content is numbered, see `put_numbered`.
     """
     return _item_key(job_id, "audio", index, example_id, ext, draw)
 
@@ -104,10 +107,11 @@ def index_of(key: str) -> int | None:
 
 
 def draw_of(key: str, job_id: str, kind: str, index: int, example_id: str, ext: str) -> int | None:
-    """The draw of this item whose key this is, to the letter; None: it is no key of the item's."""
+    """The draw of this item whose key this is, with any number, to the letter; None: it is no key of the item's."""
     match = _DRAW.search(key)
     draws = [0] if match is None else [0, int(match[1])]
-    return next((draw for draw in draws if key == _item_key(job_id, kind, index, example_id, ext, draw)), None)
+    unnumbered = _NUMBER.sub(r"\2", key)
+    return next((draw for draw in draws if unnumbered == _item_key(job_id, kind, index, example_id, ext, draw)), None)
 
 
 def shard_of_input(key: str, job_id: str) -> int | None:
@@ -159,16 +163,17 @@ def numbered_key(key: str, number: int) -> str:
     return f"{folder}{slash}{stem}.{number}{dot}{extensions}"
 
 
-def put_numbered(store: ObjectStore, key: str, data: bytes, sha256: str, content_type: str) -> PutResult:
-    """Puts what may have to be written anew with other content (a manifest after `nightjar retry`, the input of an ingest that
-    died): under `key`, or, where other content stands there, under the next free number. Same content is adopted.
+def put_numbered(store: ObjectStore, key: str, data: bytes, content_type: str, metadata: Mapping[str, str] | None = None) -> PutResult:
+    """Puts what may have to be written anew with other content (a manifest after `nightjar retry`, the audio of a worker that died):
+    under `key`, or, where other content stands there, under the next free number. Only the same content, by its SHA-256, is adopted.
 
-    Objects stay write-once, so a reader never sees half of a change; the ledger names the one that counts, and where it
-    names none the highest number is the newest. Returns the object with its key.
+    Objects stay write-once, so a reader never sees half of a change, and what a power cut damaged stands in nobody's way; the ledger
+    names the one that counts, and where it names none the highest number is the newest. Returns the object with its key and SHA-256.
     """
-    number = 1
+    number, sha256 = 1, ""
     while True:
-        result = store.put(numbered_key(key, number), data, content_type=content_type)
-        if result.created or result.info.sha256 == sha256:
+        result = store.put(numbered_key(key, number), data, content_type=content_type, metadata=metadata)
+        # The store hashes what it puts; a second hash takes as long as encoding.
+        if result.created or result.info.sha256 == (sha256 := sha256 or hashlib.sha256(data).hexdigest()):
             return result
         number += 1

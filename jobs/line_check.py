@@ -19,6 +19,8 @@ from pipelines.registry import ModelCard
 from pipelines.request import Generation, Message, SpokenRole
 from pipelines.validation import SpeechTask, is_visible, own_voice, speech_task
 
+#: Bad lines that an input may have, and more for each good one: a small archive can hold billions.
+MAX_REFUSED_LINES, MAX_REFUSED_LINES_EACH = 1_000_000, 10
 #: Faults of a line that the job's own settings cannot be blamed for.
 _LINE_FAULTS = {ErrorCode.INPUT_AUDIO_MISSING, ErrorCode.INPUT_REFERENCE_TEXT}
 
@@ -255,6 +257,16 @@ def duplicate(example_id: str, key: str = "example_id") -> InputError:
 def aborted_by(line: RejectedLine, outcome: str) -> InputError:
     """The error of an input that one bad line refuses; `outcome` says what became of the others."""
     return InputError(line.code, f"Line {line.line}: {line.message}", f"{outcome}; `--on-error skip` leaves such lines out.")
+
+
+def refusals_left(left: int, good: Sequence[GoodLine], rejected: Sequence[RejectedLine]) -> int:
+    """How many more lines may be refused after these. Raises `input.wrong_format` where hardly any line is good."""
+    left += len(good) * MAX_REFUSED_LINES_EACH - len(rejected)
+    if left < 0:
+        last = rejected[-1]
+        message = f"More than {MAX_REFUSED_LINES:,} lines of the input are refused, and hardly any other is good."
+        raise InputError(ErrorCode.INPUT_WRONG_FORMAT, message, f"See what the file is. Line {last.line}: {last.message}")
+    return left
 
 
 def _any_text(_: str) -> None:

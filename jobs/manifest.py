@@ -95,8 +95,7 @@ def put_shard_manifest(
     """Writes the manifest of a shard, of whose lines `items` are made. Returns its key and SHA-256, which the ledger may name now."""
     spoken = {line.index: spoken_by(job, line) for line in lines}
     data = b"".join(encode_entries(entry(audio.example_id, audio, job.spec_sha, spoken[audio.index]) for audio in items))
-    sha256 = hashlib.sha256(data).hexdigest()
-    info = put_numbered(store, shard_manifest_key(job.id, shard_no), data, sha256, CONTENT_TYPE).info
+    info = put_numbered(store, shard_manifest_key(job.id, shard_no), data, CONTENT_TYPE).info
     store.sync()
     return info.key, info.sha256
 

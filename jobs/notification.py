@@ -6,6 +6,7 @@ claimed in the ledger first, and noted there after the hook has taken it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import http.client
@@ -22,7 +23,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -170,13 +171,18 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 def _post(notify: NotifySettings, view: Mapping[str, Any], body: bytes, attempt: int) -> None:
     assert notify.url is not None
-    url = notify.url.get_secret_value()
+    parts = urlsplit(notify.url.get_secret_value())
+    userinfo, _, host = parts.netloc.rpartition("@")
+    url = parts._replace(netloc=host).geturl()
     headers = {
         "Content-Type": "application/json",
         "User-Agent": f"nightjar/{installed_version()}",
         "X-Nightjar-End": view["end"],
         "X-Nightjar-Attempt": str(attempt),
     }
+    if userinfo:
+        user, _, password = (unquote(part) for part in userinfo.partition(":"))
+        headers["Authorization"] = f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
     if notify.secret is not None:
         headers[SIGNATURE] = signature(notify.secret.get_secret_value(), body)
     # Only http and https pass the settings.
@@ -187,7 +193,7 @@ def _post(notify: NotifySettings, view: Mapping[str, Any], body: bytes, attempt:
     try:
         tried.result(notify.timeout_seconds)
     except TimeoutError:
-        raise HookError(f"{urlsplit(url).hostname} did not answer within {notify.timeout_seconds:g} s") from None
+        raise HookError(f"{parts.hostname} did not answer within {notify.timeout_seconds:g} s") from None
 
 
 def _try_request(request: urllib.request.Request, timeout_seconds: float, tried: Future[None]) -> None:

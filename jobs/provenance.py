@@ -142,7 +142,7 @@ def put_provenance(store: ObjectStore, job: Job, info: EngineInfo) -> ObjectInfo
     """Keeps a worker's record in the store of the job; an equal one that is there is adopted. Raises `ModelError`, `StoreError`."""
     record = provenance(job, "worker", model_provenance(job.spec.model), info)
     data = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
-    return put_numbered(store, provenance_key(job.id), data, hashlib.sha256(data).hexdigest(), "application/json").info
+    return put_numbered(store, provenance_key(job.id), data, "application/json").info
 
 
 _decode = msgspec.json.Decoder(Provenance).decode

@@ -8,8 +8,9 @@ import shlex
 from pathlib import Path
 
 from jobs.ledger.location import STATE_FOLDER, home_of
+from jobs.own_files import open_own, read_own
 from jobs.settings import Settings, load_settings, sqlite_path
-from pipelines.errors import ErrorCode, NotFoundError
+from pipelines.errors import ErrorCode, NotFoundError, StoreError
 
 #: Most pointers that are kept; the oldest go first.
 KEPT = 1000
@@ -26,11 +27,11 @@ def remember(job_id: str, home: Path) -> None:
     """Notes that a job lives in `home`. A state folder that cannot be written costs only the convenience."""
     try:
         folder = _folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / job_id).write_text(str(home.absolute()))
+        with os.fdopen(open_own(folder / job_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+            file.write(str(home.absolute()))
         for stale in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
             stale.unlink(missing_ok=True)
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, StoreError):
         return
 
 
@@ -64,8 +65,8 @@ def homes_of(prefix: str) -> set[Path]:
     try:
         folder = _folder()
         pointers = [folder / name for name in os.listdir(folder) if name.startswith(prefix)]
-        homes = {Path(pointer.read_text()) for pointer in pointers}
-    except (OSError, RuntimeError, UnicodeDecodeError):
+        homes = {Path(read_own(pointer)) for pointer in pointers}
+    except (OSError, RuntimeError, StoreError):
         return set()
     return {home for home in homes if (home / STATE_FOLDER / "ledger.sqlite").is_file()}
 

@@ -21,6 +21,7 @@ from pydantic import Field, PrivateAttr, SecretStr, ValidationError, ValidationI
 from jobs.formatting import is_address
 from jobs.ledger.location import STATE_FOLDER, embedded_broker_url
 from jobs.settings_groups import (
+    CUT_ADDRESS,
     DispatchSettings,
     EngineSettings,
     FlowerSettings,
@@ -33,6 +34,7 @@ from jobs.settings_groups import (
     ShardSettings,
     VllmSettings,
     WorkerSettings,
+    has_port,
 )
 from pipelines.errors import ConfigError, ErrorCode
 from pipelines.registry import ModelCard, has_option
@@ -221,12 +223,11 @@ def _check_urls(urls: str, most_ats: int | None) -> None:
     for url in urls.split(";"):
         try:
             parts = urlsplit(url)
-            has_port = parts.port is None or parts.port > 0
         except ValueError:
-            has_port, parts = False, urlsplit("")
+            raise ValueError(CUT_ADDRESS) from None
         cut = bool(parts.netloc) and "@" in parts.path + parts.fragment
-        if cut or not has_port or (most_ats is not None and parts.netloc.count("@") > most_ats):
-            raise ValueError("its password holds a sign that must be percent-encoded (@ is %40, / is %2F, # is %23, ? is %3F)")
+        if cut or not has_port(parts) or (most_ats is not None and parts.netloc.count("@") > most_ats):
+            raise ValueError(CUT_ADDRESS)
 
 
 def load_settings(**overrides: Any) -> Settings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 
@@ -174,6 +174,17 @@ class ShardSettings(SettingsGroup):
     max_items: PositiveInt = Field(default=8192, description="Maximum items of a shard.")
 
 
+CUT_ADDRESS = "its password holds a sign that must be percent-encoded (@ is %40, / is %2F, # is %23, ? is %3F)"
+
+
+def has_port(parts: SplitResult) -> bool:
+    """Whether the port of an address is none or a number, and not the rest of a password."""
+    try:
+        return parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+
+
 class NotifySettings(SettingsGroup):
     """The hook of the operator that is told of every job's end; it is never a job's."""
 
@@ -182,7 +193,11 @@ class NotifySettings(SettingsGroup):
         description="Command that runs at each end of a job, without a shell: words as a shell splits them, or a list in a file. The "
         "status is on its standard input as JSON; NIGHTJAR_JOB and NIGHTJAR_STATE are variables.",
     )
-    url: SecretStr | None = Field(default=None, description="Address that gets the status by POST at each end of a job.")
+    url: SecretStr | None = Field(
+        default=None,
+        description="Address that gets the status by POST at each end of a job. "
+        "`https://USER:PASSWORD@HOST/PATH` sends a Basic authorization.",
+    )
     secret: SecretStr | None = Field(
         default=None, description="Key of the HMAC-SHA256 of the body, in the header `X-Nightjar-Signature` of the POST."
     )
@@ -204,9 +219,17 @@ class NotifySettings(SettingsGroup):
     @field_validator("url")
     @classmethod
     def _refuse_other_schemes(cls, value: SecretStr | None) -> SecretStr | None:
-        parts = None if value is None else urlsplit(value.get_secret_value())
-        if parts is not None and (parts.scheme not in ("http", "https") or not parts.hostname):
+        if value is None:
+            return value
+        try:
+            parts = urlsplit(value.get_secret_value())
+        except ValueError:
+            # The parser's words repeat the password.
+            raise ValueError(CUT_ADDRESS) from None
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError("it is not an address of the form https://HOST/PATH")
+        if not has_port(parts):
+            raise ValueError(CUT_ADDRESS)
         return value
 
 

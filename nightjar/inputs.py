@@ -15,6 +15,7 @@ import msgspec
 from jobs.chat_messages import chat_dialogue
 from jobs.dialogue import chosen_id, clean
 from jobs.ledger.records import Reading
+from jobs.own_files import own_path
 from jobs.store import is_remote
 from jobs.tables import Columns, row_dialogue
 from pipelines.errors import ErrorCode, InputError, StoreError
@@ -35,7 +36,7 @@ def written_input(records: Iterable[Any], chosen: Reading, state_folder: Path) -
     collection of records, and `StoreError` (`store.forbidden`) for a folder that cannot be written.
     """
     _check_collection(records)
-    folder = state_folder / INPUTS
+    folder = own_path(state_folder / INPUTS / "input", depth=3).parent
     digest = hashlib.sha256()
     try:
         folder.mkdir(parents=True, exist_ok=True)

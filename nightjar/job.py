@@ -146,7 +146,7 @@ class Job:
         return islice(self._items(rows), limit)
 
     def refused(self) -> Iterator[RejectedLine]:
-        """The lines of the input that became no item: `line`, `code`, `message` and `example_id` of each."""
+        """The lines of the input that became no item, the first 10,000 of them: `line`, `code`, `message` and `example_id` of each."""
         return self._ledger.rejected_lines(self.id)
 
     def export(self, format: str, to: str | Path, *, where: str | None = None, **options: Any) -> Path:

@@ -1,4 +1,4 @@
-"""Writes the artifacts of an item: encodes, puts under write-once keys, adopts what an earlier attempt left there.
+"""Writes the artifacts of an item: encodes, puts under write-once keys, adopts what an earlier attempt left there if it is the same.
 
 In a job with packs they are only encoded here; `worker.pack_writer` stores them.
 """
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jobs.layout import CONTENT_TYPES, audio_key, object_metadata, quarantine_key, text_key
+from jobs.layout import CONTENT_TYPES, audio_key, object_metadata, put_numbered, quarantine_key, text_key
 from jobs.ledger.records import QUARANTINE, Artifact
-from jobs.store.base import ObjectStore, PutResult
-from pipelines.errors import ErrorCode, NightjarError, StoreError
+from jobs.store.base import ObjectStore
+from pipelines.errors import NightjarError
 from pipelines.request import Speech
 from worker.leases import HeldLease, RetryNote
 from worker.pack_writer import EncodedArtifact
@@ -79,51 +79,15 @@ class ArtifactWriter:
         return EncodedArtifact(made, data)
 
     def _write(self, one: EncodedArtifact) -> Artifact:
-        """Puts an artifact under its key. Returns it as it stands there: what an earlier worker of this shard wrote is adopted."""
+        """Puts an artifact under its key, or under the next number where something else stands: a power cut may have damaged it, or the
+        engine may have rounded otherwise."""
         made, data = one.artifact, one.data
         content_type = CONTENT_TYPES[made.key.rpartition(".")[2]]
-        result = self._put(made.key, data, content_type, made.seed)
-        known = result.info
-        # The store hashes what it puts; a second hash takes as long as encoding.
-        if result.created or known.sha256 == one.hashed().artifact.sha256:
-            return msgspec.structs.replace(made, sha256=known.sha256)
-        if made.kind == "text":
-            if data and not known.bytes:
-                known = self._replace(made.key, data, content_type, made.seed).info
-            return msgspec.structs.replace(made, sha256=known.sha256, bytes=known.bytes)
-        measured = self.held.retrying(lambda: _measure(self.store, made.key), self.on_retry)
-        if measured is None:
-            # The item is open, so no artifact names this object: a power cut damaged what an earlier worker wrote.
-            known, measured = self._replace(made.key, data, content_type, made.seed).info, (made.samples, made.sample_rate)
-        samples, rate = measured
-        duration_ms = round(samples * 1000 / rate)
-        return msgspec.structs.replace(
-            made, sha256=known.sha256, bytes=known.bytes, samples=samples, sample_rate=rate, duration_ms=duration_ms
-        )
-
-    def _replace(self, key: str, data: bytes, content_type: str, seed: int) -> PutResult:
-        self.held.retrying(lambda: self.store.delete(key), self.on_retry)
-        return self._put(key, data, content_type, seed)
-
-    def _put(self, key: str, data: bytes, content_type: str, seed: int) -> PutResult:
-        """Writes once; what an earlier worker of this shard wrote there is adopted. Raises `store.conflict` for another spec's."""
-        metadata = object_metadata(self.held.lease.job.spec_sha, seed)
-        spec_sha = metadata["spec_sha"]
-        result = self.held.retrying(lambda: self.store.put(key, data, content_type=content_type, metadata=metadata), self.on_retry)
-        if result.info.metadata.get("spec_sha", spec_sha) != spec_sha:
-            raise StoreError(
-                ErrorCode.STORE_CONFLICT, f"Another job's object stands under {key}.", "Use another store or prefix for this job."
-            )
-        return result
+        metadata = object_metadata(self.held.lease.job.spec_sha, made.seed)
+        put = self.held.retrying(lambda: put_numbered(self.store, made.key, data, content_type, metadata), self.on_retry)
+        return msgspec.structs.replace(made, key=put.info.key, sha256=put.info.sha256)
 
 
 def text_only(made: Speech | NightjarError) -> bool:
     """Whether the model was asked for text without audio."""
     return isinstance(made, Speech) and made.text_out is not None and made.meta.get("mode") == "text_only"
-
-
-def _measure(store: ObjectStore, key: str) -> tuple[int, int] | None:
-    """(samples, sample rate) of an audio object; None for a damaged file."""
-    from jobs.encoded_audio import measured
-
-    return measured(store.get(key))

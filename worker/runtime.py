@@ -23,7 +23,16 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import Ticket, WorkerInfo
 from jobs.provenance import ProvenanceBook
 from jobs.store.base import ObjectStore
-from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError, NightjarError, NotFoundError, SynthesisError
+from pipelines.errors import (
+    ConfigError,
+    EngineCrashError,
+    ErrorCode,
+    ModelError,
+    NightjarError,
+    NotFoundError,
+    ServiceError,
+    SynthesisError,
+)
 from pipelines.registry import describe
 from pipelines.request import Pipeline, engine_info
 from worker.demand import SHARDS_AT_START, Demand
@@ -175,17 +184,27 @@ class Runtime:
     def handle(self, ticket: Ticket) -> Handling:
         """Claims the shard of a message and runs it to its end. Raises no error that a retry of the message would solve."""
         with bound_contextvars(job=ticket.job_id, shard=ticket.shard_no, worker=self.worker.id):
-            refusal = self._refusal(ticket)
-            if refusal is not None:
-                return refusal
-            on_trial = self._asking(lambda: self.ledger.on_trial(ticket))
-            with self._exclusive.hold(bool(on_trial), lambda: self.draining) as placed:
-                ran = placed and self._run(ticket)
-            if not ran:
-                return Handling.REFUSED if self.draining else Handling.DROPPED
-            self.maintenance.nudge()
-            self._end_job(ticket.job_id)
-            return Handling.RAN
+            try:
+                return self._handle(ticket)
+            except ServiceError as error:
+                if error.code is not ErrorCode.LEDGER_SCHEMA:
+                    raise
+                # The shards in flight are of the tables of before, and end; the message is for a worker of the new version.
+                self._end_with(error)
+                return Handling.REFUSED
+
+    def _handle(self, ticket: Ticket) -> Handling:
+        refusal = self._refusal(ticket)
+        if refusal is not None:
+            return refusal
+        on_trial = self._asking(lambda: self.ledger.on_trial(ticket))
+        with self._exclusive.hold(bool(on_trial), lambda: self.draining) as placed:
+            ran = placed and self._run(ticket)
+        if not ran:
+            return Handling.REFUSED if self.draining else Handling.DROPPED
+        self.maintenance.nudge()
+        self._end_job(ticket.job_id)
+        return Handling.RAN
 
     def drain(self) -> None:
         """Takes no more shards and finishes those in flight; after `drain_seconds` or a second call it gives them back."""
@@ -233,6 +252,7 @@ class Runtime:
             if not self._up:
                 raise
             # The shard goes back as it was.
+            self.hurry()
             self._end_with(error)
             raise LeaseGoneError(GoneReason.DRAINED) from error
         log.info(f"engine ready: {engine_info(pipeline).summary(pipeline.name)}")
@@ -263,15 +283,17 @@ class Runtime:
         more."""
         ends = self._up and is_watched()
         if ends:
+            self.hurry()
             self._end_with(error)
         return ends
 
     def _end_with(self, error: NightjarError) -> None:
         """Ends this process with an error that every shard would meet."""
-        log.error("the engine cannot be opened; the worker ends", error=str(error))
+        if self.failure is not None:
+            return
         self.failure = error
-        self.hurry()
-        # Only a signal stops Celery's loop.
+        log.error("the worker ends", error=str(error))
+        # Only a signal stops Celery's loop. The first one drains.
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _run(self, ticket: Ticket) -> bool:

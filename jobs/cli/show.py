@@ -12,7 +12,7 @@ from jobs.cli.context import F, common_options, found_job, job_argument, label_o
 from jobs.console import Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.ledger.location import embedded_broker_url
-from jobs.ledger.records import ItemState, Job, JobState
+from jobs.ledger.records import KEPT_REJECTED_LINES, ItemState, Job, JobState
 from jobs.ledger.status import GAP_SECONDS, JobStatus, newest_statuses, status_and_errors
 from jobs.recent_jobs import homes_of, keep_remembered, out_words, places_of, settings_for_job
 from jobs.settings import Settings, sqlite_path
@@ -252,7 +252,7 @@ def _note_unknown(lines: ItemLines, output: Output) -> None:
 @click.option("--limit", metavar="N", type=click.IntRange(min=1), help="Maximum number of errors.")
 @common_options
 def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, home: str | None, output: Output) -> None:
-    """List the refused input lines and the failed items of JOB.
+    """List the refused input lines (the first 10,000) and the failed items of JOB.
 
     \b
     Examples:
@@ -286,5 +286,7 @@ def errors(job: str, by: str | None, codes: Sequence[str], limit: int | None, ho
             what = f"{view['code']}\t{printable(view['id'] or '')}\t{printable(view['message'] or '')}"
             output.line(f"{where}\t{what}")
         _note_unknown(lines, output)
+        if found.rejected_lines > KEPT_REJECTED_LINES:
+            output.note(f"Of the {found.rejected_lines:,} refused lines the first {KEPT_REJECTED_LINES:,} are kept.")
         if not shown and not output.as_json:
             output.note("No errors.")

@@ -17,7 +17,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 
-from jobs.ledger.location import home_of, place_of
+from jobs.ledger.location import home_of, own_ledger, place_of
 from jobs.ledger.status import Reader, with_percent_names
 from pipelines.errors import ConfigError, ErrorCode, ServiceError
 
@@ -199,6 +199,7 @@ def _sqlite_engine(path: Path) -> sa.Engine:
     uri = f"file:{quote(str(path.absolute()))}?mode=rw"
 
     def connect() -> sqlite3.Connection:
+        own_ledger(path)
         connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_MS / 1000, check_same_thread=False, isolation_level=None)
         connection.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
         connection.execute("PRAGMA synchronous = NORMAL")

@@ -14,7 +14,7 @@ from jobs.ledger.database import place
 from jobs.ledger.lifecycle import update_job
 from jobs.ledger.location import recorded
 from jobs.ledger.mapping import insert, job_of, lock_known_job, new_job_id, number_of, read_job
-from jobs.ledger.records import Job, JobState, NewJob, NewShard, RejectedLine, clean
+from jobs.ledger.records import KEPT_REJECTED_LINES, Job, JobState, NewJob, NewShard, RejectedLine, clean
 from jobs.ledger.schema import db_now
 from jobs.ledger.status import no_such_job
 from pipelines.errors import ErrorCode, InputError, ServiceError
@@ -123,7 +123,8 @@ def begin_job(connection: sa.Connection, new: NewJob) -> Job:
 def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], rejected: Sequence[RejectedLine], lines_read: int) -> bool:
     """Adds shards with their items, and lines that became none, to an ingesting job; False: these lines are there already.
 
-    `lines_read` counts from the start of the input. A caller that lost the connection may stage the same batch again.
+    `lines_read` counts from the start of the input. Of the lines that became none all are counted and the first `KEPT_REJECTED_LINES` of
+    the job are kept: a small archive can hold a billion. A caller that lost the connection may stage the same batch again.
     """
     job = _lock_ingesting(connection, job_id)
     if job["lines_read"] >= lines_read:
@@ -141,7 +142,7 @@ def stage(connection: sa.Connection, job_id: str, shards: Sequence[NewShard], re
             if s.items
         ],
     )
-    _add_rejected(connection, job_id, rejected)
+    _add_rejected(connection, job_id, rejected[: max(0, KEPT_REJECTED_LINES - job["rejected_lines"])])
     update_job(connection, job_id, lines_read=lines_read, rejected_lines=schema.jobs.c.rejected_lines + len(rejected))
     return True
 

@@ -20,11 +20,11 @@ from jobs.ledger.lifecycle import (
     update_shard,
 )
 from jobs.ledger.mapping import items_of, lock_job, open_items, read_job
-from jobs.ledger.records import ItemState, JobState, Lease, ShardState, Ticket
+from jobs.ledger.records import SCHEMA_REVISION, ItemState, JobState, Lease, ShardState, Ticket
 from jobs.ledger.schema import db_now, item_is, state_is
 from jobs.ledger.states import DISPATCHED, OUTAGES, WORKING, AttemptOutcome, last_attempt
 from jobs.ledger.workers import note_refusal, others_may_run
-from pipelines.errors import ErrorCode
+from pipelines.errors import ErrorCode, ServiceError
 
 _CURRENT = sa.and_(
     schema.shards.c.job_id == sa.bindparam("of_job"),
@@ -33,7 +33,9 @@ _CURRENT = sa.and_(
     schema.shards.c.enqueued_epoch == sa.bindparam("of_epoch"),
     state_is(schema.shards.c.state, ShardState.QUEUED),
 )
-_STATE_OF_JOB = sa.select(schema.jobs.c.state).where(schema.jobs.c.id == sa.bindparam("of_job"), sa.exists().where(_CURRENT))
+_STATE_OF_JOB = sa.select(schema.jobs.c.state, sa.select(schema.version.c.version_num).scalar_subquery().label("revision")).where(
+    schema.jobs.c.id == sa.bindparam("of_job"), sa.exists().where(_CURRENT)
+)
 _TAKE = (
     sa.update(schema.shards)
     .where(
@@ -80,13 +82,17 @@ def on_trial(connection: sa.Connection, ticket: Ticket) -> bool:
 def claim(connection: sa.Connection, ticket: Ticket, worker_id: str, lease_seconds: float) -> Lease | None:
     """The lease on a queued shard, by compare-and-set on state and epoch.
 
-    None: the message is old, a duplicate, or its job does not run, so drop it.
+    None: the message is old, a duplicate, or its job does not run, so drop it. Raises `ServiceError` with `ledger.schema` where the ledger
+    was upgraded since the worker began: what it would write may lack what others look for.
     """
     of = {"of_job": ticket.job_id, "of_shard": ticket.shard_no, "of_epoch": ticket.epoch}
-    state = connection.scalar(_STATE_OF_JOB, of)
-    if state is None or JobState(state) not in DISPATCHED:
+    row = connection.execute(_STATE_OF_JOB, of).one_or_none()
+    if row is not None and row.revision != SCHEMA_REVISION:
+        message = f"The ledger has the tables of another version since this worker began ({row.revision}; this is {SCHEMA_REVISION})."
+        raise ServiceError(ErrorCode.LEDGER_SCHEMA, message, "Start a worker of the version that upgraded it.")
+    if row is None or JobState(row.state) not in DISPATCHED:
         return None
-    if state == JobState.READY:
+    if row.state == JobState.READY:
         jobs = schema.jobs.c
         connection.execute(
             sa.update(schema.jobs)

@@ -309,7 +309,7 @@ class Ledger:
             limit = None if limit is None else limit - len(page.items)
 
     def rejected_lines(self, job_id: str) -> Iterator[RejectedLine]:
-        """Lines that became no item, in the order of the input."""
+        """Lines that became no item, the first `KEPT_REJECTED_LINES` of them, in the order of the input."""
         self.job(job_id)
         return self._pages(queries.rejected_page, job_id, -1, lambda line: line.line)
 

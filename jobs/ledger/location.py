@@ -7,6 +7,8 @@ import socket
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
+from jobs.own_files import own_path, read_own
+
 #: Folder of a home that holds its ledger.
 STATE_FOLDER = ".nightjar"
 LEDGER_FILE = "ledger.sqlite"
@@ -32,7 +34,7 @@ def embedded_broker_url(state_folder: Path) -> str | None:
     """Address of the broker that runs in a home, or None when none runs: its socket is asked, since another process may have its id by now,
     and one that was killed keeps it until somebody takes note."""
     try:
-        url = str(json.loads((state_folder / "broker.json").read_text())["url"])
+        url = str(json.loads(read_own(state_folder / "broker.json"))["url"])
         with socket.socket(socket.AF_UNIX) as probe:
             probe.settimeout(1.0)
             probe.connect(unquote(urlsplit(url).path))
@@ -44,7 +46,7 @@ def embedded_broker_url(state_folder: Path) -> str | None:
 def embedded_workers(state_folder: Path) -> list[tuple[str, int]]:
     """Hosts and processes of the last workers of a home; none where there is no record. Versions with one worker wrote `pid`."""
     try:
-        record = json.loads((state_folder / "worker.json").read_text())
+        record = json.loads(read_own(state_folder / "worker.json"))
         pids = record["pids"] if "pids" in record else [record["pid"]]
         return [(str(record["host"]), int(pid)) for pid in pids]
     except (OSError, ValueError, KeyError, TypeError):
@@ -56,6 +58,12 @@ def killed_workers(place: Path | None) -> list[tuple[str, int]]:
     if place is None or embedded_broker_url(place / STATE_FOLDER) is not None:
         return []
     return embedded_workers(place / STATE_FOLDER)
+def own_ledger(ledger: Path) -> Path:
+    """The path of a SQLite ledger. Raises `store.forbidden` where a file of an embedded one, which its home names, is a link."""
+    if home_of(ledger) is not None:
+        for ending in ("", "-wal", "-shm", "-journal", ".migrate"):
+            own_path(ledger.absolute().with_name(ledger.name + ending))
+    return ledger
 
 
 def recorded(store_url: str, place: Path | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING
 
 import sqlalchemy as sa
 
+from jobs.ledger import schema
 from jobs.ledger.database import NO_LIMITS, Database, set_limits
+from jobs.ledger.location import own_ledger
 from jobs.ledger.records import SCHEMA_REVISION
-from jobs.ledger.schema import metadata
+from jobs.own_files import open_own
 from pipelines.errors import ErrorCode, ServiceError
 
 if TYPE_CHECKING:
@@ -22,21 +25,24 @@ if TYPE_CHECKING:
 #: Key of the PostgreSQL advisory lock that lets one process migrate at a time.
 MIGRATION_LOCK = 0x6E69676874
 
-_version_table = sa.table("alembic_version", sa.column("version_num", sa.Text))
-
 
 def upgrade(database: Database, revision: str = "head") -> None:
     """Upgrades to `revision`; safe while other processes do the same.
 
-    Raises `ServiceError`: `ledger.schema` where the tables are of a newer version, `ledger.unreachable` otherwise.
+    Raises `ServiceError`: `ledger.schema` where the tables are of a newer version or of another program, `ledger.unreachable` otherwise;
+    `StoreError` (`store.forbidden`) for a link in a home.
     """
     with _one_process(database):
         current = database.read(_revision)
-        if current == SCHEMA_REVISION and revision == "head":
-            return
-        if current is not None and current not in _known_revisions():
+        if current is None and database.path is not None and database.read(_has_tables):
+            message = f"The file {database.path} is the database of another program."
+            raise ServiceError(ErrorCode.LEDGER_SCHEMA, message, "Find out whose it is, and move it away or name another file.")
+        if current not in (None, SCHEMA_REVISION) and current not in _known_revisions():
             raise _too_new(database, current)
-        database.write(_run, "upgrade", revision)
+        if database.path is not None:
+            database.use_write_ahead_log()
+        if current != SCHEMA_REVISION or revision != "head":
+            database.write(_run, "upgrade", revision)
 
 
 def downgrade(database: Database, revision: str) -> None:
@@ -73,7 +79,11 @@ def _too_new(database: Database, current: str) -> ServiceError:
 def _revision(connection: sa.Connection) -> str | None:
     if not sa.inspect(connection).has_table("alembic_version"):
         return None
-    return connection.scalar(sa.select(_version_table.c.version_num))
+    return connection.scalar(sa.select(schema.version.c.version_num))
+
+
+def _has_tables(connection: sa.Connection) -> bool:
+    return any(name != schema.version.name for name in sa.inspect(connection).get_table_names())
 
 
 @contextmanager
@@ -82,18 +92,17 @@ def _one_process(database: Database) -> Iterator[None]:
         yield
         return
     try:
-        database.path.parent.mkdir(parents=True, exist_ok=True)
+        own_ledger(database.path).parent.mkdir(parents=True, exist_ok=True)
         database.path.touch(exist_ok=True)
-        lock = database.path.with_name(database.path.name + ".migrate").open("w")
+        lock = open_own(database.path.with_name(database.path.name + ".migrate"), os.O_RDWR | os.O_CREAT, depth=1)
     except OSError as error:
         raise ServiceError(
             ErrorCode.LEDGER_UNREACHABLE,
             f"The ledger {database.path} cannot be made: {error.strerror or error}.",
             "Name a folder that is writable.",
         ) from error
-    with lock:
+    with os.fdopen(lock):
         fcntl.flock(lock, fcntl.LOCK_EX)
-        database.use_write_ahead_log()
         yield
 
 
@@ -125,5 +134,5 @@ def _config() -> Config:
         raise ServiceError(ErrorCode.LEDGER_SCHEMA, "The package `migrations` is not installed.", "Install nightjar again.")
     config = Config()
     config.set_main_option("script_location", str(Path(next(iter(spec.submodule_search_locations)))).replace("%", "%%"))
-    config.attributes["metadata"] = metadata
+    config.attributes["metadata"] = schema.metadata
     return config

@@ -15,6 +15,8 @@ from pipelines.request import Generation
 
 #: Label of a job whose input is not written as dialogues.
 INPUT_FORMAT = "input_format"
+#: Lines of a job that became no item, of which the ledger knows more than their number.
+KEPT_REJECTED_LINES = 10_000
 #: The newest migration; a database at another revision is refused.
 SCHEMA_REVISION = "0009"
 MAX_MESSAGE_CHARACTERS = 2000
@@ -163,6 +165,7 @@ class Job:
     labels: Mapping[str, str]
     total_items: int
     total_shards: int
+    #: All of them; the ledger keeps the first `KEPT_REJECTED_LINES`.
     rejected_lines: int
     #: Input lines that are committed; a resumed ingest goes on after this one.
     lines_read: int

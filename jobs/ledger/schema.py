@@ -329,3 +329,6 @@ schedules = sa.Table(
     sa.Column("night", sa.Text, primary_key=True),
     sa.Column("ran_at", sa.Double, nullable=False),
 )
+
+#: Alembic's, with the revision of these tables; it makes the table itself.
+version = sa.table("alembic_version", sa.column("version_num", sa.Text))

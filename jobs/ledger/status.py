@@ -18,7 +18,7 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from jobs.ledger.location import killed_workers, located, place_of
+from jobs.ledger.location import killed_workers, located, own_ledger, place_of
 from jobs.ledger.records import SCHEMA_REVISION, Job, JobSpec, JobState, ShardState, clean
 from jobs.ledger.states import LIVE_SECONDS, LOST, OUTAGES, QUARANTINED, RETIRED, AttemptOutcome
 from pipelines.errors import ErrorCode, NotFoundError
@@ -188,7 +188,7 @@ def read_with_driver(url: str, work: Callable[[Reader], T]) -> T | None:
 @contextmanager
 def _sqlite(url: str) -> Iterator[Reader]:
     path = Path(unquote(url.partition(":///")[2].partition("?")[0])).absolute()
-    uri = f"file:{quote(str(path))}?mode=rw"
+    uri = f"file:{quote(str(own_ledger(path)))}?mode=rw"
     with closing(sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)) as connection:
         connection.execute("BEGIN")
         yield Reader(connection.execute, "sqlite", place_of(path))

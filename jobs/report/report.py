@@ -16,6 +16,7 @@ from jobs.formatting import bytes_text, redact, seconds_text
 from jobs.ledger.location import STATE_FOLDER
 from jobs.ledger.records import ItemState, Job, RejectedLine
 from jobs.ledger.status import GAP_SECONDS, JobStatus
+from jobs.own_files import own_path
 from jobs.report.charts import Histogram, Lines, histogram, lines, number
 from jobs.report.clips import Clip, Clips
 from jobs.report.page import ErrorRow, Fact, Page, Row, render
@@ -84,8 +85,8 @@ class ReportResult:
 
 
 def default_place(settings: Settings, job_id: str) -> Path:
-    """Where the report of a job stands if nobody says otherwise."""
-    return settings.home.absolute() / "reports" / f"{job_id}.html"
+    """Where the report of a job stands if nobody says otherwise. Raises `store.forbidden` for a link."""
+    return own_path(settings.home.absolute() / "reports" / f"{job_id}.html")
 
 
 def write_report(

@@ -101,7 +101,8 @@ def _content(site: Site, key: str) -> bytes | None:
 
 
 def _count_objects(site: Site, job: str, named: set[str], found: Audit) -> None:
-    keys = [info.key for info in patiently(lambda: list(site.store.list(f"jobs/{job}/audio/")))]
+    # Files without content are those that the faults left.
+    keys = [info.key for info in patiently(lambda: list(site.store.list(f"jobs/{job}/audio/"))) if info.bytes]
     inputs = {key for key, _ in site.ledger.shard_inputs(job).values()}
     of_item = Counter(match[1] for key in keys if (match := _INDEX.search(key)))
     for index, count in of_item.items():

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import soundfile
 
-from jobs import ingest
+from jobs import estimate, ingest
 from jobs.ingest import SubmitOptions, SubmitResult, dry_run, submit
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec, JobState, NewShard, RejectedLine
@@ -75,6 +77,68 @@ def place(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Place]:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingest, "BATCH_LINES", 10)
+
+
+#: Of each format: the end of a file's name, what a file begins with, and a line that is refused.
+BAD = {
+    "dialogues": (".jsonl", [], b"[1]"),
+    "messages": (".jsonl", [], b"[1]"),
+    "openai-batch": (".jsonl", [], b"[1]"),
+    "csv": (".csv", [b"id,text"], b"x"),
+    "tsv": (".tsv", [b"id\ttext"], b"x"),
+    "text": (".txt", [], b"long " * 100),
+    "kaldi": ("", [], b"utterance"),
+}
+
+
+def bad_input(place: Place, input_format: str, count: int) -> str:
+    """A small archive with so many bad lines; of Parquet, rows."""
+    if input_format == "parquet":
+        path = place.folder / "in.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": [""] * count}), path)
+        return str(path)
+    ending, begin, bad = BAD[input_format]
+    return place.write([*begin, *[bad] * count], f"in{ending}")
+
+
+@pytest.mark.parametrize("input_format", [*BAD, "parquet"])
+def test_of_many_bad_lines_some_are_kept_and_all_are_counted(
+    place: Place, small_batches: None, input_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jobs.ledger.ingest.KEPT_REJECTED_LINES", 12)
+    source = bad_input(place, input_format, 35)
+    result = place.submit(source, input_format=input_format)
+    assert (result.items, result.rejected) == (0, 35)
+    kept = [one.line for one in place.ledger.rejected_lines(result.job.id)]
+    assert (len(kept), kept) == (12, list(range(kept[0], kept[0] + 12)))
+    assert sum(place.ledger.error_counts(result.job.id).values()) == 12
+    estimate = dry_run(place.settings, place.store, source, SPEC, input_format)  # type: ignore[arg-type]
+    assert sum(estimate.rejected.values()) == 35
+
+
+@pytest.mark.parametrize("input_format", [*BAD, "parquet"])
+def test_an_input_of_which_hardly_any_line_is_good_is_refused(
+    place: Place, small_batches: None, input_format: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is read to its end: a small archive can hold billions of lines."""
+    monkeypatch.setattr("jobs.line_check.MAX_REFUSED_LINES", 20)
+    monkeypatch.setattr(ingest, "MAX_REFUSED_LINES", 20)
+    monkeypatch.setattr(estimate, "MAX_REFUSED_LINES", 20)
+    monkeypatch.setattr(estimate, "BATCH_LINES", 10)
+    source = bad_input(place, input_format, 35)
+    with pytest.raises(InputError, match="hardly any other") as caught:
+        place.submit(source, input_format=input_format)
+    assert caught.value.code is ErrorCode.INPUT_WRONG_FORMAT
+    assert place.ledger.jobs() == []
+    assert [info.key for info in place.store.list("jobs/")] == []
+    with pytest.raises(InputError, match="hardly any other"):
+        dry_run(place.settings, place.store, source, SPEC, input_format)  # type: ignore[arg-type]
+
+
+def test_bad_lines_between_good_ones_are_no_fault(place: Place, small_batches: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "MAX_REFUSED_LINES", 20)
+    source = place.write([b"{" if n % 8 else line(f"a{n}") for n in range(80)])
+    assert place.submit(source).rejected == 70
 
 
 def line(example_id: object, text: str = "hello", **rest: object) -> bytes:

@@ -27,7 +27,7 @@ from pipelines.audio import encode
 from pipelines.errors import ErrorCode
 from tests.support.fakes import SAMPLE_RATE, sine
 from tests.support.gpu_host import install_nvidia_smi
-from tests.support.ledger_kit import expire_leases_of_the_dead
+from tests.support.ledger_kit import execute, expire_leases_of_the_dead
 from tests.support.services import Valkey, free_port
 from tests.support.worker_process import REPOSITORY, Site, closed_port, stop
 
@@ -90,6 +90,19 @@ def test_sigterm_finishes_the_shards_in_flight(site: Site) -> None:
     status = site.status(job)
     assert status.items.done == 32
     assert not status.shards.get(ShardState.LEASED)
+
+
+def test_a_worker_whose_ledger_is_upgraded_finishes_its_shard_and_ends_with_a_sentence(site: Site) -> None:
+    job = site.submit([site.held("lasts") if n == 0 else f"text {n}" for n in range(200)])
+    worker = site.worker(SPEECH_WORKER__SHARDS_IN_FLIGHT="1")
+    site.wait_for(lambda: site.status(job).items.done == 15)
+    execute(site.ledger, "UPDATE alembic_version SET version_num = '9999'")
+    site.let_go()
+    assert worker.wait(240) == 5
+    status = site.status(job)
+    assert status.items.done == 16
+    assert not status.shards.get(ShardState.LEASED)
+    assert "tables of another version" in site.log_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGQUIT])

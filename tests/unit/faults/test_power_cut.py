@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,9 +15,11 @@ import soundfile
 from jobs.ledger import Ledger
 from jobs.ledger.records import CommitResult, Done, NewShard, Outcome, RejectedLine, Ticket
 from jobs.references import ReferenceReader, ReferenceUploader
+from jobs.spec import item_seed
 from jobs.store import FolderStore
 from jobs.store import folder as folder_module
 from jobs.store import handles as handles_module
+from jobs.verify import ObjectCheck
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode
 from pipelines.registry import register_pipeline
@@ -85,28 +87,37 @@ def wav(text: str, seed: int) -> bytes:
     return encode(sine(text, seed), SAMPLE_RATE, "wav")
 
 
-@pytest.mark.parametrize("left", ["", "RIFF", "cut", "zeros"])
+def zeroed(data: bytes) -> bytes:
+    """A file of the right length, one of whose blocks never got to the disk."""
+    return data[:64] + bytes(len(data) - 128) + data[-64:]
+
+
+@pytest.mark.parametrize("left", ["", "RIFF", "cut", "zeros", "zeroed"])
 @pytest.mark.parametrize("format", ["wav", "flac"])
-def test_what_a_power_cut_left_is_replaced(rig: Rig, left: str, format: str) -> None:
-    job = rig.submit(["text"], format=format)
-    whole = encode(sine("other", 1), SAMPLE_RATE, format)  # type: ignore[arg-type]
-    remains = {"": b"", "RIFF": b"RIFF", "cut": whole[: len(whole) // 2], "zeros": bytes(4096)}[left]
+def test_what_a_power_cut_left_is_not_adopted(rig: Rig, left: str, format: str) -> None:
+    job = rig.submit(["text"], format=format, seed=1)
     key = f"jobs/{job.id}/audio/00000/000000000-item-0.{format}"
+    whole = encode(sine("text", item_seed(1, "item-0", 0)), SAMPLE_RATE, format)  # type: ignore[arg-type]
+    remains = {"": b"", "RIFF": b"RIFF", "cut": whole[: len(whole) // 2], "zeros": bytes(4096), "zeroed": zeroed(whole)}[left]
     rig.store.put(key, remains)
     assert rig.run_next() is ShardEnd.FINISHED
     (item,) = rig.items(job)
     assert item.artifact is not None
-    data = rig.store.get(key)
-    assert data == encode(sine("text", item.artifact.seed), SAMPLE_RATE, format)  # type: ignore[arg-type]
-    assert (item.artifact.bytes, item.artifact.samples) == (len(data), soundfile.info(io.BytesIO(data)).frames)
+    assert item.artifact.key == key.replace(f".{format}", f".2.{format}")
+    assert rig.store.get(item.artifact.key) == whole
+    assert (item.artifact.bytes, item.artifact.sha256) == (len(whole), hashlib.sha256(whole).hexdigest())
+    assert rig.store.get(key) == remains
+    assert list(ObjectCheck(rig.ledger, rig.store, job)) == []
 
 
-def test_an_empty_text_is_replaced(rig: Rig) -> None:
+def test_a_damaged_text_is_not_adopted(rig: Rig) -> None:
     job = rig.submit(["[[says:Hello]] text"])
     key = f"jobs/{job.id}/text/00000/000000000-item-0.txt"
-    rig.store.put(key, b"")
+    rig.store.put(key, bytes(5))
     assert rig.run_next() is ShardEnd.FINISHED
-    assert rig.store.get(key) == b"Hello"
+    (text,) = rig.ledger.artifact_facts(job.id, "text")
+    assert text.key == key.replace(".txt", ".2.txt")
+    assert rig.store.get(text.key) == b"Hello"
 
 
 def test_a_damaged_reference_is_replaced(tmp_path: Path) -> None:

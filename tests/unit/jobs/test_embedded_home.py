@@ -5,16 +5,23 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from jobs.embedded import EmbeddedHome, _open_log, _write_own
 from jobs.ledger import Ledger
-from jobs.ledger.records import ShardState
-from jobs.settings import Settings
-from pipelines.errors import ErrorCode, StoreError
+from jobs.ledger.records import Reading, ShardState
+from jobs.ledger.status import newest_jobs, read_with_driver
+from jobs.recent_jobs import homes_of, remember
+from jobs.report import default_place
+from jobs.settings import Settings, embedded_broker_url
+from nightjar.inputs import written_input
+from pipelines.errors import ErrorCode, ServiceError, StoreError
 from tests.support.ledger_kit import execute, lease_next, submit, worker
+from worker.celery_app import run_beat
 
 
 @pytest.fixture
@@ -72,6 +79,114 @@ def test_a_planted_record_is_refused(state: Path, how: str, name: str) -> None:
     with pytest.raises(StoreError) as caught:
         _write_own(state / "broker.json", {"pid": 1})
     check(state, caught.value)
+
+
+@PLANTED
+@pytest.mark.parametrize("ending", ["", "-wal", "-shm", "-journal", ".migrate"])
+def test_a_planted_file_of_the_ledger_is_refused(state: Path, how: str, ending: str) -> None:
+    if ending:
+        ledger_of(state).migrate()
+        (state / f"ledger.sqlite{ending}").unlink(missing_ok=True)
+    plant(state / f"ledger.sqlite{ending}", how)
+    before = set(state.parents[1].iterdir())
+    with pytest.raises(StoreError) as caught:
+        ledger_of(state).migrate()
+    check(state, caught.value)
+    with pytest.raises(StoreError):
+        list(ledger_of(state).jobs())
+    with pytest.raises(StoreError):
+        read_with_driver(Settings(home=state.parent).ledger_url, newest_jobs)
+    assert set(state.parents[1].iterdir()) == before
+
+
+@pytest.mark.parametrize("how", ["link", "dangling link", "file"])
+def test_a_state_folder_that_is_a_link_is_refused(tmp_path: Path, how: str) -> None:
+    """What is behind it is somebody else's: nothing is made there, read or waited for."""
+    victim = tmp_path / "victim"
+    if how == "link":
+        victim.mkdir()
+    elif how == "file":
+        victim.write_text("")
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / ".nightjar").symlink_to(victim)
+    settings = Settings(home=home)
+    with pytest.raises(StoreError) as caught, EmbeddedHome(settings):
+        pass
+    assert caught.value.code is ErrorCode.STORE_FORBIDDEN
+    for use in (
+        Ledger.of(settings).migrate,
+        Ledger.of(settings).jobs,
+        lambda: embedded_broker_url(settings.state_folder),
+        lambda: written_input(["one"], Reading(), settings.state_folder),
+        lambda: run_beat(settings),
+    ):
+        with pytest.raises(StoreError) as caught:
+            use()
+        assert caught.value.code is ErrorCode.STORE_FORBIDDEN
+    assert not victim.is_dir() or list(victim.iterdir()) == []
+
+
+@PLANTED
+def test_a_planted_report_is_refused(state: Path, how: str) -> None:
+    reports = state.parent / "reports"
+    reports.mkdir()
+    plant(reports / "01J.html", how)
+    with pytest.raises(StoreError) as caught:
+        default_place(Settings(home=state.parent), "01J")
+    check(state, caught.value)
+
+
+def test_a_folder_of_reports_that_is_a_link_is_refused(state: Path, tmp_path: Path) -> None:
+    (state.parent / "reports").symlink_to(tmp_path)
+    with pytest.raises(StoreError) as caught:
+        default_place(Settings(home=state.parent), "01J")
+    check(state, caught.value)
+
+
+@PLANTED
+@pytest.mark.parametrize("name", ["beat", "beat.db"])
+def test_a_planted_schedule_is_refused(state: Path, how: str, name: str) -> None:
+    plant(state / name, how)
+    with pytest.raises(StoreError) as caught:
+        run_beat(Settings(home=state.parent))
+    check(state, caught.value)
+
+
+def test_a_planted_note_of_a_job_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note is a convenience: what cannot be written costs no job."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    victim = tmp_path / "precious"
+    victim.write_text("precious")
+    notes = tmp_path / "state" / "nightjar" / "jobs"
+    notes.mkdir(parents=True)
+    (notes / "01j").symlink_to(victim)
+    remember("01j", tmp_path)
+    assert victim.read_text() == "precious"
+    assert homes_of("01j") == set()
+
+
+def test_the_database_of_another_program_is_left_untouched(state: Path) -> None:
+    with closing(sqlite3.connect(state / "ledger.sqlite")) as other, other:
+        other.execute("CREATE TABLE bookmarks (url TEXT)")
+    before = (state / "ledger.sqlite").read_bytes()
+    with pytest.raises(ServiceError) as caught:
+        ledger_of(state).migrate()
+    assert caught.value.code is ErrorCode.LEDGER_SCHEMA
+    assert "another program" in caught.value.message
+    assert (state / "ledger.sqlite").read_bytes() == before
+    assert not (state / "ledger.sqlite-wal").exists()
+
+
+def test_a_file_that_is_no_database_is_left_untouched(state: Path) -> None:
+    (state / "ledger.sqlite").write_text("a diary\n" * 999)
+    with pytest.raises(ServiceError):
+        ledger_of(state).migrate()
+    assert (state / "ledger.sqlite").read_text() == "a diary\n" * 999
+
+
+def ledger_of(state: Path) -> Ledger:
+    return Ledger.of(Settings(home=state.parent))
 
 
 def test_a_record_is_there_whole_while_it_is_written(state: Path) -> None:

@@ -69,7 +69,7 @@ def test_put_numbered_adopts_what_is_equal_and_keeps_what_is_not(tmp_path: Path)
     store = FolderStore(tmp_path)
 
     def put(data: bytes) -> tuple[str, bool]:
-        result = put_numbered(store, "x.jsonl", data, hashlib.sha256(data).hexdigest(), "text/plain")
+        result = put_numbered(store, "x.jsonl", data, "text/plain")
         return result.info.key, result.created
 
     assert put(b"one") == ("x.jsonl", True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import json
@@ -132,6 +133,23 @@ def test_an_end_that_is_refused_is_reported_again_up_to_a_maximum(rig: Rig, rece
     assert len({view["end"] for view in receiver.views}) == 1
     logged = "".join(capsys.readouterr())
     assert ("not tried again" in logged, job.id in logged, SECRET in logged) == (True, True, False)
+
+
+def test_a_user_and_a_password_in_an_address_are_sent_as_basic_authorization(rig: Rig, receiver: Receiver) -> None:
+    job = ended(rig)
+    address = receiver.url.replace("://", f"://night%40jar:{SECRET}%2F%C3%BC@") + "/hook?token=t"
+    assert report_ends(rig.ledger, hooked(rig, url=address)) == [Reported(job.id, 1)]
+    ((path, headers, _),) = receiver.requests
+    assert (path, headers["Host"]) == ("/hook?token=t", receiver.url.partition("://")[2])
+    assert base64.b64decode(headers["Authorization"].removeprefix("Basic ")).decode() == f"night@jar:{SECRET}/ü"
+
+
+@pytest.mark.parametrize("password", [f"{SECRET}/x", f"{SECRET}#x", f"{SECRET}?x", f"{SECRET}\u2100"])
+def test_a_password_that_ends_its_address_too_early_is_refused_at_start(password: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECH_NOTIFY__URL", f"https://user:{password}@host/hook")
+    with pytest.raises(ConfigError, match="percent-encoded") as caught:
+        load_settings()
+    assert SECRET not in str(caught.value)
 
 
 def test_an_address_that_is_away_says_no_secret(rig: Rig) -> None:

@@ -67,6 +67,27 @@ def test_orphans_of_jobs_that_ended_long_ago_are_counted_and_deleted_if_told(rig
     assert swept(rig).orphans == 0
 
 
+def test_what_a_power_cut_damaged_is_an_orphan_when_its_item_is_done(rig: Rig) -> None:
+    """The sound object beside it has a number, and so may what two power cuts damaged."""
+    job = rig.submit(["a", "b"])
+    damaged = [audio_key(job, 0), audio_key(job, 0).replace(".wav", ".2.wav"), audio_key(job, 1)]
+    for key in damaged:
+        rig.store.put(key, bytes(99))
+    rig.run_next()
+    assert {item.artifact.key for item in rig.items(job) if item.artifact is not None} == {
+        audio_key(job, 0).replace(".wav", ".3.wav"),
+        audio_key(job, 1).replace(".wav", ".2.wav"),
+    }
+    # No number of ours.
+    foreign = [audio_key(job, 0).replace(".wav", f".{number}.wav") for number in ("1", "02", "2.2")]
+    for key in foreign:
+        rig.store.put(key, b"of somebody else")
+    age(rig)
+    before = set(rig.store.objects)
+    assert swept(rig) == SweepReport(3, 3 * 99)
+    assert before - set(rig.store.objects) == set(damaged)
+
+
 def test_texts_inputs_and_references_are_looked_at_too(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "voice.wav").write_bytes(encode(sine("voice", 1), SAMPLE_RATE, "wav"))
     line = {"example_id": "one", "messages": [["user", "audio", "voice.wav"], ["user", "text", "[[says:Hello.]] a"]]}

@@ -252,14 +252,6 @@ def test_the_object_of_an_earlier_holder_is_adopted(build: Build) -> None:
     assert rig.status(job).items.done == 1
 
 
-def test_an_object_of_another_spec_is_not_adopted(build: Build) -> None:
-    rig = build()
-    job = rig.submit(["text"])
-    rig.store.put(f"jobs/{job.id}/audio/00000/000000000-item-0.wav", b"other", metadata={"spec_sha": "other"})
-    rig.run_next()
-    assert rig.items(job)[0].error_code is ErrorCode.STORE_CONFLICT
-
-
 def test_a_slow_item_times_out_and_the_others_are_kept(build: Build) -> None:
     clock = FakeClock()
     rig = build(pipeline=FakePipeline(slots=4), clock=clock, item_timeout_seconds=30, lease_seconds=1000)

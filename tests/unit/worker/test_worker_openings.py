@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 from structlog.testing import capture_logs
 
-from jobs.ledger.records import ItemState
+from jobs.ledger.records import ItemState, ShardState, Ticket
 from jobs.settings import Settings
 from jobs.settings_groups import VllmSettings
 from pipelines.errors import ConfigError, EngineCrashError, ErrorCode, ModelError, NightjarError, SynthesisError
 from pipelines.registry import register_pipeline
 from tests.support.fake_worker import fake_card
 from tests.support.fakes import FakeClock, FakePipeline
+from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Build, Rig
 from worker import __main__ as commands
 from worker import runtime as runtime_module
@@ -59,6 +60,30 @@ def test_a_watched_worker_ends_for_its_gpu_alone(build: Build, monkeypatch: pyte
         with pytest.raises(LeaseGoneError if ends else SynthesisError), runtime.pipelines.use("fake"):
             pass
         assert (signals, runtime.failure) == (([signal.SIGTERM], error) if ends else ([], None))
+    finally:
+        runtime.drain()
+        runtime.stop()
+
+
+def test_a_worker_of_another_revision_takes_no_more_shards_and_ends(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message goes back, for a worker of the new version; the shards in flight are not given up."""
+    signals: list[int] = []
+    monkeypatch.setattr(runtime_module.os, "kill", lambda _pid, number: signals.append(number))
+    rig = build()
+    runtime = Runtime(settings_of(rig))
+    try:
+        runtime.start()
+        job = rig.submit(["text"])
+        ticket = rig.take_ticket()
+        execute(rig.ledger, "UPDATE alembic_version SET version_num = '9999'")
+        assert [runtime.handle(ticket) for _ in range(2)] == [Handling.REFUSED] * 2
+        assert rig.status(job).shards == {ShardState.QUEUED: 1}
+        assert (signals, runtime.draining) == ([signal.SIGTERM], False)
+        assert runtime.failure is not None
+        assert runtime.failure.code is ErrorCode.LEDGER_SCHEMA
+        assert "9999" in runtime.failure.message
+        # An old message asks for no work, whatever the tables are.
+        assert runtime.ledger.claim(Ticket(job.id, 0, 7), "w", 60) is None
     finally:
         runtime.drain()
         runtime.stop()

@@ -1,0 +1,65 @@
+"""The files that a home keeps for itself: no link on the way to them is followed.
+
+Who may write into a home must not choose which other file is written, or what is waited for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from pipelines.errors import ErrorCode, StoreError
+
+#: What the kernel says of a link, a folder, a pipe or a socket in the place of a file, and of a link or a file in that of a folder.
+_REFUSED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOTDIR)
+
+
+def open_own(path: Path, flags: int, depth: int = 2) -> int:
+    """A file descriptor of a file that is ours, as are the folders that its last `depth` names go through: `.nightjar/lock`. With
+    `os.O_CREAT`, folders and file are made where they are missing.
+
+    Raises `store.forbidden` for a link, or for anything that is no folder or no regular file, and `OSError`.
+    """
+    # Loads a library, which a command that only looks need not pay for.
+    from jobs.store.handles import walk_down
+
+    *folders, name = path.parts[-depth:]
+    try:
+        folder = walk_down(path.parents[depth - 1], folders, create=bool(flags & os.O_CREAT))
+        try:
+            file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        raise _no_plain_file(path) from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise _no_plain_file(path)
+    return file
+
+
+def read_own(path: Path, depth: int = 2) -> str:
+    """The text of such a file. Raises as `open_own` does."""
+    with os.fdopen(open_own(path, os.O_RDONLY, depth), errors="replace") as file:
+        return file.read()
+
+
+def own_path(path: Path, depth: int = 2) -> Path:
+    """`path`, for libraries that open files by name. Raises `store.forbidden` as `open_own` does; what is missing is no error."""
+    for place in (*reversed(path.parents[: depth - 1]), path):
+        # What cannot be looked at cannot be opened either, and that says why.
+        with suppress(OSError):
+            mode = os.lstat(place).st_mode
+            if not (stat.S_ISREG(mode) if place == path else stat.S_ISDIR(mode)):
+                raise _no_plain_file(place)
+    return path
+
+
+def _no_plain_file(path: Path) -> StoreError:
+    message = f"{path} is a link, or not a regular file or folder, or lies behind a link, and is not opened."
+    return StoreError(ErrorCode.STORE_FORBIDDEN, message, "Find out who created it, remove it, and run the command again.")
