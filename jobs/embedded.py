@@ -136,6 +136,19 @@ class EmbeddedHome:
                 os.close(self._lock)
                 self._lock = None
 
+    def check_place(self) -> None:
+        """Raises `store.unreachable` where the home's path no longer leads to the folder that is held."""
+        try:
+            there = self._lock is not None and os.path.samestat(os.stat(self.state / "lock"), os.fstat(self._lock))
+        except OSError:
+            there = False
+        if not there:
+            raise StoreError(
+                ErrorCode.STORE_UNREACHABLE,
+                f"The folder of this run is no longer at {self.home}: it was moved, removed or unmounted.",
+                "Continue where it is now: give the same command with --out and its new place.",
+            )
+
     @property
     def broker_url(self) -> str:
         return f"redis+socket://{self._socket}?virtual_host=0"

@@ -107,8 +107,9 @@ def submit(
         key = options.idempotency_key or _key_of(ledger, store.url, opened.sha256, sha, resolved.input_format)
         if not resolved.says_speak and (before := _job_of_before(ledger, store.url, opened.sha256, resolved, options)) is not None:
             resolved, sha, key = resolved.before(), before.spec_sha, before.key
+        identity = _identity_of(ledger, store)
         store.check()
-        job = ledger.begin_job(_new_job(opened, resolved, sha, key, store.url, options))
+        job = ledger.begin_job(_new_job(opened, resolved, sha, key, store.url, identity, options))
         _refuse_another(job, opened.sha256, sha, key, resolved.input_format)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
@@ -288,6 +289,17 @@ def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
         store.delete(info.key)
 
 
+def _identity_of(ledger: Ledger, store: ObjectStore) -> str:
+    """The identity of a store that can be submitted into. One that the ledger has jobs in must be there, and is not made anew."""
+    known, file = ledger.store_identity(store.url), ledger.database.path
+    # A ledger that lies in the store proves that this is its place.
+    within = store.root is not None and file is not None and file.absolute().is_relative_to(store.root)
+    if known is None or within:
+        return store.establish(known)
+    store.confirm(known)
+    return known
+
+
 def _key_of(ledger: Ledger, store_url: str, input_sha256: str, sha: str, input_format: str) -> str:
     """The key of this input, spec and store: the one that their job has, which may have been recorded under the full address of a
     folder that was moved since, or that of a new one."""
@@ -319,7 +331,7 @@ def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: 
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
-def _new_job(source: Source, resolved: ResolvedSpec, sha: str, key: str, store_url: str, options: SubmitOptions) -> NewJob:
+def _new_job(source: Source, resolved: ResolvedSpec, sha: str, key: str, store_url: str, identity: str, options: SubmitOptions) -> NewJob:
     return NewJob(
         spec=resolved.spec,
         spec_sha=sha,
@@ -327,6 +339,7 @@ def _new_job(source: Source, resolved: ResolvedSpec, sha: str, key: str, store_u
         input_sha256=source.sha256,
         idempotency_key=key,
         store_url=store_url,
+        store_identity=identity,
         name=options.name,
         owner=options.owner,
         priority=options.priority,
