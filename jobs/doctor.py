@@ -165,8 +165,8 @@ def _store(settings: Settings) -> Finding:
     from jobs.store import open_store
 
     store = open_store(settings.effective_store_url, settings.s3)
-    if "://" not in settings.effective_store_url and not Path(settings.effective_store_url).exists():
-        parent = _existing_parent(Path(settings.effective_store_url))
+    if store.root is not None and not store.root.exists():
+        parent = _existing_parent(store.root)
         if not os.access(parent, os.W_OK | os.X_OK):
             return Finding("store", Health.FAIL, f"The folder {parent} cannot be written.", "Name another folder with --out.")
         return Finding("store", Health.OK, f"{store.url}, made by the first job")

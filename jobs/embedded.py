@@ -27,7 +27,7 @@ from types import TracebackType
 from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
 from jobs.ledger.location import embedded_workers
-from jobs.own_files import open_own, own_path
+from jobs.own_files import open_own, own_path, read_own
 from jobs.quarantine import QuarantineReports
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
@@ -134,6 +134,19 @@ class EmbeddedHome:
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
+
+    def check_place(self) -> None:
+        """Raises `store.unreachable` where the home's path no longer leads to the folder that is held."""
+        try:
+            there = self._lock is not None and os.path.samestat(os.stat(self.state / "lock"), os.fstat(self._lock))
+        except OSError:
+            there = False
+        if not there:
+            raise StoreError(
+                ErrorCode.STORE_UNREACHABLE,
+                f"The folder of this run is no longer at {self.home}: it was moved, removed or unmounted.",
+                "Continue where it is now: give the same command with --out and its new place.",
+            )
 
     @property
     def broker_url(self) -> str:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -91,8 +91,7 @@ def submit(
     options: SubmitOptions | None = None,
     progress: Callable[[IngestProgress], None] | None = None,
 ) -> SubmitResult:
-    """Makes a job of an input, or finds the job that was made of it with the same spec and store. A job of before specs said
-    whose turns are spoken, or the voice, is found too, unless this one says it; it keeps its meaning.
+    """Makes a job of an input, or finds the job that was made of it with the same spec and store.
 
     An ingest that died goes on after its last committed line. Raises `InputError` for an input that cannot be read, for
     settings that the model refuses and, with `on_error="abort"`, for the first bad line; then nothing of the job is left.
@@ -105,12 +104,9 @@ def submit(
         resolved = resolved.of_input(opened)
         sha = spec_sha(resolved.spec)
         key = options.idempotency_key or _key_of(ledger, store.url, opened.sha256, sha, resolved.input_format)
-        for earlier in resolved.before():
-            if (before := _job_of_before(ledger, store.url, opened.sha256, earlier, options)) is not None:
-                resolved, sha, key = earlier, before.spec_sha, before.key
-                break
+        identity = _identity_of(ledger, store)
         store.check()
-        job = ledger.begin_job(_new_job(opened, resolved, sha, key, store.url, options))
+        job = ledger.begin_job(_new_job(opened, resolved, sha, key, store.url, identity, options))
         _refuse_another(job, opened.sha256, sha, key, resolved.input_format)
         if options.on_error == "abort":
             _refuse_skipped(ledger, store, job)
@@ -294,6 +290,17 @@ def _undo(ledger: Ledger, store: ObjectStore, job: Job) -> None:
         store.delete(info.key)
 
 
+def _identity_of(ledger: Ledger, store: ObjectStore) -> str:
+    """The identity of a store that can be submitted into. One that the ledger has jobs in must be there, and is not made anew."""
+    known, file = ledger.store_identity(store.url), ledger.database.path
+    # A ledger that lies in the store proves that this is its place.
+    within = store.root is not None and file is not None and file.absolute().is_relative_to(store.root)
+    if known is None or within:
+        return store.establish(known)
+    store.confirm(known)
+    return known
+
+
 def _key_of(ledger: Ledger, store_url: str, input_sha256: str, sha: str, input_format: str) -> str:
     """The key of this input, spec and store: the one that their job has, which may have been recorded under the full address of a
     folder that was moved since, or that of a new one."""
@@ -303,21 +310,6 @@ def _key_of(ledger: Ledger, store_url: str, input_sha256: str, sha: str, input_f
     return _idempotency_key(input_sha256, sha, ledger.store_address(store_url), input_format)
 
 
-class _JobOfBefore(NamedTuple):
-    key: str
-    spec_sha: str
-
-
-def _job_of_before(
-    ledger: Ledger, store_url: str, input_sha256: str, resolved: ResolvedSpec, options: SubmitOptions
-) -> _JobOfBefore | None:
-    """The job that an earlier version made of the same, with this spec, or None."""
-    sha = spec_sha(resolved.spec)
-    key = options.idempotency_key or _key_of(ledger, store_url, input_sha256, sha, resolved.input_format)
-    job = ledger.job_of_key(key)
-    return None if job is None or job.spec_sha != sha else _JobOfBefore(key, sha)
-
-
 def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: str) -> str:
     parts = [input_sha256, sha, store_url]
     if input_format != "dialogues":
@@ -325,7 +317,7 @@ def _idempotency_key(input_sha256: str, sha: str, store_url: str, input_format: 
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 
-def _new_job(source: Source, resolved: ResolvedSpec, sha: str, key: str, store_url: str, options: SubmitOptions) -> NewJob:
+def _new_job(source: Source, resolved: ResolvedSpec, sha: str, key: str, store_url: str, identity: str, options: SubmitOptions) -> NewJob:
     return NewJob(
         spec=resolved.spec,
         spec_sha=sha,
@@ -333,6 +325,7 @@ def _new_job(source: Source, resolved: ResolvedSpec, sha: str, key: str, store_u
         input_sha256=source.sha256,
         idempotency_key=key,
         store_url=store_url,
+        store_identity=identity,
         name=options.name,
         owner=options.owner,
         priority=options.priority,

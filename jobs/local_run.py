@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
@@ -125,11 +125,14 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
                     # A GPU has no room for the worker's model and another one.
                     embedded.stop(DRAIN_SECONDS)
                     _mend(ledger, store, result.job.id, where, events)
-                made = {kind: _folder(store, status.job, kind) for kind in ("audio", "text")}
-                made["manifest"] = _manifest(ledger, store, status)
+                made = _when_there(lambda: _made(ledger, store, status), embedded, events)
                 made["report"] = _report(ledger, store, status, settings, events)
                 _report_ends(ledger, settings, events)
                 events.ending()
+            except (NightjarError, OSError):
+                # Whatever fails first in a folder that is gone.
+                embedded.check_place()
+                raise
             except Interrupted:
                 drain_seconds = settings.worker.drain_seconds
                 events.say(f"Stopping. Items in the engine have {drain_seconds:.0f} s to finish. Press Ctrl-C again to stop now.")
@@ -196,6 +199,7 @@ def _follow(ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, events
     while not status.job.state.final:
         time.sleep(POLL_SECONDS)
         events.check()
+        embedded.check_place()
         embedded.tend(lambda: _requeue(ledger), lambda host, pid: _forsake(ledger, host, pid), events.say)
         status = ledger.status(job.id)
         events.update(status)
@@ -232,6 +236,32 @@ def _forsake(ledger: Ledger, host: str, pid: int) -> None:
 def _say_resume(ledger: Ledger, job_id: str, events: RunEvents) -> None:
     items = ledger.status(job_id).items
     events.say(f"Stopped after {items.done} of {items.total} items. Give the same command to continue.")
+
+
+def _when_there(made: Callable[[], dict[str, str | None]], embedded: EmbeddedHome, events: RunEvents) -> dict[str, str | None]:
+    """What `made` gives, once the store is there: a job that has ended is not left without its manifest."""
+    said = False
+    while True:
+        try:
+            return made()
+        except StoreError as error:
+            if error.code is not ErrorCode.STORE_UNREACHABLE:
+                raise
+            embedded.check_place()
+            if not said:
+                events.say(f"The manifest waits for the store. {error}")
+                said = True
+        time.sleep(POLL_SECONDS)
+        events.check()
+
+
+def _made(ledger: Ledger, store: ObjectStore, status: JobStatus) -> dict[str, str | None]:
+    """Where the audio and the texts of the job lie, and its manifest, which is written here."""
+    return {
+        "audio": _folder(store, status.job, "audio"),
+        "text": _folder(store, status.job, "text"),
+        "manifest": _manifest(ledger, store, status),
+    }
 
 
 def _folder(store: ObjectStore, job: Job, kind: str) -> str | None:

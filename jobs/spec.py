@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -40,9 +39,6 @@ class ResolvedSpec:
     #: `auto` until `of_input` has seen the input.
     input_format: AskedFormat
     checker: LineChecker
-    #: Whether it was said whose turns are spoken, and whether the voice is the model's only one, which nobody named.
-    says_speak: bool
-    adds_voice: bool
     voices: JobVoices
 
     def of_input(self, source: Source) -> ResolvedSpec:
@@ -64,16 +60,6 @@ class ResolvedSpec:
         spec = voices.in_spec(spec)
         return replace(self, spec=spec, input_format=found, checker=_checker(spec, voices, found), voices=voices)
 
-    def before(self) -> Iterator[ResolvedSpec]:
-        """The spec as earlier versions froze it: without the only voice of a model, and without whose turns are spoken."""
-        spec = self.spec
-        if self.adds_voice:
-            spec = msgspec.structs.replace(spec, generation=msgspec.structs.replace(spec.generation, voice=None))
-            yield replace(self, spec=spec, checker=_checker(spec, self.voices, self.input_format))
-        if not self.says_speak:
-            spec = msgspec.structs.replace(spec, speak=msgspec.UNSET)
-            yield replace(self, spec=spec, checker=_checker(spec, self.voices, self.input_format))
-
 
 def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues", stored: VoiceFolder | None = None) -> ResolvedSpec:
     """Checks a spec against its model and the stored voices; one that was resolved before is returned as it is.
@@ -93,7 +79,7 @@ def resolve(spec: JobSpec | ResolvedSpec, input_format: AskedFormat = "dialogues
     frozen = voices.in_spec(frozen_spec(spec, card))
     _check_format(input_format, frozen)
     checker = _checker(frozen, voices, input_format)
-    return ResolvedSpec(frozen, card, input_format, checker, spec.speak is not msgspec.UNSET, only is not None, voices)
+    return ResolvedSpec(frozen, card, input_format, checker, voices)
 
 
 def records_of(source: Source, resolved: ResolvedSpec) -> Records:

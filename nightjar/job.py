@@ -26,7 +26,7 @@ from jobs.progress import Progress
 from jobs.settings import Settings
 from jobs.shard_file import RawLine, read_raw_shard
 from jobs.status import items_per_second, rtfx, status_view
-from jobs.store import open_store
+from jobs.store import ObjectStore, open_store
 from jobs.where import Where, parse_where
 from nightjar.item import Item
 from nightjar.voice import Sound
@@ -69,6 +69,7 @@ class Job:
         self._quiet = quiet
         self._ledger = Ledger.of(settings)
         self._store = open_store(job.store_url, settings.s3)
+        self._store_identity = job.store_identity
         self._reader = ArtifactReader(self._store)
         self._inputs = self._ledger.shard_inputs(self.id)
         self._lock = threading.Lock()
@@ -155,7 +156,7 @@ class Job:
         from jobs.export import export
 
         settings = self._settings
-        return Path(export(self._ledger, self._store, self.id, format, str(to), s3=settings.s3, where=_filter(where), **options).to)
+        return Path(export(self._ledger, self._confirmed(), self.id, format, str(to), s3=settings.s3, where=_filter(where), **options).to)
 
     def to_datasets(self, to: str | Path | None = None, *, where: str | None = None) -> datasets.Dataset:
         """The items as a dataset of Hugging Face with audio, text and metadata, read from a Parquet export in `to`.
@@ -194,7 +195,7 @@ class Job:
 
         place = default_place(self._settings, self.id) if to is None else Path(to).absolute()
         options = ReportOptions(embed=True, price_per_gpu_hour=self._settings.price_per_gpu_hour)
-        written = write_report(self._ledger, self._store, self.id, place, options).path
+        written = write_report(self._ledger, self._confirmed(), self.id, place, options).path
         return Report(Path(str(written)))
 
     def delete(self, *, yes: bool = False) -> Deleted:
@@ -204,10 +205,15 @@ class Job:
         Raises `ServiceError` with `ledger.state` for a job that has not ended.
         """
         if not yes:
-            return measure_job(self._ledger, self._store, self.id)
+            return measure_job(self._ledger, self._confirmed(), self.id)
         if self._thread is not None and self._thread.is_alive():
             raise ServiceError(ErrorCode.LEDGER_STATE, "The run of this job has not ended.", "Use `job.wait()` or `job.stop()` first.")
-        return delete_job(self._ledger, self._store, self.id)
+        return delete_job(self._ledger, self._confirmed(), self.id)
+
+    def _confirmed(self) -> ObjectStore:
+        """The store, which is there. Raises `store.unreachable`."""
+        self._store.confirm(self._store_identity)
+        return self._store
 
     def close(self) -> None:
         """Stops the run of a job here, and closes the ledger."""

@@ -155,11 +155,11 @@ def _written(settings: Settings, ledger: Ledger, schedule: Schedule, jobs: Seque
 
 def _write(settings: Settings, ledger: Ledger, schedule: Schedule, jobs: Sequence[Job], format: str, to: str) -> int:
     from jobs.export import export, find_format, own_output, parse_splits
-    from jobs.store import open_store
+    from jobs.store import store_of
 
     job = jobs[-1]
     own = {job.id for job in jobs}
-    store = open_store(job.store_url, settings.s3)
+    store = store_of(job, settings.s3)
     if format == REPORT:
         from jobs.report import ReportOptions, write_report
 

@@ -100,6 +100,7 @@ def _sweep_job(ledger: Ledger, store_for: Callable[[str], ObjectStore], job: Job
     found = SweepReport()
     try:
         store = store_for(job.store_url)
+        store.confirm(job.store_identity)
         for orphan in orphans(ledger, store, job, before):
             if not delete or _delete(ledger, store, orphan, before):
                 found += SweepReport(1, orphan.info.bytes)
@@ -117,6 +118,7 @@ def _sweep_deleted(ledger: Ledger, store_for: Callable[[str], ObjectStore], gone
     """What a worker that had lost its lease stored of a job behind its deletion: nothing can name it any more."""
     try:
         store = store_for(gone.store_url)
+        store.confirm(gone.store_identity)
         if delete:
             objects, size = delete_objects(store, gone.id)
         else:

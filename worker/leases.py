@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 
 from jobs.ledger.records import Lease, Ticket
 from jobs.ledger.states import LASTING_OUTAGES
-from pipelines.errors import NightjarError
+from pipelines.errors import ErrorCode, NightjarError
 
 
 class Clock(Protocol):
@@ -35,6 +35,10 @@ T = TypeVar("T")
 #: Gets each error before the call is retried.
 RetryNote = Callable[[NightjarError], None]
 
+#: What a network or a disk may say once of an object that is there as it was put.
+DOUBTFUL = frozenset({ErrorCode.STORE_MISSING, ErrorCode.STORE_CONFLICT})
+#: With the pauses between them, that takes more than three seconds.
+DOUBTS = 5
 FIRST_RETRY_SECONDS = 0.1
 LONGEST_RETRY_SECONDS = 5.0
 
@@ -104,11 +108,12 @@ class HeldLease:
         if (reason := self.gone) is not None:
             raise LeaseGoneError(reason)
 
-    def retrying(self, call: Callable[[], T], on_retry: RetryNote) -> T:
+    def retrying(self, call: Callable[[], T], on_retry: RetryNote, doubts: int = 0) -> T:
         """The result of `call`, retried with growing pauses after every retryable error for as long as the lease lives.
 
-        While the worker drains, `call` is tried once, so that finished work is still saved. Raises the error when it is not retryable
-        or needs a person, and `LeaseGoneError` when the lease ends first.
+        An object that is missing, or has other bytes than were put, is read again `doubts` times before that is believed. While the
+        worker drains, `call` is tried once, so that finished work is still saved. Raises the error when it is not retryable or needs a
+        person, and `LeaseGoneError` when the lease ends first.
         """
         if (reason := self.gone) is not None and reason is not GoneReason.DRAINED:
             raise LeaseGoneError(reason)
@@ -117,7 +122,9 @@ class HeldLease:
             try:
                 return call()
             except NightjarError as error:
-                if not error.code.retryable or error.code in LASTING_OUTAGES:
+                if error.code in DOUBTFUL and doubts:
+                    doubts -= 1
+                elif not error.code.retryable or error.code in LASTING_OUTAGES:
                     raise
                 on_retry(error)
             self.check()

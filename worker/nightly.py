@@ -76,7 +76,7 @@ def is_mended(settings: Settings, job: Job, name: str, night: date) -> bool:
         if place != (job.input_sha256, job.store_url, job.labels.get(INPUT_FORMAT, "dialogues")):
             return True
         resolved = resolve(spec, schedule.input_format, voice_folder(settings)).of_input(opened)
-    if job.spec_sha not in {spec_sha(one.spec) for one in (resolved, *resolved.before())}:
+    if job.spec_sha != spec_sha(resolved.spec):
         return True
     return job.state is JobState.FAILED and dry_run(settings, store, source, spec, schedule.input_format).items > 0
 

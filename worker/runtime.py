@@ -38,7 +38,7 @@ from pipelines.request import Pipeline, engine_info
 from worker.demand import SHARDS_AT_START, Demand
 from worker.exclusive import ExclusiveLock
 from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
-from worker.maintenance import Maintenance, put_manifest_if_over, report_ended_jobs
+from worker.maintenance import Maintenance, Manifests, report_ended_jobs
 from worker.metrics import Metrics
 from worker.model_opening import Preload, open_model
 from worker.pipeline_cache import PipelineCache
@@ -148,6 +148,7 @@ class Runtime:
             demand=self.demand,
             alone=self.options.private,
         )
+        self.manifests = Manifests(self.ledger, self.store_for, self._clock)
         self.maintenance = Maintenance(
             self.ledger,
             settings,
@@ -370,7 +371,7 @@ class Runtime:
                 log.info("model ready", model=self.options.model)
 
     def _end_job(self, job_id: str) -> None:
-        put_manifest_if_over(self.ledger, self.store_for, job_id)
+        self.manifests.put_if_over(job_id)
         self.maintenance.report_soon()
 
     def _end_drain(self) -> None:

@@ -20,7 +20,7 @@ from pipelines.request import Pipeline, engine_info
 from worker.demand import Demand
 from worker.feeder import Feeder
 from worker.feeding_order import FeedingOrder
-from worker.leases import Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
+from worker.leases import DOUBTS, Clock, GoneReason, HeldLease, LeaseBook, LeaseGoneError, SystemClock
 from worker.metrics import Metrics
 from worker.pack_writer import PackWriter
 from worker.pipeline_cache import PipelineCache
@@ -122,7 +122,8 @@ class ShardRunner:
         lease = held.lease
         store = self._store_for(lease.job.store_url)
         self._writer.serve(store, lease.job.spec.format)
-        lines = held.retrying(lambda: read_shard(store, lease.input_key, lease.input_sha256), self._metrics.waited_for)
+        held.retrying(lambda: store.confirm(lease.job.store_identity), self._metrics.waited_for)
+        lines = held.retrying(lambda: read_shard(store, lease.input_key, lease.input_sha256), self._metrics.waited_for, DOUBTS)
         todo = [line for line in lines if line.index in lease.open_items]
         if missing := lease.open_items.keys() - {line.index for line in todo}:
             raise StoreError(ErrorCode.STORE_MISSING, f"{lease.input_key} lacks {len(missing)} items of its shard.")

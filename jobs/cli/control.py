@@ -104,11 +104,11 @@ def cancel(job: str, home: str | None, output: Output) -> None:
 def _put_manifest(settings: Settings, ledger: Ledger, job: Job, output: Output) -> None:
     """Lists what the job has, as a worker does that ends one. The job is cancelled also where its store is away."""
     from jobs.export.manifest import put_manifest
-    from jobs.store import open_store
+    from jobs.store import store_of
 
     try:
         if ledger.status(job.id).items.done:
-            put_manifest(ledger, open_store(job.store_url, settings.s3), job.id)
+            put_manifest(ledger, store_of(job, settings.s3), job.id)
     except NightjarError as error:
         output.note(f"Its manifest was not written: {printable(str(error))} An export writes the same lines.")
 

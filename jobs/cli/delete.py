@@ -38,10 +38,10 @@ def delete(job: str, dry_run: bool, yes: bool, home: str | None, output: Output)
     """
     from jobs.delete import delete_job, measure_job
     from jobs.ledger.deletion import check_deletable
-    from jobs.store import open_store
+    from jobs.store import store_of
 
     with found_job(job, home) as (settings, ledger, found):
-        store = open_store(found.store_url, settings.s3)
+        store = store_of(found, settings.s3)
         if not dry_run:
             check_deletable(found.id, found.state)
             if not yes and not _confirmed(ledger.status(found.id)):

@@ -60,10 +60,10 @@ def show(job: str, home: str | None, output: Output) -> None:
 
 def _records(settings: Settings, job: Job, output: Output) -> list[Provenance] | None:
     from jobs.provenance import records
-    from jobs.store import open_store
+    from jobs.store import store_of
 
     try:
-        return records(open_store(job.store_url, settings.s3), job)
+        return records(store_of(job, settings.s3), job)
     except NightjarError as error:
         output.note(f"What made the job cannot be read: {printable(str(error))}")
         return None

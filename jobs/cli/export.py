@@ -114,7 +114,7 @@ def export(
     """
     from jobs.export import PART_BYTES, hub, parse_splits
     from jobs.export import export as write
-    from jobs.store import open_store
+    from jobs.store import store_of
     from jobs.where import parse_where
 
     # The data goes to stdout, so what is said about it may not.
@@ -129,7 +129,7 @@ def export(
             hub.check_push(format_, to, push)
         report = write(
             ledger,
-            open_store(found.store_url, settings.s3),
+            store_of(found, settings.s3),
             found.id,
             format_,
             to,
@@ -184,13 +184,13 @@ def report(job: str, to: Path | None, items: int, embed: bool, price: float | No
       nightjar report JOB --to night.html --price 2.80
     """
     from jobs.report import ReportOptions, default_place, write_report
-    from jobs.store import open_store
+    from jobs.store import store_of
 
     with found_job(job, home) as (settings, ledger, found):
         options = ReportOptions(items, embed, settings.price_per_gpu_hour if price is None else price)
         # Absolute, so that no name means standard output.
         place = to.absolute() if to else default_place(settings, found.id)
-        written = write_report(ledger, open_store(found.store_url, settings.s3), found.id, place, options)
+        written = write_report(ledger, store_of(found, settings.s3), found.id, place, options)
     if output.as_json:
         view = {"schema": "nightjar.report/1", "job": found.id, "to": written.path, "bytes": written.bytes}
         output.data({**view, "items": written.shown, "measured": written.measured})
@@ -217,11 +217,11 @@ def verify(job: str, sample: int, deep: bool, repair: bool, home: str | None, ou
       nightjar verify JOB
       nightjar verify JOB --repair
     """
-    from jobs.store import open_store
+    from jobs.store import store_of
     from jobs.verify import ObjectCheck
 
     with found_job(job, home) as (settings, ledger, found):
-        store = open_store(found.store_url, settings.s3)
+        store = store_of(found, settings.s3)
         check = ObjectCheck(ledger, store, found, deep=deep)
         lost: list[Expected] = []
         for expected, fault in check:

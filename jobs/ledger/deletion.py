@@ -34,6 +34,7 @@ class DeletedJob(NamedTuple):
 
     id: str
     store_url: str
+    store_identity: str | None
     deleted_at: float
 
 
@@ -67,7 +68,9 @@ def begin_delete(connection: sa.Connection, job_id: str) -> None:
         manifest_finished_at=ended,
         notified_finished_at=ended,
     )
-    tombstone = insert(connection, schema.deleted_jobs).values(id=job_id, store_url=store_url, deleted_at=db_now())
+    tombstone = insert(connection, schema.deleted_jobs).values(
+        id=job_id, store_url=store_url, store_identity=job["store_identity"], deleted_at=db_now()
+    )
     connection.execute(tombstone.on_conflict_do_nothing(index_elements=["id"]))
 
 
@@ -94,8 +97,9 @@ def end_delete(connection: sa.Connection, job_id: str) -> None:
 def deleted_jobs(connection: sa.Connection) -> list[DeletedJob]:
     """The jobs that were deleted and are remembered, the oldest first."""
     columns, folder = schema.deleted_jobs.c, place(connection)
-    rows = connection.execute(sa.select(columns.id, columns.store_url, columns.deleted_at).order_by(columns.deleted_at, columns.id))
-    return [DeletedJob(job_id, located(store_url, folder, job_id), deleted_at) for job_id, store_url, deleted_at in rows]
+    query = sa.select(columns.id, columns.store_url, columns.store_identity, columns.deleted_at)
+    rows = connection.execute(query.order_by(columns.deleted_at, columns.id))
+    return [DeletedJob(job_id, located(store_url, folder, job_id), *others) for job_id, store_url, *others in rows]
 
 
 def forget_deleted(connection: sa.Connection, job_id: str) -> None:

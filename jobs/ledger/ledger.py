@@ -263,6 +263,10 @@ class Ledger:
         """The address of a store as this ledger records it: the same one wherever its home is moved."""
         return recorded(store_url, self.database.place)
 
+    def store_identity(self, store_url: str) -> str | None:
+        """By what the store at a URL is known to this ledger's jobs, if it is."""
+        return self.database.read(queries.store_identity, self.store_address(store_url))
+
     # What was made. Methods that give an iterator hold a page in memory at a time, and read each in a transaction of its own.
     shard_inputs = _reads(queries.shard_inputs)
     shard_audio = _reads(queries.shard_audio)

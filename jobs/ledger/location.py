@@ -58,6 +58,8 @@ def killed_workers(place: Path | None) -> list[tuple[str, int]]:
     if place is None or embedded_broker_url(place / STATE_FOLDER) is not None:
         return []
     return embedded_workers(place / STATE_FOLDER)
+
+
 def own_ledger(ledger: Path) -> Path:
     """The path of a SQLite ledger. Raises `store.forbidden` where a file of an embedded one, which its home names, is a link."""
     if home_of(ledger) is not None:

@@ -96,6 +96,13 @@ def job_of_key(connection: sa.Connection, idempotency_key: str) -> Job | None:
     return None if row is None else job_of(connection, row)
 
 
+def store_identity(connection: sa.Connection, address: str) -> str | None:
+    """By what the store at a recorded address was known to its newest job that says it; None: to none."""
+    jobs = schema.jobs.c
+    query = sa.select(jobs.store_identity).where(jobs.store_url == address, jobs.store_identity.is_not(None))
+    return connection.scalar(query.order_by(jobs.no.desc()).limit(1))
+
+
 def jobs_of_keys(connection: sa.Connection, first: str) -> list[tuple[str, Job]]:
     """(idempotency key, job) of the jobs that were submitted under a key, or under it and more behind a slash, in the order of submit."""
     key = schema.jobs.c.idempotency_key

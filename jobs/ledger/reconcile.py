@@ -74,14 +74,14 @@ _FINAL = tuple(state for state in JobState if state.final)
 
 
 def without_manifest(connection: sa.Connection) -> list[str]:
-    """Some jobs that ended a while ago and whose manifest is not recorded, the oldest end first."""
+    """Some jobs that ended a while ago and whose manifest is not recorded: others each time, so that none waits behind those that fail."""
     jobs = schema.jobs.c
     # A wrong clock may have ended a job in the future; it ended a while ago, too.
     ended = sa.or_(jobs.finished_at < db_now() - MANIFEST_GRACE_SECONDS, jobs.finished_at > db_now() + CLOCK_SLACK_SECONDS)
     query = sa.select(jobs.id).where(
         state_is(jobs.state, *_FINAL), ended, sa.or_(jobs.manifest_finished_at.is_(None), jobs.manifest_finished_at != jobs.finished_at)
     )
-    return list(connection.scalars(query.order_by(jobs.finished_at, jobs.id).limit(JOBS_AT_ONCE)))
+    return list(connection.scalars(query.order_by(sa.func.random()).limit(JOBS_AT_ONCE)))
 
 
 def note_manifest(connection: sa.Connection, job_id: str, finished_at: float | None) -> None:

@@ -18,7 +18,7 @@ INPUT_FORMAT = "input_format"
 #: Lines of a job that became no item, of which the ledger knows more than their number.
 KEPT_REJECTED_LINES = 10_000
 #: The newest migration; a database at another revision is refused.
-SCHEMA_REVISION = "0009"
+SCHEMA_REVISION = "0010"
 MAX_MESSAGE_CHARACTERS = 2000
 
 
@@ -122,6 +122,8 @@ class NewJob:
     input_sha256: str
     idempotency_key: str
     store_url: str
+    #: Of the store, see `ObjectStore.establish`.
+    store_identity: str | None = None
     name: str = ""
     owner: str = ""
     #: Higher runs first.
@@ -172,6 +174,8 @@ class Job:
     created_at: float
     started_at: float | None
     finished_at: float | None
+    #: By which the store is known (`ObjectStore.establish`); None in jobs of before stores had an identity.
+    store_identity: str | None = None
 
     @property
     def speaks_turns(self) -> bool:

@@ -126,6 +126,8 @@ jobs = sa.Table(
     sa.Column("notified_finished_at", sa.Double),
     sa.Column("notify_attempts", sa.Integer, nullable=False, server_default=sa.text("0")),
     sa.Column("notify_due_at", sa.Double),
+    # What the store says of itself; NULL: the job is of before stores had an identity.
+    sa.Column("store_identity", sa.Text),
     sa.UniqueConstraint("id"),
     sa.UniqueConstraint("idempotency_key"),
     sa.CheckConstraint(_one_of(JobState), name="state"),
@@ -320,6 +322,7 @@ deleted_jobs = sa.Table(
     sa.Column("id", sa.Text, primary_key=True),
     sa.Column("store_url", sa.Text, nullable=False),
     sa.Column("deleted_at", sa.Double, nullable=False),
+    sa.Column("store_identity", sa.Text),
 )
 
 schedules = sa.Table(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jobs.store.base import ObjectInfo, ObjectStore, PutResult
 from jobs.store.folder import FolderStore
 from jobs.store.s3 import S3Settings, S3Store
 from pipelines.errors import ConfigError, ErrorCode
 
-__all__ = ["FolderStore", "ObjectInfo", "ObjectStore", "PutResult", "S3Settings", "S3Store", "is_remote", "open_store"]
+if TYPE_CHECKING:
+    from jobs.ledger.records import Job
+
+__all__ = ["FolderStore", "ObjectInfo", "ObjectStore", "PutResult", "S3Settings", "S3Store", "is_remote", "open_store", "store_of"]
 
 #: The kind of store by the scheme of its address; what a store can do is asked of its class (`ObjectStore.remote`, `root`).
 STORES: dict[str, type[FolderStore | S3Store]] = {"file": FolderStore, "s3": S3Store}
@@ -39,3 +43,10 @@ def open_store(url: str | Path, s3: S3Settings | None = None) -> ObjectStore:
             "Use a folder, file:///DIR or s3://BUCKET/PREFIX.",
         )
     return kind.at(str(url), s3)
+
+
+def store_of(job: Job, s3: S3Settings | None = None) -> ObjectStore:
+    """The store of a job, which is there. Raises `store.unreachable` where another or none is in its place, and as `open_store`."""
+    store = open_store(job.store_url, s3)
+    store.confirm(job.store_identity)
+    return store

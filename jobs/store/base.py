@@ -39,6 +39,20 @@ class ObjectStore(Protocol):
 
     url: str
 
+    def establish(self, identity: str | None = None) -> str:
+        """The store's identity, which is compared from here on. A store without one gets `identity`, or a new one.
+
+        For a submit. Nothing else makes the folder of a store that is not there.
+        """
+        ...
+
+    def confirm(self, identity: str | None) -> None:
+        """Proves that the store has this identity, with which each later doubt is settled; None: its job has recorded none.
+
+        Raises `store.unreachable` where it is missing or another one: the store is away.
+        """
+        ...
+
     #: Whether each request goes over a network, so that several at once are faster than one after the other.
     remote: ClassVar[bool]
 
@@ -139,6 +153,41 @@ def split_prefix(prefix: str) -> tuple[list[str], str]:
 def _bad_key(key: str, why: str) -> StoreError:
     return StoreError(
         ErrorCode.STORE_BAD_KEY, f"The key {key[:80]!a} {why}.", "Keys are relative paths such as jobs/ID/audio/00000/NAME.wav."
+    )
+
+
+#: Key of a store's identity: a random line, written once, by which a store is told from an empty folder or bucket in its place.
+IDENTITY_KEY = "nightjar-store"
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+
+
+def establish(store: ObjectStore, identity: str | None) -> str:
+    """Reads the identity of a store that can be written, or gives it one; see `ObjectStore.establish`."""
+    own = identity or secrets.token_hex(16)
+    store.put(IDENTITY_KEY, own.encode())
+    found = read_identity(store.get(IDENTITY_KEY))
+    if not _IDENTITY.fullmatch(found):
+        # What a power cut leaves of it before it is recorded anywhere.
+        store.delete(IDENTITY_KEY)
+        store.put(IDENTITY_KEY, own.encode())
+        found = read_identity(store.get(IDENTITY_KEY))
+    store.sync()
+    store.confirm(found)
+    return found
+
+
+def read_identity(data: bytes) -> str:
+    """The identity that an object holds."""
+    return data[:200].decode(errors="replace").strip()
+
+
+def store_away(where: str, found: str | None, expected: str) -> StoreError:
+    """The error of a place that has not the identity of the store that should be there."""
+    reason = "is not there" if found is None else f"says {found[:32]!a}"
+    return StoreError(
+        ErrorCode.STORE_UNREACHABLE,
+        f"The store {where} is away: its file {IDENTITY_KEY} {reason}, and {expected} is expected.",
+        f"Mount it or start it again; the work continues. If it is the right place, write that line into {IDENTITY_KEY} there.",
     )
 
 

@@ -15,8 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 import msgspec
 
-from jobs.store.base import ObjectInfo, PutResult, probe, split_key, split_prefix
-from jobs.store.handles import SYNCS_AT_ONCE, FolderHandles, Handle, sync_file_system, walk_down
+from jobs.store.base import IDENTITY_KEY, ObjectInfo, PutResult, establish, probe, read_identity, split_key, split_prefix, store_away
+from jobs.store.handles import FOLDER_FLAGS, SYNCS_AT_ONCE, FolderHandles, Handle, sync_file_system, walk_down
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -54,6 +54,8 @@ class FolderStore:
     def __init__(self, root: Path) -> None:
         self.root: Path = Path(os.path.abspath(root))
         self.url = self.root.as_uri()
+        self._identity: str | None = None
+        self._top: Handle | None = None
         self._handles = FolderHandles(self.root)
         #: Device -> a folder on it that was written to: other file systems may be mounted below the root.
         self._written: dict[int, Handle] = {}
@@ -70,6 +72,18 @@ class FolderStore:
             raise ConfigError(ErrorCode.CONFIG_INVALID, f"{address[:200]!r} is not a folder.", "Use a folder or file:///DIR.")
         return cls(Path(path))
 
+    def establish(self, identity: str | None = None) -> str:
+        """The store's identity, which is compared from here on. A store without one gets `identity`, or a new one; a missing folder is
+        made."""
+        with self._errors(""), suppress(FileExistsError):
+            self.root.mkdir(parents=True)
+        return establish(self, identity)
+
+    def confirm(self, identity: str | None) -> None:
+        """Proves that the folder has this identity, with which each later doubt is settled. Raises `store.unreachable`."""
+        self._top = self._compared(identity)
+        self._identity = identity or self._identity
+
     def put(
         self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
     ) -> PutResult:
@@ -81,7 +95,7 @@ class FolderStore:
                 return PutResult(ObjectInfo(key, len(data), hashlib.sha256(data).hexdigest(), dict(metadata or {})), created=True)
             return PutResult(_describe(key, folder.fd, name), created=False)
         except OSError as error:
-            raise self._explained(error, key) from error
+            raise self._explained(error, key, putting=True) from error
 
     def put_file(
         self, key: str, path: Path, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
@@ -98,7 +112,7 @@ class FolderStore:
                 yield chunk
 
         *folders, name = split_key(key)
-        with self._errors(key):
+        with self._errors(key, putting=True):
             folder = self._opened(folders)
             if not _exists(folder.fd, name):
                 with path.open("rb") as file:
@@ -173,7 +187,8 @@ class FolderStore:
                 raise
 
     def sync(self) -> None:
-        """Waits until what was put by now, or found there by a put, is on the disk with its name."""
+        """Waits until what was put by now, or found there by a put, is on the disk with its name, and the store is there."""
+        self._opened_top()
         for folder in list(self._written.values()):
             with self._errors(""):
                 sync_file_system(folder.fd)
@@ -186,8 +201,29 @@ class FolderStore:
         """Proves that the folder can be written, read and keeps what is there, with a probe object. Raises `StoreError`."""
         probe(self)
 
+    def _opened_top(self) -> Handle:
+        """The root, open: everything is done below the folder whose identity was compared, whatever is mounted or renamed meanwhile."""
+        top = self._top
+        if top is None or not top.current:
+            top = self._top = self._compared(self._identity)
+        return top
+
+    def _compared(self, identity: str | None) -> Handle:
+        """The folder that the root's path leads to now. Raises `store.unreachable` where it is missing or has another identity."""
+        try:
+            top = Handle(os.open(self.root, FOLDER_FLAGS), os.path.join(self.root, "."))
+            found = None if identity is None else _identity_in(top.fd)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            message = f"The store {self.root} is away: there is no such folder."
+            raise StoreError(ErrorCode.STORE_UNREACHABLE, message, "Mount it, or move it back; the work continues.") from error
+        except OSError as error:
+            raise self._explained(error, "", putting=False) from error
+        if identity is not None and found != identity:
+            raise store_away(str(self.root), found, identity)
+        return top
+
     def _opened(self, segments: list[str]) -> Handle:
-        folder = self._handles.open(segments)
+        folder = self._handles.open(segments, self._opened_top)
         self._written.setdefault(folder.device, folder)
         return folder
 
@@ -258,23 +294,37 @@ class FolderStore:
 
     @contextmanager
     def _folder(self, segments: list[str]) -> Generator[int, None, None]:
-        folder = walk_down(self.root, segments)
+        top = self._opened_top()
+        folder = walk_down(top.fd, segments)
         try:
             yield folder
         finally:
             os.close(folder)
 
     @contextmanager
-    def _errors(self, key: str) -> Generator[None, None, None]:
+    def _errors(self, key: str, *, putting: bool = False) -> Generator[None, None, None]:
         try:
             yield
         except OSError as error:
-            raise self._explained(error, key) from error
+            raise self._explained(error, key, putting=putting) from error
 
-    def _explained(self, error: OSError, key: str) -> StoreError:
+    def _explained(self, error: OSError, key: str, *, putting: bool) -> StoreError:
         code = next((code for code, numbers in _CODES.items() if error.errno in numbers), ErrorCode.STORE_UNREACHABLE)
+        if putting and error.errno == errno.ENOENT:
+            # The folder was removed while it was written to; the next try makes it again.
+            code = ErrorCode.STORE_UNREACHABLE
         reason = os.strerror(error.errno) if error.errno else type(error).__name__
         return StoreError(code, f"{reason}: {key[:200]!a} in the store {self.root}.", _ADVICE[code])
+
+
+def _identity_in(folder: int) -> str | None:
+    """The identity in a store's open root; None: it has none."""
+    try:
+        file = _open_file(folder, IDENTITY_KEY)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(file, "rb") as stream:
+        return read_identity(stream.read(200))
 
 
 def _exists(folder: int, name: str) -> bool:

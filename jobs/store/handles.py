@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,15 +35,12 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _HANDLES_PER_THREAD = 4
 
 
-def walk_down(root: Path, segments: list[str], create: bool = False) -> int:
-    """A file descriptor of the folder, for the caller to close.
+def walk_down(top: int, segments: list[str], create: bool = False) -> int:
+    """A file descriptor of a folder below the open folder `top`, for the caller to close.
 
     Goes from descriptor to descriptor, so that no symbolic link on the way, not even one set meanwhile, leads out.
     """
-    if create:
-        with suppress(FileExistsError):
-            root.mkdir(parents=True)
-    current = os.open(root, FOLDER_FLAGS)
+    current = os.open(".", FOLDER_FLAGS, dir_fd=top)
     try:
         for segment in segments:
             below = _step(current, segment, create)
@@ -72,9 +70,9 @@ class Handle:
 
     __slots__ = ("_identity", "_path", "fd")
 
-    def __init__(self, root: Path, segments: list[str]) -> None:
-        self.fd = walk_down(root, segments, create=True)
-        self._path = os.path.join(root, *segments)
+    def __init__(self, fd: int, path: str) -> None:
+        self.fd = fd
+        self._path = path
         found = os.fstat(self.fd)
         self._identity = (found.st_dev, found.st_ino)
 
@@ -104,8 +102,8 @@ class FolderHandles(threading.local):
         self._root = root
         self._handles: dict[tuple[str, ...], Handle] = {}
 
-    def open(self, segments: list[str]) -> Handle:
-        """The handle of a folder, which is made where it is missing. Raises `OSError`."""
+    def open(self, segments: list[str], top: Callable[[], Handle]) -> Handle:
+        """The handle of a folder, which is made where it is missing; `top` opens the root. Raises `OSError`, and as `top`."""
         name = tuple(segments)
         handle = self._handles.get(name)
         if handle is not None and handle.current:
@@ -113,5 +111,7 @@ class FolderHandles(threading.local):
         self._handles.pop(name, None)
         while len(self._handles) >= _HANDLES_PER_THREAD:
             del self._handles[next(iter(self._handles))]
-        handle = self._handles[name] = Handle(self._root, segments)
+        # Held until its descriptor was used: another thread may open the root anew.
+        root = top()
+        handle = self._handles[name] = Handle(walk_down(root.fd, segments, create=True), os.path.join(self._root, *segments))
         return handle

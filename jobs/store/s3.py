@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Protocol, TypeVar, cast
 from urllib.parse import quote, unquote, urlsplit
 
-from jobs.store.base import ObjectInfo, PutResult, probe, split_key, split_prefix
+from jobs.store.base import IDENTITY_KEY, ObjectInfo, PutResult, establish, probe, read_identity, split_key, split_prefix, store_away
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 if TYPE_CHECKING:
@@ -122,6 +122,25 @@ class S3Store:
         self.url = f"s3://{bucket}/{self.prefix}".rstrip("/")
         self.root: Path | None = None
         self._client = make_client(settings)
+        self._identity: str | None = None
+
+    def establish(self, identity: str | None = None) -> str:
+        """The store's identity, which is compared from here on. A store without one gets `identity`, or a new one."""
+        return establish(self, identity)
+
+    def confirm(self, identity: str | None) -> None:
+        """Proves that the store has this identity, with which each later doubt is settled. Raises `store.unreachable`."""
+        if identity is None:
+            return
+        try:
+            found = read_identity(self._answer(IDENTITY_KEY, lambda: self._get(IDENTITY_KEY)["Body"].read()))
+        except StoreError as error:
+            if error.code is not ErrorCode.STORE_MISSING:
+                raise
+            raise store_away(self.url, None, identity) from error
+        if found != identity:
+            raise store_away(self.url, found, identity)
+        self._identity = identity
 
     def put(
         self, key: str, data: bytes, *, content_type: str = "application/octet-stream", metadata: Mapping[str, str] | None = None
@@ -144,24 +163,24 @@ class S3Store:
 
     def get(self, key: str) -> bytes:
         """The whole object. Raises `store.missing`."""
-        return self._call(key, lambda: self._get(key)["Body"].read())
+        return self._sought(key, lambda: self._get(key)["Body"].read())
 
     def get_range(self, key: str, offset: int, length: int) -> bytes:
         """`length` bytes of an object from `offset` on; fewer where it ends before. Raises `store.missing`."""
         if length == 0:
             # HTTP has no empty range.
             return b""
-        return self._call(key, lambda: self._get_range(key, f"bytes={offset}-{offset + length - 1}"))
+        return self._sought(key, lambda: self._get_range(key, f"bytes={offset}-{offset + length - 1}"))
 
     def open(self, key: str) -> BinaryIO:
         """The object as a readable stream. Raises `store.missing`; a connection lost while reading is `store.unreachable`."""
-        response = self._call(key, lambda: self._get(key))
+        response = self._sought(key, lambda: self._get(key))
         return cast(BinaryIO, _Body(response["Body"], self.uri(key)))
 
     def head(self, key: str) -> ObjectInfo | None:
         """The object's facts, or None. Where the server keeps no SHA-256 the object is read to know it."""
         try:
-            response = self._call(key, lambda: self._client.head_object(Bucket=self.bucket, Key=self._name(key), ChecksumMode="ENABLED"))
+            response = self._sought(key, lambda: self._client.head_object(Bucket=self.bucket, Key=self._name(key), ChecksumMode="ENABLED"))
         except StoreError as error:
             if error.code is ErrorCode.STORE_MISSING:
                 return None
@@ -267,7 +286,31 @@ class S3Store:
                 digest.update(chunk)
         return digest.hexdigest()
 
+    def _sought(self, key: str, request: Callable[[], Result]) -> Result:
+        """The answer to a request for an object. That it is missing is believed where the identity is there before and after."""
+        try:
+            return self._answer(key, request)
+        except StoreError as error:
+            if error.code is not ErrorCode.STORE_MISSING or self._identity is None:
+                raise
+        self.confirm(self._identity)
+        try:
+            return self._answer(key, request)
+        except StoreError as error:
+            if error.code is ErrorCode.STORE_MISSING:
+                self.confirm(self._identity)
+            raise
+
     def _call(self, key: str, request: Callable[[], Result]) -> Result:
+        """The answer to a request that needs no object: with 404 it is the bucket that is away."""
+        try:
+            return self._answer(key, request)
+        except StoreError as error:
+            if error.code is not ErrorCode.STORE_MISSING:
+                raise
+            raise StoreError(ErrorCode.STORE_UNREACHABLE, error.message, error.advice) from error
+
+    def _answer(self, key: str, request: Callable[[], Result]) -> Result:
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:

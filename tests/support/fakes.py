@@ -20,7 +20,7 @@ from typing import BinaryIO, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.store.base import ObjectInfo, PutResult
+from jobs.store.base import ObjectInfo, PutResult, store_away
 from pipelines.errors import ErrorCode, InputError, StoreError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineStats, Speech, SynthesisRequest
 
@@ -277,6 +277,7 @@ class MemoryStore:
         self.modified_at: dict[str, float] = {}
         self.fail_next: list[StoreError] = []
         self.puts = 0
+        self.identity = "0" * 32
         #: Keys that a power cut would take away.
         self.unsynced: set[str] = set()
         self._lock = threading.Lock()
@@ -333,6 +334,14 @@ class MemoryStore:
 
     def check(self) -> None:
         self._maybe_fail()
+
+    def establish(self, identity: str | None = None) -> str:
+        self.identity = identity or self.identity
+        return self.identity
+
+    def confirm(self, identity: str | None) -> None:
+        if identity not in (None, self.identity):
+            raise store_away(self.url, self.identity, str(identity))
 
     def _object(self, key: str) -> tuple[bytes, Mapping[str, str]]:
         if key not in self.objects:

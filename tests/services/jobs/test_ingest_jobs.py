@@ -22,7 +22,6 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec, JobState, NewShard, RejectedLine
 from jobs.settings import Settings, ShardSettings
 from jobs.shard_file import ShardLine, read_shard
-from jobs.spec import resolve
 from jobs.store import FolderStore
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NotFoundError, ServiceError, StoreError
 from pipelines.registry import ModelCard, register_pipeline
@@ -176,21 +175,6 @@ def test_the_same_file_with_the_same_spec_is_the_same_job(place: Place) -> None:
         place.submit(place.write([line("b")])),
     ]
     assert len({first.job.id, *(other.job.id for other in others)}) == 5
-
-
-def test_a_job_of_before_the_default_voice_was_frozen_is_the_same_job(place: Place) -> None:
-    source, bare, named = place.write([line("a")]), JobSpec("hibari"), JobSpec("hibari", generation=Generation(voice="heart"))
-    earlier = next(resolve(bare).before())
-    old = submit(place.settings, place.ledger, place.store, source, earlier).job
-    assert old.spec.generation.voice is None
-    again = place.submit(source, bare)
-    assert (again.job.id, again.created) == (old.id, False)
-    # Who names the voice asks for what that job did not say.
-    first = place.submit(source, named)
-    assert (first.created, first.job.spec.generation.voice) == (True, "heart")
-    other = place.write([line("b")], "other.jsonl")
-    assert place.submit(other, bare).job.spec.generation.voice == "heart"
-    assert place.submit(other, named).created is False
 
 
 def test_a_key_of_ones_own_never_names_two_inputs(place: Place) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.run_kit import Shell, write_input
+from tests.support.run_kit import SLOW, Shell, until, write_input
 from tests.support.services import MotoS3
 
 
@@ -134,6 +134,81 @@ def test_a_run_writes_only_where_it_says(shell: Shell, tmp_path: Path) -> None:
         f".local/state/nightjar/jobs/{run.stdout.strip()}"
     ]
     assert not list(temporary.iterdir())
+
+
+def test_a_run_whose_folder_is_renamed_says_where_it_looked_and_goes_on_there(slow: Shell) -> None:
+    total, (here, moved) = 40, (slow.folder / name for name in ("out", "moved"))
+    write_input(slow.folder / "in.jsonl", total)
+    slow.hold("line-0")
+    run = slow.start(*SLOW)
+    until(lambda: slow.done() >= 10, "no item was made")
+    here.rename(moved)
+    slow.let_go()
+    said = run.communicate(timeout=240)[1]
+    assert run.returncode == 5, said
+    assert f"The folder of this run is no longer at {here}" in said
+    assert not here.exists()
+    again = slow.run(*SLOW, "--out", "moved")
+    assert again.returncode == 0, again.stderr
+    assert slow.done("moved") == total
+    assert slow.run("verify", again.stdout.split()[0], "--sample", "1", "--out", "moved").returncode == 0
+
+
+def test_a_run_waits_for_a_store_that_is_away(slow: Shell) -> None:
+    total, (store, away) = 30, (slow.folder / name for name in ("store", "away"))
+    slow.environment["SPEECH_STORE_URL"] = str(store)
+    write_input(slow.folder / "in.jsonl", total)
+    slow.hold("line-0")
+    run = slow.start(*SLOW)
+    until(lambda: slow.done("store") >= 10, "no item was made")
+    store.rename(away)
+    store.mkdir()
+    log = slow.folder / "out" / ".nightjar" / "worker.log"
+    until(lambda: "is away" in log.read_text(), "the worker does not wait")
+    slow.let_go()
+    left = list(store.iterdir())
+    store.rmdir()
+    away.rename(store)
+    said = run.communicate(timeout=240)[1]
+    assert (run.returncode, left) == (0, []), said
+    assert slow.done("store") == total
+
+
+def test_another_folder_in_the_place_of_a_store_is_refused(shell: Shell) -> None:
+    store, away = (shell.folder / name for name in ("store", "away"))
+    shell.environment["SPEECH_STORE_URL"] = str(store)
+    write_input(shell.folder / "in.jsonl", 2)
+    job = shell.run("run", "in.jsonl", "-q").stdout.strip()
+    store.rename(away)
+    for missing in (True, False):
+        for command in (
+            ("run", "in.jsonl"),
+            ("verify", job),
+            ("export", job, "--to", "x.jsonl"),
+            ("delete", job, "--yes"),
+            ("report", job),
+        ):
+            refused = shell.run(*command)
+            assert "store.unreachable" in refused.stderr, command
+            assert str(store) in refused.stderr, command
+        if missing:
+            assert not store.exists()
+            store.mkdir()
+    assert list(store.iterdir()) == []
+    store.rmdir()
+    away.rename(store)
+    assert shell.run("verify", job, "--sample", "0").returncode == 0
+
+
+def test_a_folder_whose_files_were_removed_beside_its_ledger_is_filled_again(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 2)
+    job = shell.run("run", "in.jsonl", "-q").stdout.strip()
+    for path in (shell.folder / "out").iterdir():
+        if path.name != ".nightjar":
+            path.unlink() if path.is_file() else shutil.rmtree(path)
+    again = shell.run("run", "in.jsonl")
+    assert again.returncode == 0, again.stderr
+    assert shell.run("verify", job, "--sample", "0").returncode == 0
 
 
 def test_a_moved_folder_goes_on(shell: Shell) -> None:

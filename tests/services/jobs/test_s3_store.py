@@ -162,7 +162,7 @@ def test_wrong_credentials(seaweedfs: SeaweedFS) -> None:
 def test_a_missing_bucket(moto: MotoS3) -> None:
     with pytest.raises(StoreError) as caught:
         open_store("s3://no-such-bucket-here", Access(moto.endpoint, moto.secret_key)).check()
-    assert caught.value.code is ErrorCode.STORE_MISSING
+    assert caught.value.code is ErrorCode.STORE_UNREACHABLE
 
 
 def test_an_endpoint_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

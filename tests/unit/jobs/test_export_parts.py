@@ -147,6 +147,7 @@ def test_tar_files_have_the_bytes_that_they_always_had() -> None:
 
 
 def test_a_bucket_takes_nothing_foreign_for_an_exports_file(tmp_path: Path) -> None:
+    (tmp_path / "bucket").mkdir()
     store = FolderStore(tmp_path / "bucket")
     destination = BucketDestination(store, tmp_path)
 

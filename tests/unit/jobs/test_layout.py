@@ -147,6 +147,7 @@ def test_a_manifest_in_the_making_has_no_name(tmp_path: Path, monkeypatch: pytes
             seen.append(list(temporary.iterdir()))
             yield line
 
+    (tmp_path / "store").mkdir()
     store = FolderStore(tmp_path / "store")
     info = put_job_manifest(store, job_record(), lines())
     assert seen == [[], []]

@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(tmp_path: Path) -> FolderStore:
+    (tmp_path / "store").mkdir()
     return FolderStore(tmp_path / "store")
 
 

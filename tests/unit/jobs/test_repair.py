@@ -202,6 +202,7 @@ def test_a_sample_without_its_input_has_failed_items(rig: Rig, job: Job) -> None
 def test_what_lies_in_the_place_of_an_object_stops_no_repair(rig: Rig, job: Job) -> None:
     for expected in expected_objects(rig.ledger, job.id):
         rig.store.objects.setdefault(expected.key, (b"", {}))
+    (rig.folder / "store").mkdir()
     store = FolderStore(rig.folder / "store")
     for key, (data, _) in rig.store.objects.items():
         store.put(key, data)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
-import msgspec
 import pytest
 
 from jobs.ledger.records import JobSpec
@@ -78,18 +76,6 @@ def test_the_only_voice_of_a_model_is_frozen_where_nobody_names_one() -> None:
             assert resolve(JobSpec("other")).spec.generation.voice is None
         finally:
             forget()
-
-
-def test_the_spec_of_before_is_known_unless_a_person_says_what_it_left_open() -> None:
-    def before(**said: Any) -> list[tuple[object, object]]:
-        voice = said.pop("voice", None)
-        spec = JobSpec("hibari", generation=Generation(voice=voice), **said)
-        return [(one.spec.generation.voice, one.spec.speak) for one in resolve(spec).before()]
-
-    assert before() == [(None, "auto"), (None, msgspec.UNSET)]
-    assert before(speak="user") == [(None, "user")]
-    assert before(voice="heart") == [("heart", msgspec.UNSET)]
-    assert before(voice="heart", speak="user") == []
 
 
 @pytest.mark.parametrize("asked", ["klingon", "de", "de-DE", ""])

@@ -8,18 +8,21 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from jobs.store import FolderStore, open_store
+from jobs.store.base import IDENTITY_KEY
 from pipelines.errors import ConfigError, ErrorCode, StoreError
 
 
 @pytest.fixture(params=["nameless", "named"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> FolderStore:
     """A store, and one on a file system without O_TMPFILE."""
+    (tmp_path / "store").mkdir()
     made = FolderStore(tmp_path / "store")
     if request.param == "named":
         made._tmpfile = False
@@ -83,8 +86,8 @@ def test_handles_are_few_and_closed_with_their_store(tmp_path: Path) -> None:
     store = FolderStore(tmp_path)
     for number in range(40):
         store.put(f"folder-{number}/x", b"1")
-    # Four of its thread, and one to sync by.
-    assert 1 <= handles() <= 5
+    # Four of its thread, one to sync by, and the root.
+    assert 1 <= handles() <= 6
     del store
     assert handles() == 0
 
@@ -262,3 +265,56 @@ def test_folders_that_become_empty_go_with_their_objects(store: FolderStore, tmp
     assert (outside / "kept.wav").read_bytes() == b"kept"
     with pytest.raises(StoreError):
         store.delete_many(["jobs/../../outside/kept.wav"])
+
+
+def test_a_store_is_known_by_what_its_first_submit_wrote(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "deep" / "store")
+    identity = store.establish()
+    assert FolderStore(store.root).establish() == identity
+    assert FolderStore(store.root).establish("f" * 32) == identity
+    (store.root / IDENTITY_KEY).write_bytes(b"")
+    assert FolderStore(store.root).establish(identity) == identity, "a power cut left an empty file"
+    FolderStore(store.root).confirm(identity)
+    with pytest.raises(StoreError) as caught:
+        FolderStore(store.root).confirm("f" * 32)
+    assert caught.value.code is ErrorCode.STORE_UNREACHABLE
+    assert all(part in caught.value.message for part in (str(store.root), IDENTITY_KEY, identity, "f" * 32))
+
+
+def test_a_root_that_is_missing_is_away_and_is_not_made(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "none")
+    calls: list[Callable[[], object]] = [
+        lambda: store.put("a/x", b"1"),
+        lambda: store.put_file("a/x", Path(__file__)),
+        lambda: store.get("a/x"),
+        lambda: store.head("a/x"),
+        lambda: list(store.list("a/")),
+        lambda: store.delete("a/x"),
+        lambda: store.delete_many(["a/x"]),
+        lambda: store.confirm(None),
+        store.sync,
+        store.check,
+    ]
+    for call in calls:
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert (caught.value.code, str(store.root) in caught.value.message) == (ErrorCode.STORE_UNREACHABLE, True)
+    assert not store.root.exists()
+
+
+def test_nothing_passes_while_another_folder_is_in_the_roots_place(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    identity = store.establish()
+    store.put("a/x", b"1")
+    store.root.rename(tmp_path / "elsewhere")
+    store.root.mkdir()
+    for call in (lambda: store.put("a/y", b"2"), lambda: store.get("a/x"), lambda: list(store.list("")), lambda: store.sync()):
+        with pytest.raises(StoreError) as caught:
+            call()
+        assert caught.value.code is ErrorCode.STORE_UNREACHABLE
+    assert list(store.root.iterdir()) == []
+    store.root.rmdir()
+    (tmp_path / "elsewhere").rename(store.root)
+    assert store.put("a/y", b"2").created
+    store.sync()
+    store.confirm(identity)

@@ -232,4 +232,3 @@ def test_options_of_the_command_line() -> None:
     with pytest.raises(InputError) as caught:
         resolve(spec_of("--voice-of", "assistant=nobody"))
     assert caught.value.code is ErrorCode.INPUT_UNKNOWN_VOICE
-    assert not resolve(spec_of()).says_speak

@@ -282,6 +282,7 @@ def test_the_command_counts_and_says_what_it_could_not_look_at(rig: Rig, monkeyp
     job = cancelled(rig, ["a"])
     execute(rig.ledger, "UPDATE jobs SET store_url = :url", url=str(rig.folder / "store"))
     store = open_store(str(rig.folder / "store"), None)
+    store.establish(rig.store.identity)
     store.put(audio_key(job, 0), b"stray")
     monkeypatch.setenv("SPEECH_HOME", str(rig.settings.home))
     assert CliRunner().invoke(cli, ["sweep"]).stdout == "0 orphans, 0 bytes\n"

@@ -10,7 +10,7 @@ from pipelines.errors import ErrorCode, StoreError
 from tests.support.fakes import FakeClock
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import WORKER, Rig
-from worker.maintenance import Maintenance, put_manifest_if_over
+from worker.maintenance import FIRST_PAUSE_SECONDS, Maintenance, Manifests
 
 
 class NoBroker:
@@ -29,11 +29,12 @@ class Keeper:
     def __init__(self, rig: Rig) -> None:
         self.rig, self.clock, self.asked = rig, FakeClock(), 0
         settings, leases, metrics = rig.settings, rig.leases, rig.metrics
+        self.manifests = Manifests(rig.ledger, lambda _: rig.store, self.clock)
         self.maintenance = Maintenance(rig.ledger, settings, WORKER, leases, metrics, self.clock, NoBroker(), self.end_job)  # type: ignore[arg-type]
 
     def end_job(self, job_id: str) -> None:
         self.asked += 1
-        put_manifest_if_over(self.rig.ledger, lambda _: self.rig.store, job_id)
+        self.manifests.put_if_over(job_id)
 
     def reconcile(self) -> int:
         """One pass; how many jobs it ended or wrote the manifest of."""
@@ -64,21 +65,39 @@ def test_another_worker_writes_the_manifest_once(rig: Rig) -> None:
 def test_who_ended_the_job_is_given_time_to_write_it(rig: Rig) -> None:
     job, keeper = ended(rig, seconds_ago=0), Keeper(rig)
     assert keeper.reconcile() == 0
-    put_manifest_if_over(rig.ledger, lambda _: rig.store, job.id)
+    keeper.manifests.put_if_over(job.id)
     execute(rig.ledger, "UPDATE jobs SET finished_at = finished_at - 61, manifest_finished_at = manifest_finished_at - 61")
     assert keeper.reconcile() == 0
 
 
-def test_a_store_that_is_away_is_tried_again_and_what_no_wait_mends_is_not(rig: Rig) -> None:
+def test_a_store_that_is_away_is_tried_again(rig: Rig) -> None:
     job, keeper = ended(rig), Keeper(rig)
     rig.store.fail_next = [StoreError(ErrorCode.STORE_UNREACHABLE, "away")]
     assert keeper.reconcile() == 1
     assert newest_job_manifest(rig.store, job.id) is None
     assert keeper.reconcile() == 1
     assert newest_job_manifest(rig.store, job.id) is not None
-    other = ended(rig, ["another"])
-    rig.store.delete(f"jobs/{other.id}/input/000000.jsonl.zst")
-    assert [keeper.reconcile(), keeper.reconcile()] == [1, 0]
+
+
+def test_a_manifest_whose_input_is_lost_is_written_when_that_is_there_again(rig: Rig) -> None:
+    job, keeper = ended(rig), Keeper(rig)
+    key = f"jobs/{job.id}/input/000000.jsonl.zst"
+    lost = rig.store.get(key)
+    rig.store.delete(key)
+    assert keeper.reconcile() == 1
+    rig.store.put(key, lost)
+    keeper.reconcile()
+    assert newest_job_manifest(rig.store, job.id) is None, "it was tried again without a pause"
+    keeper.clock.advance(FIRST_PAUSE_SECONDS)
+    keeper.reconcile()
+    assert newest_job_manifest(rig.store, job.id) is not None
+
+
+def test_a_manifest_is_not_written_into_another_store(rig: Rig) -> None:
+    job, keeper = ended(rig), Keeper(rig)
+    rig.store.identity = "f" * 32
+    keeper.reconcile()
+    assert newest_job_manifest(rig.store, job.id) is None
 
 
 def test_a_retried_job_gets_a_manifest_of_its_new_end(rig: Rig) -> None:
