@@ -21,6 +21,11 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
+def _words(value: object) -> object:
+    """The parts of a text between commas."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
 class SettingsGroup(BaseModel):
     """A frozen group of settings, which refuses unknown keys."""
 
@@ -237,6 +242,10 @@ class ServeSettings(SettingsGroup):
     port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port of the server; 0 takes a free port.")
     api_key: SecretStr | None = Field(default=None, description="Key that clients must send. `nightjar evaluate` sends it too.")
     api_key_file: Path | None = Field(default=None, description="File of valid keys, one per line.")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Host names, separated by `,`, under which a server without a key answers, besides `localhost` and loopback addresses.",
+    )
     slots: PositiveInt | None = Field(
         default=None,
         description="Maximum requests that are handed to the engine. Unset: as many as run and wait there (`engine.slots` and "
@@ -286,6 +295,11 @@ class ServeSettings(SettingsGroup):
     voice_bytes: PositiveInt = Field(default=8 << 20, description="Maximum bytes of the recording of a stored voice.")
     strict: bool = Field(default=False, description="Refuse requests for speech with a field that the server does not know.")
 
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _split_hosts(cls, value: object) -> object:
+        return _words(value)
+
 
 class Schedule(SettingsGroup):
     """A job that is submitted every night; its key in `schedules` is its name."""
@@ -325,4 +339,4 @@ class Schedule(SettingsGroup):
     @field_validator("exports", mode="before")
     @classmethod
     def _split_exports(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+        return _words(value)

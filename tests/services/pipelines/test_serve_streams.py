@@ -59,7 +59,10 @@ def serving(engines: Engines, **options: Any) -> Running:
 def head(text: str, **fields: Any) -> tuple[bytes, bytes]:
     """The head and the body of a request."""
     body = json.dumps({"model": streaming_fake.NAME, "input": text, "response_format": "pcm", **fields}).encode()
-    return f"POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body
+    return (
+        f"POST {SPEECH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode(),
+        body,
+    )
 
 
 def connect(server: Running) -> socket.socket:
