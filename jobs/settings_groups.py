@@ -271,7 +271,7 @@ class ServeSettings(SettingsGroup):
         default=2048, description="Maximum open connections. A connection without a request is closed to make room for a new one."
     )
     stuck_seconds: Positive = Field(
-        default=60.0, description="Seconds without progress of the requests in the engine after which `/health` is 503."
+        default=60.0, description="Seconds without progress of the requests in the engine after which the model is opened again."
     )
     drain_seconds: Positive = Field(default=60.0, description="Maximum seconds for running requests after SIGTERM.")
     message_bytes: PositiveInt = Field(default=1 << 20, description="Maximum bytes of a WebSocket message.")

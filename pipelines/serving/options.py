@@ -33,7 +33,7 @@ class ServeOptions:
     #: Connections at once, and the longest time one may take for the headers of a request.
     connections: int = 2048
     header_seconds: float = 10.0
-    #: `/health` is 503 once requests have been in the engine for so long and nothing has come of any of them.
+    #: The model is opened again once requests have been in the engine for so long and nothing has come of any of them.
     stuck_seconds: float = 60.0
     #: How long requests in flight may go on after SIGTERM.
     drain_seconds: float = 60.0

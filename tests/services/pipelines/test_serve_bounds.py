@@ -273,7 +273,6 @@ class TestStuckModels:
                 connection.sendall(request_bytes("hold"))
             server.until(lambda: voice.held == _SUBMIT_THREADS)
             server.until(lambda: server.health() == 503, SOON_SECONDS)
-            assert server.http.get("/health").json() == {"status": "stuck"}
             voice.let_go()
             server.until(lambda: server.health() == 200)
             assert all(b" 200 " in connection.recv(4000).splitlines()[0] for connection in held)
