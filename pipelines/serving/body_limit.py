@@ -12,6 +12,8 @@ from pipelines.serving.json_body import INLINE_BYTES, MAX_MARKS, marks, too_comp
 #: Of a body that nobody wants: reading on for a while lets the client read why, instead of a reset connection.
 _DISCARD_BYTES = 512 << 20
 _DISCARD_SECONDS = 10.0
+#: Between two reads of it: others go first.
+_DISCARD_PAUSE_SECONDS = 0.01
 #: Bodies of the maximum size that may be there at once without a slot.
 MAX_LARGE_BODIES = 8
 _CLOSE = {"connection": "close"}
@@ -77,6 +79,7 @@ class LimitedBody:
             async with asyncio.timeout(_DISCARD_SECONDS):
                 while not self._over and self._bytes < end:
                     await self._read()
+                    await asyncio.sleep(_DISCARD_PAUSE_SECONDS)
         except TimeoutError:
             return
 

@@ -18,6 +18,8 @@ PING_SECONDS, PONG_SECONDS = 20.0, 60.0
 MAX_FRAMES, FRAMES_A_SECOND = 1024, 1000
 #: What is read of it before others have their turn: a frame may have 6 bytes.
 _TURN_BYTES = 2048
+#: Between two reads of what a client sends that is to hear why its connection ends.
+_DISCARD_SECONDS = 0.05
 _BAD_TEXT, _TOO_BIG = 1007, 1009
 
 
@@ -30,6 +32,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.on_lost: Callable[[], None] = lambda: None
         #: Called with whether nothing is done for the connection from now on.
         self.on_change: Callable[[bool], None] = lambda _resting: None
+        self._failed = False
         self._unread = bytearray()
         self._turn: asyncio.TimerHandle | None = None
         #: When the frames that were read would have come at `FRAMES_A_SECOND`.
@@ -49,6 +52,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads the first bytes, and the rest in turn with other clients."""
+        if self._failed:
+            self.transport.pause_reading()
+            self.loop.call_later(_DISCARD_SECONDS, self.transport.resume_reading)
+            return
         if not self.handshake_initiated:
             super().data_received(data)
             return
@@ -107,8 +114,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.write_eof()
         self.close_sent = True
         self.stop_keepalive()
-        self.read_paused = False
-        self._read_on()
+        self._failed = True
+        self.transport.resume_reading()
         self.close_timer = self.loop.call_later(self.close_timeout, self.transport.close)
 
     def eof_received(self) -> None:
@@ -117,6 +124,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _read_some(self) -> None:
         self._turn = None
+        if self._failed:
+            return
         piece = bytes(self._unread[:_TURN_BYTES])
         del self._unread[:_TURN_BYTES]
         super().data_received(piece)
@@ -124,7 +133,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def _read_on(self) -> None:
         """Reads more at this client's next turn, unless the app has yet to take what it was sent."""
-        if self.read_paused or self._turn is not None:
+        if self._failed or self.read_paused or self._turn is not None:
             return
         wait_seconds = self._due - self.loop.time() - 1
         if self._unread or wait_seconds > 0:
