@@ -21,6 +21,11 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
+def _words(value: object) -> object:
+    """The parts of a text between commas."""
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
 class SettingsGroup(BaseModel):
     """A frozen group of settings, which refuses unknown keys."""
 
@@ -248,6 +253,10 @@ class ServeSettings(SettingsGroup):
     port: Annotated[int, Field(ge=0, le=65535)] = Field(default=8000, description="Port of the server; 0 takes a free port.")
     api_key: SecretStr | None = Field(default=None, description="Key that clients must send.")
     api_key_file: Path | None = Field(default=None, description="File of valid keys, one per line.")
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="Host names, separated by `,`, under which a server without a key answers, besides `localhost` and loopback addresses.",
+    )
     slots: PositiveInt | None = Field(
         default=None,
         description="Maximum requests that are handed to the engine. Unset: as many as run and wait there (`engine.slots` and "
@@ -273,7 +282,7 @@ class ServeSettings(SettingsGroup):
         default=2048, description="Maximum open connections. A connection without a request is closed to make room for a new one."
     )
     stuck_seconds: Positive = Field(
-        default=60.0, description="Seconds without progress of the requests in the engine after which `/health` is 503."
+        default=60.0, description="Seconds without progress of the requests in the engine after which the model is opened again."
     )
     drain_seconds: Positive = Field(default=60.0, description="Maximum seconds for running requests after SIGTERM.")
     message_bytes: PositiveInt = Field(default=1 << 20, description="Maximum bytes of a WebSocket message.")
@@ -296,6 +305,11 @@ class ServeSettings(SettingsGroup):
     stored_voices: PositiveInt = Field(default=256, description="Maximum stored voices.")
     voice_bytes: PositiveInt = Field(default=8 << 20, description="Maximum bytes of the recording of a stored voice.")
     strict: bool = Field(default=False, description="Refuse requests for speech with a field that the server does not know.")
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _split_hosts(cls, value: object) -> object:
+        return _words(value)
 
 
 class Schedule(SettingsGroup):
@@ -334,4 +348,4 @@ class Schedule(SettingsGroup):
     @field_validator("exports", mode="before")
     @classmethod
     def _split_exports(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+        return _words(value)

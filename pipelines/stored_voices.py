@@ -96,12 +96,9 @@ class VoiceFolder:
             message = f"The recording has {len(recording):,} bytes; {self._max_bytes:,} are kept."
             raise InputError(ErrorCode.INPUT_REFERENCE_LENGTH, message, "Give a shorter one, or FLAC.")
         check_encoded(recording)
-        names = self.names()
-        if name not in names and len(names) >= self._max_voices:
-            raise InputError(ErrorCode.INPUT_TOO_LONG, f"There are {len(names)} voices; that is the maximum.", "Delete one first.")
         voice = StoredVoice(name, recording, text, int(time.time()))
         try:
-            self._write(self._path(name), msgspec.msgpack.encode(voice))
+            self._write(name, msgspec.msgpack.encode(voice))
         except OSError as error:
             raise _not_writable(error, "Free some space, or set another folder.") from error
         return voice
@@ -121,32 +118,33 @@ class VoiceFolder:
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{_SUFFIX}"
 
-    def _write(self, path: Path, data: bytes) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._writing():
+            names = self.names()
+            if name not in names and len(names) >= self._max_voices:
+                raise InputError(ErrorCode.INPUT_TOO_LONG, f"There are {len(names)} voices; that is the maximum.", "Delete one first.")
             descriptor, draft = tempfile.mkstemp(prefix=_DRAFT, dir=self._folder)
             try:
                 with os.fdopen(descriptor, "wb") as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-                Path(draft).replace(path)
+                Path(draft).replace(self._path(name))
             except BaseException:
                 Path(draft).unlink(missing_ok=True)
                 raise
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Removes drafts that processes left which died, unless others write inside too, and shares the folder with those."""
+        """One writer at a time, who first removes drafts that processes left which died."""
         folder = os.open(self._folder, os.O_RDONLY)
         try:
-            # A file system without locks keeps its drafts.
+            # A file system without locks keeps its drafts, and its writers count beside each other.
             with suppress(OSError):
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(folder, fcntl.LOCK_EX)
                 for draft in self._folder.glob(f"{_DRAFT}*"):
                     draft.unlink(missing_ok=True)
-            with suppress(OSError):
-                fcntl.flock(folder, fcntl.LOCK_SH)
             yield
         finally:
             os.close(folder)

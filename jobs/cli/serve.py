@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import sys
@@ -55,8 +54,10 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
     settings = load_settings(**({"serve": given} if given else {}))
     card = describe(model)
     _check_extra()
+    from pipelines.serving.options import is_loopback
+
     options = _options(settings, card, names)
-    if not options.keys and not _is_loopback(settings.serve.address):
+    if not options.keys and not is_loopback(settings.serve.address):
         raise ConfigError(
             ErrorCode.CONFIG_INVALID,
             f"The server does not open {settings.serve.address} to the network without a key.",
@@ -122,13 +123,6 @@ def read_keys(settings: Settings) -> tuple[str, ...]:
 
 def _bad_keys(message: str) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, message, "Write one key per line, with visible ASCII characters only.")
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _check_extra() -> None:

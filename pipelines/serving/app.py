@@ -21,8 +21,9 @@ from pipelines.serving.chat import ChatRoute
 from pipelines.serving.chat_body import ChatBody
 from pipelines.serving.context import Serving
 from pipelines.serving.errors import ApiError
+from pipelines.serving.json_body import JsonRoute
 from pipelines.serving.metrics import ServerMetrics
-from pipelines.serving.middleware import HEALTH, PERMIT, REQUEST_ID, WEBSOCKET, RequestMiddleware
+from pipelines.serving.middleware import ADMIT, HEALTH, REQUEST_ID, WEBSOCKET, RequestMiddleware
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.speech import SpeechBody, SpeechRoute
@@ -37,6 +38,7 @@ def create_app(model: ServedModel, options: ServeOptions, gate: AdmissionQueue, 
     metrics = ServerMetrics(model, gate)
     # A redirect would lead wherever the request's Host header says.
     app = FastAPI(title="Nightjar", lifespan=_lifespan(model, failed), docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.router.route_class = JsonRoute
     errors.install(app)
     _add_info_routes(app, model, options, gate, metrics)
     voices = Voices(model, options)
@@ -96,8 +98,9 @@ def _add_voice_routes(app: FastAPI, voices: Voices) -> None:
         return {"object": "list", "data": cards, "voices": [card["id"] for card in cards]}
 
     @app.post(path)
-    def add(body: VoiceBody) -> dict[str, object]:
-        return voices.add(body)
+    async def add(body: VoiceBody, request: Request) -> dict[str, object]:
+        await request.scope[ADMIT](False)
+        return await asyncio.to_thread(voices.add, body)
 
     @app.delete(path + "/{name}")
     def delete(name: str) -> dict[str, object]:
@@ -111,7 +114,8 @@ def _add_agent_routes(app: FastAPI, serving: Serving, voices: Voices) -> None:
 
     @app.post("/tts/bytes")
     async def speech_bytes(request: Request) -> Response:
-        parts = speaking.answer(await request.body(), request.scope[PERMIT], request.scope[REQUEST_ID])
+        fields = speaking.read(await request.json())
+        parts = speaking.answer(fields, await request.scope[ADMIT](True), request.scope[REQUEST_ID])
         return Reply(parts, serving.options.request_seconds)
 
 
@@ -122,12 +126,14 @@ def _add_synthesis_routes(app: FastAPI, model: ServedModel, options: ServeOption
     @app.post("/v1/audio/speech")
     async def speech(body: SpeechBody, request: Request) -> Response:
         _check_model(body.model, options)
-        return Reply(speaking.answer(body, request.scope[PERMIT], request.scope[REQUEST_ID]), options.request_seconds)
+        permit = await request.scope[ADMIT](speaking.streams(body))
+        return Reply(speaking.answer(body, permit, request.scope[REQUEST_ID]), options.request_seconds)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         _check_model(body.model, options)
-        return Reply(chatting.answer(body, request.scope[PERMIT], request.scope[REQUEST_ID]), options.request_seconds)
+        permit = await request.scope[ADMIT](body.stream)
+        return Reply(chatting.answer(body, permit, request.scope[REQUEST_ID]), options.request_seconds)
 
 
 def _check_model(name: str, options: ServeOptions) -> None:

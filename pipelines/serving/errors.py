@@ -107,10 +107,6 @@ async def _http(_request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
         return JSONResponse(error.view(), error.status_code, error.headers)
-    if error.status_code == 400:
-        # FastAPI's, for a body at which the parser of JSON itself fails.
-        message = "The body cannot be read: it is not UTF-8, or compressed, or nested too deeply. Send plain JSON."
-        return JSONResponse(error_view(400, message, ErrorCode.INPUT_BAD_JSON.value), 400)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
     return JSONResponse(error_view(error.status_code, f"{error.detail}.", code), error.status_code, error.headers)
 
@@ -126,14 +122,12 @@ async def _validation(_request: Request, error: Exception) -> Response:
     first: Mapping[str, Any] = error.errors()[0]
     # The first part is where the field was looked for; others name the variant of a union, which no client wrote.
     place = [part for part in first["loc"][1:] if not str(part).startswith("of:")]
-    param = _path(place) if first["type"] != "json_invalid" else None
-    code = {"json_invalid": "input.bad_json", "extra_forbidden": "unknown_field"}.get(first["type"], "invalid_value")
+    param = _path(place)
+    code = "unknown_field" if first["type"] == "extra_forbidden" else "invalid_value"
     return JSONResponse(error_view(400, _reason(first, param), code, param), 400)
 
 
 def _reason(first: Mapping[str, Any], param: str | None) -> str:
-    if first["type"] == "json_invalid":
-        return f"The body is not JSON: {first.get('ctx', {}).get('error', 'it cannot be read')}."
     if first["type"] == "extra_forbidden":
         return f"There is no field `{param}` here. Remove it; docs/serving.md lists what is known."
     if not param:

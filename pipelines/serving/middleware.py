@@ -1,4 +1,4 @@
-"""What stands before every route: the key, the bounds of a request, a slot for what costs something, and one log line."""
+"""What stands before every route: the key, the host, the bounds of a request, a slot for what costs something, and one log line."""
 
 from __future__ import annotations
 
@@ -10,32 +10,30 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from urllib.parse import parse_qs
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pipelines.serving.admission import AdmissionQueue, Permit
-from pipelines.serving.body_limit import LimitedBody, too_large
+from pipelines.serving.body_limit import BodyMemory, LimitedBody, too_large
 from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
 from pipelines.serving.metrics import ServerMetrics
-from pipelines.serving.options import ServeOptions
+from pipelines.serving.options import ServeOptions, is_loopback
 
 log = logging.getLogger(__name__)
 
 #: Needs no key: a load balancer has none.
 HEALTH = "/health"
-#: Routes that cost engine time.
-BYTES = "/tts/bytes"
-WORK = frozenset({"/v1/audio/speech", "/v1/chat/completions", BYTES})
 WEBSOCKET = "/tts/websocket"
-#: What the body of a request says that is answered while it is made.
-_STREAMS = re.compile(rb'"stream"\s*:\s*true|"stream_format"\s*:\s*"|"response_format"\s*:\s*"pcm"')
+_JSON = re.compile(rb"application/([\w.-]+\+)?json\s*(;.*)?", re.IGNORECASE)
 #: Status of a request whose client left before its answer, as nginx has it.
 CLIENT_LEFT = 499
-PERMIT, REQUEST_ID = "nightjar.ticket", "nightjar.request_id"
+#: In the scope of a request: what gives it a slot, called with whether it is answered while it is made.
+ADMIT, REQUEST_ID = "nightjar.admit", "nightjar.request_id"
+Admit = Callable[[bool], Awaitable[Permit]]
 
 
 class RequestMiddleware:
@@ -47,6 +45,8 @@ class RequestMiddleware:
         self._keys = [_digest(key.encode()) for key in options.keys]
         self._gate = gate
         self._metrics = metrics
+        self._hosts = frozenset(host.lower() for host in options.allowed_hosts)
+        self._memory = BodyMemory(options.max_body_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -67,7 +67,7 @@ class RequestMiddleware:
             await send(message)
 
         try:
-            await self._answer(scope, LimitedBody(receive, self._options.max_body_bytes, self._options.body_seconds), tell)
+            await self._answer(scope, LimitedBody(receive, self._memory, self._options.body_seconds), tell)
         except asyncio.CancelledError:
             if not self._gate.closed:
                 raise
@@ -114,27 +114,35 @@ class RequestMiddleware:
             log.info("WebSocket %s open for %.0f ms", scope["path"], 1000 * (time.monotonic() - begin))
 
     async def _answer(self, scope: Scope, body: LimitedBody, send: Send) -> None:
-        permit: Permit | None = None
+        permits: list[Permit] = []
+
+        async def admit(streams: bool) -> Permit:
+            permits.append(await self._admit(streams, body, scope.get(FIRST_BYTE)))
+            body.release()
+            return permits[0]
+
         try:
             self._check(scope["path"], scope["headers"])
-            if scope["path"] in WORK and scope["method"] == "POST":
-                permit = await self._admit(scope["path"], body, scope.get(FIRST_BYTE))
-                if permit is None:
-                    return
-                scope[PERMIT] = permit
+            if scope["method"] == "POST":
+                _check_type(dict(scope["headers"]))
+            scope[ADMIT] = admit
             await self._app(scope, body, send)
         except ApiError as api_error:
             await body.discard()
             headers = {**(api_error.headers or {}), "connection": "close"}
             await JSONResponse(api_error.view(), api_error.status_code, headers)(scope, body, send)
         finally:
-            if permit is not None:
+            body.release()
+            for permit in permits:
                 permit.let_go()
 
     def _check(self, path: str, raw_headers: Sequence[tuple[bytes, bytes]], more_keys: Sequence[bytes] = ()) -> None:
-        """Raises `ApiError`: 401 without a key that fits, 404 for a path with control characters, 400 for a body that is too large."""
+        """Raises `ApiError`: 401 without a key that fits, 403 for a host that a server without keys does not answer to, 404 for a path with
+        control characters, 400 for a body that is too large."""
         headers = dict(raw_headers)
-        if self._keys and path != HEALTH and not self._fits(headers, more_keys):
+        if not self._keys:
+            self._check_host(headers)
+        elif path != HEALTH and not self._fits(headers, more_keys):
             message = "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`, or as `X-API-Key`."
             raise ApiError(401, message, "invalid_api_key", headers={"www-authenticate": "Bearer"})
         if not path.isprintable():
@@ -143,6 +151,14 @@ class RequestMiddleware:
         if int(headers.get(b"content-length", b"0")[:20]) > self._options.max_body_bytes:
             raise too_large(self._options.max_body_bytes)
 
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises `ApiError` (403) where a name of another one led here: its owner can have browsers send what its pages say to this one."""
+        host = headers.get(b"host", b"").decode("latin-1").lower()
+        name = re.sub(r":\d*$", "", host).removeprefix("[").removesuffix("]")
+        if name not in self._hosts and not is_loopback(name):
+            message = f"This server has no key, and {host[:100]!r} is no name of this machine. Set SPEECH_SERVE__ALLOWED_HOSTS or a key."
+            raise ApiError(403, message, "host_forbidden")
+
     def _fits(self, headers: Mapping[bytes, bytes], more_keys: Sequence[bytes]) -> bool:
         """Compares what was given with every key, in a time that tells nothing of them."""
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
@@ -150,10 +166,8 @@ class RequestMiddleware:
         fitting = [hmac.compare_digest(_digest(key), known) for key in given for known in self._keys]
         return any(fitting)
 
-    async def _admit(self, path: str, body: LimitedBody, since: float | None) -> Permit | None:
-        """A slot; None when the client left while it waited. Raises `ApiError` where the gate does."""
-        # Only where it matters, so that a server with free slots reads nothing twice.
-        streams = self._gate.full and (path == BYTES or _STREAMS.search(await body.peek()) is not None)
+    async def _admit(self, streams: bool, body: LimitedBody, since: float | None) -> Permit:
+        """A slot for a request that is whole. Raises `ApiError` where the gate does, and where the client leaves while it waits."""
         waiter = self._gate.ask(since, self._options.stream_queue_seconds if streams else None)
         if waiter.done():
             return waiter.result()
@@ -162,12 +176,20 @@ class RequestMiddleware:
         try:
             await asyncio.wait((waiter, leaving), return_when=asyncio.FIRST_COMPLETED)
             admitted = waiter.done()
-            return waiter.result() if admitted else None
+            if not admitted:
+                raise ApiError(CLIENT_LEFT, "The client left.")
+            return waiter.result()
         finally:
             if not admitted:
                 self._gate.cancel(waiter)
             leaving.cancel()
             await asyncio.gather(leaving, return_exceptions=True)
+
+
+def _check_type(headers: Mapping[bytes, bytes]) -> None:
+    """Raises `ApiError` (415) for a body that is not JSON by its type: browsers let any page send the others to anywhere."""
+    if not _JSON.fullmatch(headers.get(b"content-type", b"").strip()):
+        raise ApiError(415, "The body is not JSON by its type. Send `Content-Type: application/json`.", "unsupported_media_type")
 
 
 def _check_origin(headers: Mapping[bytes, bytes]) -> None:

@@ -170,7 +170,8 @@ class ServedModel:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             # Also what notices a core that died while nobody asked for anything.
-            if self.state == "broken":
+            if (state := self.state) in ("broken", "stuck"):
+                log.error("the engine is %s", state)
                 await self._renew()
 
     def close(self) -> bool:
@@ -208,6 +209,8 @@ class ServedModel:
     async def _open_beside(self) -> None:
         """Opens the pipeline in a thread, while the server answers."""
         await asyncio.to_thread(self._open_now)
+        # A new engine has all its time.
+        self._progress.moved()
         if (pipeline := self._pipeline) is not None:
             log.info("engine ready: %s", engine_info(pipeline).summary(pipeline.name))
             self._opened(pipeline)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,8 @@ class ServeOptions:
     names: tuple[str, ...]
     #: Keys that open the API; none: it is open to whoever reaches it.
     keys: tuple[str, ...] = field(default=(), repr=False)
+    #: Names of the host by which a server without a key may be asked, besides those of loopback.
+    allowed_hosts: tuple[str, ...] = ()
     #: Requests that are in the pipeline at once (None: as many as run and wait there), and that wait behind them before others are
     #: refused with 429.
     slots: int | None = None
@@ -30,7 +33,7 @@ class ServeOptions:
     #: Connections at once, and the longest time one may take for the headers of a request.
     connections: int = 2048
     header_seconds: float = 10.0
-    #: `/health` is 503 once requests have been in the engine for so long and nothing has come of any of them.
+    #: The model is opened again once requests have been in the engine for so long and nothing has come of any of them.
     stuck_seconds: float = 60.0
     #: How long requests in flight may go on after SIGTERM.
     drain_seconds: float = 60.0
@@ -51,3 +54,11 @@ class ServeOptions:
     voices_folder: Path | None = None
     stored_voices: int = 256
     voice_bytes: int = 8 << 20
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address leads to this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -117,7 +117,7 @@ class SpeechRoute:
         """The parts of the answer. Raises `ApiError` and `NightjarError` before the first one."""
         since = permit.since
         ignored = self._check_fields(body)
-        streams = self._streams(body)
+        streams = self.streams(body)
         try:
             # A hop between threads costs more than a request without a recording.
             has_audio = bool(body.reference_audio) or self._voices.is_stored(body.voice)
@@ -160,7 +160,7 @@ class SpeechRoute:
             raise InputError(ErrorCode.INPUT_TOO_LONG, f"The text has {len(text):,} characters; {limit:,} are taken.", "Split it.")
         return units_of(text)
 
-    def _streams(self, body: SpeechBody) -> bool:
+    def streams(self, body: SpeechBody) -> bool:
         """Whether the audio is sent as it is made. Raises `ApiError` for what this model cannot do."""
         able = self._model.card.capabilities
         if able.multi_turn:

@@ -29,10 +29,14 @@ class BytesRoute:
         self._serving = serving
         self._voices = voices
 
-    async def answer(self, body: bytes, permit: Permit, request_id: str) -> Parts:
-        """The parts of the answer. Raises `ApiError` before the first one, and `NightjarError`."""
-        fields = cartesia.typed(cartesia.parse(body), cartesia.SpeechFields, strict=self._serving.options.strict)
+    def read(self, given: object) -> cartesia.SpeechFields:
+        """The request of a body. Raises `ApiError` (400, 404)."""
+        fields = cartesia.typed(given, cartesia.SpeechFields, strict=self._serving.options.strict)
         self._voices.check_model(fields.model_id)
+        return fields
+
+    async def answer(self, fields: cartesia.SpeechFields, permit: Permit, request_id: str) -> Parts:
+        """The parts of the answer. Raises `ApiError` before the first one, and `NightjarError`."""
         output = fields.output_format or cartesia.OutputFormat()
         try:
             request = await asyncio.to_thread(self._voices.request, fields, request_id)

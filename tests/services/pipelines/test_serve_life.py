@@ -43,7 +43,7 @@ def raw_request(server: Running, view: dict[str, Any]) -> socket.socket:
     data = json.dumps(view).encode()
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS)
-    connection.sendall(b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+    connection.sendall(b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
     connection.sendall(b"Content-Length: %d\r\n\r\n" % len(data) + data)
     return connection
 
@@ -130,7 +130,10 @@ def test_the_time_of_a_body_is_bounded(pipeline: DialoguePipeline) -> None:
     with Running(pipeline, body_seconds=0.3) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as slow:
-            slow.sendall(b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+            slow.sendall(
+                b"POST " + CHAT.encode() + b" HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                b"Content-Length: 1000\r\n\r\n{"
+            )
             assert b"HTTP/1.1 408" in slow.recv(4000)
         server.until_idle()
 

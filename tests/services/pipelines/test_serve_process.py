@@ -77,7 +77,7 @@ def half_a_request(url: str, text: str, **headers: str) -> Iterator[tuple[socket
     """A request that the server is in the middle of until its other half is sent: its connection, and that half."""
     address = urlsplit(url)
     data = json.dumps({"model": "hibari", "input": text}).encode()
-    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head = "POST /v1/audio/speech HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     head += "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + f"Content-Length: {len(data)}\r\n\r\n"
     with socket.create_connection((address.hostname, address.port), timeout=PATIENCE_SECONDS) as connection:
         connection.sendall(head.encode() + data[:20])

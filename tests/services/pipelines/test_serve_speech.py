@@ -194,7 +194,7 @@ def test_a_listener_who_leaves_frees_engine_and_slot(custom: Running) -> None:
     host, port = custom.url.removeprefix("http://").split(":")
     for _ in range(6):
         with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
-            head = f"POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+            head = f"POST {SPEECH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
             connection.sendall(head.encode() + data)
             assert b"200 OK" in connection.recv(100)
     custom.until_idle()

@@ -19,10 +19,13 @@ from pipelines.engine_process.client import EngineProcess
 from tests.support import streaming_fake
 from tests.support.native_plugin import installed
 from tests.support.serving_kit import PATIENCE_SECONDS, Running, error_of
+from tests.support.websocket_kit import talk
 
 SPEECH = "/v1/audio/speech"
 #: A stream that goes on for longer than any test.
 ENDLESS = "[[chunks:9]] [[seconds:600]]"
+#: One that comes further all the time.
+LIVELY = "[[chunks:100000]] [[seconds:0.1]]"
 
 
 class Engines:
@@ -35,10 +38,14 @@ class Engines:
         self.opened.append(EngineProcess(streaming_fake.NAME))
         return self.opened[-1]
 
-    def kill(self) -> None:
+    @property
+    def pid(self) -> int:
         pid = self.opened[-1].pid
         assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
 
 
 @pytest.fixture
@@ -59,7 +66,10 @@ def serving(engines: Engines, **options: Any) -> Running:
 def head(text: str, **fields: Any) -> tuple[bytes, bytes]:
     """The head and the body of a request."""
     body = json.dumps({"model": streaming_fake.NAME, "input": text, "response_format": "pcm", **fields}).encode()
-    return f"POST {SPEECH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode(), body
+    return (
+        f"POST {SPEECH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode(),
+        body,
+    )
 
 
 def connect(server: Running) -> socket.socket:
@@ -127,6 +137,28 @@ def test_the_server_reopens_an_engine_that_is_killed_under_a_hundred_streams(eng
         server.until(lambda: len(engines.opened) == 2 and server.health() == 200)
         server.until_idle()
         assert server.speak("hello", response_format="pcm").status_code == 200
+
+
+def test_an_engine_that_is_frozen_is_replaced_and_its_clients_hear_of_it(engines: Engines) -> None:
+    with serving(engines, stuck_seconds=2.0) as server, talk(server.url) as client:
+        with asked(server, LIVELY, stream_format="sse") as events, asked(server, "[[encode:/nowhere/at/all]]") as silent:
+            client.say("c", LIVELY)
+            server.until(lambda: server.busy()[0] == 3)
+            os.kill(engines.pid, signal.SIGSTOP)
+            said, _, view = silent.recv(1 << 16).partition(b"\r\n\r\n")
+            assert b" 503 " in said
+            assert b"retry-after" in said
+            assert json.loads(view)["error"]["code"] == "synth.aborted"
+            data = b""
+            while b"synth.aborted" not in data:
+                data += events.recv(1 << 16)
+            assert b"speech.audio.done" not in data
+            while (said := client.next("c"))["type"] == "chunk":
+                continue
+            assert (said["type"], said["error_code"], said["status_code"]) == ("error", "synth.aborted", 503)
+        server.until(lambda: len(engines.opened) == 2 and server.health() == 200)
+        assert server.speak("hello", response_format="pcm").status_code == 200
+        server.until_idle()
 
 
 def test_an_event_stream_says_why_it_broke(engines: Engines) -> None:

@@ -18,7 +18,7 @@ from tests.support.stream_voice import StreamVoice
 from tests.support.websocket_kit import PATH, Talk, talk
 
 UPGRADE = (
-    f"GET {PATH} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    f"GET {PATH} HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
     "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 ).encode()
 
@@ -225,8 +225,9 @@ def test_flushes_without_end_are_bounded_like_text(server: Running) -> None:
         ([(0x80, b"continued")], 1002),
         ([(0x89, b"p" * 126)], 1002),
         ([(0x88, b"\x03")], 1002),
+        ([(0x01, b""), *[(0x00, b"")] * 2000], 1009),
     ],
-    ids=["10 MB", "pieces of 1.2 MB", "no UTF-8", "reserved", "compressed", "no beginning", "long ping", "bad close"],
+    ids=["10 MB", "pieces of 1.2 MB", "no UTF-8", "reserved", "compressed", "no beginning", "long ping", "bad close", "empty pieces"],
 )
 def test_frames_that_break_the_protocol_close_the_connection_with_a_code(
     server: Running, frames: list[tuple[int, bytes]], code: int

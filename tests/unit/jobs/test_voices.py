@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,26 +216,37 @@ VoiceFolder(Path(sys.argv[1]), 9, 10**7).add("anna", Path(sys.argv[2]).read_byte
 """
 
 
-def test_the_next_write_removes_the_draft_of_a_killed_process_and_none_that_is_being_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_write_removes_the_draft_of_a_killed_process(tmp_path: Path) -> None:
     folder = VoiceFolder(tmp_path / "kept", 9, 10**7)
     (tmp_path / "anna.wav").write_bytes(ANNA)
     killed = subprocess.run([sys.executable, "-c", DIES_IN_ITS_WRITE, folder.path, tmp_path / "anna.wav"], check=False)
     assert killed.returncode == -signal.SIGKILL
-    before = {path.name for path in folder.path.iterdir()}
-    assert len(before) == 1
+    assert len(list(folder.path.iterdir())) == 1
     assert folder.names() == []
-    really, seen = os.fsync, list[set[str]]()
+    folder.add("ben", ANNA, "")
+    assert [path.name for path in folder.path.iterdir()] == ["ben.voice"]
 
-    def while_it_is_written(file: int) -> None:
+
+@pytest.mark.parametrize("folders", [1, 8], ids=["of one server", "of several"])
+def test_voices_added_side_by_side_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: int) -> None:
+    kept = [VoiceFolder(tmp_path / "kept", 3, 10**7) for _ in range(folders)]
+    really = os.fsync
+
+    def slow(file: int) -> None:
+        # Others have their turn between a count and what follows from it.
+        time.sleep(0.05)
         really(file)
-        monkeypatch.setattr(os, "fsync", really)
-        folder.add("ben", ANNA, "")
-        seen.append({path.name for path in folder.path.iterdir()})
 
-    monkeypatch.setattr(os, "fsync", while_it_is_written)
-    folder.add("anna", ANNA, "")
-    assert not before & seen[0]
-    assert folder.names() == ["anna", "ben"]
-    assert {path.name for path in folder.path.iterdir()} == {"anna.voice", "ben.voice"}
+    monkeypatch.setattr(os, "fsync", slow)
+
+    def add(number: int) -> str | None:
+        try:
+            kept[number % folders].add(f"voice{number}", ANNA, "")
+        except InputError as error:
+            return error.message
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        said = list(pool.map(add, range(8)))
+    assert sorted(said, key=str) == [None] * 3 + ["There are 3 voices; that is the maximum."] * 5
+    assert len(list((tmp_path / "kept").iterdir())) == 3

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import errno
 import io
+import json
 import threading
 import wave
 
@@ -16,11 +17,13 @@ import soundfile
 from pipelines.daemon_threads import DaemonThreads
 from pipelines.errors import ErrorCode, InputError, SynthesisError
 from pipelines.request import EngineStats
+from pipelines.serving import json_body
 from pipelines.serving.admission import AdmissionQueue
-from pipelines.serving.body_limit import LimitedBody
+from pipelines.serving.body_limit import BodyMemory, LimitedBody
 from pipelines.serving.connections import Connections
 from pipelines.serving.encoding import SpeechFormat, read_audio, stream_encoder, whole_file
 from pipelines.serving.errors import ApiError, as_api_error
+from pipelines.serving.json_body import MAX_DEPTH, MAX_MARKS, MAX_VALUES
 from pipelines.serving.model import Progress
 from pipelines.serving.options import ServeOptions
 from tests.support.fakes import FakeClock
@@ -206,14 +209,14 @@ def messages(*parts: bytes, more: bool = False) -> list[dict[str, object]]:
     return [{"type": "http.request", "body": part, "more_body": more or place < last} for place, part in enumerate(parts)]
 
 
-def inlet(script: list[dict[str, object]], max_bytes: int = 100, seconds: float = 5.0) -> LimitedBody:
+def inlet(script: list[dict[str, object]], max_bytes: int = 100, seconds: float = 5.0, memory: BodyMemory | None = None) -> LimitedBody:
     async def receive() -> dict[str, object]:
         if script:
             return script.pop(0)
         await asyncio.Event().wait()
         raise AssertionError
 
-    return LimitedBody(receive, max_bytes, seconds)
+    return LimitedBody(receive, memory or BodyMemory(max_bytes), seconds)
 
 
 def test_a_body_is_bounded_in_bytes_and_time() -> None:
@@ -232,21 +235,60 @@ def test_a_body_is_bounded_in_bytes_and_time() -> None:
     asyncio.run(play())
 
 
-def test_what_is_read_while_waiting_is_not_lost() -> None:
+def test_signs_of_json_are_counted_while_a_body_arrives() -> None:
     async def play() -> None:
-        for parts in ((b"whole",), (b"one", b"two")):
-            source = inlet(messages(*parts))
-            leaving = asyncio.create_task(source.left())
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            assert not leaving.done()
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
-            assert [(await source())["body"] for _ in parts] == list(parts)
-        source = inlet([*messages(b"whole"), {"type": "http.disconnect"}])
-        await asyncio.wait_for(source.left(), 60)
+        source = inlet(messages(b"[]," * 200_000, b"[]," * 200_000, b"never read"), max_bytes=1 << 30)
+        await source()
+        with pytest.raises(ApiError) as caught:
+            await source()
+        assert (caught.value.status_code, caught.value.code) == (400, "input.bad_json")
 
     asyncio.run(play())
+
+
+def test_large_bodies_without_a_slot_are_bounded_together_and_small_ones_are_not() -> None:
+    async def play() -> None:
+        memory = BodyMemory(1 << 17)
+        large = [inlet(messages(b"a" * (1 << 17)), memory=memory) for _ in range(9)]
+        for source in large[:8]:
+            await source()
+        with pytest.raises(ApiError) as caught:
+            await large[8]()
+        assert (caught.value.status_code, int((caught.value.headers or {})["retry-after"])) == (429, 5)
+        await inlet(messages(b"a" * (1 << 16)), memory=memory)()
+        large[0].release()
+        await inlet(messages(b"a" * (1 << 17)), memory=memory)()
+        for source in large:
+            source.release()
+        assert memory.bytes == 1 << 17
+
+    asyncio.run(play())
+
+
+def shaped(*, opened: int = 0, values: int = 0) -> bytes:
+    return b'{"text": "' + b'\\\\\\"[{,' * 20_000 + b'\\\\", "more": ' + b"[" * opened + b"1," * values + b"1" + b"]" * opened + b"}"
+
+
+def test_json_is_bounded_in_values_and_depth_and_its_texts_are_not() -> None:
+    # The object is one level and one value, the comma behind its text another value.
+    for given in (shaped(opened=MAX_DEPTH - 1), shaped(opened=1, values=MAX_VALUES - 3)):
+        assert json_body.parse(given) == json.loads(given)
+    for given in (shaped(opened=MAX_DEPTH), shaped(opened=1, values=MAX_VALUES - 2), b'"' * (MAX_MARKS + 1)):
+        with pytest.raises(ApiError) as caught:
+            json_body.parse(given)
+        assert (caught.value.code, "too many values" in str(caught.value.detail)) == ("input.bad_json", True)
+
+
+def test_only_short_json_is_parsed_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    monkeypatch.setattr(json_body, "parse", lambda data: seen.append(threading.current_thread() is threading.main_thread()))
+
+    async def play() -> None:
+        await json_body.read(b" " * json_body.INLINE_BYTES)
+        await json_body.read(" " * (json_body.INLINE_BYTES + 1))
+
+    asyncio.run(play())
+    assert seen == [True, False]
 
 
 def test_requests_are_stuck_when_nothing_has_come_of_any_for_a_while() -> None:

@@ -1,0 +1,210 @@
+"""An honest client of the server beside hostile ones: it waits no longer than twice its time alone.
+
+`python -m tests.faults.test_other_clients` prints its waits beside each kind.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.faults.cluster import REPOSITORY
+from tests.support.websocket_kit import PATH, Talk, talk
+
+#: How long each wait is measured, alone and beside, at least; and how often that is tried before it counts.
+ALONE_SECONDS, BESIDE_SECONDS, ROUNDS = 2.0, 6.0, 3
+#: What a busy machine may add to any wait.
+GRAIN_SECONDS = 0.25
+#: A wait that is longer is as good as none.
+PATIENCE_SECONDS = 60.0
+#: Slots and room of the server: fewer than the bodies that never come.
+SLOTS, ROOM, SLOW_BODIES = 2, 32, 40
+SPEECH, VOICES = "/v1/audio/speech", "/v1/audio/voices"
+
+
+def connected(url: str) -> socket.socket:
+    parts = urlsplit(url)
+    return socket.create_connection((str(parts.hostname), int(parts.port or 0)))
+
+
+def head(path: str, length: int) -> bytes:
+    return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+def post(url: str, path: str, body: bytes) -> None:
+    with connected(url) as wire, suppress(OSError):
+        wire.sendall(head(path, len(body)))
+        wire.sendall(body)
+        wire.recv(65_536)
+
+
+def fields(url: str) -> Iterator[None]:
+    """Speech with 3 M fields that nobody knows, 30 MB."""
+    body = b'{"model": "hibari", "input": "Hello.", ' + b", ".join(b'"%d": 1' % number for number in range(2_400_000)) + b"}"
+    while True:
+        post(url, SPEECH, body)
+        yield
+
+
+def lists(url: str) -> Iterator[None]:
+    """A voice of 11 M empty lists, 33 MB."""
+    body = b"[" + b"[]," * 11_000_000 + b"[]]"
+    while True:
+        post(url, VOICES, body)
+        yield
+
+
+def slow_bodies(url: str) -> Iterator[None]:
+    """More requests than there are slots and room, of which one byte comes."""
+    while True:
+        with ExitStack() as stack:
+            for _ in range(SLOW_BODIES):
+                stack.enter_context(connected(url)).sendall(head(SPEECH, 1000) + b"{")
+            yield
+            time.sleep(PATIENCE_SECONDS)
+
+
+def frames(url: str, first: bytes, rest: bytes) -> Iterator[None]:
+    """Frames of a WebSocket without end."""
+    while True:
+        with connected(url) as wire:
+            wire.sendall(
+                f"GET {PATH} HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+                "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
+            )
+            wire.recv(4096)
+            wire.sendall(first)
+            yield
+            with suppress(OSError):
+                while True:
+                    wire.sendall(rest * 10_000)
+
+
+def of(kind: int) -> bytes:
+    """An empty frame."""
+    return bytes((kind, 0x80, 0, 0, 0, 0))
+
+
+ATTACKS: dict[str, Callable[[str], Iterator[None]]] = {
+    "fields": fields,
+    "lists": lists,
+    "slow bodies": slow_bodies,
+    "empty pieces": lambda url: frames(url, of(0x01), of(0x00)),
+    "pings": lambda url: frames(url, b"", of(0x89)),
+}
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """A server of the embedded voice in a process of its own, without a key."""
+    sizes = {"SPEECH_SERVE__SLOTS": str(SLOTS), "SPEECH_SERVE__WAITING_ROOM": str(ROOM), "SPEECH_HOME": str(folder)}
+    command = [sys.executable, "-m", "jobs", "serve", "--model", "hibari", "--port", "0", "--quiet"]
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | sizes, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        assert url, (folder / "log").read_text()
+        deadline = time.monotonic() + 240
+        while not is_ready(url):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(120)
+
+
+def is_ready(url: str) -> bool:
+    with connected(url) as wire:
+        wire.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        return b" 200 " in wire.recv(4000).splitlines()[0]
+
+
+@contextmanager
+def attacked(name: str, url: str) -> Iterator[None]:
+    """The attack goes on in a process of its own."""
+    attacker = subprocess.Popen([sys.executable, "-m", __spec__.name, name, url], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    try:
+        assert attacker.stdout is not None
+        assert attacker.stdout.readline() == "begun\n"
+        yield
+        assert attacker.poll() is None, "the attack ended by itself"
+    finally:
+        attacker.kill()
+        attacker.wait()
+
+
+def longest_wait(client: Talk, seconds: float) -> float:
+    """The longest of the times between a sentence and the end of its speech; infinite where there was no end."""
+    longest, end = 0.0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        begin = time.monotonic()
+        client.say("c", "Good morning.", generation_config={"seed": 1})
+        while True:
+            try:
+                view = json.loads(client.socket.recv(PATIENCE_SECONDS))
+            except TimeoutError:
+                return math.inf
+            if view["type"] == "error":
+                return math.inf
+            if view["type"] == "done":
+                break
+        longest = max(longest, time.monotonic() - begin)
+    return longest
+
+
+def waits(name: str, url: str) -> tuple[float, float]:
+    """Seconds alone and beside the attack."""
+    with talk(url) as client:
+        longest_wait(client, 0.1)
+        alone = longest_wait(client, ALONE_SECONDS)
+        with attacked(name, url):
+            return alone, longest_wait(client, BESIDE_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(tmp_path_factory.mktemp("served")) as address:
+        yield address
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_honest_client_waits_at_most_twice_as_long_beside_a_hostile_one(url: str, name: str) -> None:
+    found: list[tuple[float, float]] = []
+    for _ in range(ROUNDS):
+        alone, beside = waits(name, url)
+        found.append((alone, beside))
+        if beside <= max(2 * alone, alone + GRAIN_SECONDS):
+            return
+    pytest.fail(f"seconds alone and beside: {found}")
+
+
+def main(arguments: list[str]) -> None:
+    """With a name and an address: that attack, until it is killed. Else all of them beside a client, with a table."""
+    if arguments:
+        name, url = arguments
+        for number, _ in enumerate(ATTACKS[name](url)):
+            if not number:
+                print("begun", flush=True)
+        return
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder)) as url:
+        for name in ATTACKS:
+            alone, beside = waits(name, url)
+            print(f"{name:14} {1000 * alone:8.0f} ms alone {1000 * beside:8.0f} ms beside", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
