@@ -52,8 +52,10 @@ class S3Proxy:
             self._refuses_as, self._refuses_until = code, time.monotonic() + seconds
 
     def flip_next(self, path: str | None) -> None:
-        """Flips a bit in the body of the next answer to a GET whose path matches this expression; the server's copy stays right. None: flips
-        no more."""
+        """Flips a bit in the body of the next answer to a GET whose path matches this expression; the server's copy stays right.
+
+        None: flips no more.
+        """
         with self._lock:
             self._flips = None if path is None else re.compile(path)
 

@@ -122,7 +122,7 @@ class ClusterSite:
             log.close()
 
     def wait_for_progress(self) -> None:
-        self._until(lambda: self._done() > self._seen_done or self._done() >= self._total() - 1, 300)
+        self._until(lambda: self._done() > self._seen_done or self._left() <= 1, 300)
         self._seen_done = self._done()
 
     def let_go(self) -> None:
@@ -169,9 +169,9 @@ class ClusterSite:
         status = self._cluster.status(self.job)
         return 0 if status is None else status.items.done
 
-    def _total(self) -> int:
+    def _left(self) -> int:
         status = self._cluster.status(self.job)
-        return 1 << 62 if status is None else status.items.total
+        return 1 << 62 if status is None else status.items.pending
 
     def _supervisor_pid(self) -> int:
         assert self._supervisor is not None
@@ -347,7 +347,7 @@ class ClusterSite:
     def _more_done(self, chance: random.Random) -> int:
         """How many items are done, after some more were."""
         before = self._done()
-        wait_until(lambda: self._done() > before + chance.randrange(64) or self._done() >= self._total() - 1, 10, self.mend)
+        wait_until(lambda: self._done() > before + chance.randrange(32) or self._left() <= 1, 15, self.mend)
         return self._done()
 
     def _execute(self, statement: str) -> None:

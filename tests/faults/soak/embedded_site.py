@@ -171,7 +171,7 @@ class EmbeddedSite:
 
     def _left(self) -> int:
         status = self._status()
-        return 1 << 62 if status is None else status.items.total - status.items.done
+        return 1 << 62 if status is None else status.items.pending
 
     def _command(self) -> int:
         return 0 if self._run is None or self._run.poll() is not None else self._run.pid
@@ -259,6 +259,7 @@ class EmbeddedSite:
 
     def _restore_ledger(self, chance: random.Random) -> None:
         """A person puts back a copy of the database that is some items old, while nothing runs."""
+        self._at_work()
         backup = self._folder / "ledger.backup"
         backup.unlink(missing_ok=True)
         with closing(sqlite3.connect(self._database, timeout=60)) as live, closing(sqlite3.connect(backup)) as copy:
@@ -274,6 +275,7 @@ class EmbeddedSite:
 
     def _restore_store(self, chance: random.Random) -> None:
         """A person puts back a copy of the store that is some items old, while nothing runs."""
+        self._at_work()
         backup = self._folder / "backup"
         copy_of(self._home, backup, but=".nightjar")
         before = self._done()
@@ -289,11 +291,12 @@ class EmbeddedSite:
         self.effects["objects forgotten by the store"] += max(0, done - before)
 
     def _at_work(self) -> None:
-        """Returns once a run has found its folder: one that only starts would begin anew in an empty one, as it was told to."""
-        wait_until(lambda: self._find("jobs.engine_process"), 120, self.mend)
+        """Returns once the run makes items: one that only starts would begin anew in an empty folder, as it was told to."""
+        before = self._done()
+        wait_until(lambda: self._done() > before or self._left() <= 1, 120, self.mend)
 
     def _more_done(self, chance: random.Random) -> int:
         """How many items are done, after some more were."""
         before = self._done()
-        wait_until(lambda: self._done() > before + chance.randrange(64) or self._left() <= 1, 10, self.mend)
+        wait_until(lambda: self._done() > before + chance.randrange(32) or self._left() <= 1, 15, self.mend)
         return self._done()

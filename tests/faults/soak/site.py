@@ -114,6 +114,7 @@ class Stubs:
     """The folders that stand, or stood, where a folder was taken away. They are kept: a process may write into one late."""
 
     def __init__(self, folder: Path) -> None:
+        folder.mkdir()
         self._folder = folder
         self._count = 0
 
@@ -138,7 +139,6 @@ class Stubs:
                 self.keep(root)
 
     def keep(self, path: Path) -> None:
-        self._folder.mkdir(exist_ok=True)
         self._count += 1
         os.rename(path, self._folder / f"stub-{self._count}")
 
