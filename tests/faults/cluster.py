@@ -87,7 +87,7 @@ class Cluster:
         self._own_services = [service for service in self.services if service not in (valkey, seaweedfs)]
         for service in self._own_services:
             service.start()
-        self.proxy = S3Proxy(self.seaweedfs.port) if self.seaweedfs is not None and store == "proxied" else None
+        self.proxy = S3Proxy(self.seaweedfs.endpoint) if self.seaweedfs is not None and store == "proxied" else None
         self.database_url = postgres.create_database(f"faults_{uuid.uuid4().hex[:12]}")
         #: Of the store in a folder.
         self.objects = folder / "objects"

@@ -1,4 +1,4 @@
-"""A proxy before an S3 server that forgets for a while what the server holds, and flips a bit of one answer."""
+"""A proxy in front of an S3 server, which answers with 404 while it is told to, and flips a bit of one answer."""
 
 from __future__ import annotations
 
@@ -7,49 +7,40 @@ import random
 import re
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any
+from urllib.parse import urlsplit
 
-from tests.support.services import free_port
-
-#: What a server whose disk is not mounted says of a key, and one that was started on an empty disk of the bucket.
+#: What a server says of a key whose disk is not mounted, and of a bucket when it was started on an empty disk.
 FORGOTTEN = {"NoSuchKey": "The specified key does not exist.", "NoSuchBucket": "The specified bucket does not exist."}
 _NO_BODY = {204, 304}
-_HOP_BY_HOP = {"connection", "expect", "keep-alive", "transfer-encoding", "content-length", "date", "server"}
+_OF_A_CONNECTION = {"connection", "content-length", "keep-alive", "transfer-encoding"}
 
 
 class S3Proxy:
-    """Passes requests on to the server at a port of this machine, on a port of its own. A server that is away is a closed connection."""
+    """`refuses` gets method and path of each request, and gives the code that it is answered with, one of `FORGOTTEN`, or None.
 
-    def __init__(self, upstream_port: int) -> None:
-        self.port = free_port()
-        self.upstream_port = upstream_port
+    Where the server is away, a client's connection ends without an answer.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.refuses: Callable[[str, str], str | None] = lambda method, path: None
         #: Requests that were answered with 404, and bits that were flipped, so far.
         self.refused = 0
         self.flipped = 0
-        self._refuses_as = ""
-        self._refuses_until = 0.0
         self._flips: re.Pattern[str] | None = None
         self._lock = threading.Lock()
-        self._server = _Server(("127.0.0.1", self.port), _handler(self))
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="s3-proxy", daemon=True)
+        self._server = _Server(("127.0.0.1", 0), _handler(self, urlsplit(endpoint).netloc))
+        self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="s3-proxy", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> S3Proxy:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
     def forget(self, code: str, seconds: float) -> None:
-        """Answers every request with 404 and this code of `FORGOTTEN` from now on, for so long."""
-        with self._lock:
-            self._refuses_as, self._refuses_until = code, time.monotonic() + seconds
+        """Answers every request with 404 and this code from now on, for so long."""
+        until = time.monotonic() + seconds
+        self.refuses = lambda method, path: code if time.monotonic() < until else None
 
     def flip_next(self, path: str | None) -> None:
         """Flips a bit in the body of the next answer to a GET whose path matches this expression; the server's copy stays right.
@@ -59,19 +50,6 @@ class S3Proxy:
         with self._lock:
             self._flips = None if path is None else re.compile(path)
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def refusal(self) -> str:
-        """The code of the window that is open; empty for none."""
-        with self._lock:
-            if time.monotonic() >= self._refuses_until:
-                return ""
-            self.refused += 1
-            return self._refuses_as
-
     def spoiled(self, path: str, body: bytes) -> bytes:
         """The body of an answer to a GET as the client gets it."""
         with self._lock:
@@ -79,14 +57,24 @@ class S3Proxy:
                 return body
             self._flips = None
             self.flipped += 1
-        return flipped(body, random.randrange(len(body) * 8))
+        changed, bit = bytearray(body), random.randrange(len(body) * 8)
+        changed[bit // 8] ^= 1 << bit % 8
+        return bytes(changed)
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
 
 
-def flipped(data: bytes, bit: int) -> bytes:
-    """The data with another value of one bit."""
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
+@contextmanager
+def s3_proxy(endpoint: str) -> Iterator[S3Proxy]:
+    """A proxy that is closed in the end."""
+    proxy = S3Proxy(endpoint)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
 
 
 class _Server(ThreadingHTTPServer):
@@ -98,7 +86,7 @@ class _Server(ThreadingHTTPServer):
         """A client that was killed is no error."""
 
 
-def _handler(proxy: S3Proxy) -> type[BaseHTTPRequestHandler]:
+def _handler(proxy: S3Proxy, server: str) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         #: Heads and bodies are small, and each is written at once.
@@ -106,31 +94,30 @@ def _handler(proxy: S3Proxy) -> type[BaseHTTPRequestHandler]:
 
         def setup(self) -> None:
             super().setup()
-            self._upstream = http.client.HTTPConnection("127.0.0.1", proxy.upstream_port, timeout=120)
+            self._upstream = http.client.HTTPConnection(server, timeout=120)
 
         def finish(self) -> None:
             self._upstream.close()
             super().finish()
 
-        def do(self) -> None:
+        def handle_any(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            if code := proxy.refusal():
-                return self._refuse(code)
+            if (code := proxy.refuses(self.command, self.path)) is not None:
+                proxy.refused += 1
+                text = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{FORGOTTEN[code]}</Message></Error>"
+                return self.answer(404, [("Content-Type", "application/xml")], text.encode())
             try:
-                status, headers, answer = self._passed_on(body)
+                status, headers, answer = self.passed_on(body)
             except (OSError, http.client.HTTPException):
                 self.close_connection = True
                 return None
             if self.command == "GET" and status in (200, 206):
                 answer = proxy.spoiled(self.path, answer)
-            return self._answer(status, headers, answer)
+            return self.answer(status, headers, answer)
 
-        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do  # noqa: N815 - names of http.server
+        do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_any  # noqa: N815 - names of the standard library
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Says nothing."""
-
-        def _passed_on(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
+        def passed_on(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
             """Status, headers and body of the server's answer. The signature of the request holds for its headers as they are."""
             self._upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
@@ -138,16 +125,12 @@ def _handler(proxy: S3Proxy) -> type[BaseHTTPRequestHandler]:
                     self._upstream.putheader(name, value)
             self._upstream.endheaders(body)
             response = self._upstream.getresponse()
-            headers = [(name, value) for name, value in response.getheaders() if name.lower() not in _HOP_BY_HOP]
+            headers = [(name, value) for name, value in response.getheaders() if name.lower() not in _OF_A_CONNECTION]
             if self.command == "HEAD" and (length := response.getheader("Content-Length")) is not None:
                 headers.append(("Content-Length", length))
             return response.status, headers, response.read()
 
-        def _refuse(self, code: str) -> None:
-            text = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code><Message>{FORGOTTEN[code]}</Message></Error>"
-            self._answer(404, [("Content-Type", "application/xml")], text.encode())
-
-        def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+        def answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
             self.send_response_only(status)
             for name, value in headers:
                 self.send_header(name, value)
@@ -156,5 +139,8 @@ def _handler(proxy: S3Proxy) -> type[BaseHTTPRequestHandler]:
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Says nothing."""
 
     return Handler

@@ -20,6 +20,10 @@ from tests.support.fakes import SAMPLE_RATE, sine
 _INDEX = re.compile(r"/(\d{9})-[^/]*$")
 
 
+#: Of one kind.
+DETAILS = 10
+
+
 @dataclass(slots=True)
 class Audit:
     """Counts of what is wrong; all zero when the job is right."""
@@ -55,7 +59,7 @@ class Audit:
 
     def note(self, kind: str, text: str) -> None:
         setattr(self, kind, getattr(self, kind) + 1)
-        if len(self.details) < 50:
+        if getattr(self, kind) <= DETAILS:
             self.details.append(f"{kind}: {text}")
 
 

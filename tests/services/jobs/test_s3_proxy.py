@@ -12,7 +12,7 @@ from botocore.exceptions import ClientError
 
 from jobs.settings import S3Settings
 from jobs.store import open_store
-from tests.support.s3_proxy import S3Proxy
+from tests.support.s3_proxy import S3Proxy, s3_proxy
 from tests.support.services import S3
 
 KEY = "jobs/one/input/000000.jsonl.zst"
@@ -20,7 +20,7 @@ KEY = "jobs/one/input/000000.jsonl.zst"
 
 @pytest.fixture
 def proxy(s3: S3) -> Iterator[S3Proxy]:
-    with S3Proxy(s3.port) as proxy:
+    with s3_proxy(s3.endpoint) as proxy:
         yield proxy
 
 
