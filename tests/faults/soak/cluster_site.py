@@ -24,7 +24,7 @@ from jobs.store.base import ObjectStore
 from pipelines.registry import register_pipeline
 from tests.faults.cluster import REPOSITORY, Cluster, patiently
 from tests.faults.soak import voice
-from tests.faults.soak.site import ENGINE_FROZEN_SECONDS, STUCK_SECONDS, Fault, Mark, Stubs, copy_of, flip_bits, wait_until
+from tests.faults.soak.site import ENGINE_FROZEN_SECONDS, STUCK_SECONDS, Fault, Mark, Stubs, copy_of, flip_inputs, wait_until
 from tests.support.cli_kit import run_command
 from tests.support.s3_proxy import FORGOTTEN
 from tests.support.services import Postgres, Service, children
@@ -302,8 +302,7 @@ class ClusterSite:
             time.sleep(chance.uniform(2.0, 6.0))
 
     def _flip_bits(self, chance: random.Random) -> None:
-        inputs = patiently(lambda: self.ledger.shard_inputs(self.job))
-        flip_bits([self._cluster.objects / key for key, _ in inputs.values()], chance.uniform(0.2, 0.6), chance)
+        self.effects["claims of flipped inputs"] += flip_inputs(self.ledger, self.job, self._cluster.objects, chance)
 
     def _forget_objects(self, chance: random.Random) -> None:
         assert self._cluster.proxy is not None

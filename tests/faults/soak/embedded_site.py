@@ -26,7 +26,7 @@ from jobs.store import FolderStore
 from jobs.store.base import ObjectStore
 from pipelines.errors import NightjarError
 from tests.faults.cluster import TIMING
-from tests.faults.soak.site import ENGINE_FROZEN_SECONDS, STUCK_SECONDS, Fault, Mark, Stubs, copy_of, flip_bits, wait_until
+from tests.faults.soak.site import ENGINE_FROZEN_SECONDS, STUCK_SECONDS, Fault, Mark, Stubs, copy_of, flip_inputs, wait_until
 from tests.faults.soak.voice import NAME, installed, paced
 from tests.support.cli_kit import run_command
 
@@ -96,7 +96,7 @@ class EmbeddedSite:
             "command frozen": lambda chance: self._freeze(self._command(), 8.0),
             "empty files of a power cut": self._empty_files,
             "store unmounted": self._unmount,
-            "bits of inputs flipped": self._flip_bits,
+            "bits of inputs flipped": self._flip_inputs,
             "output folder renamed": self._rename,
             "ledger restored from a backup": self._restore_ledger,
             "store restored from a backup": self._restore_store,
@@ -238,7 +238,7 @@ class EmbeddedSite:
             time.sleep(chance.uniform(2.0, 6.0))
 
     def _flip_bits(self, chance: random.Random) -> None:
-        flip_bits([self._home / key for key, _ in self.ledger.shard_inputs(self.job).values()], chance.uniform(0.2, 0.6), chance)
+        self.effects["claims of flipped inputs"] += flip_inputs(self.ledger, self.job, self._home, chance)
 
     def _rename(self, chance: random.Random) -> None:
         """A person renames the folder under a run, which has to stop and say so; the next run is given the new name."""

@@ -15,11 +15,14 @@ from typing import Protocol
 
 from jobs.ledger import Ledger
 from jobs.store.base import ObjectStore
+from tests.faults.cluster import patiently
 
 Fault = Callable[[random.Random], None]
 
 #: After so long without an answer the frozen engine's worker calls it stuck; the freeze is longer.
 STUCK_SECONDS, ENGINE_FROZEN_SECONDS = 2.0, 5.0
+#: For inputs to stay wrong while nobody reads them.
+FLIPPED_SECONDS = 5.0
 
 
 class Site(Protocol):
@@ -158,9 +161,10 @@ def copy_of(folder: Path, copy: Path, but: str = "") -> None:
         shutil.copytree(folder, copy, copy_function=os.link, ignore=ignored)
 
 
-def flip_bits(paths: list[Path], seconds: float, chance: random.Random) -> None:
-    """Flips a bit in each file and back after a while, as where a disk or a cache errs and heals. Files that replace them meanwhile stay
-    as they are."""
+@contextmanager
+def flipped_bits(paths: list[Path], chance: random.Random) -> Iterator[None]:
+    """A bit of each file is another one and then right again, as where a disk or a cache errs and heals. Files that replace them meanwhile
+    stay as they are."""
     spoiled: list[tuple[int, int, bytes]] = []
     try:
         for path in paths:
@@ -170,11 +174,25 @@ def flip_bits(paths: list[Path], seconds: float, chance: random.Random) -> None:
                 right = os.pread(file, 1, place)
                 spoiled.append((file, place, right))
                 os.pwrite(file, bytes([right[0] ^ 1 << chance.randrange(8)]), place)
-        time.sleep(seconds)
+        yield
     finally:
         for file, place, right in spoiled:
             os.pwrite(file, right, place)
             os.close(file)
+
+
+def flip_inputs(ledger: Ledger, job: str, root: Path, chance: random.Random) -> int:
+    """Flips a bit of each input in a folder for as long as the next shard needs to be claimed and read; how many were claimed."""
+
+    def claims() -> int:
+        return sum(1 for _ in patiently(lambda: list(ledger.attempts(job))))
+
+    paths = [root / key for key, _ in patiently(lambda: ledger.shard_inputs(job)).values()]
+    before = claims()
+    with flipped_bits(paths, chance):
+        wait_until(lambda: claims() > before, FLIPPED_SECONDS)
+        time.sleep(0.3)
+    return claims() - before
 
 
 def wait_until(condition: Callable[[], object], seconds: float, between: Callable[[], None] = lambda: None) -> bool:
