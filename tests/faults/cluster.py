@@ -32,6 +32,7 @@ from pipelines.audio import encode
 from pipelines.errors import NightjarError
 from tests.support.fake_worker import register
 from tests.support.fakes import SAMPLE_RATE, sine
+from tests.support.s3_proxy import S3Proxy
 from tests.support.services import Postgres, SeaweedFS, Valkey
 from tests.support.worker_process import Started, start_python
 
@@ -61,8 +62,8 @@ ENGINE = {"seconds": 0.05, "slots": 16}
 class Cluster:
     """Starts everything; `end` stops everything. Workers come back by themselves after `kill_worker`.
 
-    What `held` makes of a text does not end before `let_go`. `timing` goes over `TIMING`. `store` is `s3` or `folder`.
-    A server that is given runs already, and goes on after `end`.
+    What `held` makes of a text does not end before `let_go`. `timing` goes over `TIMING`. `store` is `s3`, `folder`, or `proxied` for an S3
+    server behind `proxy`. A server that is given runs already, and goes on after `end`.
     """
 
     def __init__(
@@ -81,11 +82,12 @@ class Cluster:
         self.gate = folder / "gate"
         self.postgres = postgres
         self.valkey = valkey or Valkey(folder / "valkey")
-        self.seaweedfs = seaweedfs or (SeaweedFS(folder / "seaweedfs") if store == "s3" else None)
+        self.seaweedfs = seaweedfs or (None if store == "folder" else SeaweedFS(folder / "seaweedfs"))
         self.services = [service for service in (self.valkey, self.seaweedfs) if service is not None]
         self._own_services = [service for service in self.services if service not in (valkey, seaweedfs)]
         for service in self._own_services:
             service.start()
+        self.proxy = S3Proxy(self.seaweedfs.endpoint) if self.seaweedfs is not None and store == "proxied" else None
         self.database_url = postgres.create_database(f"faults_{uuid.uuid4().hex[:12]}")
         #: Of the store in a folder.
         self.objects = folder / "objects"
@@ -113,6 +115,7 @@ class Cluster:
             "SPEECH_LOG_FORMAT": "json",
             "NIGHTJAR_FAKE": json.dumps(ENGINE),
             **(self.seaweedfs.environment() if self.seaweedfs is not None else {}),
+            **({"SPEECH_S3__ENDPOINT_URL": self.proxy.endpoint} if self.proxy is not None else {}),
             **self.timing,
         }
 
@@ -142,14 +145,14 @@ class Cluster:
     def let_go(self) -> None:
         self.gate.touch()
 
-    def submit(self, texts: dict[str, str], *, max_attempts: int = 3, pack: bool = False) -> str:
-        """Submits one dialogue a text for the fake engine; the job id."""
+    def submit(self, texts: dict[str, str], *, max_attempts: int = 3, pack: bool = False, model: str = "fake") -> str:
+        """Submits one dialogue a text, for the fake engine unless another one is named; the job id."""
         path = self.folder / f"{uuid.uuid4().hex}.jsonl"
         lines = (json.dumps({"example_id": name, "messages": [["user", "text", text]]}) for name, text in texts.items())
         path.write_text("\n".join(lines) + "\n")
         register()
         options = SubmitOptions(max_attempts=max_attempts)
-        return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model="fake", pack=pack or UNSET), options=options).job.id
+        return submit(self.settings, self.ledger, self.store, str(path), JobSpec(model=model, pack=pack or UNSET), options=options).job.id
 
     def status(self, job: str) -> JobStatus | None:
         """The job's status, or None while the database is down."""
@@ -208,6 +211,8 @@ class Cluster:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         self.ledger.close()
+        if self.proxy is not None:
+            self.proxy.close()
         for service in self._own_services:
             service.stop()
 

@@ -226,7 +226,7 @@ class Postgres(Service):
 
     @property
     def admin_url(self) -> str:
-        return f"postgresql://nightjar@127.0.0.1:{self.port}/postgres"
+        return self._url("postgres")
 
     def create_database(self, name: str) -> str:
         """A new empty database; its URL."""
@@ -234,6 +234,21 @@ class Postgres(Service):
 
         with psycopg.connect(self.admin_url, autocommit=True) as connection:
             connection.execute(f'CREATE DATABASE "{name}"')
+        return self._url(name)
+
+    def dump(self, name: str, path: Path) -> None:
+        """A backup of a database that is in use."""
+        subprocess.run([self._binary("pg_dump"), "-Fc", "-f", str(path), self._url(name)], check=True, capture_output=True)
+
+    def restore(self, name: str, path: Path) -> None:
+        """A database as it was in a backup; whoever was connected to it no longer is."""
+        import psycopg
+
+        with psycopg.connect(self.admin_url, autocommit=True) as connection:
+            connection.execute(f'DROP DATABASE "{name}" WITH (FORCE)')
+        subprocess.run([self._binary("pg_restore"), "-d", self.create_database(name), str(path)], check=True, capture_output=True)
+
+    def _url(self, name: str) -> str:
         return f"postgresql://nightjar@127.0.0.1:{self.port}/{name}"
 
 

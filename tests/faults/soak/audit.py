@@ -20,6 +20,10 @@ from tests.support.fakes import SAMPLE_RATE, sine
 _INDEX = re.compile(r"/(\d{9})-[^/]*$")
 
 
+#: Of one kind.
+DETAILS = 10
+
+
 @dataclass(slots=True)
 class Audit:
     """Counts of what is wrong; all zero when the job is right."""
@@ -36,11 +40,17 @@ class Audit:
     stuck: int = 0
     #: Processes and temporary files.
     left_behind: int = 0
+    #: Files where the store is not.
+    outside: int = 0
+    #: What a person had to be told and was not.
+    untold: int = 0
+    #: Objects that `verify --repair` made again, as it should after a backup of the store was put back.
+    repaired: int = 0
     details: list[str] = field(default_factory=list[str])
 
     @property
     def view(self) -> dict[str, int]:
-        names = ("lost", "doubled", "wrong", "orphans", "stuck", "left_behind")
+        names = ("lost", "doubled", "wrong", "orphans", "stuck", "left_behind", "outside", "untold")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -49,7 +59,7 @@ class Audit:
 
     def note(self, kind: str, text: str) -> None:
         setattr(self, kind, getattr(self, kind) + 1)
-        if len(self.details) < 50:
+        if getattr(self, kind) <= DETAILS:
             self.details.append(f"{kind}: {text}")
 
 
@@ -57,10 +67,25 @@ def audit(site: Site, texts: Mapping[str, str]) -> Audit:
     """Looks at every item, artifact and object of the job, and of the jobs that had ended before the faults."""
     found = Audit()
     for job, of_job in [(site.job, texts), *site.ended.items()]:
+        _repair(site, job, found)
         _audit_job(site, job, of_job, found)
-    for what in site.left_behind():
-        found.note("left_behind", what)
+    for kind, what in (("left_behind", site.left_behind()), ("outside", site.outside()), ("untold", site.untold)):
+        for one in what:
+            found.note(kind, one)
     return found
+
+
+def _repair(site: Site, job: str, found: Audit) -> None:
+    """Does what a person does who has put back a backup of the store. In other installations nothing may be left to repair."""
+    status, said = site.verify(job)
+    faults = [line for line in said.splitlines() if '"nightjar.fault/1"' in line]
+    if status != 0:
+        found.note("lost", f"`verify --repair` ended with {status}: {said[-500:]}")
+    if site.repaired_by_hand:
+        found.repaired += len(faults)
+        return
+    for line in faults:
+        found.note("lost", f"`verify` found {line}")
 
 
 def _audit_job(site: Site, job: str, texts: Mapping[str, str], found: Audit) -> None:
