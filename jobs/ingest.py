@@ -20,7 +20,7 @@ from jobs.line_check import GoodLine, LineChecker, aborted_by, duplicate
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, compress, encode_lines
 from jobs.sharding import ShardSize, cut
-from jobs.source import BATCH_BYTES, BATCH_LINES, Source, open_source
+from jobs.source import BATCH_BYTES, BATCH_LINES, Source, no_records, open_source
 from jobs.spec import ResolvedSpec, records_of, resolve, spec_sha
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
@@ -140,7 +140,7 @@ def no_items(job: Job) -> InputError:
     """The error of a job that none of its input's lines became an item of."""
     if job.rejected_lines:
         return InputError(ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}")
-    return InputError(ErrorCode.INPUT_NO_ITEMS, "The input has no lines.", "Give a file with one dialogue per line.")
+    return no_records()
 
 
 class _Ingest:
