@@ -29,7 +29,7 @@ _KINDS = {
     "str": "a text",
     "int": "a number",
     "float": "a number",
-    "bool": "a bool",
+    "bool": "true or false",
     "null": "null",
 }
 _SHAPE = "A line is one JSON object with `example_id` or `id` (text) and `messages` (a list of [role, modality, content])."
