@@ -20,6 +20,18 @@ _LONG_NUMBER = re.compile(rb"\d{%d}" % (MAX_INTEGER_DIGITS + 1))
 _NUMBER_OR_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|(\d+)((?:\.\d+)?(?:[eE][+-]?\d+)?)')
 #: msgspec's "Invalid enum value 'x' - at `$.messages[0][1]`", or "... - at `key` in `$.generation.roles`".
 _REASON = re.compile(r"(.*?)(?: - at (?:`key` in )?`\$(.*)`)?", re.DOTALL)
+#: A message, or what stands in it: `.messages[0]`, `.messages[0][2]`.
+_MESSAGE = re.compile(r"\.messages\[\d+\](\[\d+\])?")
+#: msgspec's names of types.
+_KINDS = {
+    "array": "a list",
+    "object": "an object",
+    "str": "a text",
+    "int": "a number",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "null",
+}
 _SHAPE = "A line is one JSON object with `example_id` or `id` (text) and `messages` (a list of [role, modality, content])."
 
 
@@ -143,15 +155,23 @@ def check_example_id(example_id: str, key: str, shape: str) -> None:
 
 
 def _shape_error(reason: str) -> InputError:
-    """msgspec's message as a code."""
+    """msgspec's message as a code and, where it is about messages, as a sentence in words of JSON."""
     found = _REASON.fullmatch(clean(reason))
     what, path = (found[1], found[2] or "") if found else (reason, "")
+    value, number = what.partition("value ")[2], path.partition("[")[2].partition("]")[0]
     if path.startswith(".messages") and path.endswith("[0]") and "enum" in what:
-        return InputError(ErrorCode.INPUT_BAD_ROLE, f"{what} (role).", "Roles are user, assistant and system.")
+        message = f"Message {number} has the unknown role {value}."
+        return InputError(ErrorCode.INPUT_BAD_ROLE, message, "Roles are user, assistant and system.")
     if path.startswith(".messages") and path.endswith("[1]") and "enum" in what:
-        return InputError(ErrorCode.INPUT_BAD_MODALITY, f"{what} (modality).", "Modalities are text, audio, image, video and toolcall.")
+        message = f"Message {number} has the unknown modality {value}."
+        return InputError(ErrorCode.INPUT_BAD_MODALITY, message, "Modalities are text, audio, image, video and toolcall.")
     if path.startswith(".generation"):
         fields = ", ".join(Generation.__struct_fields__)
         return InputError(ErrorCode.INPUT_BAD_GENERATION, f"{what} in {path[1:]}.", f"The keys of `generation` are: {fields}.")
+    if _MESSAGE.fullmatch(path):
+        return InputError(ErrorCode.INPUT_BAD_LINE, f"Message {number} is not a list of three texts, [role, modality, content].", _SHAPE)
+    if path in ("", ".messages") and (kind := _KINDS.get(what.rpartition("got `")[2].rstrip("`"))) is not None:
+        wanted = "`messages` is {}, not a list." if path else "The line is {}, not an object."
+        return InputError(ErrorCode.INPUT_BAD_LINE, wanted.format(kind), _SHAPE)
     where = f" in {path[1:]}" if path[1:] else ""
     return InputError(ErrorCode.INPUT_BAD_LINE, f"{what}{where}.", _SHAPE)

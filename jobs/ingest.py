@@ -20,7 +20,7 @@ from jobs.line_check import MAX_REFUSED_LINES, GoodLine, LineChecker, aborted_by
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, compress, encode_lines
 from jobs.sharding import ShardSize, cut
-from jobs.source import BATCH_BYTES, BATCH_LINES, Source, open_source
+from jobs.source import BATCH_BYTES, BATCH_LINES, Source, no_records, open_source
 from jobs.spec import ResolvedSpec, records_of, resolve, spec_sha
 from jobs.store.base import ObjectStore
 from jobs.voices import voice_folder
@@ -140,7 +140,7 @@ def check_wanted(job: Job) -> None:
     if job.state is JobState.FAILED and job.rejected_lines:
         raise InputError(ErrorCode.INPUT_NO_ITEMS, f"Job {job.id} has no items.", f"See why with: nightjar errors {job.id}")
     if job.state is JobState.FAILED:
-        raise InputError(ErrorCode.INPUT_NO_ITEMS, "The input has no lines.", "Give a file with one dialogue per line.")
+        raise no_records()
 
 
 class _Ingest:

@@ -160,7 +160,8 @@ class LineChecker:
         turns = spoken_turns(messages, speak)
         if not turns:
             what, advice = _NOTHING.get(speak, ("no text to speak", "Give the line a user or an assistant text message."))
-            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has {what}.", advice)
+            other = next((f", but a message of modality {message[1]!r}" for message in messages if message[1] not in ("text", "audio")), "")
+            raise InputError(ErrorCode.INPUT_EMPTY_TEXT, f"The dialogue has {what}{other}.", advice)
         characters = 0
         heard: set[int] = set()
         for turn in turns:

@@ -222,6 +222,13 @@ def check_source(source: str) -> str:
     return source
 
 
+def no_records() -> InputError:
+    """The error of an input without any record."""
+    return InputError(
+        ErrorCode.INPUT_NO_ITEMS, "The input is empty.", "Give at least one record: a dialogue or a sentence a line, or a row."
+    )
+
+
 def _s3_object(address: str, s3: S3Settings | None) -> BinaryIO:
     try:
         return open_s3_object(address, s3)

@@ -58,6 +58,13 @@ class JobOptions(TypedDict, total=False):
     idempotency_key: Annotated[str, Field(pattern=r"\S")]
 
 
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: str) -> None:
+    """Raises `config.invalid` for an argument of another type than these; True and False are no numbers."""
+    if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+        message = f"The argument `{name}` is {value!r:.100}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Give {words}; docs/python.md says what there is.")
+
+
 def checked_options(options: JobOptions) -> dict[str, Any]:
     """The options that are given; None counts as not given. Raises `config.invalid` for one that does not exist or cannot be used."""
     given = plain_numbers({name: value for name, value in options.items() if value is not None})

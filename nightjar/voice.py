@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 import re
 import uuid
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ import msgspec
 
 from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
-from nightjar.options import plain_numbers
-from pipelines.errors import ErrorCode, InputError, NightjarError
+from nightjar.options import check_type, plain_numbers
+from pipelines.audio_format import AUDIO_FORMATS, check_rate
+from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, StoreError, SynthesisError
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
 from pipelines.stored_voices import in_voice_of
@@ -48,11 +50,30 @@ class Sound:
         return len(self.samples) / self.sample_rate
 
     def save(self, path: str | Path) -> Path:
-        """Writes an audio file in the format of its extension, such as `.wav` or `.flac`; the path."""
+        """Writes an audio file in the format of its extension, such as `.wav`, `.flac`, `.mp3` or `.opus`; the path.
+
+        Raises `config.invalid` for another extension, and `StoreError` (`store.forbidden`) for a file that cannot be written.
+        """
         import soundfile
 
-        soundfile.write(str(path), self.samples, self.sample_rate)
-        return Path(path)
+        check_type("path", path, (str, os.PathLike), "the path of a file")
+        path = Path(path)
+        kind = path.suffix[1:].lower()
+        if kind not in AUDIO_FORMATS and kind.upper() not in soundfile.available_formats():
+            advice = f"End the path with one of: {', '.join(f'.{name}' for name in AUDIO_FORMATS)}."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, f"The path {str(path)!r:.200} does not say an audio format.", advice)
+        check_rate(kind, self.sample_rate)
+        container, coding = ("OGG", "OPUS") if kind == "opus" else (kind.upper(), None)
+        try:
+            with path.open("wb") as file:
+                soundfile.write(file, self.samples, self.sample_rate, format=container, subtype=coding)
+        except OSError as error:
+            message = f"The file {str(path)!r:.200} cannot be written: {error.strerror}."
+            raise StoreError(ErrorCode.STORE_FORBIDDEN, message, "Give a path that you may write.") from error
+        except soundfile.SoundFileError as error:
+            message = f"The format {kind} cannot hold this speech: {error}."
+            raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Use another format, such as .wav.") from error
+        return path
 
     def __repr__(self) -> str:
         return f"Sound({self.seconds:.2f} s, {self.sample_rate} Hz, {self.text[:60]!r})"
@@ -72,13 +93,14 @@ class Voice:
     def __init__(self, card: ModelCard, pipeline: Pipeline) -> None:
         self.card = card
         self._pipeline = pipeline
+        self._closed = False
 
     def speak(self, text: str, **asked: Any) -> Sound:
         """The speech of a text.
 
         `voice`, `language`, `instruct`, `seed` and the other keys of `generation` are those of a line of an input; `voice` may be that of
         a stored voice. `reference` is a recording of the voice to clone, a path or the bytes of an audio file. Raises `InputError` for
-        what the model cannot do.
+        what the model cannot do, and `SynthesisError` (`synth.aborted`) after `close`.
         """
         speech = self._pipeline.submit(self._request(text, asked)).result()
         return Sound(speech.samples, speech.sample_rate, text)
@@ -90,7 +112,8 @@ class Voice:
                 yield Sound(chunk.samples, chunk.sample_rate)
 
     def close(self) -> None:
-        """Gives the model's memory back."""
+        """Gives the model's memory back; it speaks no more."""
+        self._closed = True
         self._pipeline.close()
 
     def __enter__(self) -> Voice:
@@ -103,6 +126,10 @@ class Voice:
         return f"Voice({self.card.name!r}, {self.card.sample_rate} Hz)"
 
     def _request(self, text: str, asked: dict[str, Any]) -> SynthesisRequest:
+        if self._closed:
+            advice = "Open it again with `nightjar.open_model`, or speak within its `with` block."
+            raise SynthesisError(ErrorCode.SYNTH_ABORTED, f"The model {self.card.name} was closed.", advice)
+        check_type("text", text, str, 'one text, such as "Good evening."; for many use `nightjar.run`')
         reference = asked.pop("reference", None)
         unknown = sorted(asked.keys() - set(Generation.__struct_fields__))
         if unknown:
@@ -110,6 +137,7 @@ class Voice:
             raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"There is no setting {unknown[0]!r}.", f"The settings are: {known}.")
         messages = [Message("user", "text", text)]
         if reference is not None:
+            check_type("reference", reference, (str, os.PathLike, bytes), "the path of a recording, or the bytes of its file")
             messages.insert(0, Message("user", "audio", reference if isinstance(reference, bytes) else _read(Path(reference))))
         try:
             wanted = msgspec.convert(plain_numbers(asked), Generation)
@@ -141,6 +169,7 @@ def open_model(model: str | Path = "hibari", **options: Any) -> Voice:
 
     Raises `ModelError`, and `ConfigError` for an option that the model does not have or cannot run with here.
     """
+    check_type("model", model, (str, os.PathLike), "the name of a model, or the folder of a checkpoint")
     try:
         return Voice(describe(str(model)), open_pipeline(str(model), **options))
     except NightjarError as error:

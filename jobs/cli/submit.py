@@ -16,6 +16,7 @@ from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.input_format import WORDS
 from jobs.recent_jobs import remember_if_embedded
 from jobs.settings import Settings, load_settings
+from jobs.source import no_records
 from pipelines.errors import ErrorCode, InputError
 
 #: Refused lines that a dry run shows.
@@ -114,6 +115,7 @@ def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, ab
 
     store = open_store(settings.effective_store_url, settings.s3)
     estimate = dry_run(settings, store, source, spec, abort=abort)
+    refused = sum(estimate.rejected.values())
     rate, seconds = settings.price_per_gpu_hour, estimate.engine_seconds
     price = None if rate is None or seconds is None else seconds / 3600 * rate
     if output.as_json:
@@ -130,6 +132,11 @@ def dry_run_of(settings: Settings, source: str, spec: Any, output: Output, *, ab
             output.line(f"refused {count} x {code.value}")
         for rejected in estimate.rejected_lines[:SHOWN_LINES]:
             output.line(f"  line {rejected.line}  {rejected.code.value}  {printable(rejected.message)}")
+        if refused > SHOWN_LINES:
+            output.line(f"  and {counted(refused - SHOWN_LINES, 'line')} more")
     if not estimate.items:
-        raise InputError(ErrorCode.INPUT_NO_ITEMS, "No line of the input can become an item.", "Correct the lines and try again.")
+        if not refused:
+            raise no_records()
+        message = f"No line of the input can become an item: {counted(refused, 'line')} refused."
+        raise InputError(ErrorCode.INPUT_NO_ITEMS, message, "Correct the input and try again.")
     return FAILED if estimate.rejected else 0

@@ -76,7 +76,7 @@ def test_input_that_is_none(folder: Path, valkey_url: str, command: str, name: s
     if name in {"missing.jsonl", "folder", "/dev/zero"}:
         assert not (folder / "out").exists()
     if name in {"empty.jsonl", "blank.jsonl"}:
-        assert "has no lines" in done.stderr
+        assert "The input is empty." in done.stderr
 
 
 @pytest.mark.parametrize(

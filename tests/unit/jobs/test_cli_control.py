@@ -237,6 +237,18 @@ def test_a_dry_run_with_refused_lines_ends_with_1(rig: Rig, line: str, status: i
     assert (done.return_value, json.loads(done.stdout)["items"]) == (status, 1)
 
 
+def test_a_dry_run_of_which_nothing_is_left_counts_what_it_does_not_show(rig: Rig) -> None:
+    path = rig.folder / "in.jsonl"
+    path.write_text('["user", "video", "x.mp4"]\n' * 34)
+    words = ["submit", str(path), "--dry-run", "--model", "fake", "--out", str(rig.folder)]
+    done = CliRunner().invoke(cli, words, standalone_mode=False)
+    assert done.stdout.splitlines()[-1] == "  and 24 lines more"
+    assert "The line is a list, not an object." in done.stdout
+    assert str(done.exception).startswith("No line of the input can become an item: 34 lines refused.")
+    path.write_text("")
+    assert str(CliRunner().invoke(cli, words, standalone_mode=False).exception).startswith("The input is empty.")
+
+
 def test_abort_refuses_what_an_earlier_submit_left_out(rig: Rig) -> None:
     path = rig.folder / "in.jsonl"
     path.write_text('{"example_id": "a", "messages": [["user", "text", "Hello."]]}\nbroken\n')

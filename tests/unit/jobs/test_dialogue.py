@@ -104,6 +104,25 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b'["user", "video", "x.mp4"]', "The line is a list, not an object."),
+        (b'"hello"', "The line is a text, not an object."),
+        (line("a", "hello"), "`messages` is a text, not a list."),
+        (line("a", ["user", "video", "x.mp4"]), "Message 0 is not a list of three texts, [role, modality, content]."),
+        (line("a", [["user", "text", "hi"], ["user", "video"]]), "Message 1 is not a list of three texts, [role, modality, content]."),
+        (line("a", [["user", "text", 5]]), "Message 0 is not a list of three texts, [role, modality, content]."),
+        (line("a", [["user", "film", "x"]]), "Message 0 has the unknown modality 'film'."),
+        (line("a", [["user", "text", "hi"], ["robot", "text", "x"]]), "Message 1 has the unknown role 'robot'."),
+    ],
+)
+def test_a_wrong_shape_is_one_sentence(raw: bytes, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_dialogue(raw)
+    assert caught.value.message == message
+
+
 @pytest.mark.parametrize(("raw", "code"), BAD)
 def test_a_bad_line_has_a_code(raw: bytes, code: ErrorCode) -> None:
     with pytest.raises(InputError) as caught:
