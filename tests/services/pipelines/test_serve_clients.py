@@ -126,6 +126,22 @@ def test_files_of_openai(server: Running, kind: Any, media: str) -> None:
             assert np.abs(found).max() > 0.2
 
 
+def test_a_client_of_openai_that_names_no_format_gets_an_mp3(server: Running) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        for stream in (False, True):
+            answer = client.audio.speech.with_raw_response.create(model="tone", voice="nova", input=TEXT, extra_body={"stream": stream})
+            assert answer.headers["content-type"] == "audio/mpeg"
+            assert soundfile.info(io.BytesIO(answer.content)).format == "MP3"
+
+
+def test_an_mp3_is_streamed_while_it_is_made(server: Running) -> None:
+    view = {"model": "tone", "input": TEXT, "stream_format": "sse"}
+    with server.http.stream("POST", "/v1/audio/speech", json=view) as answer:
+        deltas = [base64.b64decode(one["audio"]) for one in events(answer.iter_lines()) if one["type"] == "speech.audio.delta"]
+    assert len(deltas) > 2
+    assert soundfile.info(io.BytesIO(b"".join(deltas))).format == "MP3"
+
+
 def test_names_of_openai_are_voices_of_the_model(server: Running, voice: StreamVoice) -> None:
     for name in OPENAI_VOICES:
         assert server.speak("Hello.", voice=name).status_code == 200
