@@ -118,7 +118,7 @@ class _Pipe(io.RawIOBase):
 
 
 class _WithoutTag(_Pipe):
-    """An MP3 without its first frame, which libsndfile goes back to at the end: a table of places, in whose stead players read a length of 0."""
+    """An MP3 without its first frame, a table that libsndfile goes back to at the end; players take an empty one for a length of 0."""
 
     def write(self, data: object, /) -> int:
         if self._end:

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 #: Needs no key: a load balancer has none.
 HEALTH = "/health"
 #: Routes that cost engine time.
-BYTES = "/tts/bytes"
-WORK = frozenset({"/v1/audio/speech", "/v1/chat/completions", BYTES})
+TTS = frozenset({"/tts/bytes", "/tts/sse"})
+WORK = TTS | {"/v1/audio/speech", "/v1/chat/completions"}
 WEBSOCKET = "/tts/websocket"
 #: What the body of a request says that is answered while it is made.
 _STREAMS = re.compile(rb'"stream"\s*:\s*true|"stream_format"\s*:\s*"|"response_format"\s*:\s*"pcm"')
@@ -153,7 +153,7 @@ class RequestMiddleware:
     async def _admit(self, path: str, body: LimitedBody, since: float | None) -> Permit | None:
         """A slot; None when the client left while it waited. Raises `ApiError` where the gate does."""
         # Only where it matters, so that a server with free slots reads nothing twice.
-        streams = self._gate.full and (path == BYTES or _STREAMS.search(await body.peek()) is not None)
+        streams = self._gate.full and (path in TTS or _STREAMS.search(await body.peek()) is not None)
         waiter = self._gate.ask(since, self._options.stream_queue_seconds if streams else None)
         if waiter.done():
             return waiter.result()
