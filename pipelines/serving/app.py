@@ -143,13 +143,15 @@ def _add_agent_routes(app: FastAPI, serving: Serving, voices: Voices) -> None:
     @app.post("/tts/bytes", openapi_extra=_body("/tts/bytes"))
     async def speech_bytes(request: Request) -> Response:
         """A text in Cartesia's words; its speech as bytes."""
-        parts = speaking.answer(await request.body(), request.scope[PERMIT], request.scope[REQUEST_ID])
+        fields = speaking.read(await request.body(), SpeechFields)
+        parts = speaking.answer(fields, request.scope[PERMIT], request.scope[REQUEST_ID])
         return Reply(parts, serving.options.request_seconds)
 
     @app.post("/tts/sse", openapi_extra=_body("/tts/sse"))
     async def speech_events(request: Request) -> Response:
         """A text in Cartesia's words; its speech as events."""
-        parts = speaking.events(await request.body(), request.scope[PERMIT], request.scope[REQUEST_ID])
+        fields = speaking.read(await request.body(), EventsRequest)
+        parts = speaking.events(fields, request.scope[PERMIT], request.scope[REQUEST_ID])
         return Reply(parts, serving.options.request_seconds)
 
     @app.get("/voices")

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import TypeVar
 
 import msgspec
 
@@ -22,6 +23,7 @@ from pipelines.serving.text_units import units_of
 from pipelines.serving.voices import Voices
 
 ROUTE, EVENTS = "/tts/bytes", "/tts/sse"
+Fields = TypeVar("Fields", bound=cartesia.SpeechFields)
 
 
 class BytesRoute:
@@ -31,13 +33,14 @@ class BytesRoute:
         self._serving = serving
         self._voices = voices
 
-    def answer(self, body: bytes, permit: Permit, request_id: str) -> Parts:
-        """The parts of the answer. Raises `ApiError`, also from the generator before the first part."""
-        fields = cartesia.typed(cartesia.parse(body), cartesia.SpeechFields, strict=self._serving.options.strict)
-        return self._parts(fields, permit, request_id, ROUTE)
-
-    async def _parts(self, fields: cartesia.SpeechFields, permit: Permit, request_id: str, route: str) -> Parts:
+    def read(self, body: bytes, kind: type[Fields]) -> Fields:
+        """The request of a body. Raises `ApiError` (400, 404)."""
+        fields = cartesia.typed(cartesia.parse(body), kind, strict=self._serving.options.strict)
         self._voices.check_model(fields.model_id)
+        return fields
+
+    async def answer(self, fields: cartesia.SpeechFields, permit: Permit, request_id: str, route: str = ROUTE) -> Parts:
+        """The parts of the answer. Raises `ApiError` before the first one, and `NightjarError`."""
         output = fields.output_format or cartesia.OutputFormat()
         try:
             request = await asyncio.to_thread(self._voices.request, fields, request_id)
@@ -59,13 +62,12 @@ class BytesRoute:
             error = SynthesisError(ErrorCode.SYNTH_NO_AUDIO, "The model made no audio.", "Try another seed.")
             raise as_api_error(error)
 
-    async def events(self, body: bytes, permit: Permit, request_id: str) -> Parts:
+    async def events(self, fields: cartesia.EventsRequest, permit: Permit, request_id: str) -> Parts:
         """The same as server-sent events: `chunk` with base64 of bare samples, then `done`. Raises as `answer`."""
-        fields = cartesia.typed(cartesia.parse(body), cartesia.EventsRequest, strict=self._serving.options.strict)
         if fields.output_format is not None and fields.output_format.container != "raw":
             raise bad_request("Events have the container `raw`; /tts/bytes sends WAV.", "invalid_value", "output_format.container")
         started, step = False, permit.since
-        parts = self._parts(fields, permit, request_id, EVENTS)
+        parts = self.answer(fields, permit, request_id, EVENTS)
         try:
             async with aclosing(parts):
                 async for part in parts:
