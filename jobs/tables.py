@@ -155,7 +155,7 @@ def parquet_records(file: BinaryIO, chosen: Reading, uri: str) -> Iterator[Recor
         from pyarrow import parquet
     except ImportError:
         message = "Parquet needs pyarrow, which is not installed."
-        raise ConfigError(ErrorCode.MODEL_MISSING_EXTRA, message, "pip install 'nightjar-speech[export]'") from None
+        raise ConfigError(ErrorCode.MODEL_MISSING_EXTRA, message, "Install Nightjar with its extra `export` (docs/install.md).") from None
     try:
         # A stream of pages: a row group may be larger than the memory.
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)

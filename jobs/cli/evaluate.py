@@ -119,7 +119,7 @@ def _client(settings: Settings, server: str, given: dict[str, Any]) -> ChatClien
         raise ModelError(
             ErrorCode.MODEL_MISSING_EXTRA,
             f"Asking a server needs the library {error.name}.",
-            "Install it with: pip install 'nightjar-speech[serve]'.",
+            "Install Nightjar with its extra `serve` (docs/install.md).",
         ) from error
     key = next(iter(read_keys(settings)), None)
     return ChatClient(server, key, given["connections"], given["timeout"], given["patience"])

@@ -138,7 +138,7 @@ def _check_extra() -> None:
             raise ModelError(
                 ErrorCode.MODEL_MISSING_EXTRA,
                 f"The server needs the library {library}.",
-                "Install it with: pip install 'nightjar-speech[serve]'.",
+                "Install Nightjar with its extra `serve` (docs/install.md).",
             )
 
 

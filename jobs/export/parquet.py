@@ -125,7 +125,7 @@ def pyarrow_libraries(format: str) -> tuple[Any, Any]:
         raise ConfigError(
             ErrorCode.MODEL_MISSING_EXTRA,
             f"The format {format} needs the library pyarrow.",
-            "Install it with: pip install 'nightjar-speech[export]'.",
+            "Install Nightjar with its extra `export` (docs/install.md).",
         ) from None
     return pyarrow, pyarrow.parquet
 

@@ -243,7 +243,7 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
         engine = sa.create_engine(url, pool_pre_ping=True, max_overflow=-1, hide_parameters=True, connect_args=arguments)
     except ModuleNotFoundError:
         raise ConfigError(
-            ErrorCode.CONFIG_INVALID, "A PostgreSQL ledger needs psycopg.", "Install it with `pip install 'nightjar-speech[postgres]'`."
+            ErrorCode.CONFIG_INVALID, "A PostgreSQL ledger needs psycopg.", "Install Nightjar with its extra `postgres` (docs/install.md)."
         ) from None
     statements = [
         str(set_limits(limits).compile(engine, compile_kwargs={"literal_binds": True})),

@@ -308,7 +308,8 @@ def make_client(settings: S3Settings | None) -> Any:
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
-        raise ConfigError(ErrorCode.CONFIG_INVALID, "S3 needs the package boto3.", "Install Nightjar with its extra `s3`.") from None
+        advice = "Install Nightjar with its extra `s3` (docs/install.md)."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, "S3 needs the package boto3.", advice) from None
     config = Config(
         signature_version="s3v4",
         connect_timeout=CONNECT_TIMEOUT_SECONDS,

@@ -34,5 +34,5 @@ def test_a_missing_library_is_named(
     assert main(words) == 1
     said = capsys.readouterr().err
     assert f"Error model.missing_extra: {'Converting' if extra == 'gpu' else 'Asking'}" in said
-    assert f"the library {library}.\nInstall it with: pip install 'nightjar-speech[{extra}]'." in said
+    assert f"the library {library}.\nInstall Nightjar with its extra `{extra}` (docs/install.md)." in said
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
