@@ -67,7 +67,7 @@ class MeterCard(NamedTuple):
         return f"Install it with: {self.install}."
 
 
-_QA = "pip install 'nightjar-speech[qa]'"
+_QA = "Nightjar's extra `qa` (docs/install.md)"
 _ASR = MeterCard(
     "asr",
     ("faster_whisper", "rapidfuzz", "whisper_normalizer"),

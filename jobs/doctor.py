@@ -299,7 +299,7 @@ def judge_gpu(machine: Machine) -> Verdict:
     if not machine.devices:
         return "none; models for the CPU run", ""
     if machine.torch is None:
-        return f"{machine.devices} GPUs, but torch is not installed.", "Install it with: pip install 'nightjar-speech[gpu]'."
+        return f"{machine.devices} GPUs, but torch is not installed.", "Install Nightjar with its extra `gpu` (docs/install.md)."
     if machine.cuda is None:
         return f"{machine.devices} GPUs, but torch {machine.torch} is built without CUDA.", "Install torch's build for CUDA."
     driver = f"driver {machine.driver or 'unknown'}, torch {machine.torch} for CUDA {machine.cuda}"
@@ -332,7 +332,7 @@ def judge_kernels() -> Verdict:
     theirs, spec = _installed("kernels"), find_spec("kernels")
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
     ours = any((Path(folder) / "toolchain.py").exists() for folder in folders)
-    again = "Then install Nightjar again: pip install --force-reinstall --no-deps nightjar-speech."
+    again = "Then install Nightjar again (docs/install.md), with pip's --force-reinstall --no-deps."
     if theirs is not None:
         said = (
             f"Hugging Face's kernels {theirs} is installed beside Nightjar's package of the same name; they overwrite each other's files."

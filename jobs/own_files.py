@@ -24,11 +24,18 @@ def open_own(path: Path, flags: int, depth: int = 2) -> int:
     Raises `store.forbidden` for a link, or for anything that is no folder or no regular file, and `OSError`.
     """
     # Loads a library, which a command that only looks need not pay for.
-    from jobs.store.handles import walk_down
+    from jobs.store.handles import FOLDER_FLAGS, walk_down
 
     *folders, name = path.parts[-depth:]
+    above, creates = path.parents[depth - 1], bool(flags & os.O_CREAT)
     try:
-        folder = walk_down(path.parents[depth - 1], folders, create=bool(flags & os.O_CREAT))
+        if creates:
+            above.mkdir(parents=True, exist_ok=True)
+        top = os.open(above, FOLDER_FLAGS)
+        try:
+            folder = walk_down(top, folders, create=creates)
+        finally:
+            os.close(top)
         try:
             file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644, dir_fd=folder)
         finally:

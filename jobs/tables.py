@@ -164,7 +164,9 @@ def parquet_records(file: BinaryIO, chosen: Reading, uri: str) -> Iterator[Recor
         from pyarrow import parquet
     except ImportError:
         message = "Reading Parquet needs the library pyarrow."
-        raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install it with: pip install 'nightjar-speech[export]'.") from None
+        raise ConfigError(
+            ErrorCode.CONFIG_MISSING_LIBRARY, message, "Install Nightjar with its extra `export` (docs/install.md)."
+        ) from None
     try:
         # A stream of pages: a row group may be larger than the memory.
         table = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)

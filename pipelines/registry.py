@@ -342,7 +342,7 @@ def _extra_of(family: Family) -> Generator[None]:
         raise ModelError(
             ErrorCode.MODEL_MISSING_EXTRA,
             f"Models of the family {family.name} need the library {error.name or error!s}.",
-            f"Install it with: pip install 'nightjar-speech[{family.extra}]'.",
+            f"Install Nightjar with its extra `{family.extra}` (docs/install.md).",
         ) from error
 
 

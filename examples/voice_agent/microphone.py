@@ -85,7 +85,9 @@ def microphone_transport() -> BaseTransport:
     try:
         import sounddevice
     except ModuleNotFoundError:
-        raise RuntimeError("The microphone needs sounddevice. Install it with: pip install 'pipecat-nightjar[microphone]'.") from None
+        raise RuntimeError(
+            "The microphone needs sounddevice. In a clone: pip install './integrations/pipecat-nightjar[microphone]'."
+        ) from None
     except OSError:
         raise RuntimeError("The microphone needs PortAudio. Install it, on Debian with: apt install libportaudio2.") from None
     for kind in ("input", "output"):

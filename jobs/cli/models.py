@@ -44,7 +44,7 @@ def convert(source: Path, like: Path, out: Path, dtype: str) -> None:
         from pipelines.speechlm.weights import convert as write
     except ModuleNotFoundError as error:
         message = f"Converting a checkpoint needs the library {error.name}."
-        raise ModelError(ErrorCode.MODEL_MISSING_EXTRA, message, "Install it with: pip install 'nightjar-speech[gpu]'.") from error
+        raise ModelError(ErrorCode.MODEL_MISSING_EXTRA, message, "Install Nightjar with its extra `gpu` (docs/install.md).") from error
 
     count = write(source, like, out, None if dtype == "same" else getattr(torch, dtype))
     Output(as_json=False).line(f"{count} tensors written to {out}.")

@@ -132,7 +132,7 @@ def _check_extra() -> None:
             raise ModelError(
                 ErrorCode.CONFIG_MISSING_LIBRARY,
                 f"The server needs the library {library}.",
-                "Install it with: pip install 'nightjar-speech[serve]'.",
+                "Install Nightjar with its extra `serve` (docs/install.md).",
             )
 
 

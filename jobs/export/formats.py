@@ -147,7 +147,7 @@ class ExportFormat:
             raise ConfigError(
                 ErrorCode.CONFIG_MISSING_LIBRARY,
                 f"The format {self.name} needs the library {self.library}.",
-                "Install it with: pip install 'nightjar-speech[export]'.",
+                "Install Nightjar with its extra `export` (docs/install.md).",
             )
 
     def _check_conversion(self, audio_root: Path | None) -> None:

@@ -246,7 +246,7 @@ def _postgresql_engine(url: sa.URL, limits: LedgerLimits) -> sa.Engine:
         raise ConfigError(
             ErrorCode.CONFIG_MISSING_LIBRARY,
             "A PostgreSQL ledger needs the library psycopg.",
-            "Install it with: pip install 'nightjar-speech[postgres]'.",
+            "Install Nightjar with its extra `postgres` (docs/install.md).",
         ) from None
     statements = [
         str(set_limits(limits).compile(engine, compile_kwargs={"literal_binds": True})),

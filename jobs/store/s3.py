@@ -354,7 +354,7 @@ def make_client(settings: S3Settings | None) -> Any:
         from botocore.config import Config
         from botocore.exceptions import BotoCoreError
     except ImportError:
-        message, advice = "S3 needs the library boto3.", "Install it with: pip install 'nightjar-speech[s3]'."
+        message, advice = "S3 needs the library boto3.", "Install Nightjar with its extra `s3` (docs/install.md)."
         raise ConfigError(ErrorCode.CONFIG_MISSING_LIBRARY, message, advice) from None
     config = Config(
         signature_version="s3v4",

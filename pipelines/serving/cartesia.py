@@ -1,4 +1,4 @@
-"""What clients of Cartesia's protocol send, and what they are sent: over `/tts/websocket`, and to `/tts/bytes`."""
+"""What clients of Cartesia's protocol send, and what they are sent: over `/tts/websocket`, and to `/tts/bytes` and `/tts/sse`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _MAX_BUFFER_MS = 60_000
 #: Of the name of a context, a voice, a language or a model.
 MAX_NAME_CHARACTERS = 200
 _TITLES = {400: "Invalid request", 401: "Unauthorized", 404: "Not found", 422: "No usable speech", 429: "Too many requests"}
-#: Fields that clients of Cartesia send and that change nothing here.
-_IGNORED = frozenset({"add_timestamps", "add_phoneme_timestamps", "use_normalized_timestamps", "pronunciation_dict_id", "speed"})
+#: Fields that ask for what no model makes here.
+_ABSENT = ("add_timestamps", "add_phoneme_timestamps", "pronunciation_dict_id", "save")
+#: Fields of Cartesia's clients that change nothing here.
+_IGNORED = frozenset({*_ABSENT, "normalization", "speed", "use_normalized_timestamps"})
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -71,6 +73,12 @@ class SpeechFields(msgspec.Struct, frozen=True, kw_only=True):
         return secrets.randbits(63) if asked is None else asked
 
 
+class EventsRequest(SpeechFields, frozen=True, kw_only=True):
+    """A text whose speech comes as events, each with the name that the client gave them."""
+
+    context_id: Text | None = None
+
+
 class ContextMessage(SpeechFields, frozen=True, kw_only=True):
     """One message of a context."""
 
@@ -95,20 +103,35 @@ def as_object(given: object) -> dict[str, Any]:
 
 def typed(given: object, kind: type[T], *, strict: bool = False) -> T:
     """The message of this kind. Raises `ApiError` (400) that names the field at fault; with `strict` also for a field nobody knows."""
-    given = as_object(given)
+    given = _in_first_words(as_object(given))
+    # Pipecat's and LiveKit's services always ask for times of words over a WebSocket, and speak without them.
+    unasked = () if strict or kind is not ContextMessage else ("add_timestamps",)
+    absent = next((name for name in _ABSENT if given.get(name) and name not in unasked), None)
+    if absent is not None:
+        raise bad_request(f"`{absent}` is not supported here. Remove it.", ErrorCode.INPUT_UNSUPPORTED.value, absent)
     known = {field.encode_name for field in msgspec.structs.fields(kind)}
     unknown = sorted(given.keys() - known - _IGNORED)
     if strict and unknown:
         raise unknown_field(unknown[0])
     try:
-        return msgspec.convert({name: value for name, value in given.items() if value is not None}, kind)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
         said, _, place = str(error).partition(" - at `$.")
         param = place.rstrip("`") or None
         raise bad_request(f"`{param}`: {said}." if param else f"{said}.", "invalid_value", param) from None
 
 
-def chunk(context_id: str, data: bytes, step_ms: float) -> dict[str, Any]:
+def _in_first_words(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields without nulls; the words of newer clients, a bare name as the voice and `locale`, as those that all of them know."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if isinstance(given.get("voice"), str):
+        given["voice"] = {"id": given["voice"]}
+    if "locale" in given:
+        given.setdefault("language", given.pop("locale"))
+    return given
+
+
+def chunk(context_id: str | None, data: bytes, step_ms: float) -> dict[str, Any]:
     """A piece of speech."""
     facts = {"done": False, "status_code": 206, "step_time": round(step_ms, 3), "context_id": context_id}
     return {"type": "chunk", "data": data, **facts}
@@ -119,7 +142,7 @@ def flush_done(context_id: str, number: int) -> dict[str, Any]:
     return {"type": "flush_done", "done": False, "flush_done": True, "flush_id": number, "status_code": 206, "context_id": context_id}
 
 
-def done(context_id: str) -> dict[str, Any]:
+def done(context_id: str | None) -> dict[str, Any]:
     """The context is over."""
     return {"type": "done", "done": True, "status_code": 206, "context_id": context_id}
 

@@ -7,7 +7,7 @@ import binascii
 import io
 import re
 import struct
-from typing import TYPE_CHECKING, BinaryIO, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Protocol, cast
 
 import numpy as np
 import soundfile
@@ -28,6 +28,8 @@ COMPRESSED: frozenset[SpeechFormat] = frozenset({"flac", "mp3", "opus"})
 _HEADER_BYTES = 44
 #: What a stream writes as a length: players read on to the end, as they do with OpenAI's own streams.
 _UNKNOWN = 0xFFFFFFFF
+#: Of an MP3 stream: 80 kbit/s at 24 kHz.
+_MP3_LEVEL = 0.5
 
 
 def whole_file(samples: NDArray[np.float32], sample_rate: int, kind: SpeechFormat) -> bytes:
@@ -109,42 +111,31 @@ class _Pipe(io.RawIOBase):
     def readinto(self, buffer: object, /) -> int:
         return 0
 
-    def take(self, *, ended: bool = False) -> bytes:
-        """What was written since it was last asked for; with `ended` nothing follows."""
+    def take(self) -> bytes:
+        """What was written since it was last asked for."""
         ready, self._ready = bytes(self._ready), bytearray()
         return ready
 
 
-class _Whole(_Pipe):
-    """A file that is handed on at its end: libsndfile completes an MP3 at its start, and one without that is cut short by players."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._file = io.BytesIO()
+class _WithoutTag(_Pipe):
+    """An MP3 without its first frame, a table that libsndfile goes back to at the end; players take an empty one for a length of 0."""
 
     def write(self, data: object, /) -> int:
-        return self._file.write(data)  # pyright: ignore[reportArgumentType]
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: object, /) -> int:
-        return self._file.readinto(buffer)  # pyright: ignore[reportArgumentType]
-
-    def take(self, *, ended: bool = False) -> bytes:
-        return self._file.getvalue() if ended else b""
+        if self._end:
+            return super().write(data)
+        self._end = self._place = len(bytes(data))  # pyright: ignore[reportArgumentType]
+        return self._end
 
 
 class _FileStream:
     def __init__(self, sample_rate: int, kind: AudioFormat) -> None:
-        self._pipe = _Whole() if kind == "mp3" else _Pipe()
+        self._pipe = _WithoutTag() if kind == "mp3" else _Pipe()
         container, subtype = CONTAINERS[kind]
         self._rate = _file_rate(sample_rate, kind)
         self._resampler = soxr.ResampleStream(sample_rate, self._rate, 1, dtype="float32") if self._rate != sample_rate else None
-        self._file = soundfile.SoundFile(cast(BinaryIO, self._pipe), "w", self._rate, 1, format=container, subtype=subtype)
+        # Readers without the table take the length from the bit rate, so that has to be constant.
+        steady: dict[str, Any] = {"bitrate_mode": "CONSTANT", "compression_level": _MP3_LEVEL} if kind == "mp3" else {}
+        self._file = soundfile.SoundFile(cast(BinaryIO, self._pipe), "w", self._rate, 1, format=container, subtype=subtype, **steady)
 
     def add(self, samples: NDArray[np.float32]) -> bytes:
         return self._add(samples, last=False)
@@ -152,7 +143,7 @@ class _FileStream:
     def end(self) -> bytes:
         self._add(np.zeros(0, np.float32), last=True)
         self._file.close()
-        return self._pipe.take(ended=True)
+        return self._pipe.take()
 
     def _add(self, samples: NDArray[np.float32], *, last: bool) -> bytes:
         ready = samples if self._resampler is None else self._resampler.resample_chunk(samples, last=last)

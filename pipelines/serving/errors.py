@@ -103,12 +103,13 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected)
 
 
-async def _http(_request: Request, error: Exception) -> Response:
+async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
         return JSONResponse(error.view(), error.status_code, error.headers)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "bad_request")
-    return JSONResponse(error_view(error.status_code, f"{error.detail}.", code), error.status_code, error.headers)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
+    message = f"There is no {request.method} {request.url.path[:100]} here. GET / lists the routes." if code else f"{error.detail}."
+    return JSONResponse(error_view(error.status_code, message, code or "bad_request"), error.status_code, error.headers)
 
 
 async def _nightjar(_request: Request, error: Exception) -> Response:

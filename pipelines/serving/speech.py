@@ -82,7 +82,7 @@ class SpeechBody(Body):
     model: str
     input: str
     voice: Annotated[str | None, BeforeValidator(_voice_name)] = None
-    response_format: Annotated[SpeechFormat, BeforeValidator(_known_format)] = "wav"
+    response_format: Annotated[SpeechFormat, BeforeValidator(_known_format)] = "mp3"
     speed: float | None = None
     instructions: str | None = None
     #: None: bare PCM is streamed where the pipeline can, files are not.

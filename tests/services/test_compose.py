@@ -24,6 +24,7 @@ import yaml
 from botocore.exceptions import ClientError
 
 from jobs.settings import load_settings
+from tests.support.docs_kit import commands_of
 from tests.support.services import SeaweedFS, Valkey, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +40,17 @@ ON_GPUS = {"worker-gpu": "gpu", "worker-vllm": "vllm", "serve": "serve"}
 def filled(text: str) -> str:
     """The text with its variables replaced as compose does."""
     return re.sub(r"\$\{(\w+)(?::-([^}]*)|[^}]*)\}", lambda match: SECRETS[match[1]] if match[2] is None else match[2], text)
+
+
+def test_the_commands_of_the_page_make_what_the_file_asks_for(tmp_path: Path) -> None:
+    """Those before `docker compose`, run where a clone is: each variable that has no default, and each folder that a person names."""
+    commands = [one.text for one in commands_of(ROOT / "docs/deploy.md") if re.match(r"printf |echo NIGHTJAR|chmod .*env|mkdir ", one.text)]
+    subprocess.run(["bash", "-e", "-c", "\n".join(commands)], cwd=tmp_path, check=True, timeout=60)
+    written = dict(line.split("=", 1) for line in (tmp_path / ".env").read_text().splitlines())
+    assert (tmp_path / ".env").stat().st_mode & 0o077 == 0
+    assert {name for name, value in written.items() if value} == {*SECRETS, "NIGHTJAR_USER"}
+    assert set(re.findall(r"\$\{(\w+):\?", (ROOT / "docker-compose.yml").read_text())) <= set(written)
+    assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {"exports", "models"}
 
 
 def test_every_part_is_there() -> None:

@@ -64,7 +64,8 @@ class Running:
             return 0
 
     def speak(self, text: str = "Good morning.", **fields: Any) -> httpx2.Response:
-        return self.http.post("/v1/audio/speech", json={"model": self.pipeline.name, "input": text, **fields})
+        """An answer, as WAV unless `fields` ask for another format."""
+        return self.http.post("/v1/audio/speech", json={"model": self.pipeline.name, "input": text, "response_format": "wav", **fields})
 
     def chat(self, *messages: dict[str, Any], **fields: Any) -> httpx2.Response:
         return self.http.post("/v1/chat/completions", json={"model": self.pipeline.name, "messages": list(messages), **fields})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import gzip
 import io
+import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -53,6 +55,105 @@ def test_bytes_are_the_speech_of_the_websocket(server: Running) -> None:
     found, rate = soundfile.read(io.BytesIO(file.content), dtype="float32")
     assert rate == 8000
     assert np.abs(found - samples_of(UNITS, rate=8000)).max() < 0.02
+
+
+#: Bodies as Cartesia's own client 4.2 sends them, for the newest version of the protocol.
+OFFICIAL: dict[str, Any] = {
+    "model_id": "tone",
+    "output_format": {"container": "raw", "encoding": "pcm_s16le", "sample_rate": 24000},
+    "transcript": TEXT,
+    "voice": "bob",
+}
+
+
+def sse_of(server: Running, **fields: Any) -> list[dict[str, Any]]:
+    with server.http.stream("POST", "/tts/sse", json={**OFFICIAL, **SEEDED, **fields}, headers={"accept": "text/event-stream"}) as answer:
+        assert (answer.status_code, answer.headers["content-type"]) == (200, "text/event-stream"), answer.read()
+        return list(events(answer.iter_lines()))
+
+
+def test_requests_of_cartesias_own_client_are_spoken(server: Running, voice: StreamVoice) -> None:
+    answer = server.http.post("/tts/bytes", json={**OFFICIAL, **SEEDED, "locale": "en-US"}, headers={"accept": "audio/wav"})
+    assert answer.content == spoken(UNITS)
+    *chunks, last = sse_of(server, voice={"id": "bob"}, context_id="c1", add_timestamps=None)
+    assert b"".join(base64.b64decode(one["data"]) for one in chunks) == spoken(UNITS)
+    assert {(one["type"], one["done"], one["status_code"], one["context_id"]) for one in chunks} == {("chunk", False, 206, "c1")}
+    assert (last["type"], last["done"], last["context_id"]) == ("done", True, "c1")
+    assert {(request.generation.voice, request.generation.language) for request in voice.requests} == {("bob", "english"), ("bob", None)}
+    with talk(server.url) as client:
+        client.say("a", **{**OFFICIAL, **SEEDED})
+        assert client.hear("a") == spoken(UNITS)
+    assert server.metrics()["speech_first_audio_seconds_count{route=/tts/sse}"] == 1
+
+
+def test_events_end_with_an_error_where_the_speech_does(server: Running) -> None:
+    first, last = (found := sse_of(server, transcript="I break."))[0], found[-1]
+    assert (first["type"], last["type"], last["status_code"], last["error_code"]) == ("chunk", "error", 503, "synth.engine")
+    assert last["request_id"].startswith("req-")
+
+
+@pytest.mark.parametrize("route", ["/tts/bytes", "/tts/sse"])
+@pytest.mark.parametrize("name", ["add_timestamps", "add_phoneme_timestamps", "save"])
+def test_what_cartesia_has_and_we_do_not_is_refused_by_name(server: Running, route: str, name: str) -> None:
+    for value in (True, "dict-1"):
+        refused = server.http.post(route, json={**OFFICIAL, name: value})
+        assert (refused.status_code, error_of(refused)["code"], error_of(refused)["param"]) == (400, "input.unsupported", name)
+        assert f"`{name}`" in error_of(refused)["message"]
+    assert server.http.post(route, json={**OFFICIAL, name: False}).status_code == 200
+    wav_events = server.http.post("/tts/sse", json={**OFFICIAL, "output_format": {"container": "wav"}})
+    assert (wav_events.status_code, error_of(wav_events)["param"]) == (400, "output_format.container")
+
+
+def test_a_websocket_refuses_times_of_phonemes_and_speaks_without_those_of_words(server: Running) -> None:
+    """Pipecat's and LiveKit's services always ask for times of words, and speak without them."""
+    with talk(server.url) as client:
+        client.say("a", **{**OFFICIAL, **SEEDED, "add_timestamps": True})
+        assert client.hear("a") == spoken(UNITS)
+        client.say("b", **{**OFFICIAL, "add_phoneme_timestamps": True})
+        assert client.error("b")["error_code"] == "input.unsupported"
+
+
+def test_voices_are_listed_in_cartesias_pages(server: Running) -> None:
+    whole = server.http.get("/voices").json()
+    assert ([one["id"] for one in whole["data"]], whole["has_more"]) == (["ada", "bob"], False)
+    first = server.http.get("/voices?limit=1").json()
+    assert ([one["id"] for one in first["data"]], first["has_more"]) == (["ada"], True)
+    assert [one["id"] for one in server.http.get("/voices?limit=1&starting_after=ada").json()["data"]] == ["bob"]
+    # The client asks for pages until one is empty.
+    assert server.http.get("/voices?starting_after=bob").json() == {"data": [], "has_more": False}
+    assert server.http.get("/voices/ada").json() == whole["data"][0]
+    for path, status, param in (
+        ("/voices/nobody", 404, "name"),
+        ("/voices?starting_after=nobody", 404, "name"),
+        ("/voices?q=calm", 400, "q"),
+        ("/voices?limit=0", 400, "limit"),
+        ("/voices?limit=101", 400, "limit"),
+    ):
+        refused = server.http.get(path)
+        assert (refused.status_code, error_of(refused)["param"]) == (status, param), path
+
+
+def test_a_server_says_what_it_is_and_has_a_page_that_loads_nothing(server: Running) -> None:
+    about = server.http.get("/").json()
+    assert (about["name"], about["models"], about["docs"]) == ("Nightjar", ["tone"], "/docs")
+    page = server.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "Nightjar serves tone" in page.text
+    for route in about["routes"]:
+        if "WebSocket" not in route:
+            assert f"</b> <code>{route.split()[1]}</code>" in page.text
+    # Every body that a route names, with its fields; nothing comes from another host, or is run.
+    links = set(re.findall(r'href="#(\w+)"', page.text))
+    assert {"SpeechBody", "ChatBody", "VoiceBody", "SpeechFields", "EventsRequest", "OutputFormat"} <= links
+    assert links <= set(re.findall(r'id="(\w+)"', page.text))
+    assert not re.search(r"<script|<link|<img|https?://|@import|url\(", page.text)
+    schema = server.http.get("/openapi.json").json()
+    named = re.findall(r'"#/components/schemas/(\w+)"', json.dumps(schema))
+    assert set(named) <= set(schema["components"]["schemas"])
+    for method, path in (("GET", "/nowhere"), ("POST", "/voices/clone"), ("GET", "/accents")):
+        refused = server.http.request(method, path)
+        assert refused.status_code in (404, 405)
+        assert error_of(refused)["message"] == f"There is no {method} {path} here. GET / lists the routes."
 
 
 @pytest.mark.parametrize(
@@ -124,6 +225,22 @@ def test_files_of_openai(server: Running, kind: Any, media: str) -> None:
             assert rate == SAMPLE_RATE
             assert abs(len(found) - len(wanted)) < 0.15 * SAMPLE_RATE
             assert np.abs(found).max() > 0.2
+
+
+def test_a_client_of_openai_that_names_no_format_gets_an_mp3(server: Running) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        for stream in (False, True):
+            answer = client.audio.speech.with_raw_response.create(model="tone", voice="nova", input=TEXT, extra_body={"stream": stream})
+            assert answer.headers["content-type"] == "audio/mpeg"
+            assert soundfile.info(io.BytesIO(answer.content)).format == "MP3"
+
+
+def test_an_mp3_is_streamed_while_it_is_made(server: Running) -> None:
+    view = {"model": "tone", "input": TEXT, "stream_format": "sse"}
+    with server.http.stream("POST", "/v1/audio/speech", json=view) as answer:
+        deltas = [base64.b64decode(one["audio"]) for one in events(answer.iter_lines()) if one["type"] == "speech.audio.delta"]
+    assert len(deltas) > 2
+    assert soundfile.info(io.BytesIO(b"".join(deltas))).format == "MP3"
 
 
 def test_names_of_openai_are_voices_of_the_model(server: Running, voice: StreamVoice) -> None:

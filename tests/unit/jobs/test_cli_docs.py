@@ -123,6 +123,17 @@ def test_no_text_shows_a_command_that_shells_take_for_their_builtin() -> None:
     assert not BARE.search("see `jobs.manifest`, `env jobs status`")
 
 
+#: A registry would have to have us.
+PUBLISHED = re.compile(r"pip install (?:-\S+ )*['\"`]?(?:nightjar-speech|pipecat-nightjar)")
+
+
+def test_no_text_installs_nightjar_from_a_registry_that_lacks_it() -> None:
+    ours = [path for path in (ROOT / "integrations").glob("*/*") if path.suffix in {".md", ".py"}]
+    texts = [*shown_texts(), *((str(path), path.read_text()) for path in ours)]
+    assert [(where, match[0]) for where, text in texts for match in PUBLISHED.finditer(text)] == []
+    assert PUBLISHED.search("Install it with: pip install 'nightjar-speech[gpu]'.")
+
+
 def commands() -> Iterator[tuple[str, click.Command]]:
     """(name, command) of every command, those of the worker with the names that they have under `nightjar`."""
     waiting: list[tuple[str, click.Command]] = [("nightjar", cli)]

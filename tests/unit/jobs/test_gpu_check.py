@@ -59,7 +59,7 @@ def test_the_engine_refuses_what_the_doctor_says_it_does() -> None:
 @pytest.mark.parametrize(
     ("change", "said", "advice"),
     [
-        ({"torch": None}, "torch is not installed", "nightjar-speech[gpu]"),
+        ({"torch": None}, "torch is not installed", "its extra `gpu`"),
         ({"cuda": None}, "built without CUDA", "build for CUDA"),
         ({"names": ()}, "cannot use the GPUs (driver 580.159.04", "driver for CUDA 13.0"),
         ({"names": (), "driver": None}, "driver unknown", "nvidia-smi"),

@@ -35,5 +35,5 @@ def test_a_missing_library_is_named(
     said = capsys.readouterr().err
     assert said.startswith(f"Error {'model.missing_extra' if extra == 'gpu' else 'config.missing_library'}: ")
     assert f" {library}" in said.splitlines()[0]
-    assert f"with: pip install 'nightjar-speech[{extra}]'." in said
+    assert f"Install Nightjar with its extra `{extra}` (docs/install.md)." in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.parquet"]

@@ -183,6 +183,20 @@ def test_a_stream_holds_the_samples_of_the_whole_file(kind: SpeechFormat) -> Non
     np.testing.assert_array_equal(np.frombuffer(data, "<i2"), expected)
 
 
+@pytest.mark.parametrize("sample_rate", [8_000, 16_000, 24_000, 44_100, 48_000])
+def test_an_mp3_stream_comes_in_pieces_and_has_its_length_for_readers_of_files(sample_rate: int) -> None:
+    samples = tone(3 * sample_rate)
+    encoder = stream_encoder(sample_rate, "mp3")
+    pieces = [encoder.add(samples[start : start + 999]) for start in range(0, len(samples), 999)]
+    data = b"".join(pieces) + encoder.end()
+    assert len(b"".join(pieces[: len(pieces) // 2])) > 0.4 * len(data), "a stream that holds everything back is none"
+    found, rate = soundfile.read(io.BytesIO(data))
+    assert rate == sample_rate
+    # An encoder's own delay, and the fill of the last frame.
+    assert 0 <= len(found) - len(samples) < 0.2 * sample_rate
+    assert np.abs(found).max() == pytest.approx(np.abs(samples).max(), rel=0.05)
+
+
 def test_a_file_says_its_length_and_what_is_no_number_is_refused() -> None:
     for kind in ("wav", "flac"):
         samples, rate = heard(whole_file(tone(1000), 24_000, kind))
