@@ -68,8 +68,10 @@ class ClusterSite:
 
     def begin(self, texts: Mapping[str, str]) -> Mapping[str, str]:
         early = {f"early-{number}": f"Sentence {number} of the evening." for number in range(EARLY_ITEMS)}
+        self._cluster.let_go()
         ended = self._cluster.submit(early, model=voice.NAME)
         self._cluster.wait(ended, seconds=240)
+        self._cluster.gate.unlink()
         self.ended[ended] = early
         first = next(iter(texts))
         held = {**texts, first: self._cluster.held(texts[first])}
