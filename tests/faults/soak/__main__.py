@@ -26,7 +26,7 @@ LAYOUTS = ("embedded", "folder", "s3")
 #: Of the items, so many kill the engine that makes them, once.
 CRASHING = 5
 #: How long a fault and what it costs last about. Engines work slowly enough that there are items left for the last one.
-FAULT_SECONDS = 4.0
+FAULT_SECONDS = 2.5
 
 
 def main(arguments: list[str] | None = None) -> int:

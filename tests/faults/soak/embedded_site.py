@@ -298,5 +298,5 @@ class EmbeddedSite:
     def _more_done(self, chance: random.Random) -> int:
         """How many items are done, after some more were."""
         before = self._done()
-        wait_until(lambda: self._done() > before + chance.randrange(32) or self._left() <= 1, 15, self.mend)
+        wait_until(lambda: self._done() > before + chance.randrange(16) or self._left() <= 1, 15, self.mend)
         return self._done()

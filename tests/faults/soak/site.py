@@ -22,7 +22,7 @@ Fault = Callable[[random.Random], None]
 #: After so long without an answer the frozen engine's worker calls it stuck; the freeze is longer.
 STUCK_SECONDS, ENGINE_FROZEN_SECONDS = 2.0, 5.0
 #: For inputs to stay wrong while nobody reads them.
-FLIPPED_SECONDS = 5.0
+FLIPPED_SECONDS = 8.0
 
 
 class Site(Protocol):
