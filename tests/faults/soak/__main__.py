@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +40,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=900.0, metavar="SECONDS", help="for the job's end, once the faults are over")
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the figures there, in place of those of the same layouts")
     options = parser.parse_args(arguments)
+    # What was started is ended then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows = [
         torment(layout, options.items, options.faults, options.seed, options.kind, options.patience) for layout in options.layout or LAYOUTS
     ]

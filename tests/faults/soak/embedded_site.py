@@ -96,7 +96,7 @@ class EmbeddedSite:
             "command frozen": lambda chance: self._freeze(self._command(), 8.0),
             "empty files of a power cut": self._empty_files,
             "store unmounted": self._unmount,
-            "bits of inputs flipped": self._flip_inputs,
+            "bits of inputs flipped": self._flip_bits,
             "output folder renamed": self._rename,
             "ledger restored from a backup": self._restore_ledger,
             "store restored from a backup": self._restore_store,
