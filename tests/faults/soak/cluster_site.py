@@ -45,7 +45,7 @@ class ClusterSite:
 
     def __init__(self, folder: Path, postgres: Postgres, layout: str, seconds: float) -> None:
         self.job = ""
-        self.ended: dict[str, Mapping[str, str]] = {}
+        self.ended: Mapping[str, Mapping[str, str]] = {}
         self.effects: Counter[str] = Counter()
         self.untold: list[str] = []
         self._mark = Mark()
@@ -72,7 +72,7 @@ class ClusterSite:
         ended = self._cluster.submit(early, model=voice.NAME)
         self._cluster.wait(ended, seconds=240)
         self._cluster.gate.unlink()
-        self.ended[ended] = early
+        self.ended = {ended: early}
         first = next(iter(texts))
         held = {**texts, first: self._cluster.held(texts[first])}
         self.job = self._cluster.submit(held, max_attempts=50, model=voice.NAME)

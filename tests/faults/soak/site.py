@@ -17,7 +17,7 @@ from jobs.ledger import Ledger
 from jobs.store.base import ObjectStore
 from tests.faults.cluster import patiently
 
-Fault = Callable[[random.Random], None]
+Fault = Callable[[random.Random], object]
 
 #: After so long without an answer the frozen engine's worker calls it stuck; the freeze is longer.
 STUCK_SECONDS, ENGINE_FROZEN_SECONDS = 2.0, 5.0

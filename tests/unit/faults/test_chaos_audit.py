@@ -30,7 +30,7 @@ class Finished:
         self.left: list[str] = []
         self.strays: list[str] = []
         self.untold: list[str] = []
-        self.verified = (0, "")
+        self.verified: tuple[int, str] = (0, "")
         self.repaired_by_hand = False
         self.ended: dict[str, dict[str, str]] = {}
 
