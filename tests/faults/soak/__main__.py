@@ -42,12 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     # What was started is ended then, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    rows = [
-        torment(layout, options.items, options.faults, options.seed, options.kind, options.patience) for layout in options.layout or LAYOUTS
-    ]
-    if options.results is not None:
-        command = f"python -m tests.faults.soak --items {options.items} --faults {options.faults} --seed {options.seed}"
-        write_results(options.results, command, rows)
+    rows: list[dict[str, Any]] = []
+    for layout in options.layout or LAYOUTS:
+        rows.append(torment(layout, options.items, options.faults, options.seed, options.kind, options.patience))
+        if options.results is not None:
+            command = f"python -m tests.faults.soak --items {options.items} --faults {options.faults} --seed {options.seed}"
+            write_results(options.results, command, rows)
     return 0 if all(row["right"] for row in rows) else 1
 
 
