@@ -326,7 +326,10 @@ class ClusterSite:
         self.effects["items forgotten by the ledger"] += max(0, done - self._seen_done)
 
     def _restore_store(self, chance: random.Random) -> None:
-        """A person puts back a copy of the store that is some items old, while no worker runs; in a bucket, what is newer is deleted."""
+        """A person puts back a copy of the store that is some items old, while no worker runs; in a bucket, what is newer is deleted.
+
+        The copy is older than the end of the first job, of which it has the inputs.
+        """
         self._store_restored = True
         before = self._done()
         if self._cluster.seaweedfs is None:
@@ -336,13 +339,16 @@ class ClusterSite:
             self._kill_ours()
             shutil.rmtree(self._cluster.objects)
             os.rename(backup, self._cluster.objects)
+            newer: list[str] = []
         else:
-            kept = {info.key for info in patiently(lambda: list(self.store.list("")))}
+            kept = {info.key for info in patiently(lambda: list(self.store.list("jobs/")))}
             done = self._more_done(chance)
             self._kill_ours()
-            newer = [info.key for info in patiently(lambda: list(self.store.list(""))) if info.key not in kept]
-            for first in range(0, len(newer), 1000):
-                patiently(lambda first=first: self.store.delete_many(newer[first : first + 1000]))
+            newer = [info.key for info in patiently(lambda: list(self.store.list("jobs/"))) if info.key not in kept]
+        for job in self.ended:
+            newer += [info.key for info in patiently(lambda job=job: list(self.store.list(f"jobs/{job}/"))) if "/input/" not in info.key]
+        for first in range(0, len(newer), 1000):
+            patiently(lambda first=first: self.store.delete_many(newer[first : first + 1000]))
         self.effects["objects forgotten by the store"] += max(0, done - before)
 
     def _more_done(self, chance: random.Random) -> int:
