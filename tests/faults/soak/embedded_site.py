@@ -238,6 +238,7 @@ class EmbeddedSite:
             time.sleep(chance.uniform(2.0, 6.0))
 
     def _flip_bits(self, chance: random.Random) -> None:
+        self._at_work()
         self.effects["claims of flipped inputs"] += flip_inputs(self.ledger, self.job, self._home, chance)
 
     def _rename(self, chance: random.Random) -> None:
