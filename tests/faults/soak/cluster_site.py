@@ -300,14 +300,17 @@ class ClusterSite:
 
     def _unmount(self, chance: random.Random) -> None:
         """The store's folder is away for seconds, and an empty one in its place."""
+        self._at_work()
         with self._stubs.instead_of(self._cluster.objects):
             time.sleep(chance.uniform(2.0, 6.0))
 
     def _flip_bits(self, chance: random.Random) -> None:
+        self._at_work()
         self.effects["claims of flipped inputs"] += flip_inputs(self.ledger, self.job, self._cluster.objects, chance)
 
     def _forget_objects(self, chance: random.Random) -> None:
         assert self._cluster.proxy is not None
+        self._at_work()
         self._cluster.proxy.forget(chance.choice(sorted(FORGOTTEN)), FORGOTTEN_SECONDS)
         time.sleep(FORGOTTEN_SECONDS)
 
@@ -350,6 +353,11 @@ class ClusterSite:
         for first in range(0, len(newer), 1000):
             patiently(lambda first=first: self.store.delete_many(newer[first : first + 1000]))
         self.effects["objects forgotten by the store"] += max(0, done - before)
+
+    def _at_work(self) -> None:
+        """Returns once workers make items, which those that only start do not."""
+        before = self._done()
+        wait_until(lambda: self._done() > before or self._left() <= 1, 60, self.mend)
 
     def _more_done(self, chance: random.Random) -> int:
         """How many items are done, after some more were."""
