@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -26,7 +27,7 @@ LAYOUTS = ("embedded", "folder", "s3")
 #: Of the items, so many kill the engine that makes them, once.
 CRASHING = 5
 #: How long a fault and what it costs last about. Engines work slowly enough that there are items left for the last one.
-FAULT_SECONDS = 4.0
+FAULT_SECONDS = 2.5
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,12 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, default=900.0, metavar="SECONDS", help="for the job's end, once the faults are over")
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the figures there, in place of those of the same layouts")
     options = parser.parse_args(arguments)
-    rows = [
-        torment(layout, options.items, options.faults, options.seed, options.kind, options.patience) for layout in options.layout or LAYOUTS
-    ]
-    if options.results is not None:
-        command = f"python -m tests.faults.soak --items {options.items} --faults {options.faults} --seed {options.seed}"
-        write_results(options.results, command, rows)
+    # What was started is ended then, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    rows: list[dict[str, Any]] = []
+    for layout in options.layout or LAYOUTS:
+        rows.append(torment(layout, options.items, options.faults, options.seed, options.kind, options.patience))
+        if options.results is not None:
+            command = f"python -m tests.faults.soak --items {options.items} --faults {options.faults} --seed {options.seed}"
+            write_results(options.results, command, rows)
     return 0 if all(row["right"] for row in rows) else 1
 
 

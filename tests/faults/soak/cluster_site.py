@@ -45,7 +45,7 @@ class ClusterSite:
 
     def __init__(self, folder: Path, postgres: Postgres, layout: str, seconds: float) -> None:
         self.job = ""
-        self.ended: dict[str, Mapping[str, str]] = {}
+        self.ended: Mapping[str, Mapping[str, str]] = {}
         self.effects: Counter[str] = Counter()
         self.untold: list[str] = []
         self._mark = Mark()
@@ -68,9 +68,11 @@ class ClusterSite:
 
     def begin(self, texts: Mapping[str, str]) -> Mapping[str, str]:
         early = {f"early-{number}": f"Sentence {number} of the evening." for number in range(EARLY_ITEMS)}
+        self._cluster.let_go()
         ended = self._cluster.submit(early, model=voice.NAME)
         self._cluster.wait(ended, seconds=240)
-        self.ended[ended] = early
+        self._cluster.gate.unlink()
+        self.ended = {ended: early}
         first = next(iter(texts))
         held = {**texts, first: self._cluster.held(texts[first])}
         self.job = self._cluster.submit(held, max_attempts=50, model=voice.NAME)
@@ -298,14 +300,17 @@ class ClusterSite:
 
     def _unmount(self, chance: random.Random) -> None:
         """The store's folder is away for seconds, and an empty one in its place."""
+        self._at_work()
         with self._stubs.instead_of(self._cluster.objects):
             time.sleep(chance.uniform(2.0, 6.0))
 
     def _flip_bits(self, chance: random.Random) -> None:
+        self._at_work()
         self.effects["claims of flipped inputs"] += flip_inputs(self.ledger, self.job, self._cluster.objects, chance)
 
     def _forget_objects(self, chance: random.Random) -> None:
         assert self._cluster.proxy is not None
+        self._at_work()
         self._cluster.proxy.forget(chance.choice(sorted(FORGOTTEN)), FORGOTTEN_SECONDS)
         time.sleep(FORGOTTEN_SECONDS)
 
@@ -324,7 +329,10 @@ class ClusterSite:
         self.effects["items forgotten by the ledger"] += max(0, done - self._seen_done)
 
     def _restore_store(self, chance: random.Random) -> None:
-        """A person puts back a copy of the store that is some items old, while no worker runs; in a bucket, what is newer is deleted."""
+        """A person puts back a copy of the store that is some items old, while no worker runs; in a bucket, what is newer is deleted.
+
+        The copy is older than the end of the first job, of which it has the inputs.
+        """
         self._store_restored = True
         before = self._done()
         if self._cluster.seaweedfs is None:
@@ -334,19 +342,27 @@ class ClusterSite:
             self._kill_ours()
             shutil.rmtree(self._cluster.objects)
             os.rename(backup, self._cluster.objects)
+            newer: list[str] = []
         else:
-            kept = {info.key for info in patiently(lambda: list(self.store.list("")))}
+            kept = {info.key for info in patiently(lambda: list(self.store.list("jobs/")))}
             done = self._more_done(chance)
             self._kill_ours()
-            newer = [info.key for info in patiently(lambda: list(self.store.list(""))) if info.key not in kept]
-            for first in range(0, len(newer), 1000):
-                patiently(lambda first=first: self.store.delete_many(newer[first : first + 1000]))
+            newer = [info.key for info in patiently(lambda: list(self.store.list("jobs/"))) if info.key not in kept]
+        for job in self.ended:
+            newer += [info.key for info in patiently(lambda job=job: list(self.store.list(f"jobs/{job}/"))) if "/input/" not in info.key]
+        for first in range(0, len(newer), 1000):
+            patiently(lambda first=first: self.store.delete_many(newer[first : first + 1000]))
         self.effects["objects forgotten by the store"] += max(0, done - before)
+
+    def _at_work(self) -> None:
+        """Returns once workers make items, which those that only start do not."""
+        before = self._done()
+        wait_until(lambda: self._done() > before or self._left() <= 1, 60, self.mend)
 
     def _more_done(self, chance: random.Random) -> int:
         """How many items are done, after some more were."""
         before = self._done()
-        wait_until(lambda: self._done() > before + chance.randrange(32) or self._left() <= 1, 15, self.mend)
+        wait_until(lambda: self._done() > before + chance.randrange(16) or self._left() <= 1, 15, self.mend)
         return self._done()
 
     def _execute(self, statement: str) -> None:

@@ -96,7 +96,7 @@ class EmbeddedSite:
             "command frozen": lambda chance: self._freeze(self._command(), 8.0),
             "empty files of a power cut": self._empty_files,
             "store unmounted": self._unmount,
-            "bits of inputs flipped": self._flip_inputs,
+            "bits of inputs flipped": self._flip_bits,
             "output folder renamed": self._rename,
             "ledger restored from a backup": self._restore_ledger,
             "store restored from a backup": self._restore_store,
@@ -238,6 +238,7 @@ class EmbeddedSite:
             time.sleep(chance.uniform(2.0, 6.0))
 
     def _flip_bits(self, chance: random.Random) -> None:
+        self._at_work()
         self.effects["claims of flipped inputs"] += flip_inputs(self.ledger, self.job, self._home, chance)
 
     def _rename(self, chance: random.Random) -> None:
@@ -298,5 +299,5 @@ class EmbeddedSite:
     def _more_done(self, chance: random.Random) -> int:
         """How many items are done, after some more were."""
         before = self._done()
-        wait_until(lambda: self._done() > before + chance.randrange(32) or self._left() <= 1, 15, self.mend)
+        wait_until(lambda: self._done() > before + chance.randrange(16) or self._left() <= 1, 15, self.mend)
         return self._done()

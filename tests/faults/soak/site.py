@@ -17,12 +17,12 @@ from jobs.ledger import Ledger
 from jobs.store.base import ObjectStore
 from tests.faults.cluster import patiently
 
-Fault = Callable[[random.Random], None]
+Fault = Callable[[random.Random], object]
 
 #: After so long without an answer the frozen engine's worker calls it stuck; the freeze is longer.
 STUCK_SECONDS, ENGINE_FROZEN_SECONDS = 2.0, 5.0
 #: For inputs to stay wrong while nobody reads them.
-FLIPPED_SECONDS = 5.0
+FLIPPED_SECONDS = 8.0
 
 
 class Site(Protocol):

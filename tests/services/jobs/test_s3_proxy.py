@@ -9,6 +9,7 @@ import boto3
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from pydantic import SecretStr
 
 from jobs.settings import S3Settings
 from jobs.store import open_store
@@ -31,7 +32,9 @@ def client(proxy: S3Proxy, s3: S3) -> Any:
 
 
 def test_a_store_behind_the_proxy_is_as_it_is_without(proxy: S3Proxy, s3: S3, bucket: str) -> None:
-    settings = S3Settings(endpoint_url=proxy.endpoint, access_key_id=s3.access_key, secret_access_key=s3.secret_key, region=s3.region)
+    settings = S3Settings(
+        endpoint_url=proxy.endpoint, access_key_id=s3.access_key, secret_access_key=SecretStr(s3.secret_key), region=s3.region
+    )
     store = open_store(f"s3://{bucket}", settings)
     store.check()
     content = bytes(range(256)) * 5000

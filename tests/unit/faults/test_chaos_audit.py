@@ -15,6 +15,7 @@ from tests.support.fakes import FakePipeline
 from tests.support.ledger_kit import execute
 from tests.support.worker_rig import Rig
 
+FAULT = '{"schema": "nightjar.fault/1", "key": "jobs/1.wav", "fault": "missing"}'
 TEXTS = {f"item-{number}": f"Sentence {number}." for number in range(3)}
 
 
@@ -27,10 +28,20 @@ class Finished:
         rig.run_next()
         self.store.put(job_manifest_key(self.job), b"manifest")
         self.left: list[str] = []
+        self.strays: list[str] = []
+        self.untold: list[str] = []
+        self.verified: tuple[int, str] = (0, "")
+        self.repaired_by_hand = False
         self.ended: dict[str, dict[str, str]] = {}
 
     def left_behind(self) -> list[str]:
         return self.left
+
+    def outside(self) -> list[str]:
+        return self.strays
+
+    def verify(self, job: str) -> tuple[int, str]:
+        return self.verified
 
     @property
     def audio(self) -> str:
@@ -68,6 +79,10 @@ HARM: dict[str, tuple[Callable[[Finished], object], dict[str, int]]] = {
     "an input that nothing names": (lambda site: site.store.put(f"jobs/{site.job}/input/000000.2.jsonl.zst", b"x"), {"orphans": 1}),
     "an open job": (lambda site: execute(site.ledger, "UPDATE jobs SET state = 'running'"), {"stuck": 1}),
     "no manifest": (lambda site: site.store.delete(job_manifest_key(site.job)), {"stuck": 1}),
+    "a file below a mount point": (lambda site: site.strays.append("stub/jobs/1.wav"), {"outside": 1}),
+    "a run that went on": (lambda site: site.untold.append("It did not end."), {"untold": 1}),
+    "an object that verify misses": (lambda site: setattr(site, "verified", (0, FAULT)), {"lost": 1}),
+    "an object that is not made again": (lambda site: setattr(site, "verified", (1, "")), {"lost": 1}),
     "a process": (lambda site: site.left.append("process 1"), {"left_behind": 1}),
 }
 
@@ -84,6 +99,13 @@ def test_what_is_wrong_is_found(site: Finished, harm: str) -> None:
     found = audit(site, TEXTS)  # type: ignore[arg-type]
     assert {kind: count for kind, count in found.view.items() if count} == wanted, found.details
     assert not found.right
+
+
+def test_what_a_backup_of_the_store_lacked_is_repaired_and_no_fault(site: Finished) -> None:
+    site.repaired_by_hand, site.verified = True, (0, f"{FAULT}\n{FAULT}\n")
+    found = audit(site, TEXTS)  # type: ignore[arg-type]
+    assert found.right, found.details
+    assert found.repaired == 2
 
 
 def test_a_job_that_had_ended_before_is_looked_at_too(site: Finished) -> None:
