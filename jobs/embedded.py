@@ -6,6 +6,7 @@
 <home>/.nightjar/worker.json     the processes of the last workers
 <home>/.nightjar/worker.log      what the workers said
 <home>/jobs/...                  the store
+<home>/nightjar-store            its identity
 """
 
 from __future__ import annotations

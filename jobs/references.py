@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jobs.dialogue import clean
-from jobs.layout import reference_key, references_prefix
+from jobs.layout import is_reference_key, reference_key, references_prefix
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, InputError, StoreError
 
@@ -145,13 +145,18 @@ def read_audio_file(path: Path) -> ReferenceAudio:
 def load_reference(store: ObjectStore, job_id: str, content: str) -> bytes:
     """The encoded audio behind the content of a `ShardLine`'s audio message, which is a key of the job's references.
 
-    Raises `input.audio_forbidden` for anything else, `input.audio_missing` when it is gone, `StoreError` when the store fails.
+    Raises `input.audio_forbidden` for anything else, `input.audio_missing` when it is gone, `StoreError` when the store fails,
+    `store.conflict` when the bytes are not those of its key.
     """
     if not content.startswith(references_prefix(job_id)):
         raise InputError(
             ErrorCode.INPUT_AUDIO_FORBIDDEN, f"{clean(content, 200)!r} is not a reference of job {job_id}.", "Submit it again."
         )
-    return _read_object(store, content, content)
+    data = _read_object(store, content, content)
+    if is_reference_key(content, job_id) and hashlib.sha256(data).hexdigest() not in content:
+        message = f"The object {content} was changed after submit."
+        raise StoreError(ErrorCode.STORE_CONFLICT, message, "Restore it, or submit the input again.")
+    return data
 
 
 def _read_object(store: ObjectStore, key: str, content: str) -> bytes:

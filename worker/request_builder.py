@@ -13,7 +13,7 @@ from jobs.spec import item_seed
 from jobs.store.base import ObjectStore
 from jobs.voices import line_in_stored_voice
 from pipelines.request import Generation, Message, SpokenRole, SynthesisRequest
-from worker.leases import HeldLease, RetryNote
+from worker.leases import DOUBTS, HeldLease, RetryNote
 
 
 class ReferenceCache:
@@ -81,5 +81,5 @@ class RequestBuilder:
         if message.role != "user" or not isinstance(key, str):
             return message
         job_id = self._held.lease.job.id
-        audio = self._held.retrying(lambda: self._references.get(self._store, job_id, key), self._on_retry)
+        audio = self._held.retrying(lambda: self._references.get(self._store, job_id, key), self._on_retry, DOUBTS)
         return msgspec.structs.replace(message, content=audio)

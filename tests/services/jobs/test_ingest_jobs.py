@@ -23,6 +23,7 @@ from jobs.ledger.records import JobSpec, JobState, NewShard, RejectedLine
 from jobs.settings import Settings, ShardSettings
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store import FolderStore
+from jobs.store.base import IDENTITY_KEY
 from pipelines.errors import ConfigError, ErrorCode, InputError, ModelError, NotFoundError, ServiceError, StoreError
 from pipelines.registry import ModelCard, register_pipeline
 from pipelines.request import Capabilities, Generation, Message
@@ -217,7 +218,7 @@ def test_abort_leaves_nothing(place: Place, small_batches: None) -> None:
     assert caught.value.code is ErrorCode.INPUT_DUPLICATE_ID
     assert caught.value.message.startswith("Line 26: ")
     assert place.ledger.jobs() == []
-    assert list(place.store.list("")) == []
+    assert [info.key for info in place.store.list("")] == [IDENTITY_KEY]
     assert place.submit(source).items == 25
 
 
@@ -234,7 +235,7 @@ def test_a_damaged_archive_leaves_nothing(place: Place, small_batches: None) -> 
         place.submit(str(path))
     assert caught.value.code is ErrorCode.INPUT_UNREADABLE
     assert place.ledger.jobs() == []
-    assert list(place.store.list("")) == []
+    assert [info.key for info in place.store.list("")] == [IDENTITY_KEY]
 
 
 @dataclass

@@ -71,6 +71,7 @@ def test_every_line_is_spoken_by_our_engine_and_its_records_say_so(home: Path, t
             stored, rate = soundfile.read(io.BytesIO(store.get(keys[name])), dtype="float32")
             assert rate == speech.sample_rate
             np.testing.assert_allclose(stored, speech.samples, atol=2 / 32768)
+    (tmp_path / "elsewhere").mkdir()
     elsewhere = open_store(str(tmp_path / "elsewhere"))
     put_provenance(elsewhere, job, EngineInfo(executor="vllm graph", engine="vllm"))
     assert options_again(elsewhere, job) == {"engine": "vllm"}

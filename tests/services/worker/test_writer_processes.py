@@ -148,6 +148,7 @@ def test_a_store_that_is_away_is_waited_for(rig: Rig, own_moto: MotoS3) -> None:
         assert away.value.code is ErrorCode.STORE_UNREACHABLE
         own_moto.start()
         own_moto.create_bucket("away")
+        rig.store.establish(shard.job.store_identity)
         rig.store.put(shard.input_key, data)
         assert rig.runner.run(shard) is ShardEnd.FINISHED
 

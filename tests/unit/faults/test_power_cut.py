@@ -121,6 +121,7 @@ def test_a_damaged_text_is_not_adopted(rig: Rig) -> None:
 
 
 def test_a_damaged_reference_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
     store = FolderStore(tmp_path / "store")
     soundfile.write(tmp_path / "voice.wav", np.full(800, 0.1), 16_000)
     key = ReferenceUploader(ReferenceReader(tmp_path, [], store), store, "job").key("voice.wav")
@@ -133,6 +134,7 @@ def test_a_damaged_reference_is_replaced(tmp_path: Path) -> None:
 def test_sync_brings_each_file_system_to_its_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     monkeypatch.setattr(folder_module, "sync_file_system", lambda fd: synced.append(os.fstat(fd).st_dev))
+    (tmp_path / "store").mkdir()
     store = FolderStore(tmp_path / "store")
     store.sync()
     assert synced == []
@@ -152,6 +154,7 @@ def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(folder_module, "sync_file_system", fail)
+    (tmp_path / "store").mkdir()
     store = FolderStore(tmp_path / "store")
     store.put("a", b"1")
     with pytest.raises(Exception, match="No space left") as caught:
@@ -170,6 +173,7 @@ def test_without_a_call_for_all_each_file_and_folder_is_synced(tmp_path: Path, m
     monkeypatch.setattr(os, "fsync", note)
     for module in (folder_module, handles_module):
         monkeypatch.setattr(module, "SYNCS_AT_ONCE", False)
+    (tmp_path / "store").mkdir()
     FolderStore(tmp_path / "store").put("jobs/x", b"1")
     # A new folder's name, the content before the name, then the name.
     assert synced == [("store", False), ("file", False), ("store/jobs", True)]

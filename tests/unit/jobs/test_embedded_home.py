@@ -233,3 +233,17 @@ def test_a_record_that_says_nothing_is_no_worker(state: Path, text: str) -> None
     (state / "worker.json").write_text(text)
     with EmbeddedHome(Settings(home=state.parent)) as home:
         assert home.lost_workers == []
+
+
+def test_a_home_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
+    home, moved = tmp_path / "home", tmp_path / "moved"
+    with EmbeddedHome(Settings(home=home)) as held:
+        held.check_place()
+        home.rename(moved)
+        for _ in range(2):
+            with pytest.raises(StoreError) as caught:
+                held.check_place()
+            assert (caught.value.code, str(home) in caught.value.message) == (ErrorCode.STORE_UNREACHABLE, True)
+            (home / ".nightjar").mkdir(parents=True, exist_ok=True)
+            (home / ".nightjar" / "lock").touch()
+    assert (moved / ".nightjar" / "lock").exists()

@@ -295,6 +295,19 @@ def test_the_command_counts_and_says_what_it_could_not_look_at(rig: Rig, monkeyp
     assert failed.stdout == "0 orphans, 0 bytes; 1 jobs could not be looked at\n"
 
 
+def test_a_store_of_another_identity_is_not_swept(rig: Rig) -> None:
+    kept, gone = cancelled(rig, ["a"]), cancelled(rig, ["b"])
+    delete_job(rig.ledger, rig.store, gone.id)
+    for job in (kept, gone):
+        rig.store.put(audio_key(job, 0), b"stray")
+    age(rig)
+    own, rig.store.identity = rig.store.identity, "f" * 32
+    assert swept(rig) == SweepReport(failed_jobs=2)
+    assert all(audio_key(job, 0) in rig.store.objects for job in (kept, gone))
+    rig.store.identity = own
+    assert swept(rig).orphans == 2
+
+
 def test_what_is_stored_of_a_job_after_it_was_deleted_is_swept(rig: Rig) -> None:
     gone, kept = cancelled(rig, ["a"]), rig.submit(["b"])
     rig.run_next()

@@ -54,7 +54,7 @@ def leave_another_store(root: Path) -> None:
 
 def in_folder(build: Build, pipeline: FakePipeline | None = None) -> Rig:
     rig = build(pipeline=pipeline, clock=FakeClock(), lease_seconds=20_000, commit_items=2)
-    rig.store = FolderStore(rig.folder / "store")
+    rig.store = FolderStore(rig.folder / "store")  # type: ignore[assignment]
     return rig
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import threading
 import time
+from typing import BinaryIO
 
 import numpy as np
 import pytest
 
+from jobs.layout import reference_key
 from jobs.ledger.records import Artifact, Done, Failed, Job, JobSpec, JobState, Lease, Ticket
 from jobs.shard_file import ShardLine
 from jobs.spec import item_seed
 from pipelines.errors import ErrorCode, InputError, NightjarError, ServiceError, StoreError, SynthesisError
 from pipelines.request import Generation, Message, Pipeline, Speech
 from tests.support.fakes import FakeClock, FakePipeline, MemoryStore
-from worker.leases import GoneReason, LeaseBook, LeaseGoneError
+from worker.leases import DOUBTS, GoneReason, LeaseBook, LeaseGoneError
 from worker.maintenance import PeriodicTask
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
@@ -281,6 +285,22 @@ class TestRequests:
         assert request.messages[2].content == "/etc/passwd"
         store.delete(key)
         assert build(self.line(Message("user", "audio", key))).messages[0].content == b"RIFF"
+
+    def test_reference_audio_with_a_flipped_bit_is_read_again(self) -> None:
+        class Flips(MemoryStore):
+            def open(self, key: str) -> BinaryIO:
+                data, self.left = self.get(key), self.left - 1
+                return io.BytesIO(data if self.left < 0 else bytes([data[0] ^ 1]) + data[1:])
+
+            left = DOUBTS
+
+        store, key = Flips(), reference_key("job", hashlib.sha256(b"RIFF").hexdigest(), "wav")
+        store.put(key, b"RIFF")
+        assert self.builder(store).build(self.line(Message("user", "audio", key))).messages[0].content == b"RIFF"
+        store.left = DOUBTS + 1
+        with pytest.raises(StoreError) as caught:
+            self.builder(store).build(self.line(Message("user", "audio", key)))
+        assert caught.value.code is ErrorCode.STORE_CONFLICT
 
     def test_audio_outside_the_jobs_references_is_refused(self) -> None:
         with pytest.raises(InputError) as caught:
