@@ -28,7 +28,7 @@ from types import TracebackType
 from jobs.child_process import StartSignal, UpPipe, end, signal_group, spawn
 from jobs.gpus import Device
 from jobs.ledger.location import embedded_workers
-from jobs.own_files import open_own, own_path, read_own
+from jobs.own_files import full_disk_explained, open_own, own_path, read_own
 from jobs.quarantine import QuarantineReports
 from jobs.settings import Settings, load_settings, sqlite_path, sqlite_url
 from jobs.worker_group import WorkerGroup, WorkerPlan, plan_workers
@@ -104,7 +104,8 @@ class EmbeddedHome:
 
     def __enter__(self) -> EmbeddedHome:
         try:
-            self._lock = open_own(self.state / "lock", os.O_RDWR | os.O_CREAT)
+            with full_disk_explained(self.home):
+                self._lock = open_own(self.state / "lock", os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise StoreError(
                 ErrorCode.STORE_FORBIDDEN,

@@ -19,6 +19,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import INPUT_FORMAT, Job, JobState, ShardState
 from jobs.ledger.states import LASTING_OUTAGES
 from jobs.ledger.status import JobStatus
+from jobs.own_files import full_disk_explained
 from jobs.recent_jobs import out_words, remember
 from jobs.settings import Settings
 from jobs.spec import ResolvedSpec
@@ -99,7 +100,7 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
     engine = settings.chosen_engine(spec.card)
     if spec.card.check_engine is not None:
         spec.card.check_engine(engine)
-    with EmbeddedHome(settings, run.devices) as embedded:
+    with full_disk_explained(settings.home), EmbeddedHome(settings, run.devices) as embedded:
         events.began(embedded)
         store = open_store(settings.effective_store_url, settings.s3)
         _say_settings(run.chosen, spec.card, store, events)

@@ -1,4 +1,4 @@
-"""The files that a home keeps for itself: no link on the way to them is followed.
+"""The files that a home keeps for itself: no link on the way to them is followed, and a disk without room for them is noticed.
 
 Who may write into a home must not choose which other file is written, or what is waited for.
 """
@@ -8,13 +8,20 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipelines.errors import ErrorCode, StoreError
 
 #: What the kernel says of a link, a folder, a pipe or a socket in the place of a file, and of a link or a file in that of a folder.
 _REFUSED = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENOTDIR)
+
+
+#: A disk with less room counts as full: there may be enough for a row, and not for what was made.
+ROOM_BYTES = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def open_own(path: Path, flags: int, depth: int = 2) -> int:
@@ -65,6 +72,34 @@ def own_path(path: Path, depth: int = 2) -> Path:
             if not (stat.S_ISREG(mode) if place == path else stat.S_ISDIR(mode)):
                 raise _no_plain_file(place)
     return path
+
+
+def has_room(folder: Path) -> bool:
+    """Whether a disk has room for some work; also where it cannot be written for another reason."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
+    except OSError as error:
+        return error.errno not in _FULL
+    return True
+
+
+def disk_full(what: object) -> StoreError:
+    """The error of a full disk; `what` could not be written there."""
+    return StoreError(
+        ErrorCode.STORE_FULL, f"No space left on the disk of {what}.", "Free space on that disk; the work continues where it stopped."
+    )
+
+
+@contextmanager
+def full_disk_explained(home: Path) -> Generator[None]:
+    """Turns the system's word for a full disk into `store.full`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise disk_full(error.filename or home) from error
 
 
 def _no_plain_file(path: Path) -> StoreError:

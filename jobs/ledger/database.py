@@ -19,7 +19,8 @@ from sqlalchemy import event, exc
 
 from jobs.ledger.location import home_of, own_ledger, place_of
 from jobs.ledger.status import Reader, with_percent_names
-from pipelines.errors import ConfigError, ErrorCode, ServiceError
+from jobs.own_files import disk_full, has_room
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -150,7 +151,15 @@ class Database:
             return self._unreachable(text)
         return None
 
-    def _unreachable(self, reason: str) -> ServiceError:
+    def check_room(self) -> None:
+        """Raises `store.full` where a SQLite ledger is on a full disk."""
+        if self.path is not None and not has_room(self.path.parent):
+            raise disk_full(self.path)
+
+    def _unreachable(self, reason: str) -> NightjarError:
+        # SQLite has several words for a full disk, by the file that it wanted to write.
+        if self.path is not None and (reason == "database or disk is full" or not has_room(self.path.parent)):
+            return disk_full(self.path)
         advice = (
             "Check that the file's folder is writable, has space, and is on a local disk."
             if self.is_sqlite

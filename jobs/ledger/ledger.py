@@ -78,7 +78,8 @@ class Ledger:
     """A ledger on SQLite or PostgreSQL; its methods may be called from any thread. Each is one transaction, unless it says otherwise.
 
     Times are the database's clock. Every method raises `ServiceError` with `ledger.unreachable` where the database cannot be
-    reached (nothing is half-written: call again), and with `ledger.schema` where its tables are of another version; methods
+    reached (nothing is half-written: call again), and with `ledger.schema` where its tables are of another version, and `StoreError` with
+    `store.full` for a file on a full disk; methods
     that take a job id raise `NotFoundError` for one that does not exist, and `ServiceError` with `ledger.state` where the job's
     state forbids what they do.
     """
@@ -193,11 +194,15 @@ class Ledger:
     pause = _writes(control.pause)
     resume = _writes(control.resume)
     wake = _writes(control.wake)
-    check_writable = _writes(control.check_writable)
     set_priority = _writes(control.set_priority)
     schedule_ran = _writes(control.schedule_ran)
     schedule_forget = _writes(control.schedule_forget)
     schedule_history = _reads(control.schedule_history)
+
+    def check_writable(self, job_id: str) -> None:
+        """Changes nothing. Raises `store.full` for a ledger on a full disk, and `ServiceError` where it can be read but not written."""
+        self.database.check_room()
+        self.database.write(control.check_writable, job_id)
 
     def cancel(self, job_id: str) -> None:
         """Refuses all further work of a job and skips its open items; one transaction for some shards."""

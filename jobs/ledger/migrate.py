@@ -96,6 +96,7 @@ def _one_process(database: Database) -> Iterator[None]:
         database.path.touch(exist_ok=True)
         lock = open_own(database.path.with_name(database.path.name + ".migrate"), os.O_RDWR | os.O_CREAT, depth=1)
     except OSError as error:
+        database.check_room()
         raise ServiceError(
             ErrorCode.LEDGER_UNREACHABLE,
             f"The ledger {database.path} cannot be made: {error.strerror or error}.",
