@@ -57,6 +57,13 @@ def test_the_limits_of_the_security_page_are_the_codes() -> None:
         assert float(limit.split()[0].replace(",", "")) == value, name
 
 
+def test_the_tests_that_a_page_names_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert named
+    assert named <= set(re.findall(r"def (test_\w+)\(", code))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere_and_commands_exist(page: Path) -> None:
     text = page.read_text()
