@@ -53,7 +53,7 @@ class Connections:
         return True
 
     def work(self, connection: HttpProtocol) -> None:
-        """The connection has a request."""
+        """The connection has a whole request."""
         self._silent.pop(connection, None)
         self._resting.pop(connection, None)
 
@@ -140,8 +140,8 @@ class HttpProtocol(H11Protocol):
             scope: dict[str, Any] = cast(Any, self.cycle.scope)
             scope[FIRST_BYTE], self._first_byte_at = self._first_byte_at, None
             self._cancel_deadline()
-            if not self._idle():
-                self._all.work(self)
+        if not self._idle() and not self.cycle.more_body:
+            self._all.work(self)
 
     def handle_websocket_upgrade(self, event: Any) -> None:
         """A WebSocket keeps the place of its connection; one without a context is closed to make room, like one without a request."""

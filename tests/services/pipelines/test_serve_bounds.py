@@ -160,6 +160,17 @@ class TestConnections:
             server.until(lambda: sum(map(is_closed, silent)) >= SILENT - 8, SOON_SECONDS)
             assert is_closed(silent[0])
 
+    def test_those_whose_body_does_not_come_make_room_too(self, voice: Voice) -> None:
+        with Running(voice, connections=8, body_seconds=LONG) as server, ExitStack() as stack:
+            slow: list[socket.socket] = []
+            for _ in range(SILENT):
+                slow.append(stack.enter_context(connect(server.url)))
+                slow[-1].sendall(request_bytes("Hello.")[:-1])
+                assert server.speak("Good morning.").status_code == 200
+            server.until(lambda: sum(map(is_closed, slow)) >= SILENT - 8, SOON_SECONDS)
+            slow[-1].sendall(b"}")
+            assert slow[-1].recv(4000).startswith(b"HTTP/1.1 200 ")
+
     def test_one_with_a_request_is_never_ended_for_another(self, voice: Voice) -> None:
         with Running(voice, connections=2, header_seconds=LONG, slots=8, wait=False) as server:
             server.until(lambda: server.health() == 200)

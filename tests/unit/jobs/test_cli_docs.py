@@ -43,7 +43,7 @@ def test_the_error_page_lists_every_code_with_advice() -> None:
 def test_the_limits_of_the_security_page_are_the_codes() -> None:
     """Each row of its tables names a setting or a constant, and says its default or its value."""
     lines = [line.strip("|").split("|") for line in (ROOT / "SECURITY.md").read_text().splitlines() if line.startswith("| ")]
-    told = {cells[2].strip(" `"): cells[1].strip() for cells in lines if cells[2].strip().startswith("`")}
+    told = {cells[2].strip(" `"): cells[1].strip() for cells in lines if len(cells) == 3 and cells[2].strip().startswith("`")}
     # All of the server's settings that are a number, apart from its port.
     numbers = {name for name, value in ServeSettings() if isinstance(value, int | float) and not isinstance(value, bool) and name != "port"}
     assert {name for name in told if name.startswith("SPEECH_SERVE__")} == {f"SPEECH_SERVE__{name.upper()}" for name in numbers}
@@ -55,6 +55,13 @@ def test_the_limits_of_the_security_page_are_the_codes() -> None:
             module, _, constant = name.rpartition(".")
             value = getattr(import_module(module), constant)
         assert float(limit.split()[0].replace(",", "")) == value, name
+
+
+def test_the_tests_that_a_page_names_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    code = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert named
+    assert named <= set(re.findall(r"def (test_\w+)\(", code))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
