@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from importlib import import_module
 from itertools import islice
@@ -19,14 +20,13 @@ from jobs.delete import Deleted, delete_job, measure_job
 from jobs.export.items import AudioItem, ItemMetadata, item_metadata
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
-from jobs.ledger.records import Job as JobRow
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
 from jobs.progress import Progress
 from jobs.settings import Settings
 from jobs.shard_file import RawLine, read_raw_shard
 from jobs.status import items_per_second, rtfx, status_view
-from jobs.store import open_store
+from jobs.store import ObjectStore, open_store
 from jobs.where import Where, parse_where
 from nightjar.item import Item
 from nightjar.voice import Sound
@@ -60,19 +60,34 @@ class Job:
     """A job, here or on a fleet. Iterating gives its items as they end; a context manager ends the run of a job here.
 
     Made by `nightjar.run`, `nightjar.submit` and `nightjar.find_job`. A job that was interrupted goes on when the same call is made again.
+    In another process, as after pickling, it is a handle of the same job, which looks at the ledger and the store of the settings.
     """
 
-    def __init__(self, job: JobRow, settings: Settings, thread: LocalThread | None = None, *, quiet: bool = True) -> None:
-        self.id = job.id
-        self._settings = settings
+    def __init__(self, id: str, store_url: str, settings: Settings, thread: LocalThread | None = None, *, quiet: bool = True) -> None:
+        self.id = id
+        self._store_url = store_url
+        # Another process may have another working directory.
+        self._settings = settings.model_copy(update={"home": settings.home.absolute()})
         self._thread = thread
         self._quiet = quiet
         self._ledger = Ledger.of(settings)
-        self._store = open_store(job.store_url, settings.s3)
-        self._reader = ArtifactReader(self._store)
-        self._inputs = self._ledger.shard_inputs(self.id)
         self._lock = threading.Lock()
         self._loaded: tuple[str, dict[int, RawLine]] = ("", {})
+
+    def __reduce__(self) -> tuple[type[Job], tuple[str, str, Settings]]:
+        return Job, (self.id, self._store_url, self._settings)
+
+    @cached_property
+    def _store(self) -> ObjectStore:
+        return open_store(self._store_url, self._settings.s3)
+
+    @cached_property
+    def _reader(self) -> ArtifactReader:
+        return ArtifactReader(self._store)
+
+    @cached_property
+    def _inputs(self) -> Mapping[int, tuple[str, str]]:
+        return self._ledger.shard_inputs(self.id)
 
     @property
     def status(self) -> JobStatus:
@@ -297,8 +312,8 @@ class Job:
                     error_code=None if row.error_code is None else row.error_code.value,
                     error=row.error_message,
                     path=None if audio is None or audio.pack is not None else self._store.uri(audio.key),
-                    _row=row,
-                    _job=self,
+                    row=row,
+                    job=self,
                 )
 
     def _exported(self, format: str, to: str | Path | None, where: str | None, **options: Any) -> Path:

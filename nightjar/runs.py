@@ -60,7 +60,8 @@ def run(
     resolved = _resolved(spec, submitted, settings, fetch=not quiet)
     devices = None if gpu is None else choose_gpus(gpu, os.environ.get(VISIBLE))
     thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
-    return Job(thread.until_submitted(), settings, thread, quiet=quiet)
+    job = thread.until_submitted()
+    return Job(job.id, job.store_url, settings, thread, quiet=quiet)
 
 
 @advising()
@@ -86,7 +87,7 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
             raise no_items(job)
         if not job.state.final:
             dispatch.Dispatcher(ledger, settings).run_once()
-    return Job(job, settings, quiet=quiet)
+    return Job(job.id, job.store_url, settings, quiet=quiet)
 
 
 def find_job(job: str, *, out: str | Path | None = None) -> Job:
@@ -101,7 +102,8 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
         raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "Name the folder of the job with `out`, or set SPEECH_DATABASE_URL.")
     with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
-        return Job(ledger.find_job(job), settings)
+        found = ledger.find_job(job)
+    return Job(found.id, found.store_url, settings)
 
 
 def _input(source: str | Path | Iterable[Any], spec: JobSpec, settings: Settings) -> tuple[str, JobSpec, Settings]:

@@ -1,9 +1,13 @@
-"""An item in Python says what exports say of it."""
+"""An item in Python says what exports say of it, in this process and in others."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,13 +34,13 @@ LINES = [
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    forget = register_pipeline(
-        "clones", replace(fake_card("clones"), capabilities=Capabilities(voices=("heart", "ben"), cloning=True)), lambda **_: FakePipeline()
-    )
+    card = dataclasses.replace(fake_card("clones"), capabilities=Capabilities(voices=("heart", "ben"), cloning=True))
+    forget = register_pipeline("clones", card, lambda **_: FakePipeline())
     (tmp_path / "own.wav").write_bytes(wav(1.0))
     spec = JobSpec("clones", speak="all", generation=Generation(roles={"assistant": Generation(voice="ben")}))
     made = finished_job(tmp_path, FolderStore(tmp_path / "store"), LINES, spec)
-    job = Job(made.ledger.job(made.job_id), Settings(home=tmp_path, database_url=SecretStr(f"sqlite:///{tmp_path}/ledger.sqlite")))
+    settings = Settings(home=tmp_path, database_url=SecretStr(f"sqlite:///{tmp_path}/ledger.sqlite"))
+    job = Job(made.job_id, made.store.url, settings)
     yield job
     job.close()
     made.ledger.close()
@@ -52,3 +56,39 @@ def test_text_and_speaker_are_those_of_exports(job: Job) -> None:
     assert items["own"].speaker.startswith("ref-")
     assert [items[name].speaker for name in ("named", "talk:turn0", "talk:turn1")] == ["heart", "clones", "ben"]
     assert items["talk:turn1"].text == "It is me."
+
+
+def test_an_item_as_a_dict_is_what_it_says(job: Job) -> None:
+    item = next(job.items())
+    known = dataclasses.asdict(item)
+    assert known["id"] == item.id == "own"
+    assert json.loads(json.dumps(known)) == known
+    assert not [name for name in known if name.startswith("_")]
+
+
+IN_ANOTHER_PROCESS = """
+import pickle, sys
+job, items = pickle.load(sys.stdin.buffer)
+for item in (*items, *job.items()):
+    print(item.id, item.speaker, len(item.audio.samples), item.text)
+print(job.done, len(job), job.state)
+"""
+
+
+def test_jobs_and_items_work_after_pickling_in_another_process(job: Job, tmp_path: Path) -> None:
+    items = list(job.items())
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS], input=pickle.dumps((job, items)), capture_output=True, check=True, cwd=elsewhere
+    )
+    said = [f"{item.id} {item.speaker} {len(item.audio.samples)} {item.text}" for item in items]
+    assert done.stdout.decode().splitlines() == [*said, *said, "True 4 completed"]
+
+
+def test_a_handle_of_a_relative_home_leads_to_its_ledger_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = Job("01", "file:///x", Settings(home=Path("out")))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert pickle.loads(pickle.dumps(job))._settings.home == tmp_path / "out"
