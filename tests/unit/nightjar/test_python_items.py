@@ -7,9 +7,10 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import SecretStr
 
@@ -18,6 +19,7 @@ from jobs.ledger.records import JobSpec
 from jobs.settings import Settings
 from jobs.store import FolderStore
 from nightjar.job import Job
+from pipelines.errors import ConfigError
 from pipelines.registry import register_pipeline
 from pipelines.request import Capabilities, Generation
 from tests.support.export_kit import finished_job
@@ -56,6 +58,33 @@ def test_text_and_speaker_are_those_of_exports(job: Job) -> None:
     assert items["own"].speaker.startswith("ref-")
     assert [items[name].speaker for name in ("named", "talk:turn0", "talk:turn1")] == ["heart", "clones", "ben"]
     assert items["talk:turn1"].text == "It is me."
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda job: list(job.items(state="dnoe")), "There is no state 'dnoe'. Did you mean 'done'"),
+        (lambda job: list(job.items(state=["done"])), "There is no state"),
+        (lambda job: list(job.items(limit="3")), "The argument `limit` is '3'"),
+        (lambda job: list(job.items(where=5)), "The argument `where` is 5"),
+        (lambda job: job.wait("5"), "The argument `timeout_seconds` is '5'"),
+        (lambda job: job.delete(yes="no"), "The argument `yes` is 'no'"),
+        (lambda job: job.report(5), "The argument `to` is 5"),
+        (lambda job: job.export("manifest", 5), "The argument `to` is 5"),
+        (lambda job: job.export("manifest", "x", absolut=True), "There is no option 'absolut'. Did you mean 'absolute'"),
+        (lambda job: job.export("manifest", "x", splits="train=0.5"), "add up"),
+    ],
+)
+def test_arguments_of_another_type_are_one_sentence(job: Job, call: Callable[[Job], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        call(job)
+    assert len(list(job.items(limit=np.int64(2)))) == 2
+    assert job.wait(np.float32(1)).done
+
+
+def test_splits_are_written_as_in_the_command(job: Job, tmp_path: Path) -> None:
+    to = job.export("nemo", tmp_path / "to", splits="dev=1", audio_root=str(tmp_path / "root"))
+    assert [path.name for path in to.glob("dev*")]
 
 
 def test_an_item_as_a_dict_is_what_it_says(job: Job) -> None:
