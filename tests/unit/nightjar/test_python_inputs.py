@@ -183,10 +183,10 @@ def test_options_that_do_not_exist_or_cannot_be_used_are_refused(options: Any, w
     [
         (lambda: nightjar.run("Good evening.", out="here"), r"There is no file 'Good evening.'. .*put it into a list: nightjar.run"),
         (lambda: nightjar.submit("Good evening.", out="here"), "There is no file"),
-        (lambda: nightjar.run(["Hi."], out=5), "The argument `out` is 5"),
-        (lambda: nightjar.run(["Hi."], gpu=[0]), r"The argument `gpu` is \[0\]"),
-        (lambda: nightjar.find_job(5), "The argument `job` is 5"),
-        (lambda: nightjar.find_job("01", out=5), "The argument `out` is 5"),
+        (lambda: nightjar.run(["Hi."], out=5), "The argument `out` is 5"),  # type: ignore[arg-type]
+        (lambda: nightjar.run(["Hi."], gpu=[0]), r"The argument `gpu` is \[0\]"),  # type: ignore[arg-type]
+        (lambda: nightjar.find_job(5), "The argument `job` is 5"),  # type: ignore[arg-type]
+        (lambda: nightjar.find_job("01", out=5), "The argument `out` is 5"),  # type: ignore[arg-type]
     ],
 )
 def test_arguments_of_another_type_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, words: str) -> None:

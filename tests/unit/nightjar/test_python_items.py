@@ -78,8 +78,8 @@ def test_text_and_speaker_are_those_of_exports(job: Job) -> None:
 def test_arguments_of_another_type_are_one_sentence(job: Job, call: Callable[[Job], object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         call(job)
-    assert len(list(job.items(limit=np.int64(2)))) == 2
-    assert job.wait(np.float32(1)).done
+    assert len(list(job.items(limit=np.int64(2)))) == 2  # type: ignore[arg-type]
+    assert job.wait(np.float32(1)).done  # type: ignore[arg-type]
 
 
 def test_splits_are_written_as_in_the_command(job: Job, tmp_path: Path) -> None:
