@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 from urllib.parse import quote, unquote, urlsplit
@@ -36,7 +36,7 @@ from jobs.settings_groups import (
     WorkerSettings,
     has_port,
 )
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, nearest
 from pipelines.registry import ModelCard, has_option
 
 PREFIX = "SPEECH_"
@@ -282,6 +282,7 @@ def _dotenv() -> Mapping[str, str]:
 
 def _read_variables(variables: Mapping[str, str], origin: str) -> dict[str, Any]:
     """`SPEECH_A__B=x` as `{"a": {"b": "x"}}`; a value that is a JSON object is read as such."""
+    _check_prefix(variables, origin)
     tree: dict[str, Any] = {}
     for name, value in sorted(variables.items()):
         if not name.upper().startswith(PREFIX) or name.upper() in NOT_SETTINGS:
@@ -320,20 +321,60 @@ def _merge(into: dict[str, Any], values: Mapping[str, Any], origin: str, origins
 
 
 def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
-    first = error.errors(include_url=False, include_input=False)[0]
+    errors = error.errors(include_url=False, include_input=False)
+    # What is written wrongly explains what is missing.
+    first = next((one for one in errors if one["type"] == "extra_forbidden"), errors[0])
     key = ".".join(str(part) for part in first["loc"])
     origin = next((where for name, where in origins.items() if key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.")), "")
     if origin in {"environment", ".env"}:
-        origin = f"{origin} {PREFIX}{key.replace('.', '__').upper()}"
+        origin = f"{origin} {_variable(key)}"
     set_in = f" ({origin})" if origin else ""
     if key in RENAMED:
         name = RENAMED[key]
-        advice = f"Write {PREFIX}{name.replace('.', '__').upper()}, or `{name}` in a file; `nightjar config list` says what it takes."
+        advice = f"Write {_variable(name)}, or `{name}` in a file; `nightjar config list` says what it takes."
         return _invalid(f"The setting {key}{set_in} is now {name}.", advice)
     if first["type"] == "extra_forbidden":
-        return _invalid(f"There is no setting {key}{set_in}.", "`nightjar config list` lists all settings.")
+        # A group that does not exist is named with the key that was given in it.
+        given = next((name for name in origins if name == key or name.startswith(f"{key}.")), key)
+        return _no_setting(given, origins.get(given, ""))
     reason = first["msg"].removeprefix("Value error, ")
     return _invalid(f"The setting {key}{set_in} cannot be used: {reason}.", "Correct it; `nightjar config list` lists all settings.")
+
+
+def _no_setting(key: str, origin: str) -> ConfigError:
+    """The error of a key that is none, with the nearest that there is, as it is written where this one was set."""
+    schedule = key.split(".")[1] if key.startswith("schedules.") else "NAME"
+    variables = origin in {"environment", ".env"}
+    near = nearest(key, _keys(Settings, schedule), _variable if variables else str)
+    set_in = f" ({origin}{f' {_variable(key)}' if variables else ''})" if origin else ""
+    return _invalid(f"There is no setting {key}{set_in}.", f"{near}`nightjar config list` lists all settings.")
+
+
+def _check_prefix(variables: Mapping[str, str], origin: str) -> None:
+    """Raises `config.invalid` for a variable that is a setting but for its prefix, which would have no effect."""
+    for name in variables:
+        prefix, _, rest = name.upper().partition("_")
+        if prefix != "NIGHTJAR":
+            continue
+        key = rest.lower().replace("__", ".")
+        if PREFIX + rest in NOT_SETTINGS or key in _keys(Settings, key.split(".")[1] if "." in key else ""):
+            raise _invalid(f"There is no setting {name} ({origin}).", f"Did you mean {PREFIX}{rest}? All settings begin so.")
+
+
+def _variable(key: str) -> str:
+    return f"{PREFIX}{key.replace('.', '__').upper()}"
+
+
+def _keys(group: type[SettingsGroup], schedule: str, path: str = "") -> Iterator[str]:
+    """The dotted keys of all settings, those of a schedule with its name."""
+    for name, field in group.model_fields.items():
+        inner = field.annotation
+        if name == "schedules":
+            yield from _keys(Schedule, schedule, f"schedules.{schedule}.")
+        elif isinstance(inner, type) and issubclass(inner, SettingsGroup):
+            yield from _keys(inner, schedule, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
 
 
 def _invalid(message: str, advice: str) -> ConfigError:

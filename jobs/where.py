@@ -10,13 +10,14 @@ import ast
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import msgspec
 
-from pipelines.errors import ConfigError, ErrorCode
+from jobs.checks import CHECKS
+from pipelines.errors import ConfigError, ErrorCode, nearest
 
 #: What the ledger knows of every item beside its scores.
 FACTS = {
@@ -124,6 +125,18 @@ def parse_where(text: str) -> Where:
     if sum(1 for _ in comparisons(found.condition)) > MAX_COMPARISONS:
         raise _wrong(f"The filter has more than {MAX_COMPARISONS} comparisons.", "Leave some out.")
     return found
+
+
+def no_such_score(job_id: str, name: str, there: Sequence[str], meters: Collection[str]) -> ConfigError:
+    """The error of a filter of a job with these meters whose items have no such score, with the scores that are there."""
+    meter = None if name not in CHECKS else CHECKS[name].meter
+    unmeasured = "" if meter is None or meter.name in meters else f": the job was made without the meter {meter.name}"
+    advice = f"{'' if unmeasured else nearest(name, [*there, *FACTS])}Compare one of: {', '.join([*there, *FACTS])}."
+    if not there:
+        advice = f"The job was made without checks, see docs/quality.md. Without scores there are: {', '.join(FACTS)}."
+    elif unmeasured:
+        advice = f"Checks with this meter are in docs/quality.md. {advice}"
+    return ConfigError(ErrorCode.CONFIG_INVALID, f"No item of job {job_id} has the score {name[:80]!r}{unmeasured}.", advice)
 
 
 class FilteredOut(msgspec.Struct, frozen=True):

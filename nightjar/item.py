@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,16 @@ if TYPE_CHECKING:
     from nightjar.job import Job
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
-    """One item that has ended. Its text and its audio are read when they are asked for."""
+class _OfJob:
+    """What more is read from, which is no field."""
+
+    _row: ItemRow
+    _job: Job
+
+
+@dataclass(frozen=True)
+class Item(_OfJob):
+    """One item that has ended. Its text and its audio are read when they are asked for, also after pickling in another process."""
 
     #: Unique in the job: the example id, with the turn where several are synthesized.
     id: str
@@ -38,8 +45,12 @@ class Item:
     error: str | None
     #: Where its audio is: a path, or an `s3://` address; None without audio, and for audio in a pack.
     path: str | None
-    _row: ItemRow = field(repr=False)
-    _job: Job = field(repr=False)
+    row: InitVar[ItemRow]
+    job: InitVar[Job]
+
+    def __post_init__(self, row: ItemRow, job: Job) -> None:
+        object.__setattr__(self, "_row", row)
+        object.__setattr__(self, "_job", job)
 
     @property
     def audio(self) -> Sound:

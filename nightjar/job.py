@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from importlib import import_module
+from inspect import signature
 from itertools import islice
+from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +23,6 @@ from jobs.delete import Deleted, delete_job, measure_job
 from jobs.export.items import AudioItem, ItemMetadata, item_metadata
 from jobs.ledger import Ledger
 from jobs.ledger.records import Artifact, ItemRow, ItemState, RejectedLine
-from jobs.ledger.records import Job as JobRow
 from jobs.ledger.status import JobStatus
 from jobs.packs import ArtifactReader
 from jobs.progress import Progress
@@ -29,6 +32,7 @@ from jobs.status import items_per_second, rtfx, status_view
 from jobs.store import ObjectStore, open_store
 from jobs.where import Where, parse_where
 from nightjar.item import Item
+from nightjar.options import check_type, unknown_name
 from nightjar.voice import Sound
 from pipelines.errors import ConfigError, ErrorCode, NightjarError, ServiceError
 
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.25
 _PAGE_ITEMS = 1000
+#: Options of `jobs.export.export` that a person gives.
+_EXPORT_OPTIONS = ("audio_format", "sample_rate", "splits", "audio_root", "absolute")
 _ENDED = {ItemState.DONE, ItemState.FAILED, ItemState.DEAD, ItemState.SKIPPED}
 
 
@@ -60,20 +66,34 @@ class Job:
     """A job, here or on a fleet. Iterating gives its items as they end; a context manager ends the run of a job here.
 
     Made by `nightjar.run`, `nightjar.submit` and `nightjar.find_job`. A job that was interrupted goes on when the same call is made again.
+    In another process, as after pickling, it is a handle of the same job, which looks at the ledger and the store of the settings.
     """
 
-    def __init__(self, job: JobRow, settings: Settings, thread: LocalThread | None = None, *, quiet: bool = True) -> None:
-        self.id = job.id
-        self._settings = settings
+    def __init__(self, id: str, store_url: str, settings: Settings, thread: LocalThread | None = None, *, quiet: bool = True) -> None:
+        self.id = id
+        self._store_url = store_url
+        # Another process may have another working directory.
+        self._settings = settings.model_copy(update={"home": settings.home.absolute()})
         self._thread = thread
         self._quiet = quiet
         self._ledger = Ledger.of(settings)
-        self._store = open_store(job.store_url, settings.s3)
-        self._store_identity = job.store_identity
-        self._reader = ArtifactReader(self._store)
-        self._inputs = self._ledger.shard_inputs(self.id)
         self._lock = threading.Lock()
         self._loaded: tuple[str, dict[int, RawLine]] = ("", {})
+
+    def __reduce__(self) -> tuple[type[Job], tuple[str, str, Settings]]:
+        return Job, (self.id, self._store_url, self._settings)
+
+    @cached_property
+    def _store(self) -> ObjectStore:
+        return open_store(self._store_url, self._settings.s3)
+
+    @cached_property
+    def _reader(self) -> ArtifactReader:
+        return ArtifactReader(self._store)
+
+    @cached_property
+    def _inputs(self) -> Mapping[int, tuple[str, str]]:
+        return self._ledger.shard_inputs(self.id)
 
     @property
     def status(self) -> JobStatus:
@@ -95,6 +115,8 @@ class Job:
 
         Raises the error that ended the run of a job here.
         """
+        if timeout_seconds is not None:
+            check_type("timeout_seconds", timeout_seconds, Real, "seconds")
         deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         with self._stopped_by_interrupts(), Progress(quiet=self._quiet) as progress:
             while not self.done and (deadline is None or time.monotonic() < deadline):
@@ -141,10 +163,14 @@ class Job:
         `where`: only those that match a filter, such as `wer < 0.1 and distillmos > 3.5`; the text is that of `nightjar items --where`.
         Raises `config.invalid` for a wrong one.
         """
+        if state is not None and str(state) not in _ENDED:
+            raise unknown_name("state", str(state), sorted(one.value for one in _ENDED))
+        if limit is not None:
+            check_type("limit", limit, Integral, "a number of items")
         wanted = None if state is None else ItemState(state)
         found = self._ledger.items(self.id, state=wanted, where=_filter(where))
         rows = (row for row in found if row.state in _ENDED)
-        return islice(self._items(rows), limit)
+        return islice(self._items(rows), limit if limit is None else max(limit, 0))
 
     def refused(self) -> Iterator[RejectedLine]:
         """The lines of the input that became no item, the first 10,000 of them: `line`, `code`, `message` and `example_id` of each."""
@@ -153,8 +179,15 @@ class Job:
     def export(self, format: str, to: str | Path, *, where: str | None = None, **options: Any) -> Path:
         """Writes the items that have audio by now, as `nightjar export`; the path. `where` is a filter, as in `items`; `options` are those
         of `jobs.export.export`."""
-        from jobs.export import export
+        from jobs.export import export, parse_splits
 
+        check_type("to", to, (str, os.PathLike), "a path")
+        if unknown := sorted(options.keys() - signature(export).parameters.keys()):
+            raise unknown_name("option", unknown[0], _EXPORT_OPTIONS)
+        if isinstance(splits := options.get("splits"), str):
+            options["splits"] = parse_splits(splits)
+        if isinstance(root := options.get("audio_root"), str):
+            options["audio_root"] = Path(root)
         settings = self._settings
         return Path(export(self._ledger, self._confirmed(), self.id, format, str(to), s3=settings.s3, where=_filter(where), **options).to)
 
@@ -193,6 +226,8 @@ class Job:
         """Writes the report of what is done by now; a notebook shows it."""
         from jobs.report import ReportOptions, default_place, write_report
 
+        if to is not None:
+            check_type("to", to, (str, os.PathLike), "a path")
         place = default_place(self._settings, self.id) if to is None else Path(to).absolute()
         options = ReportOptions(embed=True, price_per_gpu_hour=self._settings.price_per_gpu_hour)
         written = write_report(self._ledger, self._confirmed(), self.id, place, options).path
@@ -204,6 +239,7 @@ class Job:
 
         Raises `ServiceError` with `ledger.state` for a job that has not ended.
         """
+        check_type("yes", yes, bool, "True or False")
         if not yes:
             return measure_job(self._ledger, self._confirmed(), self.id)
         if self._thread is not None and self._thread.is_alive():
@@ -212,7 +248,7 @@ class Job:
 
     def _confirmed(self) -> ObjectStore:
         """The store, which is there. Raises `store.unreachable`."""
-        self._store.confirm(self._store_identity)
+        self._store.confirm(self._ledger.job(self.id).store_identity)
         return self._store
 
     def close(self) -> None:
@@ -303,8 +339,8 @@ class Job:
                     error_code=None if row.error_code is None else row.error_code.value,
                     error=row.error_message,
                     path=None if audio is None or audio.pack is not None else self._store.uri(audio.key),
-                    _row=row,
-                    _job=self,
+                    row=row,
+                    job=self,
                 )
 
     def _exported(self, format: str, to: str | Path | None, where: str | None, **options: Any) -> Path:
@@ -347,7 +383,10 @@ def _library(name: str) -> Any:
 
 
 def _filter(text: str | None) -> Where | None:
-    return None if text is None else parse_where(text)
+    if text is None:
+        return None
+    check_type("where", text, str, 'the text of a filter, such as "wer < 0.1"')
+    return parse_where(text)
 
 
 class _Stopping:

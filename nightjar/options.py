@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, get_type_hints
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from jobs.input_format import AskedFormat
 from jobs.turns import Speak
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, nearest
 from pipelines.request import Generation, SpokenRole
 
 
@@ -65,6 +65,13 @@ def check_type(name: str, value: object, kinds: type | tuple[type, ...], words: 
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, f"Give {words}; docs/python.md says what there is.")
 
 
+def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
+    """The error of a name that there is not, with the nearest and all that there are."""
+    names = list(known)
+    advice = f"{nearest(name, names)}The {what.partition(' ')[0]}s are: {', '.join(names)}."
+    return ConfigError(ErrorCode.CONFIG_INVALID, f"There is no {what} {name!r:.100}.", advice)
+
+
 def checked_options(options: JobOptions) -> dict[str, Any]:
     """The options that are given; None counts as not given. Raises `config.invalid` for one that does not exist or cannot be used."""
     given = plain_numbers({name: value for name, value in options.items() if value is not None})
@@ -76,9 +83,9 @@ def checked_options(options: JobOptions) -> dict[str, Any]:
         inside = isinstance(given.get(str(first["loc"][0])), Mapping)
         name = ".".join(map(str, first["loc"][: 2 if inside else 1]))
         if first["type"] == "extra_forbidden":
-            known = ", ".join(JobOptions.__annotations__)
-            raise ConfigError(ErrorCode.CONFIG_INVALID, f"There is no option {name!r}.", f"The options are: {known}.") from None
-        message = f"The option {name} is {first['input']!r:.100}: {first['msg']}."
+            raise unknown_name("option", name, JobOptions.__annotations__) from None
+        said = "Input should be a list" if first["type"] == "sequence_str" else first["msg"]
+        message = f"The option {name} is {first['input']!r:.100}: {said}."
         raise ConfigError(ErrorCode.CONFIG_INVALID, message, "Correct it; docs/python.md says what the options are.") from None
     values = {name: getattr(found, name) for name in given}
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()}
@@ -89,6 +96,8 @@ def checked_generation(asked: Mapping[str, Any]) -> Generation:
     try:
         return msgspec.convert(plain_numbers(asked), Generation)
     except msgspec.ValidationError as error:
+        if unknown := sorted(asked.keys() - set(Generation.__struct_fields__)):
+            raise unknown_name("key of `generation`", unknown[0], Generation.__struct_fields__) from None
         known = ", ".join(Generation.__struct_fields__)
         raise ConfigError(ErrorCode.CONFIG_INVALID, f"The generation is not valid: {error}.", f"Its keys are: {known}.") from None
 

@@ -31,8 +31,8 @@ from nightjar.advice import advising
 from nightjar.inputs import written_input
 from nightjar.job import Job
 from nightjar.local import LocalThread
-from nightjar.options import JobOptions, checked_generation, checked_options
-from pipelines.errors import ErrorCode, NotFoundError
+from nightjar.options import JobOptions, check_type, checked_generation, checked_options
+from pipelines.errors import ErrorCode, InputError, NotFoundError
 from pipelines.request import Generation, SpokenRole
 
 
@@ -41,7 +41,7 @@ def run(
     source: str | Path | Iterable[Any],
     *,
     out: str | Path = "out",
-    gpu: str | None = None,
+    gpu: str | int | None = None,
     quiet: bool = False,
     **options: Unpack[JobOptions],
 ) -> Job:
@@ -53,14 +53,18 @@ def run(
 
     Raises `NightjarError`, as the command line ends: with a code, a sentence and advice.
     """
+    check_type("out", out, (str, os.PathLike), "a folder")
+    if gpu is not None:
+        check_type("gpu", gpu, (str, int), 'an index, "0,1" or "all"')
     chosen = load_settings(home=str(out))
     settings = embedded_settings(chosen)
     spec, submitted = _job_options(options)
     path, spec, settings = _input(source, spec, settings)
     resolved = _resolved(spec, submitted, settings, fetch=not quiet)
-    devices = None if gpu is None else choose_gpus(gpu, os.environ.get(VISIBLE))
+    devices = None if gpu is None else choose_gpus(str(gpu), os.environ.get(VISIBLE))
     thread = LocalThread(LocalRun(chosen, settings, path, resolved, submitted, devices), quiet=quiet)
-    return Job(thread.until_submitted(), settings, thread, quiet=quiet)
+    job = thread.until_submitted()
+    return Job(job.id, job.store_url, settings, thread, quiet=quiet)
 
 
 @advising()
@@ -71,6 +75,8 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
     """
     from jobs import dispatch
 
+    if out is not None:
+        check_type("out", out, (str, os.PathLike), "a folder")
     settings = load_settings(home=None if out is None else str(out))
     spec, submitted = _job_options(options)
     path, spec, settings = _input(source, spec, settings)
@@ -86,7 +92,7 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
         check_wanted(job)
         if not job.state.final:
             dispatch.Dispatcher(ledger, settings).run_once()
-    return Job(job, settings, quiet=quiet)
+    return Job(job.id, job.store_url, settings, quiet=quiet)
 
 
 def find_job(job: str, *, out: str | Path | None = None) -> Job:
@@ -94,6 +100,9 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
 
     Raises `NotFoundError`.
     """
+    check_type("job", job, str, "the id of a job, or the beginning of one")
+    if out is not None:
+        check_type("out", out, (str, os.PathLike), "a folder")
     settings = settings_for_job(job, None if out is None else str(out))
     ledger_file = sqlite_path(settings.ledger_url)
     if ledger_file is not None and not ledger_file.exists():
@@ -101,12 +110,16 @@ def find_job(job: str, *, out: str | Path | None = None) -> Job:
         raise NotFoundError(ErrorCode.LEDGER_NOT_FOUND, message, "Name the folder of the job with `out`, or set SPEECH_DATABASE_URL.")
     with closing(Ledger.of(settings)) as ledger:
         ledger.check_schema()
-        return Job(ledger.find_job(job), settings)
+        found = ledger.find_job(job)
+    return Job(found.id, found.store_url, settings)
 
 
 def _input(source: str | Path | Iterable[Any], spec: JobSpec, settings: Settings) -> tuple[str, JobSpec, Settings]:
     """The file of an input, with the spec and the settings that read it."""
     if isinstance(source, str | Path):
+        if isinstance(source, str) and source != "-" and not is_remote(source) and not os.path.lexists(source):
+            advice = f"Check the path. To speak a text, put it into a list: nightjar.run([{source[:40]!r}])."
+            raise InputError(ErrorCode.INPUT_UNREADABLE, f"There is no file {source[:300]!r}.", advice)
         return (str(source) if is_remote(str(source)) else check_source(str(source))), spec, settings
     reading = spec.reading if isinstance(spec.reading, Reading) else Reading()
     path = written_input(source, reading, settings.state_folder)

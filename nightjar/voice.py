@@ -20,7 +20,7 @@ from jobs.settings import load_settings
 from jobs.voices import JobVoices, voice_folder
 from nightjar.options import check_type, plain_numbers
 from pipelines.audio_format import AUDIO_FORMATS, check_rate
-from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, StoreError, SynthesisError
+from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, StoreError, SynthesisError, nearest
 from pipelines.registry import ModelCard, describe, open_pipeline
 from pipelines.request import Generation, Message, Pipeline, SynthesisRequest
 from pipelines.stored_voices import in_voice_of
@@ -133,8 +133,9 @@ class Voice:
         reference = asked.pop("reference", None)
         unknown = sorted(asked.keys() - set(Generation.__struct_fields__))
         if unknown:
-            known = ", ".join(("reference", *Generation.__struct_fields__))
-            raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"There is no setting {unknown[0]!r}.", f"The settings are: {known}.")
+            known = ("reference", *Generation.__struct_fields__)
+            advice = f"{nearest(unknown[0], known)}The settings are: {', '.join(known)}."
+            raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"There is no setting {unknown[0]!r}.", advice)
         messages = [Message("user", "text", text)]
         if reference is not None:
             check_type("reference", reference, (str, os.PathLike, bytes), "the path of a recording, or the bytes of its file")

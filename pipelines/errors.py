@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from enum import StrEnum
 
 
@@ -109,6 +110,12 @@ _RETRYABLE = frozenset(
         ErrorCode.MODEL_UNREACHABLE,
     }
 )
+
+
+def nearest(name: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
+    """`Did you mean 'heart'? ` with the nearest of the names that there are, and a space; empty where none is near."""
+    close = get_close_matches(name[:100].casefold(), list(known), n=1)
+    return f"Did you mean {shown(close[0])}? " if close else ""
 
 
 class NightjarError(Exception):

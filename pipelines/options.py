@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from pipelines.errors import ConfigError, ErrorCode
+from pipelines.errors import ConfigError, ErrorCode, nearest
 
 #: Of what there must be one at least.
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -27,9 +27,9 @@ def read_options(kind: type[T], given: Mapping[str, Any], *others: str) -> T:
     """
     known = {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
     if unknown := sorted(set(given) - known):
-        raise ConfigError(
-            ErrorCode.CONFIG_INVALID, f"Unknown option {unknown[0]!r}.", f"Options are: {', '.join(sorted({*known, *others}))}."
-        )
+        names = sorted({*known, *others})
+        advice = f"{nearest(unknown[0], names)}Options are: {', '.join(names)}."
+        raise ConfigError(ErrorCode.CONFIG_INVALID, f"Unknown option {unknown[0]!r}.", advice)
     try:
         with _converting:
             return msgspec.convert(dict(given), kind)

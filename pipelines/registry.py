@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 from collections.abc import Callable, Generator, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Literal, Protocol, cast
 import msgspec
 
 from pipelines.duration import Pace
-from pipelines.errors import ErrorCode, ModelError
+from pipelines.errors import ErrorCode, ModelError, nearest
 from pipelines.request import Capabilities, Frontend, Pipeline
 
 ENTRY_POINT_GROUP = "nightjar.pipelines"
@@ -315,8 +314,7 @@ def _folder(model: str) -> Path:
     if looks_like_path:
         raise ModelError(ErrorCode.MODEL_UNKNOWN, f"{_short(model)} {reason}.", "Give the folder that holds the checkpoint's config.json.")
     names = sorted({*PUBLISHED, *BUILT_IN, *_registered, *_entry_point_names()})
-    close = difflib.get_close_matches(model[:100].casefold(), names, n=1)
-    hint = f"Did you mean {close[0]!r}?" if close else "Give a checkpoint folder or one of: " + ", ".join(names) + "."
+    hint = nearest(model, names).rstrip() or "Give a checkpoint folder or one of: " + ", ".join(names) + "."
     raise ModelError(ErrorCode.MODEL_UNKNOWN, f"There is no model {_short(model)}.", hint)
 
 

@@ -19,8 +19,7 @@ from jobs.ledger.ingest import insert_missing
 from jobs.ledger.mapping import number_of, read_job
 from jobs.ledger.records import Draw, ItemState, Job, Score
 from jobs.ledger.schema import SCORE_COLUMNS, item_is
-from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where
-from pipelines.errors import ConfigError, ErrorCode
+from jobs.where import FACTS, OF_ALL_ITEMS, Comparison, Condition, FilteredOut, Where, no_such_score
 
 _COLUMNS = tuple(column.name for column in schema.scores.columns)
 _COLUMN_NAMES = frozenset(SCORE_COLUMNS)
@@ -170,10 +169,7 @@ def check_names(connection: sa.Connection, job: Job, where: Where) -> None:
     unknown = [name for name in where.names if name not in FACTS and name not in expected and not _is_measured(connection, job, name)]
     if unknown:
         there = sorted(expected.union(_measured_names(connection, job)))
-        advice = f"Compare one of: {', '.join([*there, *FACTS])}."
-        if not there:
-            advice = f"The job was made without checks, see docs/quality.md. Without scores there are: {', '.join(FACTS)}."
-        raise ConfigError(ErrorCode.CONFIG_INVALID, f"No item of job {job.id} has the score {unknown[0][:80]!r}.", advice)
+        raise no_such_score(job.id, unknown[0], there, () if job.spec.quality is None else job.spec.quality.meters)
 
 
 def _is_measured(connection: sa.Connection, job: Job, name: str) -> bool:

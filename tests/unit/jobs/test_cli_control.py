@@ -15,6 +15,7 @@ from pydantic import SecretStr
 
 from jobs.cli import cli
 from jobs.cli.show import NO_WORKER, STARTING, no_worker
+from jobs.console import exit_code
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import ItemState, JobState
 from jobs.progress import Progress
@@ -245,6 +246,8 @@ def test_a_dry_run_of_which_nothing_is_left_counts_what_it_does_not_show(rig: Ri
     assert done.stdout.splitlines()[-1] == "  and 24 lines more"
     assert "The line is a list, not an object." in done.stdout
     assert str(done.exception).startswith("No line of the input can become an item: 34 lines refused.")
+    assert isinstance(done.exception, InputError)
+    assert exit_code(done.exception) == 4
     path.write_text("")
     assert str(CliRunner().invoke(cli, words, standalone_mode=False).exception).startswith("The input is empty.")
 

@@ -71,7 +71,7 @@ def test_a_batch() -> None:
 
 def test_what_stands_in_the_place_of_a_text_is_named() -> None:
     lines = [line(messages=[["user", "video", "x.mp4"]]), line("b", [["user", "audio", "x.wav"]])]
-    _, rejected = LineChecker(PLAIN, Generation(), speak="auto").check(LineBatch(1, lines), lambda content: content)
+    _, rejected = LineChecker(PLAIN, Generation(), speak="auto").check(LineBatch(1, [*lines]), lambda content: content)
     assert [(one.code, one.message.partition(".")[0]) for one in rejected] == [
         (ErrorCode.INPUT_EMPTY_TEXT, "The dialogue has no text to speak, but a message of modality 'video'"),
         (ErrorCode.INPUT_EMPTY_TEXT, "The dialogue has no text to speak"),

@@ -97,6 +97,45 @@ def test_wrong_values_and_unknown_keys_name_key_and_origin(name: str, value: str
     assert caught.value.advice
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("SPEECH_WORKR__THREADS", "SPEECH_WORKER__THREADS"),
+        ("SPEECH_WORKER_THREADS", "SPEECH_WORKER__THREADS"),
+        ("SPEECH_WORKER__TREADS", "SPEECH_WORKER__THREADS"),
+        ("speech_databse_url", "SPEECH_DATABASE_URL"),
+        ("SPEECH_SCHEDULES__NEWS__INPTU", "SPEECH_SCHEDULES__NEWS__INPUT"),
+        ("NIGHTJAR_BROKER_URL", "SPEECH_BROKER_URL"),
+        ("NIGHTJAR_WORKER__THREADS", "SPEECH_WORKER__THREADS"),
+        ("NIGHTJAR_SCHEDULES__NEWS__INPUT", "SPEECH_SCHEDULES__NEWS__INPUT"),
+        ("NIGHTJAR_CONFIG", "SPEECH_CONFIG"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_answered_with_the_nearest(name: str, near: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match="There is no setting") as caught:
+        load_settings()
+    assert name.upper() in caught.value.message
+    assert caught.value.advice.startswith(f"Did you mean {near}? ")
+
+
+def test_other_variables_of_a_program_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NIGHTJAR_JOB", "NIGHTJAR_VERSION", "NIGHTJAR", "NIGHTJAR_"):
+        monkeypatch.setenv(name, "1")
+    assert load_settings() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("content", "near"),
+    [("[workr]\nthreads = 1", "worker.threads"), ("hom = 'x'", "home"), ("[schedules.news]\ninputs = 'x'", "schedules.news.input")],
+)
+def test_a_key_of_a_file_that_is_no_setting_is_answered_with_the_nearest(content: str, near: str, tmp_path: Path) -> None:
+    (tmp_path / "nightjar.toml").write_text(content)
+    with pytest.raises(ConfigError, match=r"There is no setting .*\(nightjar\.toml\)") as caught:
+        load_settings()
+    assert caught.value.advice.startswith(f"Did you mean {near}? ")
+
+
 @pytest.mark.parametrize(("old", "new"), RENAMED.items())
 def test_an_old_name_is_refused_with_the_new_one(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
     group, _, name = new.partition(".")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jobs.checks import CHECKS
 from jobs.ledger.schema import SCORE_COLUMNS
-from jobs.where import EXAMPLE, MAX_COMPARISONS, Where, parse_where
+from jobs.where import EXAMPLE, MAX_COMPARISONS, Where, no_such_score, parse_where
 from pipelines.errors import ConfigError, ErrorCode
 
 
@@ -75,3 +75,21 @@ def test_any_text_is_a_filter_or_a_refusal(text: str) -> None:
 def test_every_check_has_a_column_in_the_ledger() -> None:
     # Without one its scores are in the column of the others, where filters find them more slowly.
     assert set(CHECKS) == set(SCORE_COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "meters", "message", "advice"),
+    [
+        ("wer", ["loudness"], (), "has the score 'wer': the job was made without the meter asr.", "Checks with this meter are in docs/"),
+        ("wer", ["loudness"], ("asr",), "has the score 'wer'.", "Compare one of: loudness, seconds"),
+        ("loudnes", ["loudness", "pause"], (), "has the score 'loudnes'.", "Did you mean 'loudness'? Compare one of: loudness, pause, "),
+        ("second", ["pause"], (), "has the score 'second'.", "Did you mean 'seconds'? "),
+        ("wer", [], (), "has the score 'wer': the job was made without the meter asr.", "The job was made without checks"),
+    ],
+)
+def test_a_score_that_is_not_there_is_answered_with_why_or_with_the_nearest(
+    name: str, there: list[str], meters: tuple[str, ...], message: str, advice: str
+) -> None:
+    error = no_such_score("01m8", name, there, meters)
+    assert error.message.endswith(message)
+    assert error.advice.startswith(advice)

@@ -147,7 +147,13 @@ def test_names_of_splits_and_columns_are_not_taken_for_texts(tmp_path: Path, rec
         ({"generation": {"warmth": 3}}, "warmth"),
         ({"generation": {"temperature": "hot"}}, "temperature"),
         ({"qa_set": ["no pair"]}, "no pair"),
-        ({"qa_set": "bounds.pause.high=2"}, "qa_set"),
+        ({"qa_set": "bounds.pause.high=2"}, "The option qa_set is 'bounds.pause.high=2': Input should be a list"),
+        ({"voic": "heart"}, "Did you mean 'voice'"),
+        ({"generation": {"temprature": 1}}, "Did you mean 'temperature'"),
+        ({"labels": "corpus"}, "The option labels is 'corpus'"),
+        ({"columns": "sentence"}, "The option columns is 'sentence'"),
+        ({"voice_of": "heart"}, "The option voice_of is 'heart'"),
+        ({"voice_for": "heart"}, "The option voice_for is 'heart'"),
         ({"qa": "loose"}, "'off', 'basic' or 'strict'"),
         ({"on_error": "stop"}, "'skip' or 'abort'"),
         ({"input_format": "xlsx"}, "input_format is 'xlsx'"),
@@ -170,6 +176,24 @@ def test_options_that_do_not_exist_or_cannot_be_used_are_refused(options: Any, w
     with pytest.raises(ConfigError, match=words) as caught:
         _job_options(options)
     assert caught.value.code is ErrorCode.CONFIG_INVALID
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: nightjar.run("Good evening.", out="here"), r"There is no file 'Good evening.'. .*put it into a list: nightjar.run"),
+        (lambda: nightjar.submit("Good evening.", out="here"), "There is no file"),
+        (lambda: nightjar.run(["Hi."], out=5), "The argument `out` is 5"),  # type: ignore[arg-type]
+        (lambda: nightjar.run(["Hi."], gpu=[0]), r"The argument `gpu` is \[0\]"),  # type: ignore[arg-type]
+        (lambda: nightjar.find_job(5), "The argument `job` is 5"),  # type: ignore[arg-type]
+        (lambda: nightjar.find_job("01", out=5), "The argument `out` is 5"),  # type: ignore[arg-type]
+    ],
+)
+def test_arguments_of_another_type_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any, words: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(nightjar.NightjarError, match=words):
+        call()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

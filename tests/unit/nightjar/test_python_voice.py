@@ -54,7 +54,7 @@ def test_the_name_of_a_model_is_a_text() -> None:
 
 @pytest.mark.parametrize("name", ["x.wav", "x.flac", "x.mp3", "x.opus", "x.ogg", "X.WAV"])
 def test_a_sound_is_saved_in_the_format_of_its_path(tmp_path: Path, name: str) -> None:
-    sound = nightjar.Sound(np.sin(np.arange(24_000, dtype=np.float32) / 20) / 2, 24_000)
+    sound = nightjar.Sound(np.sin(np.arange(24_000, dtype=np.float32) / 20) / 2, 24_000)  # type: ignore[arg-type]
     path = sound.save(str(tmp_path / name))
     assert soundfile.info(str(path)).duration == pytest.approx(1, abs=0.1)
 
