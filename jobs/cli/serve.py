@@ -54,7 +54,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
     given = {key: value for key, value in {"address": address, "port": port}.items() if value is not None}
     settings = load_settings(**({"serve": given} if given else {}))
     card = describe(model)
-    _check_extra()
+    check_extra()
     options = _options(settings, card, names)
     if not options.keys and not _is_loopback(settings.serve.address):
         raise ConfigError(
@@ -131,7 +131,7 @@ def _is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _check_extra() -> None:
+def check_extra() -> None:
     """Raises `config.missing_library` before anything is loaded."""
     for library in ("fastapi", "uvicorn", "websockets"):
         if find_spec(library) is None:
