@@ -7,6 +7,7 @@ from contextlib import closing
 
 import click
 
+from jobs.cli.completion import models
 from jobs.cli.context import common_options
 from jobs.cli.run import Signals
 from jobs.console import Interrupted, Output, undisturbed
@@ -18,7 +19,9 @@ from pipelines.errors import ConfigError, ErrorCode
 
 @click.command()
 @click.option("--serve", "serves", is_flag=True, help="Also serve --model over HTTP, as `nightjar serve` does.")
-@click.option("--model", metavar="MODEL", default="hibari", show_default=True, help="Model of the server. Jobs name their own.")
+@click.option(
+    "--model", metavar="MODEL", default="hibari", show_default=True, shell_complete=models, help="Model of the server. Jobs name their own."
+)
 @common_options
 def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
     """Run a small installation on this machine until Ctrl-C: broker, ledger, store and one worker, with --serve also the server.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jobs.cli.completion import files
 from jobs.cli.context import SAMPLING, GroupedCommand, option, output_options
 from jobs.cli.serve import read_keys
 from jobs.console import FAILED, FiniteRange, NamedPath, Output
@@ -28,7 +29,7 @@ _TEMPERATURE, _TOP_K = FiniteRange(min=0), click.IntRange(min=0)
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("source", metavar="INPUT")
+@click.argument("source", metavar="INPUT", shell_complete=files)
 @option("--server", metavar="URL", default="http://127.0.0.1:8000", show_default=True, help="Address of the server.")
 @option(
     "--to",

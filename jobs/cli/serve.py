@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.cli.completion import models
 from jobs.cli.context import json_option
 from jobs.console import PROGRAM, Output
 from jobs.settings import Settings, load_settings
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--model", metavar="MODEL", required=True, help="Name of a model, or path of a checkpoint folder. See `nightjar models`.")
+@click.option(
+    "--model",
+    metavar="MODEL",
+    required=True,
+    shell_complete=models,
+    help="Name of a model, or path of a checkpoint folder. See `nightjar models`.",
+)
 @click.option(
     "--name",
     "names",

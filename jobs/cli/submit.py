@@ -8,6 +8,7 @@ from typing import Any
 import click
 import msgspec
 
+from jobs.cli.completion import files
 from jobs.cli.context import GroupedCommand, common_options
 from jobs.cli.follow import Progress
 from jobs.cli.spec import dry_run_option, job_options, submit_options, take_spec
@@ -23,7 +24,7 @@ SHOWN_LINES = 10
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("source", metavar="INPUT")
+@click.argument("source", metavar="INPUT", shell_complete=files)
 @job_options
 @dry_run_option
 @common_options
