@@ -123,7 +123,7 @@ class EmbeddedHome:
             raise ServiceError(
                 ErrorCode.LEDGER_STATE,
                 f"Another `nightjar run` or `nightjar dev` (process {owner}) is running in {self.home}.",
-                "Wait for it, or name another folder with --out.",
+                "Wait for it, or give this run another folder with --out.",
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from contextlib import closing
 
@@ -82,5 +83,5 @@ def _say(output: Output, embedded: EmbeddedHome, url: str | None) -> None:
         output.line(f"logs    {embedded.worker_log}{'' if url is None else f', {embedded.server_log}'}")
         if url is not None:
             output.line(f"server  {url}")
-    click.get_text_stream("stdout").flush()
+    sys.stdout.flush()
     output.note("Ready. In another terminal: nightjar submit FILE. Ctrl-C ends everything.")

@@ -36,6 +36,8 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
     """One Parquet file; a part has at least one item."""
     from pyarrow import parquet
 
+    # Its annotations lack what its documentation says of columns.
+    open_writer: Any = parquet.ParquetWriter
     rows: list[dict[str, Any]] = []
     size = 0
     file: Any = files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet")
@@ -47,7 +49,7 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
                 rows, size = [], 0
             if writer is None:
                 writer = stack.enter_context(
-                    parquet.ParquetWriter(
+                    open_writer(
                         file,
                         _schema(job, item),
                         # Audio is left as it is: it shrinks by little and takes long to do so.
