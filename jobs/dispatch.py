@@ -159,7 +159,7 @@ class Publisher:
             raise ServiceError(
                 ErrorCode.BROKER_UNREACHABLE,
                 f"The broker at {url} cannot be reached: {redact(str(error)).rstrip('.')}.",
-                "Start it, or set SPEECH_BROKER_URL to one that runs.",
+                "Start it, or set SPEECH_BROKER_URL to one that runs; `nightjar dev` runs one here, with a worker.",
             ) from error
 
 

@@ -1,10 +1,11 @@
 """The embedded default: one home folder with its lock, a private Valkey and its workers, all gone when the process is gone.
 
-<home>/.nightjar/lock            held while a `nightjar run` works here
+<home>/.nightjar/lock            held while a `nightjar run` or `nightjar dev` works here
 <home>/.nightjar/ledger.sqlite   the ledger
 <home>/.nightjar/broker.json     the broker's address while it runs
 <home>/.nightjar/worker.json     the processes of the last workers
 <home>/.nightjar/worker.log      what the workers said
+<home>/.nightjar/server.log      what the server of a `nightjar dev` said
 <home>/jobs/...                  the store
 <home>/nightjar-store            its identity
 """
@@ -61,7 +62,7 @@ def embedded_overrides(settings: Settings) -> dict[str, object]:
     if settings.database_url is not None and sqlite_path(settings.ledger_url) != own:
         raise ConfigError(
             ErrorCode.CONFIG_INVALID,
-            f"`nightjar run` keeps its ledger in {own.parent}, and database_url ({settings.origin('database_url')}) names another one.",
+            f"This command keeps its ledger in {own.parent}, and database_url ({settings.origin('database_url')}) names another one.",
             "Use `nightjar submit` for the workers of that ledger, or unset SPEECH_DATABASE_URL for this command.",
         )
     parts: dict[str, object] = {"database_url": sqlite_url(own), "store_url": settings.effective_store_url}
@@ -90,13 +91,14 @@ class EmbeddedHome:
         self.plans = plan_workers(settings, devices)
         self.home = settings.home.absolute()
         self.state = settings.state_folder
-        self.worker_log = self.state / "worker.log"
+        self.worker_log, self.server_log = self.state / "worker.log", self.state / "server.log"
         #: Hosts and processes of the workers of a run that was killed: the home's lock is ours, so they are dead too.
         self.lost_workers: list[tuple[str, int]] = []
         self._lock: int | None = None
         self._socket_folder: Path | None = None
         self._broker: subprocess.Popen[bytes] | None = None
         self._workers: WorkerGroup | None = None
+        self._server: subprocess.Popen[bytes] | None = None
         self._reports = QuarantineReports(settings)
         self._start_signal = StartSignal()
         self._on_worker_lost: Callable[[str, int], None] = lambda host, pid: None
@@ -120,7 +122,7 @@ class EmbeddedHome:
             self._lock = None
             raise ServiceError(
                 ErrorCode.LEDGER_STATE,
-                f"Another `nightjar run` (process {owner}) is running in {self.home}.",
+                f"Another `nightjar run` or `nightjar dev` (process {owner}) is running in {self.home}.",
                 "Wait for it, or give this run another folder with --out.",
             ) from None
         os.ftruncate(self._lock, 0)
@@ -160,8 +162,9 @@ class EmbeddedHome:
             raise RuntimeError("the broker of this home was not started")
         return self._socket_folder / "broker"
 
-    def prepare(self, model: str) -> None:
-        """Starts broker and workers. The workers open `model`, and touch neither broker nor ledger before `start`.
+    def prepare(self, model: str | None) -> None:
+        """Starts broker and workers. The workers open `model`, and touch neither broker nor ledger before `start`. None: they are those of
+        no job, and a job whose model they cannot open ends without them.
 
         Raises `broker.unreachable` when the broker does not come up.
         """
@@ -180,13 +183,18 @@ class EmbeddedHome:
         self._workers.start()
         self._note_workers()
 
-    def start(self, model: str) -> None:
+    def start(self, model: str | None = None) -> None:
         """Lets the workers work, and starts them where `prepare` did not. Raises as `prepare`."""
         if self._workers is None:
             self.prepare(model)
         self.lost_workers = []
         self._note_workers()
         self._start_signal.send()
+
+    def serve(self, model: str) -> None:
+        """Starts a server of a model, with the address and the port of the settings."""
+        command = [sys.executable, "-P", "-m", "jobs", "serve", "--model", model]
+        self._server = spawn(command, _open_log(self.server_log), os.environ | self._environment())
 
     def tend(
         self,
@@ -197,9 +205,12 @@ class EmbeddedHome:
         """Brings back what died; to be called often, from the main thread.
 
         Calls `on_broker_lost` after an empty broker took the place of one that died, `on_worker_lost` with host and process of a worker
-        that died, and `on_quarantine` with the reason why one of several is left alone. Raises `worker.crash` when none can work, and
-        what they cannot open the model with where that is it.
+        that died, and `on_quarantine` with the reason why one of several is left alone. Raises `worker.crash` when none can work,
+        what they cannot open the model with where that is it, and `server.unreachable` when the server ended.
         """
+        if self._server is not None and self._server.poll() is not None:
+            said = f"The server ended. It said: {_last_line(self.server_log)}"
+            raise ServiceError(ErrorCode.SERVER_UNREACHABLE, said, f"See {self.server_log} for the reason.")
         if self._broker is not None and self._broker.poll() is not None:
             self._start_broker()
             on_broker_lost()
@@ -221,11 +232,11 @@ class EmbeddedHome:
         return f"It said: {line}" if line else ""
 
     def stop(self, drain_seconds: float) -> None:
-        """Ends workers and broker: asks, waits `drain_seconds` for items in flight, then kills. May be called again."""
+        """Ends server, workers and broker: asks, waits `drain_seconds` for items in flight, then kills. May be called again."""
         workers, self._workers = self._workers, None
+        server, self._server = self._server, None
         self._reports.close(over=True)
-        if workers is not None:
-            end(workers.processes, drain_seconds)
+        end([*([] if workers is None else workers.processes), *([] if server is None else [server])], drain_seconds)
         self._start_signal.send()
         broker, self._broker = self._broker, None
         if broker is not None:
@@ -233,8 +244,8 @@ class EmbeddedHome:
         self._forget_broker()
 
     def kill(self) -> None:
-        """Ends the workers at once; `stop` does the rest."""
-        for process in [] if self._workers is None else self._workers.processes:
+        """Ends the workers and the server at once; `stop` does the rest."""
+        for process in [*([] if self._workers is None else self._workers.processes), *([] if self._server is None else [self._server])]:
             signal_group(process, signal.SIGKILL)
 
     def _start_broker(self) -> None:
@@ -257,9 +268,10 @@ class EmbeddedHome:
         record = {"url": self.broker_url, "pid": self._broker.pid, "folder": str(self._socket_folder)}
         _write_own(self.state / "broker.json", record)
 
-    def _start_worker(self, plan: WorkerPlan, up: UpPipe, model: str) -> subprocess.Popen[bytes]:
+    def _start_worker(self, plan: WorkerPlan, up: UpPipe, model: str | None) -> subprocess.Popen[bytes]:
         # -P: the working directory must not shadow our modules. The parent's id serves systems that have no death signal.
-        command = [sys.executable, "-P", "-m", "worker", "run", "--private", "--parent-pid", str(os.getpid()), "--preload", model]
+        command = [sys.executable, "-P", "-m", "worker", "run", "--parent-pid", str(os.getpid())]
+        command += [] if model is None else ["--private", "--preload", model]
         environment = os.environ | self._environment() | plan.environment | up.environment | self._start_signal.environment
         return spawn(command, _open_log(self.worker_log), environment, up.pass_fds + self._start_signal.pass_fds, plan.cores)
 

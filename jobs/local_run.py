@@ -190,7 +190,7 @@ def _follow(ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, events
         return status
     for lost in embedded.lost_workers:
         ledger.lose_worker(*lost)
-    _requeue(ledger)
+    requeue(ledger)
     ledger.wake(job.id)
     started_at = ledger.now()
     embedded.start(job.spec.model)
@@ -201,7 +201,7 @@ def _follow(ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, events
         time.sleep(POLL_SECONDS)
         events.check()
         embedded.check_place()
-        embedded.tend(lambda: _requeue(ledger), lambda host, pid: _forsake(ledger, host, pid), events.say)
+        embedded.tend(lambda: requeue(ledger), lambda host, pid: forsake(ledger, host, pid), events.say)
         status = ledger.status(job.id)
         events.update(status)
         if status.items.done + status.items.failed > ended:
@@ -223,15 +223,15 @@ def _follow(ledger: Ledger, job: Job, where: str, embedded: EmbeddedHome, events
     return status
 
 
-def _requeue(ledger: Ledger) -> None:
+def requeue(ledger: Ledger) -> None:
     """The broker is empty: whatever was queued in another one's time is handed out again."""
     ledger.reconcile(queued_timeout_seconds=0)
 
 
-def _forsake(ledger: Ledger, host: str, pid: int) -> None:
+def forsake(ledger: Ledger, host: str, pid: int) -> None:
     """The worker is dead: its shards need not wait for the end of its leases."""
     ledger.lose_worker(host, pid)
-    _requeue(ledger)
+    requeue(ledger)
 
 
 def _say_resume(ledger: Ledger, job_id: str, events: RunEvents) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from jobs.ledger.location import STATE_FOLDER, home_of
+from jobs.ledger.location import STATE_FOLDER, embedded_broker_url, home_of
 from jobs.own_files import open_own, read_own
 from jobs.settings import Settings, load_settings, sqlite_path
 from pipelines.errors import ErrorCode, NotFoundError, StoreError
@@ -39,6 +42,48 @@ def remember_if_embedded(job_id: str, settings: Settings) -> None:
     """Notes the home of a job that was submitted, where its ledger is in one."""
     if settings.database_url is None:
         remember(job_id, settings.home)
+
+
+@contextmanager
+def noted_dev(home: Path) -> Iterator[None]:
+    """Notes that a `nightjar dev` works in `home`, where jobs of any folder are submitted to. What killed ones left is removed."""
+    note = _folder().with_name("dev") / hashlib.sha256(str(home.absolute()).encode()).hexdigest()[:16]
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        for other in note.parent.iterdir():
+            if _running_home(other) is None:
+                other.unlink(missing_ok=True)
+        note.write_text(str(home.absolute()))
+    except (OSError, RuntimeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        note.unlink(missing_ok=True)
+
+
+def _running_home(note: Path) -> str | None:
+    """The home that is noted, while a broker runs there."""
+    try:
+        home = note.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return None if embedded_broker_url(Path(home) / STATE_FOLDER) is None else home
+
+
+def settings_for_new_job(home: str | None) -> Settings:
+    """The settings of `nightjar submit`: those given, or, where neither ledger, broker nor home is set, those of the `nightjar dev` that
+    runs, of several the newest, and before them that of the default home."""
+    settings = load_settings(home=home)
+    if settings.database_url is not None or settings.broker_url is not None or settings.origin("home") != "default":
+        return settings
+    try:
+        notes = sorted(_folder().with_name("dev").iterdir(), key=lambda note: note.stat().st_mtime)
+    except (OSError, RuntimeError):
+        return settings
+    homes = [home for note in notes if (home := _running_home(note)) is not None]
+    return settings if not homes or str(settings.home.absolute()) in homes else load_settings(home=homes[-1])
 
 
 def forget(job_id: str) -> None:

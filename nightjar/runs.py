@@ -21,7 +21,7 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import JobSpec, Reading
 from jobs.local_run import LocalRun
 from jobs.quality import quality_of
-from jobs.recent_jobs import remember_if_embedded, settings_for_job
+from jobs.recent_jobs import remember_if_embedded, settings_for_job, settings_for_new_job
 from jobs.settings import Settings, load_settings, sqlite_path
 from jobs.source import check_source
 from jobs.spec import ResolvedSpec, resolve
@@ -77,7 +77,7 @@ def submit(source: str | Path | Iterable[Any], *, out: str | Path | None = None,
 
     if out is not None:
         check_type("out", out, (str, os.PathLike), "a folder")
-    settings = load_settings(home=None if out is None else str(out))
+    settings = settings_for_new_job(None if out is None else str(out))
     spec, submitted = _job_options(options)
     path, spec, settings = _input(source, spec, settings)
     resolved = _resolved(spec, submitted, settings, fetch=False, here=False)

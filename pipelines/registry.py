@@ -228,6 +228,11 @@ def open_frontend(model: str) -> Frontend | None:
         return family.open_frontend(folder)
 
 
+def model_names() -> list[str]:
+    """All registry names; imports none of their modules."""
+    return sorted({*PUBLISHED, *BUILT_IN, *_registered, *_entry_point_names()})
+
+
 def list_models() -> list[ModelCard]:
     """The cards of all registry names, by name. Touches no network: published checkpoints show what was published."""
     cards = {name: published.card for name, (_, published) in PUBLISHED.items()}
@@ -313,7 +318,7 @@ def _folder(model: str) -> Path:
         reason = "does not exist or cannot be read"
     if looks_like_path:
         raise ModelError(ErrorCode.MODEL_UNKNOWN, f"{_short(model)} {reason}.", "Give the folder that holds the checkpoint's config.json.")
-    names = sorted({*PUBLISHED, *BUILT_IN, *_registered, *_entry_point_names()})
+    names = model_names()
     hint = nearest(model, names).rstrip() or "Give a checkpoint folder or one of: " + ", ".join(names) + "."
     raise ModelError(ErrorCode.MODEL_UNKNOWN, f"There is no model {_short(model)}.", hint)
 

@@ -149,7 +149,7 @@ def _written(settings: Settings, ledger: Ledger, schedule: Schedule, jobs: Seque
         # One dataset keeps no other back, whatever is wrong with it.
         log.exception("dataset not written", job=job_id, format=format, to=to)
         return Dataset(format, to, reason=f"The export failed unexpectedly: {error!r}.")
-    log.info("dataset written", job=job_id, format=format, to=to, items=items)
+    log.info("dataset complete", job=job_id, format=format, to=to, items=items)
     return Dataset(format, to, items)
 
 

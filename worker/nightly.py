@@ -16,6 +16,7 @@ from jobs.dialogue import clean
 from jobs.formatting import counted
 from jobs.ledger.records import INPUT_FORMAT, Job, JobSpec, JobState
 from jobs.quality import quality_of
+from jobs.recent_jobs import remember_if_embedded
 from pipelines.errors import ConfigError, ErrorCode, InputError, NightjarError, ServiceError
 from pipelines.request import Generation, SpokenRole
 from worker.datasets import Dataset, check_exports, write_datasets
@@ -56,7 +57,9 @@ def submit_night(settings: Settings, ledger: Ledger, name: str, night: date, num
         input_format=schedule.input_format,
         idempotency_key=_key(name, night, number),
     )
-    return submit(settings, ledger, _store(settings, schedule), input_of(schedule, night), _spec(schedule), options=options).job
+    job = submit(settings, ledger, _store(settings, schedule), input_of(schedule, night), _spec(schedule), options=options).job
+    remember_if_embedded(job.id, settings)
+    return job
 
 
 def is_mended(settings: Settings, job: Job, name: str, night: date) -> bool:

@@ -22,6 +22,7 @@ GROUPS: dict[str, dict[str, tuple[str, str, str]]] = {
     "Make speech": {
         "run": ("run", "run", "Synthesize a file on this machine; needs no other service."),
         "submit": ("submit", "submit", "Submit a file as a job for running workers."),
+        "dev": ("dev", "dev", "Run broker, ledger, store and worker here for `submit`, until Ctrl-C."),
         "nightly": ("serve", "nightly", "Submit the scheduled jobs of the night and write their exports."),
     },
     "Jobs": {

@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from jobs.console import FiniteRange, NamedPath, Output
+from jobs.formatting import printable
 from jobs.ledger.status import Reader, newest_jobs, read_with_driver
 from jobs.recent_jobs import keep_remembered, places_of, settings_for_job
 from jobs.settings import Settings, sqlite_path
@@ -132,7 +133,7 @@ class JobId(click.ParamType):
             for settings in places_of("", ctx.params.get("home")):
                 with suppress(NightjarError):
                     found += read_ledger(settings, lambda reader: newest_jobs(reader, 200))
-        jobs = {job.id: f"{job.state.value} {job.name}" for job in found if job.id.startswith(incomplete)}
+        jobs = {job.id: f"{job.state.value} {printable(job.name)}" for job in found if job.id.startswith(incomplete)}
         return [CompletionItem(job_id, help=text) for job_id, text in jobs.items()]
 
 

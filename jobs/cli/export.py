@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.cli.completion import export_formats
 from jobs.cli.context import common_options, found_job, job_argument, price_option, where_option
 from jobs.console import FAILED, NamedPath, Output
 from jobs.formatting import bytes_text, counted, printable
@@ -46,6 +47,7 @@ class FormatOption(click.Option):
     show_default=True,
     metavar="FORMAT",
     cls=FormatOption,
+    shell_complete=export_formats,
 )
 @click.option(
     "--to",

@@ -9,6 +9,7 @@ from typing import Any
 import click
 import msgspec
 
+from jobs.cli import completion
 from jobs.cli.context import json_option
 from jobs.console import NamedPath, Output
 from jobs.formatting import counted
@@ -76,7 +77,7 @@ models.add_command(convert)
 
 
 @models.command()
-@click.argument("model", required=False)
+@click.argument("model", required=False, shell_complete=completion.models)
 @json_option
 def show(model: str | None, as_json: bool) -> None:
     """List the models, or show MODEL. Nothing is loaded.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jobs.cli.completion import files
 from jobs.cli.context import JOB, GroupedCommand, common_options, option
 from jobs.cli.follow import Progress, exit_code_of
 from jobs.cli.show import status_lines
@@ -96,7 +97,7 @@ class _Events:
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("source", metavar="INPUT")
+@click.argument("source", metavar="INPUT", shell_complete=files)
 @option(
     "--gpu",
     "gpus",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from jobs.cli.completion import models
 from jobs.cli.context import json_option
 from jobs.console import PROGRAM, Output
 from jobs.settings import Settings, load_settings
@@ -23,7 +24,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--model", metavar="MODEL", required=True, help="Name of a model, or path of a checkpoint folder. See `nightjar models`.")
+@click.option(
+    "--model",
+    metavar="MODEL",
+    required=True,
+    shell_complete=models,
+    help="Name of a model, or path of a checkpoint folder. See `nightjar models`.",
+)
 @click.option(
     "--name",
     "names",
@@ -53,7 +60,7 @@ def serve(model: str, names: tuple[str, ...], address: str | None, port: int | N
     given = {key: value for key, value in {"address": address, "port": port}.items() if value is not None}
     settings = load_settings(**({"serve": given} if given else {}))
     card = describe(model)
-    _check_extra()
+    check_extra()
     from pipelines.serving.options import is_loopback
 
     options = _options(settings, card, names)
@@ -125,7 +132,7 @@ def _bad_keys(message: str) -> ConfigError:
     return ConfigError(ErrorCode.CONFIG_INVALID, message, "Write one key per line, with visible ASCII characters only.")
 
 
-def _check_extra() -> None:
+def check_extra() -> None:
     """Raises `config.missing_library` before anything is loaded."""
     for library in ("fastapi", "uvicorn", "websockets"):
         if find_spec(library) is None:

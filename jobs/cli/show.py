@@ -41,8 +41,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 #: What `status`, `watch` and `wait` say of a job that waits for a worker.
-NO_WORKER = "no live worker takes this job (see `nightjar workers`); start one with `nightjar worker`, or give its `nightjar run` again"
-STARTING = "the worker of the `nightjar run` in this folder is starting"
+NO_WORKER = (
+    "no live worker takes this job (see `nightjar workers`); start one with `nightjar worker` or `nightjar dev`, "
+    "or give its `nightjar run` again"
+)
+STARTING = "the worker of this folder's `nightjar run` or `nightjar dev` is starting"
 
 _codes = click.Choice([code.value for code in ErrorCode])
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_args
 import click
 import msgspec
 
+from jobs.cli.completion import models, voices
 from jobs.cli.context import CHECKS, INPUT, JOB, MODEL, SAMPLING, TEXT_AND_AUDIO, label_option, labels_of, option
 from jobs.console import FiniteRange, NamedPath
 from jobs.input_format import INPUT_FORMATS
@@ -27,7 +28,7 @@ _TEMPERATURE, _TOP_K = FiniteRange(min=0), click.IntRange(min=0)
 
 #: Each is the field of `Generation` of its name.
 _GENERATION = (
-    option("--voice", metavar="NAME", heading=MODEL, help="Voice for lines without a voice."),
+    option("--voice", metavar="NAME", heading=MODEL, shell_complete=voices, help="Voice for lines without a voice."),
     option("--language", metavar="NAME", heading=MODEL, help="Language for lines without a language."),
     option("--instruct", metavar="TEXT", heading=MODEL, help="Style instruction for lines without one."),
     option("--temperature", metavar="N", type=_TEMPERATURE, heading=SAMPLING, help="Sampling temperature."),
@@ -122,6 +123,7 @@ _SPEC = (
     option(
         "--model",
         metavar="MODEL",
+        shell_complete=models,
         default="hibari",
         show_default=True,
         heading=MODEL,

@@ -8,14 +8,15 @@ from typing import Any
 import click
 import msgspec
 
+from jobs.cli.completion import files
 from jobs.cli.context import GroupedCommand, common_options
 from jobs.cli.follow import Progress
 from jobs.cli.spec import dry_run_option, job_options, submit_options, take_spec
 from jobs.console import FAILED, Output
 from jobs.formatting import bytes_text, counted, printable, seconds_text
 from jobs.input_format import WORDS
-from jobs.recent_jobs import remember_if_embedded
-from jobs.settings import Settings, load_settings
+from jobs.recent_jobs import remember_if_embedded, settings_for_new_job
+from jobs.settings import Settings
 from jobs.source import no_records
 from pipelines.errors import ErrorCode, InputError
 
@@ -24,7 +25,7 @@ SHOWN_LINES = 10
 
 
 @click.command(cls=GroupedCommand)
-@click.argument("source", metavar="INPUT")
+@click.argument("source", metavar="INPUT", shell_complete=files)
 @job_options
 @dry_run_option
 @common_options
@@ -41,7 +42,7 @@ def submit(source: str, dry_run: bool, home: str | None, output: Output, **given
       nightjar submit dialogues.jsonl --dry-run
       nightjar submit s3://bucket/dialogues.jsonl.zst --voice heart --label corpus=evening
     """
-    settings = load_settings(home=home)
+    settings = settings_for_new_job(home)
     wanted = take_spec(given)
     from jobs.checks import lacking_meters
     from jobs.source import check_source

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from jobs.cli.completion import stored_voices
 from jobs.cli.context import common_options
 from jobs.console import NamedPath, Output
 from jobs.formatting import bytes_text, printable
@@ -89,7 +90,7 @@ def add(name: str, recording: Path, text: str, replace: bool, home: str | None, 
 
 
 @voices.command()
-@click.argument("name")
+@click.argument("name", shell_complete=stored_voices)
 @common_options
 def delete(name: str, home: str | None, output: Output) -> None:
     """Delete the stored voice NAME. Jobs that were submitted keep its recording.

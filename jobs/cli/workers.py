@@ -12,7 +12,7 @@ from jobs.cli.context import common_options, read_ledger
 from jobs.console import Output
 from jobs.formatting import printable, seconds_text
 from jobs.ledger.fleet import RECENT_SECONDS, WorkerStatus, worker_statuses
-from jobs.settings import load_settings
+from jobs.recent_jobs import settings_for_new_job
 from jobs.status import utc, worker_view
 from pipelines.errors import NotFoundError
 
@@ -34,7 +34,7 @@ def workers(everyone: bool, home: str | None, output: Output) -> None:
       nightjar workers
       nightjar workers --all --json
     """
-    settings = load_settings(home=home)
+    settings = settings_for_new_job(home)
     try:
         found = read_ledger(settings, partial(worker_statuses, everyone=everyone))
     except NotFoundError as error:

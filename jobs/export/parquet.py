@@ -36,12 +36,8 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
     """One Parquet file; a part has at least one item."""
     from pyarrow import parquet
 
-    # Audio is left as it is: it shrinks by little and takes long to do so.
-    options: dict[str, Any] = {
-        "compression": dict.fromkeys(_TEXTS, "zstd"),
-        "use_dictionary": list(_REPEATED),
-        "write_statistics": ["index", "duration"],
-    }
+    # Its annotations lack what its documentation says of columns.
+    open_writer: Any = parquet.ParquetWriter
     rows: list[dict[str, Any]] = []
     size = 0
     file: Any = files.open(f"data/{part.split}-{part.number:05d}-of-{part.of:05d}.parquet")
@@ -52,7 +48,16 @@ def write_parquet(part: Part, files: PartFiles, job: Job, items: Iterator[tuple[
                 writer.write_table(_table(rows, writer.schema))
                 rows, size = [], 0
             if writer is None:
-                writer = stack.enter_context(parquet.ParquetWriter(file, _schema(job, item), **options))
+                writer = stack.enter_context(
+                    open_writer(
+                        file,
+                        _schema(job, item),
+                        # Audio is left as it is: it shrinks by little and takes long to do so.
+                        compression=dict.fromkeys(_TEXTS, "zstd"),
+                        use_dictionary=list(_REPEATED),
+                        write_statistics=["index", "duration"],
+                    )
+                )
             rows.append(_row(job, item, audio))
             size += len(audio)
         writer.write_table(_table(rows, writer.schema))

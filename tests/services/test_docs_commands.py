@@ -24,6 +24,7 @@ COMMANDS = [command for page in PAGES for command in commands_of(page)]
 GOES_ON = {
     "nightjar worker": "worker up",
     "nightjar serve": "engine ready",
+    "nightjar dev": "Ready. In another terminal",
     "nightjar flower": "Visit me at",
 }
 #: (command as a pattern, why it is not run here, what of ours runs it or holds it).
@@ -63,6 +64,7 @@ for days in 0 1 2 3; do
     echo '{"example_id": "n", "messages": [["user", "text", "Good night."]]}' >news/$(date -u -d "-$days day" +%F).jsonl
 done
 """.strip(),
+    "deploy.md": "unset SPEECH_BROKER_URL",
     "production.md": "export SPEECH_HOME=$FINISHED",
 }
 #: Lines of JSON, also with an arrow that says who sends it, of TOML and variables, of listings (a path, then what it is).

@@ -6,10 +6,13 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
+import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -113,6 +116,18 @@ def slow(shell: Shell) -> Shell:
     timing = {"LEASE_SECONDS": "3600", "HEARTBEAT_SECONDS": "1", "DRAIN_SECONDS": "1"}
     shell.environment |= install(shell.folder / "site") | {f"SPEECH_WORKER__{name}": value for name, value in timing.items()}
     return shell
+
+
+@contextmanager
+def listening_broker(home: Path) -> Iterator[None]:
+    """What a home looks like while its broker runs. Its record is left, as after a kill."""
+    state = home / ".nightjar"
+    state.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="nj-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/broker")
+        listener.listen()
+        (state / "broker.json").write_text(json.dumps({"url": f"redis+socket://{folder}/broker?virtual_host=0"}))
+        yield
 
 
 def until(condition: Callable[[], object], message: str, seconds: float = 240) -> None:

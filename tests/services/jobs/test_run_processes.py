@@ -208,7 +208,7 @@ def test_two_runs_in_one_folder_are_refused(slow: Shell) -> None:
     until(lambda: slow.done() >= 1, "no item was made")
     second = slow.run(*SLOW)
     assert second.returncode == 1
-    assert "Another `nightjar run`" in second.stderr
+    assert "Another `nightjar run` or `nightjar dev`" in second.stderr
     first.send_signal(signal.SIGINT)
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=240)

@@ -11,11 +11,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from jobs.ledger import Ledger
+from jobs.settings import Settings
+from tests.support import ledger_kit
 from tests.support.cli_kit import LINE
+from tests.support.serving_kit import wav
 
 BIN = Path(sys.executable).parent
 #: How each shell is started without its user's files, for a script and at a prompt.
@@ -103,6 +108,88 @@ def test_a_prompt_completes_both_names(shell: str, name: str, tmp_path: Path) ->
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(terminal)
+
+
+#: What is typed before the key, and what it becomes; JOB is the id of a job of another folder.
+COMPLETED = [
+    ("nightjar run exa", "example-of-mine.jsonl"),
+    ("nightjar evaluate exa", "example-of-mine.jsonl"),
+    ("nightjar run x --format fl", "flac"),
+    ("nightjar submit x --model qwen3-tts-1.7b-v", "qwen3-tts-1.7b-voicedesign"),
+    ("nightjar serve --model mine/check", "mine/checkpoint"),
+    ("nightjar models hib", "hibari"),
+    ("nightjar run x --model qwen3-tts-0.6b-customvoice --voice ono", "ono_anna"),
+    ("nightjar run x --voice he", "heart"),
+    ("nightjar run x --model qwen3-tts-0.6b-base --voice zo", "zoe_at_night"),
+    ("nightjar voices delete zo", "zoe_at_night"),
+    ("nightjar export JOB --format parq", "parquet"),
+    ("nightjar status 01", "JOB"),
+    ("nightjar export 01", "JOB"),
+]
+#: What no completion imports: each takes a second or more at every press of the key.
+COSTLY = ("torch", "transformers", "vllm", "celery", "sqlalchemy", "boto3", "pyarrow", "onnxruntime")
+IMPORTED = f"""
+import sys
+from jobs.cli import main
+try:
+    main()
+except SystemExit:
+    print([name for name in {COSTLY} if name in sys.modules])
+"""
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> tuple[Path, list[tuple[str, str]]]:
+    """A folder with what there is to complete, and the cases."""
+    (tmp_path / "example-of-mine.jsonl").touch()
+    (tmp_path / "mine/checkpoint").mkdir(parents=True)
+    (tmp_path / "zoe.wav").write_bytes(wav(1.0))
+    added = [BIN / "nightjar", "voices", "add", "zoe_at_night", "zoe.wav"]
+    subprocess.run(added, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
+    with closing(Ledger.open(Settings(home=tmp_path / "elsewhere").ledger_url)) as ledger:
+        ledger.migrate()
+        job = ledger_kit.submit(ledger, (1,)).id
+    (tmp_path / "state/nightjar/jobs").mkdir(parents=True)
+    (tmp_path / "state/nightjar/jobs" / job).write_text(str(tmp_path / "elsewhere"))
+    return tmp_path, [(typed.replace("JOB", job), whole.replace("JOB", job)) for typed, whole in COMPLETED]
+
+
+@pytest.mark.parametrize("shell", list(PROMPT))
+def test_a_prompt_completes_files_models_voices_formats_and_jobs(shell: str, desk: tuple[Path, list[tuple[str, str]]]) -> None:
+    needs(shell)
+    folder, cases = desk
+    child, terminal = pty.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.execvpe(shell, PROMPT[shell], environment(folder))
+    try:
+        type_line(terminal, (EVAL % shell).strip() + "; echo rea''dy\r", "ready")
+        for typed, whole in cases:
+            # The end of the whole is what the shell adds.
+            type_line(terminal, f"{typed}\t", whole[len(typed.split()[-1]) :])
+            type_line(terminal, "\x15echo nex''t\r", "next")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(terminal)
+
+
+def test_fish_completes_files_models_voices_formats_and_jobs(desk: tuple[Path, list[tuple[str, str]]]) -> None:
+    folder, cases = desk
+    said = run("fish", EVAL % "fish" + "".join(f"complete -C '{typed}'; echo end\n" for typed, _ in cases), folder)
+    answers = [[line.partition("\t")[0].rstrip("/") for line in part.splitlines() if line] for part in said.split("end\n")[:-1]]
+    assert answers == [[whole] for _, whole in cases]
+
+
+def test_a_completion_pays_for_no_library(desk: tuple[Path, list[tuple[str, str]]]) -> None:
+    folder, cases = desk
+    for typed, whole in cases:
+        asked = {"_NIGHTJAR_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1)}
+        command = [sys.executable, "-c", IMPORTED]
+        said = subprocess.run(command, cwd=folder, env=environment(folder, **asked), capture_output=True, text=True, check=True).stdout
+        *completed, costly = said.splitlines()
+        assert completed in ([f"plain,{whole}"], [f"file,{typed.split()[-1]}"]), typed
+        assert costly == "[]", typed
 
 
 def type_line(terminal: int, keys: str, expected: str) -> None:

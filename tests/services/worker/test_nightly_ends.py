@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 import jobs.export
 from jobs.delete import delete_job
@@ -18,6 +19,7 @@ from jobs.export.destination import FolderDestination
 from jobs.ledger import Ledger
 from jobs.ledger.records import JobState
 from jobs.ledger.status import JobStatus
+from jobs.recent_jobs import homes_of
 from pipelines.audio import encode
 from pipelines.errors import ErrorCode, ServiceError
 from tests.support.fakes import SAMPLE_RATE, sine
@@ -176,6 +178,22 @@ def test_a_night_that_made_nothing_is_no_success(house: House) -> None:
     house.make(night, mended=True)
     report = house.report()
     assert (report.nights[0].done_items, report.failed) == (1, False)
+
+
+def test_a_night_that_is_looked_at_again_changes_nothing(house: House) -> None:
+    house.write(line("a"))
+    night = house.run()
+    # Its job is found from any folder, as every other.
+    assert homes_of(night.job_id) == {house.settings.home.absolute()}
+    house.make(night)
+    house.run()
+    before = house.contents()
+    times = {path: path.stat().st_mtime_ns for path in house.sets.rglob("*") if path.is_file()}
+    with capture_logs() as logs:
+        again = house.run()
+    assert (again.end, [(one.items, one.reason) for one in again.datasets]) == (NightEnd.RAN, [(1, ""), (0, ""), (1, ""), (1, "")])
+    assert (house.contents(), {path: path.stat().st_mtime_ns for path in times}) == (before, times)
+    assert {log["event"] for log in logs} == {"dataset complete"}
 
 
 def test_a_retry_makes_the_datasets_of_its_night_anew(house: House) -> None:

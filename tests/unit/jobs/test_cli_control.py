@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +22,7 @@ from pipelines.registry import describe
 from tests.support import fish_checkpoint
 from tests.support.cli_kit import LINE
 from tests.support.ledger_kit import execute
+from tests.support.run_kit import listening_broker
 from tests.support.worker_rig import WORKER, Rig
 
 
@@ -34,16 +31,6 @@ def call(rig: Rig, *words: str) -> Result:
     done = CliRunner().invoke(cli, [*words, "--out", str(rig.folder)], standalone_mode=False)
     assert done.exception is None, done.exception
     return done
-
-
-@contextmanager
-def listening_broker(state: Path) -> Iterator[None]:
-    """What a home looks like while its broker runs."""
-    with tempfile.TemporaryDirectory(prefix="nj-") as folder, socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"{folder}/broker")
-        listener.listen()
-        (state / "broker.json").write_text(json.dumps({"url": f"redis+socket://{folder}/broker?virtual_host=0"}))
-        yield
 
 
 @pytest.mark.parametrize(
@@ -173,7 +160,7 @@ def test_workers_that_were_killed_with_their_broker_are_dead_at_once(rig: Rig) -
     # A worker that a person started is none of the home's.
     assert seen() == (1, False, "up")
     (state / "worker.json").write_text(json.dumps({"host": WORKER.host, "pids": [WORKER.pid]}))
-    with listening_broker(state):
+    with listening_broker(rig.folder):
         assert seen() == (1, False, "up")
     # Its record is left, as after a kill.
     assert seen() == (0, True, "lost")
@@ -198,10 +185,10 @@ def test_a_watch_says_once_that_no_worker_lives(rig: Rig, monkeypatch: pytest.Mo
 def test_while_a_run_starts_its_worker_nobody_is_told_to_start_one(rig: Rig) -> None:
     job = rig.submit(["hello"])
     rig.ledger.retire_worker(WORKER.id)
-    with listening_broker(rig.settings.state_folder):
+    with listening_broker(rig.folder):
         for words in (["status"], ["wait", "--timeout", "0"]):
             output = call(rig, words[0], job.id, *words[1:]).output
-            assert "worker of the `nightjar run` in this folder is starting" in output
+            assert "he worker of this folder's `nightjar run`" in output
             assert "o live worker takes this job" not in output
         other = rig.settings.model_copy(update={"database_url": SecretStr("postgresql://host/speech")})
         assert (no_worker(rig.settings), no_worker(other)) == (STARTING, NO_WORKER)

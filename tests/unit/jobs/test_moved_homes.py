@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,12 +17,13 @@ from jobs.ledger import Ledger
 from jobs.ledger.location import located, recorded
 from jobs.ledger.records import Job, JobSpec
 from jobs.ledger.status import find_job, read_with_driver
-from jobs.recent_jobs import homes_of, keep_remembered, out_words, remember, settings_for_job
+from jobs.recent_jobs import homes_of, keep_remembered, noted_dev, out_words, remember, settings_for_job, settings_for_new_job
 from jobs.settings import Settings, sqlite_url
 from jobs.store import FolderStore, open_store
 from jobs.verify import ObjectCheck
 from pipelines.errors import NotFoundError, ServiceError
 from tests.support.ledger_kit import execute, rows
+from tests.support.run_kit import listening_broker
 
 
 def submitted(home: Path, store: Path | None = None) -> tuple[Ledger, Job, bool]:
@@ -188,3 +191,29 @@ def test_the_beginning_of_jobs_in_several_folders_names_none(tmp_path: Path, mon
         settings_for_job("01m8", None)
     assert settings_for_job("01m8-t", None).home == tmp_path / "two"
     assert settings_for_job("01m8", "one").home == Path("one")
+
+
+def test_a_new_job_goes_to_the_dev_that_runs_unless_a_place_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    own, one, two, killed = (tmp_path / name for name in ("out", "one", "two", "killed"))
+    with ExitStack() as running:
+        assert settings_for_new_job(None).home == Path("out")
+        for age, home in enumerate((two, one)):
+            running.enter_context(listening_broker(home))
+            running.enter_context(noted_dev(home))
+            (note,) = [note for note in (tmp_path / "state/nightjar/dev").iterdir() if note.read_text() == str(home)]
+            os.utime(note, (age, age))
+        # What is left of one that was killed counts for nothing.
+        running.enter_context(noted_dev(killed))
+        assert settings_for_new_job(None).home == one
+        assert settings_for_new_job("two").home == Path("two")
+        for name in ("BROKER_URL", "DATABASE_URL", "HOME"):
+            with monkeypatch.context() as changed:
+                changed.setenv(f"SPEECH_{name}", {"HOME": "elsewhere"}.get(name, "redis://host/0"))
+                assert settings_for_new_job(None).home == Path({"HOME": "elsewhere"}.get(name, "out"))
+        running.enter_context(listening_broker(own))
+        running.enter_context(noted_dev(own))
+        assert settings_for_new_job(None).home == Path("out")
+    assert list((tmp_path / "state/nightjar/dev").iterdir()) == []
+    assert settings_for_new_job(None).home == Path("out")
