@@ -91,6 +91,20 @@ def test_without_a_delay_half_a_sentence_is_spoken_as_it_came() -> None:
     assert asyncio.run(play()) == ["Please hol"]
 
 
+@pytest.mark.parametrize(("delay_ms", "said"), [(0, ["One.", "Two."]), (1_000, ["One. Two."])])
+def test_without_a_delay_a_model_that_takes_text_in_pieces_is_given_sentences(delay_ms: int, said: list[str]) -> None:
+    async def play() -> list[str]:
+        model = Model(0.1)
+        model.takes_text = True
+        message = ContextMessage(context_id="a", transcript="One. Two.", max_buffer_delay_ms=delay_ms)
+        context = context_of(model, AdmissionQueue(slots=1, waiting_room=4), message)
+        context.add(message)
+        await context.run()
+        return model.texts
+
+    assert asyncio.run(play()) == said
+
+
 def test_seeds_of_units_are_those_of_their_request() -> None:
     """Equal requests say the same in every release: these are numbers, not what the code makes of them."""
     seeds = {
