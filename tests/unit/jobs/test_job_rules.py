@@ -30,13 +30,15 @@ def test_items_that_are_opened_again_under_a_lease_hide_nothing_that_it_has_ende
     first = lease_next(ledger)
     ledger.commit(first.ticket, [failed(0)])
     assert ledger.release(first.ticket, "drain")
-    second = lease_next(ledger)
-    ledger.commit(second.ticket, [done(1)])
-    assert ledger.retry(job.id, None) == 1
-    expire(ledger, second)
+    expire(ledger, lease_next(ledger))
     ledger.reconcile()
-    assert rows(ledger, "SELECT attempts FROM shards") == [(0,)], "a lease that ended an item costs no attempt"
-    assert rows(ledger, "SELECT n_ok, n_failed FROM attempts ORDER BY epoch") == [(0, 1), (1, 0)]
+    last = lease_next(ledger)
+    ledger.commit(last.ticket, [done(1)])
+    assert ledger.retry(job.id, None) == 1
+    expire(ledger, last)
+    ledger.reconcile()
+    assert rows(ledger, "SELECT attempts FROM shards") == [(1,)], "what a lease has ended starts the count of attempts anew"
+    assert rows(ledger, "SELECT n_ok, n_failed FROM attempts ORDER BY epoch") == [(0, 1), (0, 0), (1, 0)]
     ledger.close()
 
 
