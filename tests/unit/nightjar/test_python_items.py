@@ -49,6 +49,16 @@ def test_an_item_has_the_text_of_its_own_turn(settings: Settings, job: Job) -> N
     assert [item.audio.text for item in job.items()] == [text for _, text in expected]
 
 
+def test_a_dataset_with_a_filter_stands_beside_the_others(settings: Settings, job: Job) -> None:
+    ledger = Ledger.open(settings.ledger_url)
+    scores = {"talk": {"wer": 0.1}, "one": {"wer": 0.3}}
+    run_all(ledger, open_store(settings.effective_store_url), job.id, 0.1, scores=scores)
+    ledger.close()
+    for where, count in ((None, 3), ("wer < 0.2", 2), ("wer > 0.2", 1), ("wer<0.2", 2)):
+        assert len(job.to_datasets(where=where)) == count
+    assert len(list((settings.home / "exports" / job.id).iterdir())) == 3
+
+
 def test_a_wait_ends_with_its_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock(FakeClock):
         def sleep(self, seconds: float) -> None:
