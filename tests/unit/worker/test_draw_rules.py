@@ -120,7 +120,7 @@ class Dumb(FakePipeline):
 
 
 @pytest.mark.parametrize(("settings", "draws"), [({}, 5), ({"temperature": 0.7}, 5), ({"temperature": 0.0}, 2)])
-def test_an_item_that_is_drawn_greedily_is_not_drawn_again_and_again(build: Build, settings: dict[str, float], draws: int) -> None:
+def test_an_item_that_is_drawn_greedily_is_not_drawn_again_and_again(build: Build, settings: dict[str, Any], draws: int) -> None:
     """A second draw shows that nothing changes; of a model that samples the next one may speak."""
     rig = build(pipeline=Dumb())
     quality = msgspec.structs.replace(quality_of("basic") or Quality(), draws=5)
