@@ -27,5 +27,5 @@ def test_a_chunk_is_due_when_the_listener_has_heard_all_before_it(monkeypatch: p
     for begin, end in ((0, 4), (4, 12), (12, 24)):
         streamer.frames(codes[begin:end])
         clock.advance(0.01)
-    streamer.finished(codes, "stop")
+    streamer.finished(codes, "eos")
     assert asked == [(4, False, 0.0), (8, False, 1002.0), (12, False, 1006.0), (16, True, 1012.0)]
