@@ -202,23 +202,13 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert checked_generation({"temperature": np.float64(0.5)}) == Generation(temperature=0.5)
 
 
-def test_options_are_those_of_the_command_and_none_is_the_default(tmp_path: Path) -> None:
+def test_none_is_the_default_and_options_may_be_paths_and_mappings_of_any_kind(tmp_path: Path) -> None:
     nothing: Any = dict.fromkeys(nightjar.JobOptions.__annotations__)
     assert _job_options(nothing) == _job_options({})
-    options: nightjar.JobOptions = {
-        "model": tmp_path,
-        "voice": "heart",
-        "voice_of": MappingProxyType({"assistant": "sky"}),
-        "generation": {"temperature": 1},
-        "labels": {"corpus": "evening"},
-        "limit": 3,
-        "priority": -100,
-        "idempotency_key": "a",
-    }
+    options: nightjar.JobOptions = {"model": tmp_path, "voice_of": MappingProxyType({"assistant": "sky"}), "priority": -100}
     spec, submitted = _job_options(options)
-    assert (spec.model, spec.generation.voice, spec.generation.temperature) == (str(tmp_path), "heart", 1.0)
+    assert (spec.model, submitted.priority) == (str(tmp_path), -100)
     assert spec.generation.roles == {"assistant": Generation(voice="sky")}
-    assert (spec.reading, submitted.labels, submitted.priority) == (Reading(limit=3), {"corpus": "evening"}, -100)
 
 
 def test_a_job_is_not_found_where_there_is_no_ledger(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,8 +17,10 @@ from jobs.ledger.records import JobSpec
 from jobs.settings import Settings
 from jobs.store import open_store
 from nightjar.job import POLL_SECONDS, Job
+from nightjar.local import LocalThread
 from tests.support.export_kit import run_all
 from tests.support.fakes import FakeClock
+from tests.support.ledger_kit import done, lease_next
 
 TALK = {"example_id": "talk", "messages": [["user", "text", "Who goes?"], ["assistant", "text", "A friend."]]}
 ONE = {"example_id": "one", "messages": [["user", "text", "Good evening."]]}
@@ -34,7 +39,7 @@ def job(settings: Settings) -> Iterator[Job]:
     source = settings.home / "in.jsonl"
     source.write_text(f"{json.dumps(TALK)}\n{json.dumps(ONE)}\n")
     store = open_store(settings.effective_store_url)
-    made = Job(submit(settings, ledger, store, str(source), JobSpec("hibari", speak="all")).job, settings)
+    made = Job(submit(settings, ledger, store, str(source), JobSpec("hibari", speak="all")).job.id, store.url, settings)
     ledger.close()
     yield made
     made.close()
@@ -49,6 +54,16 @@ def test_an_item_has_the_text_of_its_own_turn(settings: Settings, job: Job) -> N
     assert [item.audio.text for item in job.items()] == [text for _, text in expected]
 
 
+def test_a_dataset_with_a_filter_stands_beside_the_others(settings: Settings, job: Job) -> None:
+    ledger = Ledger.open(settings.ledger_url)
+    scores = {"talk": {"wer": 0.1}, "one": {"wer": 0.3}}
+    run_all(ledger, open_store(settings.effective_store_url), job.id, 0.1, scores=scores)
+    ledger.close()
+    for where, count in ((None, 3), ("wer < 0.2", 2), ("wer > 0.2", 1), ("wer<0.2", 2)):
+        assert len(job.to_datasets(where=where)) == count
+    assert len(list((settings.home / "exports" / job.id).iterdir())) == 3
+
+
 def test_a_wait_ends_with_its_time(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     class Clock(FakeClock):
         def sleep(self, seconds: float) -> None:
@@ -61,3 +76,48 @@ def test_a_wait_ends_with_its_time(job: Job, monkeypatch: pytest.MonkeyPatch) ->
     assert job.wait(2.0) is job
     assert clock.monotonic() == pytest.approx(begun + 2, abs=POLL_SECONDS)
     assert (job.state, job.done) == ("ready", False)
+
+
+def test_a_loop_gives_each_item_once_while_its_shard_goes_on(settings: Settings, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger.open(settings.ledger_url)
+    lease = lease_next(ledger)
+    steps = iter([lambda index=index: ledger.commit(lease.ticket, [done(index)]) for index in range(3)])
+
+    class Clock(FakeClock):
+        def sleep(self, seconds: float) -> None:
+            step = next(steps, None)
+            assert step is not None, "it waits on after the last item"
+            step()
+            if len(lease.open_items) == ledger.status(job.id).items.done:
+                ledger.finish_shard(lease.ticket)
+
+    monkeypatch.setattr("nightjar.job.time", Clock())
+    assert [item.index for item in job] == [0, 1, 2]
+    ledger.close()
+
+
+@pytest.mark.parametrize("waits", [list, Job.wait])
+def test_an_interrupt_stops_the_run_of_a_job_here(job: Job, waits: Callable[[Job], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a notebook the program goes on after it."""
+    stops: list[bool] = []
+
+    class Clock(FakeClock):
+        def sleep(self, seconds: float) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("nightjar.job.time", Clock())
+    job._thread = SimpleNamespace(stop=lambda: stops.append(True), error=None, stopped=False)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        waits(job)
+    assert stops == [True]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_program_that_failed_does_not_wait_for_its_run(failed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    monkeypatch.setattr(sys, "last_type", ValueError if failed else None, raising=False)
+    run: Any = None
+    thread = LocalThread(run, quiet=True)
+    monkeypatch.setattr(thread, "join", lambda: None)
+    thread.end_with_program()
+    assert thread._stopping.is_set() is failed

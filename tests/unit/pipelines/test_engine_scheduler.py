@@ -9,6 +9,7 @@ import torch
 
 from pipelines.engine.scheduler import GenerationRequest, Scheduler, Utterance
 from pipelines.engine.state import PagedKV, SamplingParams
+from pipelines.engine.turns import Listening
 
 
 @dataclass(frozen=True)
@@ -40,3 +41,18 @@ def test_the_chunks_of_a_prompt_do_not_depend_on_its_neighbours(budget: int) -> 
     for length, counts in chunks.items():
         left = length - 1
         assert counts == [min(chunk, left - start) for start in range(0, left, chunk)]
+
+
+def test_who_makes_way_is_the_first_of_its_queue() -> None:
+    """Before those who never ran: what is known of it is heard, or waited for."""
+    for queue in ("waiting", "waiting_streams"):
+        scheduler = Scheduler(PagedKV(1, 64, 1, 8, 2, torch.float32, torch.device("cpu")), 2, 16, 64, 0)
+        everybody = [
+            Utterance(request(length), listening=Listening(0.0) if queue == "waiting_streams" else None) for length in range(9, 13)
+        ]
+        for utterance in everybody:
+            scheduler.add(utterance)
+        admitted = scheduler.admit() + scheduler.admit_streams()
+        assert admitted == everybody[:2]
+        assert scheduler.preempt_youngest() is everybody[1]
+        assert list(getattr(scheduler, queue)) == everybody[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from pipelines.request import Capabilities, Generation, Message, Speech, Synthes
 from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.cartesia import ContextMessage
 from pipelines.serving.context import Context, Serving
-from pipelines.serving.errors import ApiError
+from pipelines.serving.errors import ApiError, unavailable
 from pipelines.serving.long_text import unit_request, unit_seed
 from pipelines.serving.options import ServeOptions
 from pipelines.serving.text_units import MAX_UNIT_CHARACTERS, units_of
@@ -36,6 +37,8 @@ class Model:
 
     async def speech(self, request: SynthesisRequest, _permit: Permit) -> Speech:
         self.texts.append(cast("str", request.messages[-1].content))
+        if "cannot" in self.texts[-1]:
+            raise unavailable("The engine is starting.", "engine_starting")
         self.while_speaking()
         return Speech(np.zeros(int(self.seconds * RATE), np.float32), RATE)
 
@@ -64,6 +67,8 @@ def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hea
             await asyncio.sleep(0)
         if waits:
             others[0].result().let_go()
+        else:
+            assert task.done(), "it waits"
         await task
         return model.texts
 
@@ -73,6 +78,20 @@ def test_a_context_waits_for_a_slot_as_long_as_its_listener_has_something_to_hea
         with pytest.raises(ApiError) as caught:
             asyncio.run(play())
         assert caught.value.status_code == 429
+
+
+@pytest.mark.parametrize("text", ["This can be said.", "This cannot be said."])
+def test_a_sentence_gives_its_slot_back_said_or_not(text: str) -> None:
+    async def play() -> int:
+        gate = AdmissionQueue(slots=1, waiting_room=4)
+        message = ContextMessage(context_id="a", transcript=text)
+        context = context_of(Model(0.1), gate, message)
+        context.add(message)
+        with suppress(ApiError):
+            await context.run()
+        return gate.running
+
+    assert asyncio.run(play()) == 0
 
 
 def test_without_a_delay_half_a_sentence_is_spoken_as_it_came() -> None:
@@ -89,6 +108,20 @@ def test_without_a_delay_half_a_sentence_is_spoken_as_it_came() -> None:
         return model.texts
 
     assert asyncio.run(play()) == ["Please hol"]
+
+
+@pytest.mark.parametrize(("delay_ms", "said"), [(0, ["One.", "Two."]), (1_000, ["One. Two."])])
+def test_without_a_delay_a_model_that_takes_text_in_pieces_is_given_sentences(delay_ms: int, said: list[str]) -> None:
+    async def play() -> list[str]:
+        model = Model(0.1)
+        model.takes_text = True
+        message = ContextMessage(context_id="a", transcript="One. Two.", max_buffer_delay_ms=delay_ms)
+        context = context_of(model, AdmissionQueue(slots=1, waiting_room=4), message)
+        context.add(message)
+        await context.run()
+        return model.texts
+
+    assert asyncio.run(play()) == said
 
 
 def test_seeds_of_units_are_those_of_their_request() -> None:

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
+from pipelines.request import AudioChunk, EngineStats, Generation, Message, SynthesisRequest
+from pipelines.serving import model as serving_model
+from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.async_bridge import StreamCall, Unread
-from tests.support.serving_kit import Running
+from pipelines.serving.body_limit import LimitedBody
+from pipelines.serving.errors import ApiError
+from pipelines.serving.middleware import RequestMiddleware
+from pipelines.serving.model import Progress, ServedModel
+from pipelines.serving.options import ServeOptions
+from tests.support.serving_kit import Running, card_of
 from tests.support.stream_voice import StreamVoice
 from tests.support.websocket_kit import talk
 
@@ -21,15 +30,22 @@ CHUNK = AudioChunk(np.zeros(100, np.float32), 24_000)
 
 
 class _AtOnce:
-    """Has three chunks ready where a stream begins."""
+    """Has three chunks ready where a stream begins; `whole`: and that is all."""
 
+    name = "at once"
     starts_at_once = True
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self.last = replace(CHUNK, final=whole)
 
     def start_stream(self, _request: object, heard: Any) -> Any:
         self.heard = heard
-        for _ in range(3):
-            heard(CHUNK)
+        for chunk in (CHUNK, CHUNK, self.last):
+            heard(chunk)
         return lambda: None
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
 
 
 def test_audio_of_a_client_that_left_counts_as_unread_no_longer() -> None:
@@ -59,3 +75,55 @@ def test_contexts_that_were_refused_take_no_place(refused: dict[str, Any]) -> No
             assert client.error(name)["status_code"] == 400
         client.say("d", "Hello.")
         assert client.hear("d")
+
+
+def test_a_stream_is_over_once_it_is_made() -> None:
+    async def listen() -> int:
+        times_over: list[bool] = []
+        call: Any = StreamCall(_AtOnce(whole=True), REQUEST, lambda: times_over.append(True), Unread(), lambda _: None)  # type: ignore[arg-type]
+        async with aclosing(call.chunks(DaemonThreads(1, "starter"))) as chunks:
+            async for _ in chunks:
+                pass
+        return len(times_over)
+
+    assert asyncio.run(listen()) == 1
+
+
+@pytest.mark.parametrize(("unread_bytes", "running"), [(1 << 30, 0), (1, 1)])
+def test_a_slow_reader_keeps_a_slot_only_where_much_is_unread(unread_bytes: int, running: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving_model, "_UNREAD_BYTES", unread_bytes)
+
+    async def listen() -> int:
+        pipeline: Any = _AtOnce(whole=True)
+        model = ServedModel(card_of(StreamVoice()), lambda: pipeline, Progress(60.0))
+        await model._open_beside()
+        gate = AdmissionQueue(slots=1, waiting_room=1)
+        async with aclosing(model.chunks(REQUEST, gate.ask().result())) as chunks:
+            await anext(chunks)
+            return gate.running
+
+    assert asyncio.run(listen()) == running
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tts/bytes", b"{}"), ("/v1/audio/speech", b'{"stream": true}')])
+def test_a_stream_that_would_wait_too_long_is_refused(path: str, body: bytes) -> None:
+    """A player waits for it; the mean time of a slot is a second."""
+
+    async def ask() -> None:
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if not messages:
+                await asyncio.Event().wait()
+            return messages.pop()
+
+        gate = AdmissionQueue(slots=1, waiting_room=4)
+        gate.ask()
+        metrics: Any = SimpleNamespace()
+        server = RequestMiddleware(metrics, ServeOptions(("m",), stream_queue_seconds=0.5), gate, metrics)
+        async with asyncio.timeout(10):
+            await server._admit(path, LimitedBody(receive, 1000, 60.0), None)
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(ask())
+    assert caught.value.status_code == 429
