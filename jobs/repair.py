@@ -19,7 +19,7 @@ from jobs.dialogue import Dialogue, parse_line
 from jobs.encoded_audio import EncodedAudio, encoded_audio
 from jobs.input_format import InputFormat
 from jobs.input_records import Records
-from jobs.layout import CONTENT_TYPES, object_metadata
+from jobs.layout import CONTENT_TYPES, job_manifest_key, object_metadata
 from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
 from jobs.manifest import put_shard_manifest
 from jobs.openai_batch import LineForm, line_form
@@ -190,7 +190,7 @@ def mend(
             counts[repaired.outcome.value] += 1
             relisted |= repaired.relisted
             on_repaired(repaired)
-    if relisted and job.state.final:
+    if job.state.final and (relisted or store.head(job_manifest_key(job.id)) is None):
         put_manifest(ledger, store, job.id)
     return counts
 
