@@ -53,7 +53,7 @@ class MeterCard(NamedTuple):
     name: str
     #: The libraries it imports, by their names in Python.
     libraries: tuple[str, ...]
-    #: The command that installs them.
+    #: What a person installs, or the command that does.
     install: str
     #: The distributions whose versions belong to a job's provenance.
     distributions: tuple[str, ...]
@@ -64,10 +64,10 @@ class MeterCard(NamedTuple):
 
     @property
     def advice(self) -> str:
-        return f"Install it with: {self.install}."
+        return f"Install {self.install}."
 
 
-_QA = "Nightjar's extra `qa` (docs/install.md)"
+_QA = "Nightjar with its extra `qa` (docs/install.md)"
 _ASR = MeterCard(
     "asr",
     ("faster_whisper", "rapidfuzz", "whisper_normalizer"),
@@ -132,18 +132,18 @@ CHECKS: dict[str, Check] = {
             "distillmos", ErrorCode.QA_MOS, "naturalness by DistillMOS, 1 to 5", "low", strict=Bound(low=2.5),
             meter=MeterCard(
                 "distillmos", ("distillmos", "xls_r_sqa", "torch"),
-                "pip install --no-deps distillmos==0.9.1 xls-r-sqa==0.1.0 (and torch, of the extra `gpu`)", ("distillmos",),
+                "it with: pip install --no-deps distillmos==0.9.1 xls-r-sqa==0.1.0 (and torch, of the extra `gpu`)", ("distillmos",),
             ),
         ),
         Check(
             "dnsmos", ErrorCode.QA_MOS, "overall quality by DNSMOS, 1 to 5", "low",
-            meter=MeterCard("dnsmos", ("speechmos",), "pip install --no-deps speechmos==0.0.1.1", ("speechmos",)),
+            meter=MeterCard("dnsmos", ("speechmos",), "it with: pip install --no-deps speechmos==0.0.1.1", ("speechmos",)),
         ),
         Check(
             "similarity", ErrorCode.QA_SPEAKER, "cosine of the voice and the reference's voice", "low",
             meter=MeterCard(
                 "speaker", ("resemblyzer", "webrtcvad", "librosa", "torch"),
-                "pip install --no-deps resemblyzer==0.1.4 and pip install webrtcvad-wheels librosa (and torch)", ("resemblyzer",),
+                "it with: pip install --no-deps resemblyzer==0.1.4 and pip install webrtcvad-wheels librosa (and torch)", ("resemblyzer",),
             ),
         ),
     )
@@ -199,7 +199,7 @@ def lacking(meters: Iterable[str]) -> ModelError | None:
     return ModelError(
         ErrorCode.CONFIG_MISSING_LIBRARY,
         f"Libraries of the quality checks are not installed here: {needs}.",
-        f"Install them with: {'; '.join(commands)}.",
+        f"Install {'; '.join(commands)}.",
     )
 
 

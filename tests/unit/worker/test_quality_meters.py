@@ -52,7 +52,7 @@ class TestMeters:
         with pytest.raises(ModelError) as caught:
             open_meter("asr", {"model": "/nowhere"})
         assert caught.value.code is ErrorCode.CONFIG_MISSING_LIBRARY
-        assert "nightjar-speech[qa]" in str(caught.value)
+        assert "extra `qa` (docs/install.md)" in str(caught.value)
 
     def test_every_built_in_meter_is_known_by_what_it_imports(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, card in METERS.items():

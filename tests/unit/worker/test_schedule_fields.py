@@ -25,7 +25,7 @@ from worker.nightly import run_night
 
 NIGHT = date(2026, 11, 20)
 #: Of a job, apart from what two jobs of one schedule differ in.
-OWN = {"id", "name", "spec_sha", "created_at", "spec.model_revision", "input_uri", "input_sha256"}
+OWN = {"id", "name", "spec_sha", "created_at", "spec.model_revision", "input_uri", "input_sha256", "store_identity"}
 #: What beat and the exports read, what a refused line does, and the file: other tests have them.
 ELSEWHERE = {"input", "on_error", "exports", "export_to", "splits"}
 
