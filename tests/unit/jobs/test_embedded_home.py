@@ -21,7 +21,6 @@ from jobs.settings import Settings, embedded_broker_url
 from nightjar.inputs import written_input
 from pipelines.errors import ErrorCode, ServiceError, StoreError
 from tests.support.ledger_kit import execute, lease_next, submit, worker
-from worker.celery_app import run_beat
 
 
 @pytest.fixture
@@ -119,7 +118,6 @@ def test_a_state_folder_that_is_a_link_is_refused(tmp_path: Path, how: str) -> N
         Ledger.of(settings).jobs,
         lambda: embedded_broker_url(settings.state_folder),
         lambda: written_input(["one"], Reading(), settings.state_folder),
-        lambda: run_beat(settings),
     ):
         with pytest.raises(StoreError) as caught:
             use()
@@ -141,15 +139,6 @@ def test_a_folder_of_reports_that_is_a_link_is_refused(state: Path, tmp_path: Pa
     (state.parent / "reports").symlink_to(tmp_path)
     with pytest.raises(StoreError) as caught:
         default_place(Settings(home=state.parent), "01J")
-    check(state, caught.value)
-
-
-@PLANTED
-@pytest.mark.parametrize("name", ["beat", "beat.db"])
-def test_a_planted_schedule_is_refused(state: Path, how: str, name: str) -> None:
-    plant(state / name, how)
-    with pytest.raises(StoreError) as caught:
-        run_beat(Settings(home=state.parent))
     check(state, caught.value)
 
 

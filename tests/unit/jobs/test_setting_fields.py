@@ -46,6 +46,7 @@ SERVE: dict[str, tuple[str, Any]] = {
     "stored_voices": ("22", 22),
     "voice_bytes": ("23", 23),
     "strict": ("true", True),
+    "allowed_hosts": ("speech.example,other.example", ("speech.example", "other.example")),
 }
 #: Where it listens, with which keys, and for how many streams the model is prepared.
 SERVE_ELSEWHERE = {"address", "port", "api_key", "api_key_file", "streams"}

@@ -84,7 +84,7 @@ def test_audio_roots_are_split_like_a_path(monkeypatch: pytest.MonkeyPatch) -> N
         ("SPEECH_WORKR__THREADS", "1", "workr"),
         ("SPEECH_WORKER__X__Y", "1", "worker.x"),
         ("SPEECH_NONSENSE", "1", "nonsense"),
-        ("SPEECH_SCHEDULES__NEWS__HOUR", "3", "schedules.news.input"),
+        ("SPEECH_SCHEDULES__NEWS__PRIORITY", "3", "schedules.news.input"),
     ],
 )
 def test_wrong_values_and_unknown_keys_name_key_and_origin(name: str, value: str, key: str, monkeypatch: pytest.MonkeyPatch) -> None:
