@@ -80,14 +80,14 @@ mutants: install-dev
 	$(BIN)/python -m tests.mutants --processes $(TEST_PROCESSES) $(OPTIONS)
 
 # Kills at moments drawn from many seeds, then one job of each layout under every kind of fault:
-# `make soak ITEMS=10000 FAULTS=100 SEED=7 LAYOUT=s3` (embedded, folder or s3; without one: each).
+# `make soak ITEMS=10000 FAULTS=200 SEED=7 LAYOUT=s3 RESULTS=benchmarks/results/chaos.json` (embedded, folder or s3; without one: each).
 CHAOS_SEEDS ?= 11 29 47 132 190 315 338 349 372 373
 ITEMS ?= 2000
 FAULTS ?= 20
 SEED ?= 1
 soak: install-dev
 	NIGHTJAR_CHAOS_SEEDS="$(CHAOS_SEEDS)" $(BIN)/python -m pytest -n $(TEST_PROCESSES) tests/faults/test_chaos.py
-	$(BIN)/python -m tests.faults.soak --items $(ITEMS) --faults $(FAULTS) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT))
+	$(BIN)/python -m tests.faults.soak --items $(ITEMS) --faults $(FAULTS) --seed $(SEED) $(if $(LAYOUT),--layout $(LAYOUT)) $(if $(RESULTS),--results $(RESULTS))
 
 chaos: soak
 
