@@ -132,18 +132,20 @@ CHECKS: dict[str, Check] = {
             "distillmos", ErrorCode.QA_MOS, "naturalness by DistillMOS, 1 to 5", "low", strict=Bound(low=2.5),
             meter=MeterCard(
                 "distillmos", ("distillmos", "xls_r_sqa", "torch"),
-                "it with: pip install --no-deps distillmos==0.9.1 xls-r-sqa==0.1.0 (and torch, of the extra `gpu`)", ("distillmos",),
+                "DistillMOS with: pip install --no-deps distillmos==0.9.1 xls-r-sqa==0.1.0 (and torch, of the extra `gpu`)",
+                ("distillmos",),
             ),
         ),
         Check(
             "dnsmos", ErrorCode.QA_MOS, "overall quality by DNSMOS, 1 to 5", "low",
-            meter=MeterCard("dnsmos", ("speechmos",), "it with: pip install --no-deps speechmos==0.0.1.1", ("speechmos",)),
+            meter=MeterCard("dnsmos", ("speechmos",), "DNSMOS with: pip install --no-deps speechmos==0.0.1.1", ("speechmos",)),
         ),
         Check(
             "similarity", ErrorCode.QA_SPEAKER, "cosine of the voice and the reference's voice", "low",
             meter=MeterCard(
                 "speaker", ("resemblyzer", "webrtcvad", "librosa", "torch"),
-                "it with: pip install --no-deps resemblyzer==0.1.4 and pip install webrtcvad-wheels librosa (and torch)", ("resemblyzer",),
+                "Resemblyzer with: pip install --no-deps resemblyzer==0.1.4 and pip install webrtcvad-wheels librosa (and torch)",
+                ("resemblyzer",),
             ),
         ),
     )

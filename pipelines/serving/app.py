@@ -68,7 +68,7 @@ def _add_pages(app: FastAPI, options: ServeOptions) -> None:
     routes = [f"{method.upper()} {path}" for path, methods in schema["paths"].items() for method in methods]
     about = {"name": "Nightjar", "about": "Speech over HTTP and WebSocket.", "models": list(options.names)}
     about |= {"docs": "/docs", "openapi": "/openapi.json", "routes": [*routes, f"GET {WEBSOCKET} (WebSocket)"]}
-    html = docs_page(schema, options.names)
+    html = docs_page(schema, options.names, WEBSOCKET)
     app.add_api_route("/", lambda: about, include_in_schema=False)
     app.add_api_route("/docs", lambda: HTMLResponse(html), include_in_schema=False)
 

@@ -19,12 +19,12 @@ th, td { text-align: left; vertical-align: top; padding: .2rem .75rem .2rem 0; f
 """
 
 
-def docs_page(schema: Mapping[str, Any], names: tuple[str, ...]) -> str:
-    """The page of a server that speaks with the models of these names."""
-    return "".join(_lines(schema, names))
+def docs_page(schema: Mapping[str, Any], names: tuple[str, ...], websocket: str) -> str:
+    """The page of a server that speaks with the models of these names, and at this path over a WebSocket, which no schema describes."""
+    return "".join(_lines(schema, names, websocket))
 
 
-def _lines(schema: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[str]:
+def _lines(schema: Mapping[str, Any], names: tuple[str, ...], websocket: str) -> Iterator[str]:
     title = f"{escape(schema['info']['title'])} serves {escape(', '.join(names))}"
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     yield f"<style>{_STYLE}</style><h1>{title}</h1>"
@@ -35,7 +35,8 @@ def _lines(schema: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[str]:
             body = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema")
             if body:
                 yield f"<p>Body: {_type(body)}</p>"
-    yield "<h2>Bodies</h2>"
+    yield f"<h3><b>GET</b> <code>{escape(websocket)}</code></h3><p>A WebSocket: texts in pieces in Cartesia's words; their speech as it "
+    yield "is made.</p><h2>Bodies</h2>"
     for name, body in schema["components"]["schemas"].items():
         if body.get("properties"):
             yield f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3><p>{escape(body.get("description", ""))}</p>'

@@ -15,7 +15,7 @@ from pipelines.serving.model import ServedModel
 from pipelines.vllm_engine.library import VllmMetrics
 
 ROUTES = ("/health", "/metrics", "/v1/models", "/v1/audio/speech", "/v1/audio/voices", "/v1/chat/completions")
-ROUTES += ("/tts/bytes", "/tts/sse", "/tts/websocket")
+ROUTES += ("/tts/bytes", "/tts/sse", "/tts/websocket", "/voices")
 #: Of what a listener waits for: bars are in tens of milliseconds.
 _LISTENING_SECONDS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.045, 0.065, 0.09, 0.13, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

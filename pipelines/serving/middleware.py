@@ -20,7 +20,7 @@ from pipelines.serving.admission import AdmissionQueue, Permit
 from pipelines.serving.body_limit import BodyMemory, LimitedBody, too_large
 from pipelines.serving.connections import FIRST_BYTE
 from pipelines.serving.errors import ApiError, unavailable
-from pipelines.serving.metrics import ServerMetrics
+from pipelines.serving.metrics import ROUTES, ServerMetrics
 from pipelines.serving.options import ServeOptions, is_loopback
 
 log = logging.getLogger(__name__)
@@ -123,7 +123,8 @@ class RequestMiddleware:
 
         try:
             self._check(scope["path"], scope["headers"])
-            if scope["method"] == "POST":
+            # Where no route is, forms too get the answer that says so.
+            if scope["method"] == "POST" and scope["path"] in ROUTES:
                 _check_type(dict(scope["headers"]))
             scope[ADMIT] = admit
             await self._app(scope, body, send)

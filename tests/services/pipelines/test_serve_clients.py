@@ -18,6 +18,7 @@ import soundfile
 from numpy.typing import NDArray
 
 from pipelines.serving import encoding, speech
+from pipelines.serving.metrics import ROUTES
 from pipelines.stored_voices import OPENAI_VOICES
 from tests.services.pipelines.test_serve_websocket import TEXT, UNITS, output, samples_of, spoken
 from tests.support.fakes import spoken_text
@@ -79,7 +80,7 @@ def test_requests_of_cartesias_own_client_are_spoken(server: Running, voice: Str
     assert b"".join(base64.b64decode(one["data"]) for one in chunks) == spoken(UNITS)
     assert {(one["type"], one["done"], one["status_code"], one["context_id"]) for one in chunks} == {("chunk", False, 206, "c1")}
     assert (last["type"], last["done"], last["context_id"]) == ("done", True, "c1")
-    assert {(request.generation.voice, request.generation.language) for request in voice.requests} == {("bob", "english"), ("bob", None)}
+    assert {(request.generation.voice, request.generation.language) for request in voice.requests} == {("bob", "en-US"), ("bob", None)}
     with talk(server.url) as client:
         client.say("a", **{**OFFICIAL, **SEEDED})
         assert client.hear("a") == spoken(UNITS)
@@ -139,9 +140,9 @@ def test_a_server_says_what_it_is_and_has_a_page_that_loads_nothing(server: Runn
     page = server.http.get("/docs")
     assert page.headers["content-type"].startswith("text/html")
     assert "Nightjar serves tone" in page.text
+    assert "GET /tts/websocket (WebSocket)" in about["routes"]
     for route in about["routes"]:
-        if "WebSocket" not in route:
-            assert f"</b> <code>{route.split()[1]}</code>" in page.text
+        assert f"</b> <code>{route.split()[1]}</code>" in page.text
     # Every body that a route names, with its fields; nothing comes from another host, or is run.
     links = set(re.findall(r'href="#(\w+)"', page.text))
     assert {"SpeechBody", "ChatBody", "VoiceBody", "SpeechFields", "EventsRequest", "OutputFormat"} <= links
@@ -154,6 +155,16 @@ def test_a_server_says_what_it_is_and_has_a_page_that_loads_nothing(server: Runn
         refused = server.http.request(method, path)
         assert refused.status_code in (404, 405)
         assert error_of(refused)["message"] == f"There is no {method} {path} here. GET / lists the routes."
+
+
+def test_a_form_to_no_route_is_answered_as_such_and_every_post_asks_for_json(server: Running) -> None:
+    # Cartesia's own client clones a voice by a form.
+    refused = server.http.post("/voices/clone", files={"clip": b"RIFF"}, data={"name": "anna"})
+    assert (refused.status_code, error_of(refused)["message"]) == (405, "There is no POST /voices/clone here. GET / lists the routes.")
+    paths = server.http.get("/openapi.json").json()["paths"]
+    assert {path for path in paths if "{" not in path} <= set(ROUTES)
+    for path in (path for path, methods in paths.items() if "post" in methods):
+        assert server.http.post(path, data={"transcript": TEXT}).status_code == 415, path
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,15 @@ class TestMeters:
                 assert card.install in lack.advice
         assert lacking(["a-meter-of-another-package"]) is None
 
+    def test_each_command_of_several_missing_meters_names_what_it_installs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for card in METERS.values():
+            for library in card.libraries:
+                monkeypatch.setitem(sys.modules, library, None)
+        lack = lacking(METERS)
+        assert lack is not None
+        assert "Install Nightjar with its extra `qa` (docs/install.md); DistillMOS with: pip install " in lack.advice
+        assert not any(card.install.startswith("it ") for card in METERS.values())
+
     def test_weights_are_looked_for_without_being_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert missing({"asr": {"model": str(tmp_path)}, "silero": {}, "a-meter-of-another-package": {}}, fetch=False) is None
         monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
