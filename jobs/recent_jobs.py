@@ -30,7 +30,7 @@ def remember(job_id: str, home: Path) -> None:
     """Notes that a job lives in `home`. A state folder that cannot be written costs only the convenience."""
     try:
         folder = _folder()
-        with os.fdopen(open_own(folder / job_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        with os.fdopen(open_own(folder / job_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, make_folders=True), "w") as file:
             file.write(str(home.absolute()))
         for stale in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
             stale.unlink(missing_ok=True)

@@ -236,3 +236,16 @@ def test_a_home_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
             (home / ".nightjar").mkdir(parents=True, exist_ok=True)
             (home / ".nightjar" / "lock").touch()
     assert (moved / ".nightjar" / "lock").exists()
+
+
+@pytest.mark.parametrize("left", ["nothing", "a mount point"])
+def test_nothing_is_written_where_a_home_was(tmp_path: Path, left: str) -> None:
+    home = tmp_path / "home"
+    with EmbeddedHome(Settings(home=home)) as held:
+        home.rename(tmp_path / "moved")
+        if left == "a mount point":
+            home.mkdir()
+        for write in (lambda: _write_own(held.state / "worker.json", {}), lambda: os.close(_open_log(held.worker_log))):
+            with pytest.raises(FileNotFoundError):
+                write()
+    assert [path for path in tmp_path.rglob("*") if path.is_relative_to(home)] == ([home] if left == "a mount point" else [])
