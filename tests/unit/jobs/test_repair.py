@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -174,6 +175,33 @@ def test_damaged_inputs_are_found_and_written_again(rig: Rig, damage: Callable[[
     rig.store.objects[key] = (damage(rig.store.get(key)), {})
     assert lost_inputs(rig.ledger, rig.store, job) == [key]
     restore_inputs(rig.settings, rig.ledger, rig.store, job, str(rig.folder / "0.jsonl"), [key])
+    assert rig.store.objects == before
+
+
+@pytest.mark.parametrize("another_is_refused_by_now", [False, True])
+def test_refused_lines_that_the_ledger_did_not_keep_are_not_written(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, another_is_refused_by_now: bool
+) -> None:
+    """A refused line may have the id of a later one, which became the item."""
+    monkeypatch.setattr("jobs.ledger.ingest.KEPT_REJECTED_LINES", 2)
+    texts = {"a": "", "b": "", "c": "", "late": "", "other": "two"}
+    lines = [{"example_id": name, "messages": [["user", "text", text]]} for name, text in texts.items()]
+    lines.append({"example_id": "late", "messages": [["user", "text", "one"]]})
+    path = rig.folder / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = rig.submit_file(path)
+    assert (job.total_items, job.rejected_lines, len(list(rig.ledger.rejected_lines(job.id)))) == (2, 4, 2)
+    before = dict(rig.store.objects)
+    ((key, _),) = rig.ledger.shard_inputs(job.id).values()
+    rig.store.delete(key)
+    if another_is_refused_by_now:
+
+        def refuse(text: str) -> None:
+            if text == "two":
+                raise InputError(ErrorCode.INPUT_UNSUPPORTED, "Not this.")
+
+        register_pipeline("fake", replace(fake_card(), check_text=refuse), FakePipeline)
+    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(path), [key])
     assert rig.store.objects == before
 
 
