@@ -153,6 +153,10 @@ def test_a_planted_note_of_a_job_is_not_followed(tmp_path: Path, monkeypatch: py
     remember("01j", tmp_path)
     assert victim.read_text() == "precious"
     assert homes_of("01j") == set()
+    (tmp_path / ".nightjar").mkdir()
+    (tmp_path / ".nightjar" / "ledger.sqlite").touch()
+    remember("01k", tmp_path)
+    assert homes_of("01") == {tmp_path}, "a note that cannot be read hides another one"
 
 
 def test_the_database_of_another_program_is_left_untouched(state: Path) -> None:
