@@ -19,7 +19,7 @@ from jobs.dialogue import Dialogue, parse_line
 from jobs.encoded_audio import EncodedAudio, encoded_audio
 from jobs.input_format import InputFormat
 from jobs.input_records import Records
-from jobs.layout import CONTENT_TYPES, job_manifest_key, object_metadata
+from jobs.layout import CONTENT_TYPES, job_manifest_key, object_metadata, shard_of_input
 from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
 from jobs.manifest import put_shard_manifest
 from jobs.openai_batch import LineForm, line_form
@@ -185,15 +185,21 @@ def mend(
     from jobs.export.manifest import put_manifest
 
     counts: Counter[str] = Counter()
-    relisted = False
+    relisted = inputs_lost = False
     with closing(Repair(ledger, store, job, pipeline).run(lost)) as repairing:
         for repaired in repairing:
             counts[repaired.outcome.value] += 1
             relisted |= repaired.relisted
+            # Nothing makes an input again here, and the manifest says its texts.
+            inputs_lost |= shard_of_input(repaired.key, job.id) is not None
             on_repaired(repaired)
-    if job.state.final and (relisted or store.head(job_manifest_key(job.id)) is None):
+    if job.state.final and not inputs_lost and (relisted or _lacks_manifest(ledger, store, job)):
         put_manifest(ledger, store, job.id)
     return counts
+
+
+def _lacks_manifest(ledger: Ledger, store: ObjectStore, job: Job) -> bool:
+    return store.head(job_manifest_key(job.id)) is None and ledger.status(job.id).items.done > 0
 
 
 def lost_inputs(ledger: Ledger, store: ObjectStore, job: Job) -> list[str]:

@@ -106,6 +106,20 @@ def test_other_bytes_are_recorded_with_their_hash(rig: Rig, job: Job) -> None:
     assert [line.sha256 for line in read_manifest(rig.store, key)] == [row.artifact.sha256 for row in done if row.artifact]
 
 
+def test_a_repair_without_an_input_says_so_and_needs_no_manifest(rig: Rig, job: Job) -> None:
+    ended = rig.ledger.job(job.id)
+    ((key, _),) = rig.ledger.shard_inputs(job.id).values()
+    data = rig.store.get(key)
+    rig.store.delete(key)
+    lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, ended)]
+    assert mend(rig.ledger, rig.store, ended, rig.pipeline, lost) == {Mended.FAILED: 5}
+    assert newest_job_manifest(rig.store, job.id) is None
+    rig.store.put(key, data)
+    lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, ended)]
+    assert mend(rig.ledger, rig.store, ended, rig.pipeline, lost) == {Mended.SAME: 4}
+    assert newest_job_manifest(rig.store, job.id) is not None
+
+
 def test_what_cannot_be_made_is_said_and_nothing_is_removed(rig: Rig, job: Job) -> None:
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
     before = dict(rig.store.objects)
