@@ -107,7 +107,7 @@ class EmbeddedHome:
     def __enter__(self) -> EmbeddedHome:
         try:
             with full_disk_explained(self.home):
-                self._lock = open_own(self.state / "lock", os.O_RDWR | os.O_CREAT)
+                self._lock = open_own(self.state / "lock", os.O_RDWR | os.O_CREAT, make_folders=True)
         except OSError as error:
             raise StoreError(
                 ErrorCode.STORE_FORBIDDEN,

@@ -295,8 +295,11 @@ def _identity_of(ledger: Ledger, store: ObjectStore) -> str:
     known, file = ledger.store_identity(store.url), ledger.database.path
     # A ledger that lies in the store proves that this is its place.
     within = store.root is not None and file is not None and file.absolute().is_relative_to(store.root)
-    if known is None or within:
-        return store.establish(known)
+    if known is None:
+        return store.establish()
+    if within:
+        store.establish(known)
+    # Another line may be there, as of a store that was copied over this one.
     store.confirm(known)
     return known
 

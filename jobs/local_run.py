@@ -127,6 +127,8 @@ def run_locally(run: LocalRun, events: RunEvents) -> RunResult:
                     embedded.stop(DRAIN_SECONDS)
                     _mend(ledger, store, result.job.id, where, events)
                 made = _when_there(lambda: _made(ledger, store, status), embedded, events)
+                # The store may be elsewhere, and a report makes its folder.
+                embedded.check_place()
                 made["report"] = _report(ledger, store, status, settings, events)
                 _report_ends(ledger, settings, events)
                 events.ending()

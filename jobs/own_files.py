@@ -24,9 +24,9 @@ ROOM_BYTES = 1 << 20
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def open_own(path: Path, flags: int, depth: int = 2) -> int:
+def open_own(path: Path, flags: int, depth: int = 2, *, make_folders: bool = False) -> int:
     """A file descriptor of a file that is ours, as are the folders that its last `depth` names go through: `.nightjar/lock`. With
-    `os.O_CREAT`, folders and file are made where they are missing.
+    `os.O_CREAT` the file is made where it is missing; with `make_folders` also its folders, which may have been moved meanwhile.
 
     Raises `store.forbidden` for a link, or for anything that is no folder or no regular file, and `OSError`.
     """
@@ -34,13 +34,13 @@ def open_own(path: Path, flags: int, depth: int = 2) -> int:
     from jobs.store.handles import FOLDER_FLAGS, walk_down
 
     *folders, name = path.parts[-depth:]
-    above, creates = path.parents[depth - 1], bool(flags & os.O_CREAT)
+    above = path.parents[depth - 1]
     try:
-        if creates:
+        if make_folders:
             above.mkdir(parents=True, exist_ok=True)
         top = os.open(above, FOLDER_FLAGS)
         try:
-            folder = walk_down(top, folders, create=creates)
+            folder = walk_down(top, folders, create=make_folders)
         finally:
             os.close(top)
         try:

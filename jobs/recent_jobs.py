@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from jobs.ledger.location import STATE_FOLDER, embedded_broker_url, home_of
@@ -30,7 +30,7 @@ def remember(job_id: str, home: Path) -> None:
     """Notes that a job lives in `home`. A state folder that cannot be written costs only the convenience."""
     try:
         folder = _folder()
-        with os.fdopen(open_own(folder / job_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
+        with os.fdopen(open_own(folder / job_id, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, make_folders=True), "w") as file:
             file.write(str(home.absolute()))
         for stale in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)[KEPT:]:
             stale.unlink(missing_ok=True)
@@ -110,9 +110,13 @@ def homes_of(prefix: str) -> set[Path]:
     try:
         folder = _folder()
         pointers = [folder / name for name in os.listdir(folder) if name.startswith(prefix)]
-        homes = {Path(read_own(pointer)) for pointer in pointers}
-    except (OSError, RuntimeError, StoreError):
+    except (OSError, RuntimeError):
         return set()
+    homes: set[Path] = set()
+    for pointer in pointers:
+        # One that cannot be read, or was removed meanwhile, hides no other.
+        with suppress(OSError, StoreError):
+            homes.add(Path(read_own(pointer)))
     return {home for home in homes if (home / STATE_FOLDER / "ledger.sqlite").is_file()}
 
 

@@ -19,17 +19,18 @@ from jobs.dialogue import Dialogue, parse_line
 from jobs.encoded_audio import EncodedAudio, encoded_audio
 from jobs.input_format import InputFormat
 from jobs.input_records import Records
-from jobs.layout import CONTENT_TYPES, job_manifest_key, object_metadata
+from jobs.layout import CONTENT_TYPES, job_manifest_key, object_metadata, shard_of_input
 from jobs.ledger.records import INPUT_FORMAT, Artifact, ItemRow, Job
 from jobs.manifest import put_shard_manifest
 from jobs.openai_batch import LineForm, line_form
 from jobs.references import ReferenceReader, ReferenceUploader
 from jobs.shard_file import CONTENT_TYPE, ShardLine, compress, encode_lines, read_shard
-from jobs.source import open_source
-from jobs.spec import job_records, speak_of
+from jobs.source import LineBatch, open_source
+from jobs.spec import job_records, resolve, speak_of
 from jobs.store.base import ObjectStore
 from jobs.turns import Speak, reference_places, spoken_turns
 from jobs.verify import Expected, ObjectCheck, made_again, request_of
+from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, NightjarError, StoreError, SynthesisError
 from pipelines.registry import describe
 from pipelines.request import Pipeline, Speech
@@ -184,15 +185,21 @@ def mend(
     from jobs.export.manifest import put_manifest
 
     counts: Counter[str] = Counter()
-    relisted = False
+    relisted = inputs_lost = False
     with closing(Repair(ledger, store, job, pipeline).run(lost)) as repairing:
         for repaired in repairing:
             counts[repaired.outcome.value] += 1
             relisted |= repaired.relisted
+            # Nothing makes an input again here, and the manifest says its texts.
+            inputs_lost |= shard_of_input(repaired.key, job.id) is not None
             on_repaired(repaired)
-    if job.state.final and (relisted or store.head(job_manifest_key(job.id)) is None):
+    if job.state.final and not inputs_lost and (relisted or _lacks_manifest(ledger, store, job)):
         put_manifest(ledger, store, job.id)
     return counts
+
+
+def _lacks_manifest(ledger: Ledger, store: ObjectStore, job: Job) -> bool:
+    return store.head(job_manifest_key(job.id)) is None and ledger.status(job.id).items.done > 0
 
 
 def lost_inputs(ledger: Ledger, store: ObjectStore, job: Job) -> list[str]:
@@ -216,14 +223,29 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
         written_as = cast("InputFormat", job.labels.get(INPUT_FORMAT, "dialogues"))
         form = line_form(written_as, card, job.spec.format)
         refused = {line.line for line in ledger.rejected_lines(job.id)}
+        # Behind the last refused line that the ledger kept, a line may have been refused whose id a later one has.
+        doubted = max(refused, default=0) if job.rejected_lines > len(refused) else None
+        checker = None if doubted is None else resolve(job.spec, written_as, voice_folder(settings)).checker
         unchanged = opened.sha256 == job.input_sha256
-        for number, raw, dialogue in _dialogues(job_records(opened, job.spec, written_as), form, refused):
-            # Of lines with one id the first became items; all of a dialogue's are in one shard.
-            if (item := wanted.pop(dialogue.example_id, None)) is not None:
-                index, key = item
-                turns, heard = _spoken(dialogue, speak_of(job.spec))
-                references = {place: uploader.key(dialogue.messages[place][2]) for place in heard}
-                lines[key][index] = b"".join(encode_lines(index, number, raw, references, turns))
+
+        def restore(number: int, raw: bytes, dialogue: Dialogue) -> None:
+            index, key = wanted.pop(dialogue.example_id)
+            turns, heard = _spoken(dialogue, speak_of(job.spec))
+            references = {place: uploader.key(dialogue.messages[place][2]) for place in heard}
+            lines[key][index] = b"".join(encode_lines(index, number, raw, references, turns))
+
+        doubtful: dict[str, tuple[int, bytes, Dialogue]] = {}
+        for number, line, raw, dialogue in _dialogues(job_records(opened, job.spec, written_as), form, refused):
+            # Of lines with one id the first that was not refused became items; all of a dialogue's are in one shard.
+            if dialogue.example_id not in wanted:
+                continue
+            if checker is not None and number > cast("int", doubted) and checker.check(LineBatch(number, [line]), uploader.key)[1]:
+                doubtful.setdefault(dialogue.example_id, (number, raw, dialogue))
+            else:
+                restore(number, raw, dialogue)
+        for example_id, one in doubtful.items():
+            if example_id in wanted:
+                restore(*one)
     for key, found in lines.items():
         data = compress([line for _, line in sorted(found.items())])
         if hashlib.sha256(data).hexdigest() != hashes[key]:
@@ -235,8 +257,8 @@ def restore_inputs(settings: Settings, ledger: Ledger, store: ObjectStore, job: 
     store.sync()
 
 
-def _dialogues(records: Records, form: LineForm | None, refused: Collection[int]) -> Iterator[tuple[int, bytes, Dialogue]]:
-    """Number, JSON and dialogue of the lines that were not refused and can be read."""
+def _dialogues(records: Records, form: LineForm | None, refused: Collection[int]) -> Iterator[tuple[int, bytes, bytes, Dialogue]]:
+    """Number, text, JSON and dialogue of the lines that were not refused and can be read."""
     for batch in records.batches():
         for number, line in enumerate(batch.lines, batch.first):
             if not isinstance(line, bytes) or number in refused or not (line := line.strip()):
@@ -245,7 +267,7 @@ def _dialogues(records: Records, form: LineForm | None, refused: Collection[int]
                 dialogue, raw = parse_line(line if form is None else form.dialogue(line))
             except InputError:
                 continue
-            yield number, raw, dialogue
+            yield number, line, raw, dialogue
 
 
 def _spoken(dialogue: Dialogue, speak: Speak | None) -> tuple[tuple[int, ...] | None, Sequence[int]]:

@@ -235,6 +235,9 @@ class NotifySettings(SettingsGroup):
             raise ValueError("it is not an address of the form https://HOST/PATH")
         if not has_port(parts):
             raise ValueError(CUT_ADDRESS)
+        if any(not "!" <= sign <= "~" for sign in f"{parts.path}{parts.query}".rstrip()):
+            # No request could be sent there.
+            raise ValueError("its path holds a space or another sign that must be percent-encoded")
         return value
 
 

@@ -63,6 +63,7 @@ def dev(serves: bool, model: str, home: str | None, output: Output) -> int:
                 _say(output, embedded, url)
                 while True:
                     signals.check()
+                    embedded.check_place()
                     embedded.tend(lambda: requeue(ledger), lambda host, pid: forsake(ledger, host, pid), output.note)
                     time.sleep(POLL_SECONDS)
         except Interrupted:

@@ -27,6 +27,8 @@ _encode_metadata = msgspec.json.Encoder(order="sorted").encode
 #: errno of a file system without O_TMPFILE, and of one without extended attributes.
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL}
 _NO_ATTRIBUTES = {errno.EOPNOTSUPP, errno.EPERM, errno.EACCES, errno.ENOSPC, errno.E2BIG}
+#: errno where there is no regular file.
+_NO_FILE = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENXIO}
 _CODES = {
     ErrorCode.STORE_FULL: {errno.ENOSPC, errno.EDQUOT, errno.EFBIG},
     ErrorCode.STORE_FORBIDDEN: {errno.EACCES, errno.EPERM, errno.EROFS},
@@ -318,10 +320,12 @@ class FolderStore:
 
 
 def _identity_in(folder: int) -> str | None:
-    """The identity in a store's open root; None: it has none."""
+    """The identity in a store's open root; None: it has none, or something else than a file is in its place."""
     try:
         file = _open_file(folder, IDENTITY_KEY)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in _NO_FILE:
+            raise
         return None
     with os.fdopen(file, "rb") as stream:
         return read_identity(stream.read(200))

@@ -92,6 +92,14 @@ def test_a_server_that_ends_ends_it_with_its_words(shell: Shell) -> None:
     assert "The server ended. It said:" in told
 
 
+def test_one_whose_folder_is_moved_ends_and_leaves_nothing_in_its_place(shell: Shell) -> None:
+    process, _ = ready(shell)
+    (shell.folder / "out").rename(shell.folder / "moved")
+    said = process.communicate(timeout=60)[1]
+    assert (process.returncode, '"store.unreachable"' in said) == (5, True), said
+    assert not (shell.folder / "out").exists()
+
+
 def test_the_error_of_a_broker_that_is_away_names_it_and_it_takes_no_other(shell: Shell) -> None:
     write_input(shell.folder / "in.jsonl", 1)
     shell.environment["SPEECH_BROKER_URL"] = f"redis://127.0.0.1:{CLOSED_PORT}/0"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.store.base import IDENTITY_KEY
 from tests.support.run_kit import SLOW, Shell, until, write_input
 from tests.support.services import MotoS3
 
@@ -209,6 +210,18 @@ def test_a_folder_whose_files_were_removed_beside_its_ledger_is_filled_again(she
     again = shell.run("run", "in.jsonl")
     assert again.returncode == 0, again.stderr
     assert shell.run("verify", job, "--sample", "0").returncode == 0
+
+
+def test_a_folder_that_another_store_was_copied_over_is_refused(shell: Shell) -> None:
+    write_input(shell.folder / "in.jsonl", 2)
+    assert shell.run("run", "in.jsonl", "-q").returncode == 0
+    file = shell.folder / "out" / IDENTITY_KEY
+    own = file.read_text()
+    file.write_text("7" * 32)
+    refused = shell.run("run", "in.jsonl")
+    assert (refused.returncode, "store.unreachable" in refused.stderr, own in refused.stderr) == (5, True, True), refused.stderr
+    file.write_text(own)
+    assert shell.run("run", "in.jsonl").returncode == 0
 
 
 def test_a_moved_folder_goes_on(shell: Shell) -> None:

@@ -10,14 +10,16 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
 
+import jobs.local_run
 import nightjar
 from jobs.ledger import Ledger
-from pipelines.errors import ConfigError, ErrorCode, NightjarError
+from pipelines.errors import ConfigError, ErrorCode, NightjarError, StoreError
 from tests.support.docs_kit import ROOT
 from tests.support.run_kit import Shell, until, write_input
 
@@ -48,6 +50,22 @@ def python(shell: Shell, code: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", code], cwd=shell.folder, env=shell.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def test_a_run_whose_folder_is_moved_writes_no_report_in_its_place(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store is elsewhere, and tells nothing of it."""
+    monkeypatch.setenv("SPEECH_STORE_URL", str(here / "store"))
+    made = jobs.local_run._made
+
+    def made_and_moved(*arguments: Any) -> dict[str, str | None]:
+        found = made(*arguments)
+        (here / "out").rename(here / "moved")
+        return found
+
+    monkeypatch.setattr(jobs.local_run, "_made", made_and_moved)
+    with pytest.raises(StoreError, match="no longer at"):
+        nightjar.run(["Good evening."], out="out", quiet=True).wait()
+    assert not (here / "out").exists()
 
 
 def test_a_job_gives_each_item_as_it_ends(here: Path, shell: Shell) -> None:

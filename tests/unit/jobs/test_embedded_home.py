@@ -153,6 +153,10 @@ def test_a_planted_note_of_a_job_is_not_followed(tmp_path: Path, monkeypatch: py
     remember("01j", tmp_path)
     assert victim.read_text() == "precious"
     assert homes_of("01j") == set()
+    (tmp_path / ".nightjar").mkdir()
+    (tmp_path / ".nightjar" / "ledger.sqlite").touch()
+    remember("01k", tmp_path)
+    assert homes_of("01") == {tmp_path}, "a note that cannot be read hides another one"
 
 
 def test_the_database_of_another_program_is_left_untouched(state: Path) -> None:
@@ -236,3 +240,16 @@ def test_a_home_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
             (home / ".nightjar").mkdir(parents=True, exist_ok=True)
             (home / ".nightjar" / "lock").touch()
     assert (moved / ".nightjar" / "lock").exists()
+
+
+@pytest.mark.parametrize("left", ["nothing", "a mount point"])
+def test_nothing_is_written_where_a_home_was(tmp_path: Path, left: str) -> None:
+    home = tmp_path / "home"
+    with EmbeddedHome(Settings(home=home)) as held:
+        home.rename(tmp_path / "moved")
+        if left == "a mount point":
+            home.mkdir()
+        for write in (lambda: _write_own(held.state / "worker.json", {}), lambda: os.close(_open_log(held.worker_log))):
+            with pytest.raises(FileNotFoundError):
+                write()
+    assert [path for path in tmp_path.rglob("*") if path.is_relative_to(home)] == ([home] if left == "a mount point" else [])

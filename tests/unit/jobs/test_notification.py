@@ -152,6 +152,16 @@ def test_a_password_that_ends_its_address_too_early_is_refused_at_start(password
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("rest", ["ho ok", "h\u00f6ok", f"hook?key={SECRET} x"])
+def test_an_address_that_no_request_can_name_is_refused_at_start(rest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPEECH_NOTIFY__URL", f"https://host/{rest}")
+    with pytest.raises(ConfigError, match="percent-encoded") as caught:
+        load_settings()
+    assert SECRET not in str(caught.value)
+    monkeypatch.setenv("SPEECH_NOTIFY__URL", "https://us\u00e9r:p\u00e4ss@host/hook?key=1 ")
+    assert load_settings().notify.enabled
+
+
 def test_an_address_that_is_away_says_no_secret(rig: Rig) -> None:
     ended(rig)
     (failed,) = report_ends(rig.ledger, hooked(rig, url=f"http://user:{SECRET}@127.0.0.1:9/{SECRET}?key={SECRET}", secret=SECRET))

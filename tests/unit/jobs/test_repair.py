@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -105,6 +106,20 @@ def test_other_bytes_are_recorded_with_their_hash(rig: Rig, job: Job) -> None:
     assert [line.sha256 for line in read_manifest(rig.store, key)] == [row.artifact.sha256 for row in done if row.artifact]
 
 
+def test_a_repair_without_an_input_says_so_and_needs_no_manifest(rig: Rig, job: Job) -> None:
+    ended = rig.ledger.job(job.id)
+    ((key, _),) = rig.ledger.shard_inputs(job.id).values()
+    data = rig.store.get(key)
+    rig.store.delete(key)
+    lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, ended)]
+    assert mend(rig.ledger, rig.store, ended, rig.pipeline, lost) == {Mended.FAILED: 5}
+    assert newest_job_manifest(rig.store, job.id) is None
+    rig.store.put(key, data)
+    lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, ended)]
+    assert mend(rig.ledger, rig.store, ended, rig.pipeline, lost) == {Mended.SAME: 4}
+    assert newest_job_manifest(rig.store, job.id) is not None
+
+
 def test_what_cannot_be_made_is_said_and_nothing_is_removed(rig: Rig, job: Job) -> None:
     lost = [expected for expected, _ in ObjectCheck(rig.ledger, rig.store, job)]
     before = dict(rig.store.objects)
@@ -174,6 +189,33 @@ def test_damaged_inputs_are_found_and_written_again(rig: Rig, damage: Callable[[
     rig.store.objects[key] = (damage(rig.store.get(key)), {})
     assert lost_inputs(rig.ledger, rig.store, job) == [key]
     restore_inputs(rig.settings, rig.ledger, rig.store, job, str(rig.folder / "0.jsonl"), [key])
+    assert rig.store.objects == before
+
+
+@pytest.mark.parametrize("another_is_refused_by_now", [False, True])
+def test_refused_lines_that_the_ledger_did_not_keep_are_not_written(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, another_is_refused_by_now: bool
+) -> None:
+    """A refused line may have the id of a later one, which became the item."""
+    monkeypatch.setattr("jobs.ledger.ingest.KEPT_REJECTED_LINES", 2)
+    texts = {"a": "", "b": "", "c": "", "late": "", "other": "two"}
+    lines = [{"example_id": name, "messages": [["user", "text", text]]} for name, text in texts.items()]
+    lines.append({"example_id": "late", "messages": [["user", "text", "one"]]})
+    path = rig.folder / "in.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = rig.submit_file(path)
+    assert (job.total_items, job.rejected_lines, len(list(rig.ledger.rejected_lines(job.id)))) == (2, 4, 2)
+    before = dict(rig.store.objects)
+    ((key, _),) = rig.ledger.shard_inputs(job.id).values()
+    rig.store.delete(key)
+    if another_is_refused_by_now:
+
+        def refuse(text: str) -> None:
+            if text == "two":
+                raise InputError(ErrorCode.INPUT_UNSUPPORTED, "Not this.")
+
+        register_pipeline("fake", replace(fake_card(), check_text=refuse), FakePipeline)
+    restore_inputs(rig.settings, rig.ledger, rig.store, job, str(path), [key])
     assert rig.store.objects == before
 
 

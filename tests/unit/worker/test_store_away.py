@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Generator
@@ -116,6 +117,20 @@ def test_a_store_of_another_identity_gets_nothing(build: Build) -> None:
         wait_for(lambda: waits(rig) > 3)
         assert not (rig.folder / "store" / "jobs" / job.id / "audio").exists()
         file.write_text(f"{own}\n")
+    assert_complete(rig, job)
+
+
+@pytest.mark.parametrize("plant", [lambda path: path.mkdir(), lambda path: path.symlink_to("nothing"), os.mkfifo])
+def test_a_store_whose_identity_is_no_file_is_away(build: Build, plant: Callable[[Path], object]) -> None:
+    rig = in_folder(build)
+    job = rig.submit([f"text {n}" for n in range(ITEMS)])
+    file, aside = (rig.folder / "store" / name for name in (IDENTITY_KEY, "aside"))
+    file.rename(aside)
+    plant(file)
+    with running(rig):
+        wait_for(lambda: waits(rig) > 3)
+        file.rename(rig.folder / "planted")
+        aside.rename(file)
     assert_complete(rig, job)
 
 
