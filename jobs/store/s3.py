@@ -218,7 +218,8 @@ class S3Store:
             raise refused_delete(refused[0], len(refused), self.url)
 
     def sync(self) -> None:
-        """Does nothing: a put that was answered is durable."""
+        """Proves that the bucket is still the one that was confirmed; a put that was answered is durable."""
+        self.confirm(self._identity)
 
     def uri(self, key: str) -> str:
         """The object's `s3://` address."""

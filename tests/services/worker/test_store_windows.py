@@ -98,6 +98,17 @@ def test_a_404_is_believed_only_where_the_store_is_there(behind: Bucket, code: s
     assert caught.value.code is ErrorCode.STORE_MISSING
 
 
+def test_what_was_put_into_another_bucket_is_not_committed(behind: Bucket) -> None:
+    store = behind.open()
+    store.establish()
+    store.put("jobs/one.wav", b"audio")
+    store.sync()
+    store.delete("nightjar-store")
+    with pytest.raises(StoreError) as caught:
+        store.sync()
+    assert caught.value.code is ErrorCode.STORE_UNREACHABLE
+
+
 def test_an_object_that_was_missing_for_a_moment_is_there(behind: Bucket) -> None:
     store = behind.open()
     store.establish()
