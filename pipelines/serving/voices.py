@@ -120,15 +120,16 @@ class Voices:
         if unknown is not None:
             message = f"Voices cannot be chosen by `{unknown[:100]}` here. Remove it."
             raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED.value, unknown[:100])
-        limit = asked.get("limit", str(_PAGE))
-        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _PAGE:
+        given = asked.get("limit", str(_PAGE))
+        limit = int(given) if given.isdecimal() and len(given) <= len(str(_PAGE)) else 0
+        if not 1 <= limit <= _PAGE:
             raise bad_request(f"`limit` is a number from 1 to {_PAGE}.", "invalid_value", "limit")
         cards = [_voice(card) for card in self.cards()]
         after = asked.get("starting_after")
         begin = next((number for number, card in enumerate(cards, 1) if card["id"] == after), 0)
         if after is not None and not begin:
             raise _no_voice(after)
-        return {"data": cards[begin : begin + int(limit)], "has_more": begin + int(limit) < len(cards)}
+        return {"data": cards[begin : begin + limit], "has_more": begin + limit < len(cards)}
 
     def card(self, name: str) -> dict[str, Any]:
         """One of them for Cartesia's clients. Raises `ApiError` (404)."""
