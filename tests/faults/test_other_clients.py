@@ -67,6 +67,14 @@ def lists(url: str) -> Iterator[None]:
         yield
 
 
+def blanks(url: str) -> Iterator[None]:
+    """A text of 30 M spaces."""
+    body = json.dumps({"model": "hibari", "input": 30_000_000 * " "}).encode()
+    while True:
+        post(url, SPEECH, body)
+        yield
+
+
 def slow_bodies(url: str) -> Iterator[None]:
     """More requests than there are slots and room, of which one byte comes."""
     while True:
@@ -111,6 +119,7 @@ def of(kind: int) -> bytes:
 ATTACKS: dict[str, Callable[[str], Iterator[None]]] = {
     "fields": fields,
     "lists": lists,
+    "blanks": blanks,
     "slow bodies": slow_bodies,
     "chunks": chunks,
     "empty pieces": lambda url: frames(url, of(0x01), of(0x00)),
