@@ -73,7 +73,7 @@ def _known_format(given: object) -> object:
 class SpeechBody(Body):
     """What a client sends: OpenAI's fields, and those of ours that a line's `generation` has.
 
-    Further fields come as `model_extra`; `_ignored_fields` says what becomes of them.
+    Further fields are ignored, and the header `x-ignored-fields` names them; a strict server refuses them.
     """
 
     model_config = ConfigDict(extra="allow")
