@@ -17,7 +17,7 @@ from pipelines.serving.encoding import read_audio
 from pipelines.serving.errors import ApiError, Body, bad_request
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
-from pipelines.stored_voices import MAX_TEXT_CHARACTERS, OPENAI_VOICES, RESERVED, StoredVoice, VoiceFolder, in_voice_of
+from pipelines.stored_voices import MAX_TEXT_CHARACTERS, OPENAI_VOICES, RESERVED, StoredVoice, VoiceExistsError, VoiceFolder, in_voice_of
 from pipelines.validation import check_generation, own_voice
 
 #: Voices that an error names, and those of a page.
@@ -146,13 +146,13 @@ class Voices:
             raise bad_request("This model clones no voices.", ErrorCode.INPUT_UNSUPPORTED.value, "name")
         if body.name in RESERVED or self._is_own(body.name):
             raise ApiError(409, f"The name {body.name!r} is taken. Choose another name.", "voice_exists", "name")
-        if not body.replace and body.name in self._folder.names():
-            raise ApiError(409, f"There is a voice {body.name!r}. Delete it, or send `replace`.", "voice_exists", "name")
         if able.needs_reference_text and not body.text.strip():
             raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, "This model needs the text of a recording.", "Send it as `text`.")
         recording = read_audio(body.recording, MAX_REFERENCE_SECONDS)
         try:
-            voice = self._folder.add(body.name, recording, body.text)
+            voice = self._folder.add(body.name, recording, body.text, replace=body.replace)
+        except VoiceExistsError:
+            raise ApiError(409, f"There is a voice {body.name!r}. Delete it, or send `replace`.", "voice_exists", "name") from None
         except ConfigError as error:
             raise _not_kept(error) from error
         return {"id": voice.name, "object": "voice", "kind": "stored", "created_at": voice.created_at}
