@@ -43,6 +43,10 @@ class StoredVoice(msgspec.Struct, frozen=True):
     created_at: int = 0
 
 
+class VoiceExistsError(Exception):
+    """There is a voice of this name, and it was not to be replaced."""
+
+
 class VoiceFolder:
     """The voices of a folder. Several processes may use it at once; each file is whole or not there."""
 
@@ -81,11 +85,12 @@ class VoiceFolder:
             message = f"The stored voice {name!r} cannot be read: {reason}."
             raise InputError(ErrorCode.INPUT_AUDIO_UNREADABLE, message, "Delete it, and add it again.") from error
 
-    def add(self, name: str, recording: bytes, text: str) -> StoredVoice:
-        """Keeps a voice, in the place of one with this name.
+    def add(self, name: str, recording: bytes, text: str, *, replace: bool = True) -> StoredVoice:
+        """Keeps a voice, in the place of one with this name if `replace`.
 
-        Raises `InputError` for a name with other signs or one of `RESERVED`, a recording that no voice can be cloned from or that is too
-        large, a text that is too long, and where the folder is full; `ConfigError` (`config.invalid`) where it cannot be written.
+        Raises `VoiceExistsError` where it is not, `InputError` for a name with other signs or one of `RESERVED`, a recording that no voice
+        can be cloned from or that is too large, a text that is too long, and where the folder is full; `ConfigError` (`config.invalid`)
+        where it cannot be written.
         """
         _check_name(name)
         text = text.strip()
@@ -98,7 +103,7 @@ class VoiceFolder:
         check_encoded(recording)
         voice = StoredVoice(name, recording, text, int(time.time()))
         try:
-            self._write(name, msgspec.msgpack.encode(voice))
+            self._write(name, msgspec.msgpack.encode(voice), replace=replace)
         except OSError as error:
             raise _not_writable(error, "Free some space, or set another folder.") from error
         return voice
@@ -118,10 +123,12 @@ class VoiceFolder:
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}{_SUFFIX}"
 
-    def _write(self, name: str, data: bytes) -> None:
+    def _write(self, name: str, data: bytes, *, replace: bool) -> None:
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._writing():
             names = self.names()
+            if name in names and not replace:
+                raise VoiceExistsError(name)
             if name not in names and len(names) >= self._max_voices:
                 raise InputError(ErrorCode.INPUT_TOO_LONG, f"There are {len(names)} voices; that is the maximum.", "Delete one first.")
             descriptor, draft = tempfile.mkstemp(prefix=_DRAFT, dir=self._folder)

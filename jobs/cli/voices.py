@@ -14,7 +14,7 @@ from jobs.formatting import bytes_text, printable
 from jobs.settings import load_settings
 from jobs.voices import voice_folder
 from pipelines.errors import ErrorCode, InputError, NightjarError, NotFoundError
-from pipelines.stored_voices import StoredVoice, VoiceFolder
+from pipelines.stored_voices import StoredVoice, VoiceExistsError, VoiceFolder
 
 
 @click.group()
@@ -80,9 +80,11 @@ def add(name: str, recording: Path, text: str, replace: bool, home: str | None, 
     from jobs.references import read_audio_file
 
     folder = voice_folder(load_settings(home=home))
-    if not replace and folder.has(name):
-        raise InputError(ErrorCode.INPUT_BAD_GENERATION, f"There is a voice {name!r}.", "Give --replace, or another name.")
-    voice = folder.add(name, read_audio_file(recording).data, text)
+    try:
+        voice = folder.add(name, read_audio_file(recording).data, text, replace=replace)
+    except VoiceExistsError:
+        message = f"There is a voice {name!r}."
+        raise InputError(ErrorCode.INPUT_BAD_GENERATION, message, "Give --replace, or another name.") from None
     if output.as_json:
         output.data(_view(voice))
     else:

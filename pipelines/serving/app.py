@@ -181,7 +181,9 @@ def _add_synthesis_routes(app: FastAPI, model: ServedModel, options: ServeOption
     async def speech(body: SpeechBody, request: Request) -> Response:
         """Speech of a text, in OpenAI's words."""
         _check_model(body.model, options)
-        permit = await request.scope[ADMIT](speaking.streams(body))
+        streams = speaking.streams(body)
+        speaking.check(body)
+        permit = await request.scope[ADMIT](streams)
         return Reply(speaking.answer(body, permit, request.scope[REQUEST_ID]), options.request_seconds)
 
     @app.post("/v1/chat/completions")

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipelines.serving.errors import error_view
@@ -26,6 +27,11 @@ log = logging.getLogger(__name__)
 _RESERVED_DESCRIPTORS = 256
 _NO_ROOM_TO_ACCEPT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _LOG_SECONDS = 60.0
+#: Chunks of a body in a second; others are read later.
+CHUNKS_A_SECOND = 1000
+#: What is read of a connection before others have their turn: a piece of many chunks, which may have 6 bytes, and one of few.
+_TURN_BYTES, _LARGE_TURN_BYTES = 2048, 1 << 16
+_FEW_CHUNKS = 32
 
 
 class Connections:
@@ -106,6 +112,10 @@ class HttpProtocol(H11Protocol):
         self._all = connections
         self._deadline: asyncio.TimerHandle | None = None
         self._first_byte_at: float | None = None
+        self._unread = bytearray()
+        self._turn: asyncio.TimerHandle | None = None
+        #: When the chunks that were read would have come at `CHUNKS_A_SECOND`.
+        self._due = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Refuses with 503 where there is no place."""
@@ -119,13 +129,48 @@ class HttpProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Gives the place back."""
         self._cancel_deadline()
+        if self._turn is not None:
+            self._turn.cancel()
         self._all.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Reads a body that comes in chunks in turn with other clients, and all else at once."""
+        self._unread += data
+        if self._turn is None:
+            self._read_some()
+        else:
+            self.transport.pause_reading()
+
+    def _read_some(self) -> None:
+        self._turn = None
+        while self._unread:
+            if self.transport.is_closing() or self.transport.get_protocol() is not self:
+                self._unread.clear()
+                return
+            piece = bytes(self._unread[: self._turn_bytes()])
+            del self._unread[: len(piece)]
+            self._read(piece)
+            if self._in_chunks():
+                now = self.loop.time()
+                self._due = max(self._due, now) + piece.count(b"\r\n") / 2 / CHUNKS_A_SECOND
+                self.transport.pause_reading()
+                self._turn = self.loop.call_later(max(self._due - now - 1, 0), self._read_some)
+                return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _turn_bytes(self) -> int:
+        """What may be read at once: where a request ends and a body in chunks begins shows only once that is read."""
+        if self._in_chunks():
+            return _TURN_BYTES if self._unread.count(b"\r\n", 0, _LARGE_TURN_BYTES) > 2 * _FEW_CHUNKS else _LARGE_TURN_BYTES
+        return _TURN_BYTES if self.conn.their_state is h11.IDLE else len(self._unread)
+
+    def _in_chunks(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY and any(name == b"transfer-encoding" for name, _ in self.headers)
+
+    def _read(self, data: bytes) -> None:
         """The first bytes of a request start its time."""
-        if self.transport.is_closing():
-            return
         if self._idle():
             self._first_byte_at = self._first_byte_at or time.monotonic()
             if self._deadline is None:

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pipelines.errors import ErrorCode, InputError, NightjarError
+from pipelines.validation import is_visible
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,15 @@ def unknown_field(name: str) -> ApiError:
 def empty_text() -> InputError:
     """The error for a text with nothing to speak."""
     return InputError(ErrorCode.INPUT_EMPTY_TEXT, "The text is empty.", "Give a text to speak.")
+
+
+def check_text(text: str, limit: int, param: str) -> None:
+    """Raises `ApiError` (400) for a text that no slot is worth: an empty one, and one of more than `limit` characters."""
+    if len(text) > limit:
+        message = f"The text has {len(text):,} characters; {limit:,} are taken."
+        raise as_api_error(InputError(ErrorCode.INPUT_TOO_LONG, message, "Split it."), param)
+    if not is_visible(text):
+        raise as_api_error(empty_text(), param)
 
 
 def unavailable(message: str, code: str = "engine_unavailable", seconds: int = _RETRY_SECONDS) -> ApiError:

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Literal
 
 from pipelines.daemon_threads import DaemonThreads
-from pipelines.errors import NightjarError
+from pipelines.errors import InputError, NightjarError
 from pipelines.registry import ModelCard
 from pipelines.request import AudioChunk, EngineStats, Pipeline, Speech, SynthesisRequest, engine_info
 from pipelines.serving.admission import Permit
@@ -39,13 +39,12 @@ class Progress:
         self._under_way += 1
 
     def moved(self) -> None:
-        """A call gave something."""
+        """A call gave something, or failed in the pipeline."""
         self._moves += 1
 
     def ended(self) -> None:
-        """A call is over, however it ended."""
+        """A call is over. That says nothing of the engine: its client may have left."""
         self._under_way -= 1
-        self._moves += 1
 
     def is_stuck(self, stats: EngineStats) -> bool:
         """Whether calls are under way and for `stuck_seconds` nothing came of any; to be asked now and then. `stats`: the engine's."""
@@ -119,7 +118,10 @@ class ServedModel:
         except BaseException:
             over()
             raise
-        return await call.result(self._submitters)
+        with self._answered():
+            speech = await call.result(self._submitters)
+            self._progress.moved()
+            return speech
 
     @property
     def takes_text(self) -> bool:
@@ -144,9 +146,20 @@ class ServedModel:
 
         call = StreamCall(pipeline, request, made, self._unread, self.underran, opened)
         async with contextlib.aclosing(call.chunks(self._starters)) as chunks:
-            async for chunk in chunks:
+            with self._answered():
+                async for chunk in chunks:
+                    self._progress.moved()
+                    yield chunk
+
+    @contextlib.contextmanager
+    def _answered(self) -> Generator[None]:
+        """An error of the pipeline is an answer of it, but for one of the request, which is found before that."""
+        try:
+            yield
+        except NightjarError as error:
+            if not isinstance(error, InputError):
                 self._progress.moved()
-                yield chunk
+            raise
 
     def _began(self, permit: Permit) -> Callable[[], None]:
         """Holds the ticket for a call of the pipeline; what is to be called once that is over."""

@@ -14,11 +14,11 @@ from typing import Annotated, Literal, cast
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field
 
-from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import MAX_REFERENCE_SECONDS, Generation, Message, SynthesisRequest
 from pipelines.serving.admission import Permit
 from pipelines.serving.encoding import COMPRESSED, MEDIA_TYPES, SpeechFormat, read_audio, stream_encoder, whole_file
-from pipelines.serving.errors import Body, as_api_error, bad_request, empty_text, named_field, unknown_field
+from pipelines.serving.errors import Body, as_api_error, bad_request, check_text, named_field, unknown_field
 from pipelines.serving.long_text import Chunks, chunks_of, unit_chunks
 from pipelines.serving.metrics import ServerMetrics
 from pipelines.serving.model import ServedModel
@@ -26,7 +26,6 @@ from pipelines.serving.options import ServeOptions
 from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, event
 from pipelines.serving.text_units import units_of
 from pipelines.serving.voices import Voices
-from pipelines.validation import is_visible
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ def _known_format(given: object) -> object:
 class SpeechBody(Body):
     """What a client sends: OpenAI's fields, and those of ours that a line's `generation` has.
 
-    Further fields come as `model_extra`; `_check_fields` says what becomes of them.
+    Further fields are ignored, and the header `x-ignored-fields` names them; a strict server refuses them.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -116,7 +115,7 @@ class SpeechRoute:
     async def answer(self, body: SpeechBody, permit: Permit, request_id: str) -> Parts:
         """The parts of the answer. Raises `ApiError` and `NightjarError` before the first one."""
         since = permit.since
-        ignored = self._check_fields(body)
+        ignored = self._ignored_fields(body)
         streams = self.streams(body)
         try:
             # A hop between threads costs more than a request without a recording.
@@ -137,28 +136,26 @@ class SpeechRoute:
             error.advice = _ADVICE.get(error.code, error.advice)
             raise as_api_error(error, named_field(error, _FIELDS) or _PARAMS.get(error.code)) from error
 
-    def _check_fields(self, body: SpeechBody) -> dict[str, str]:
-        """A header that names fields which nobody knows. Raises `ApiError` (400) for them where the server is strict."""
+    def _ignored_fields(self, body: SpeechBody) -> dict[str, str]:
+        """A header that names fields which nobody knows."""
         unknown = sorted(name for name in (body.model_extra or {}) if name not in _OTHERS)
         if not unknown:
             return {}
-        if self._options.strict:
-            raise unknown_field(unknown[0])
         names = ", ".join(name[:_NAME_CHARACTERS] for name in unknown[:10] if name.isascii() and name.isidentifier())
         log.info("a request has unknown fields: %s", names)
         return {"x-ignored-fields": names}
 
     def _units(self, text: str) -> list[str]:
-        """The units of a text that is longer than the model speaks at once; else none. Raises `InputError` for one over every bound, and
-        for an empty one."""
-        if not is_visible(text):
-            raise empty_text()
-        if len(text) <= self._model.card.capabilities.max_text_characters:
-            return []
-        limit = self._options.context_characters
-        if len(text) > limit:
-            raise InputError(ErrorCode.INPUT_TOO_LONG, f"The text has {len(text):,} characters; {limit:,} are taken.", "Split it.")
-        return units_of(text)
+        """The units of a text that is longer than the model speaks at once; else none."""
+        return [] if len(text) <= self._model.card.capabilities.max_text_characters else units_of(text)
+
+    def check(self, body: SpeechBody) -> None:
+        """Raises `ApiError` (400) for a request that no slot is worth."""
+        unknown = sorted((body.model_extra or {}).keys() - _OTHERS)
+        if self._options.strict and unknown:
+            raise unknown_field(unknown[0])
+        able = self._model.card.capabilities
+        check_text(body.input, max(able.max_text_characters, self._options.context_characters), "input")
 
     def streams(self, body: SpeechBody) -> bool:
         """Whether the audio is sent as it is made. Raises `ApiError` for what this model cannot do."""

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import msgspec
 
-from pipelines.errors import ErrorCode, InputError, NightjarError, SynthesisError
+from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 from pipelines.request import SynthesisRequest
 from pipelines.serving import cartesia
 from pipelines.serving.admission import Permit
 from pipelines.serving.context import Serving
-from pipelines.serving.errors import ApiError, as_api_error, bad_request, empty_text
+from pipelines.serving.errors import ApiError, as_api_error, bad_request, check_text, empty_text
 from pipelines.serving.long_text import unit_chunks
 from pipelines.serving.raw_audio import Resampler, encoded, stream_header
 from pipelines.serving.streaming import EVENT_STREAM, Head, Parts, event
@@ -37,6 +37,10 @@ class BytesRoute:
         """The request of a body. Raises `ApiError` (400, 404)."""
         fields = cartesia.typed(given, kind, strict=self._serving.options.strict)
         self._voices.check_model(fields.model_id)
+        whole = fields.output_format is not None and fields.output_format.container != "raw"
+        if isinstance(fields, cartesia.EventsRequest) and whole:
+            raise bad_request("Events have the container `raw`; /tts/bytes sends WAV.", "invalid_value", "output_format.container")
+        check_text(fields.transcript, self._serving.options.context_characters, "transcript")
         return fields
 
     async def answer(self, fields: cartesia.SpeechFields, permit: Permit, request_id: str, route: str = ROUTE) -> Parts:
@@ -64,8 +68,6 @@ class BytesRoute:
 
     async def events(self, fields: cartesia.EventsRequest, permit: Permit, request_id: str) -> Parts:
         """The same as server-sent events: `chunk` with base64 of bare samples, then `done`. Raises as `answer`."""
-        if fields.output_format is not None and fields.output_format.container != "raw":
-            raise bad_request("Events have the container `raw`; /tts/bytes sends WAV.", "invalid_value", "output_format.container")
         started, step = False, permit.since
         parts = self.answer(fields, permit, request_id, EVENTS)
         try:
@@ -87,12 +89,9 @@ class BytesRoute:
     async def _audio(
         self, request: SynthesisRequest, text: str, output: cartesia.OutputFormat, permit: Permit
     ) -> AsyncGenerator[bytes, None]:
-        limit = self._serving.options.context_characters
         units = units_of(text)
         if not units:
             raise empty_text()
-        if len(text) > limit:
-            raise InputError(ErrorCode.INPUT_TOO_LONG, f"The text has {len(text)} characters; {limit:,} are taken.", "Split it.")
         resampler: Resampler | None = None
         async with aclosing(unit_chunks(self._serving.model, request, units, permit)) as chunks:
             async for chunk in chunks:

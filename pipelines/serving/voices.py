@@ -17,7 +17,7 @@ from pipelines.serving.encoding import read_audio
 from pipelines.serving.errors import ApiError, Body, bad_request
 from pipelines.serving.model import ServedModel
 from pipelines.serving.options import ServeOptions
-from pipelines.stored_voices import MAX_TEXT_CHARACTERS, OPENAI_VOICES, RESERVED, StoredVoice, VoiceFolder, in_voice_of
+from pipelines.stored_voices import MAX_TEXT_CHARACTERS, OPENAI_VOICES, RESERVED, StoredVoice, VoiceExistsError, VoiceFolder, in_voice_of
 from pipelines.validation import check_generation, own_voice
 
 #: Voices that an error names, and those of a page.
@@ -120,15 +120,16 @@ class Voices:
         if unknown is not None:
             message = f"Voices cannot be chosen by `{unknown[:100]}` here. Remove it."
             raise bad_request(message, ErrorCode.INPUT_UNSUPPORTED.value, unknown[:100])
-        limit = asked.get("limit", str(_PAGE))
-        if not limit.isdecimal() or not 1 <= int(limit[:4]) <= _PAGE:
+        given = asked.get("limit", str(_PAGE))
+        limit = int(given) if given.isdecimal() and len(given) <= len(str(_PAGE)) else 0
+        if not 1 <= limit <= _PAGE:
             raise bad_request(f"`limit` is a number from 1 to {_PAGE}.", "invalid_value", "limit")
         cards = [_voice(card) for card in self.cards()]
         after = asked.get("starting_after")
         begin = next((number for number, card in enumerate(cards, 1) if card["id"] == after), 0)
         if after is not None and not begin:
             raise _no_voice(after)
-        return {"data": cards[begin : begin + int(limit)], "has_more": begin + int(limit) < len(cards)}
+        return {"data": cards[begin : begin + limit], "has_more": begin + limit < len(cards)}
 
     def card(self, name: str) -> dict[str, Any]:
         """One of them for Cartesia's clients. Raises `ApiError` (404)."""
@@ -145,13 +146,13 @@ class Voices:
             raise bad_request("This model clones no voices.", ErrorCode.INPUT_UNSUPPORTED.value, "name")
         if body.name in RESERVED or self._is_own(body.name):
             raise ApiError(409, f"The name {body.name!r} is taken. Choose another name.", "voice_exists", "name")
-        if not body.replace and body.name in self._folder.names():
-            raise ApiError(409, f"There is a voice {body.name!r}. Delete it, or send `replace`.", "voice_exists", "name")
         if able.needs_reference_text and not body.text.strip():
             raise InputError(ErrorCode.INPUT_REFERENCE_TEXT, "This model needs the text of a recording.", "Send it as `text`.")
         recording = read_audio(body.recording, MAX_REFERENCE_SECONDS)
         try:
-            voice = self._folder.add(body.name, recording, body.text)
+            voice = self._folder.add(body.name, recording, body.text, replace=body.replace)
+        except VoiceExistsError:
+            raise ApiError(409, f"There is a voice {body.name!r}. Delete it, or send `replace`.", "voice_exists", "name") from None
         except ConfigError as error:
             raise _not_kept(error) from error
         return {"id": voice.name, "object": "voice", "kind": "stored", "created_at": voice.created_at}

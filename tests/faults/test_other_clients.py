@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -66,6 +67,14 @@ def lists(url: str) -> Iterator[None]:
         yield
 
 
+def blanks(url: str) -> Iterator[None]:
+    """A text of 30 M spaces."""
+    body = json.dumps({"model": "hibari", "input": 30_000_000 * " "}).encode()
+    while True:
+        post(url, SPEECH, body)
+        yield
+
+
 def slow_bodies(url: str) -> Iterator[None]:
     """More requests than there are slots and room, of which one byte comes."""
     while True:
@@ -92,6 +101,16 @@ def frames(url: str, first: bytes, rest: bytes) -> Iterator[None]:
                     wire.sendall(rest * 10_000)
 
 
+def chunks(url: str) -> Iterator[None]:
+    """A body in chunks of a byte, without end."""
+    while True:
+        with connected(url) as wire, suppress(OSError):
+            wire.sendall(head(SPEECH, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
+            yield
+            while True:
+                wire.sendall(b"1\r\n \r\n" * 10_000)
+
+
 def of(kind: int) -> bytes:
     """An empty frame."""
     return bytes((kind, 0x80, 0, 0, 0, 0))
@@ -100,7 +119,9 @@ def of(kind: int) -> bytes:
 ATTACKS: dict[str, Callable[[str], Iterator[None]]] = {
     "fields": fields,
     "lists": lists,
+    "blanks": blanks,
     "slow bodies": slow_bodies,
+    "chunks": chunks,
     "empty pieces": lambda url: frames(url, of(0x01), of(0x00)),
     "pings": lambda url: frames(url, b"", of(0x89)),
 }
@@ -123,7 +144,9 @@ def served(folder: Path) -> Iterator[str]:
             time.sleep(0.1)
         yield url
     finally:
+        # Twice: it ends at once, also while what an attacker sent is still being read.
         server.terminate()
+        server.send_signal(signal.SIGINT)
         server.wait(120)
 
 

@@ -457,6 +457,12 @@ class TestBodies:
             assert server.speak("Good morning.").status_code == 429
             assert server.http.post(SPEECH, json={"model": "tone"}).status_code == 400
             assert server.http.post("/tts/bytes", json=[]).status_code == 400
+            for text in ("", " ", 50_001 * "a"):
+                assert error_of(server.speak(text))["param"] == "input"
+                for path in ("/tts/bytes", "/tts/sse"):
+                    assert error_of(server.http.post(path, json={"transcript": text}))["param"] == "transcript"
+            wav_events = {"transcript": "Hello.", "output_format": {"container": "wav"}}
+            assert error_of(server.http.post("/tts/sse", json=wav_events))["param"] == "output_format.container"
             voice.let_go()
 
     def test_a_voice_is_added_in_a_slot(self, voice: Voice, tmp_path: Path) -> None:

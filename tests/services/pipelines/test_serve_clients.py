@@ -129,6 +129,8 @@ def test_voices_are_listed_in_cartesias_pages(server: Running) -> None:
         ("/voices?q=calm", 400, "q"),
         ("/voices?limit=0", 400, "limit"),
         ("/voices?limit=101", 400, "limit"),
+        ("/voices?limit=0100000", 400, "limit"),
+        (f"/voices?limit=0001{5000 * '0'}", 400, "limit"),
     ):
         refused = server.http.get(path)
         assert (refused.status_code, error_of(refused)["param"]) == (status, param), path

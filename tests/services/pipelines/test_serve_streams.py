@@ -162,6 +162,18 @@ def test_an_engine_that_is_frozen_is_replaced_and_its_clients_hear_of_it(engines
         server.until_idle()
 
 
+def test_clients_that_come_and_leave_keep_no_frozen_engine(engines: Engines) -> None:
+    with serving(engines, stuck_seconds=2.0) as server, asked(server, LIVELY) as listener:
+        assert listener.recv(12) == b"HTTP/1.1 200"
+        os.kill(engines.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while len(engines.opened) < 2:
+            assert time.monotonic() < deadline, "it is still there"
+            with asked(server, LIVELY), asked(server, "hello", voice="nobody"):
+                time.sleep(0.3)
+        server.until(lambda: server.health() == 200)
+
+
 def test_an_event_stream_says_why_it_broke(engines: Engines) -> None:
     with serving(engines) as server, asked(server, ENDLESS, stream_format="sse") as connection:
         server.until(lambda: server.busy()[2] == 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,17 @@ def test_voices_are_bounded_in_count_and_bytes_and_replaced_only_when_asked(tmp_
     (tmp_path / "voices" / "b.voice").write_bytes(b"half")
     with pytest.raises(InputError, match="its file is damaged"):
         folder.get("b")
+
+
+def test_of_voices_of_one_name_that_come_side_by_side_one_is_kept(tmp_path: Path) -> None:
+    _, running = cloning(tmp_path)
+    with running as server, ThreadPoolExecutor(8) as threads:
+        for name in ("a", "b", "c", "d"):
+            said = list(threads.map(lambda text: post(server, name, text=text).status_code, "12345678"))  # noqa: B023  # waited for
+            assert sorted(said) == [200] + [409] * 7
+            found = VoiceFolder(tmp_path / "voices", 9, 1).get(name)
+            assert found is not None
+            assert found.text == "12345678"[said.index(200)]
 
 
 def test_a_folder_that_cannot_be_changed_is_no_missing_voice(tmp_path: Path) -> None:

@@ -324,9 +324,12 @@ def test_requests_are_stuck_when_nothing_has_come_of_any_for_a_while() -> None:
     assert not after(0, EngineStats(frames=1)), "a stream gave a chunk"
     progress.began()
     assert not after(59, EngineStats(frames=1))
+    progress.moved()
     progress.ended()
-    assert not after(59, EngineStats(frames=1)), "one of two is over"
-    assert after(60, EngineStats(frames=1))
+    assert not after(59, EngineStats(frames=1)), "one of two is answered"
+    progress.began()
+    progress.ended()
+    assert after(60, EngineStats(frames=1)), "a client that came and left is no answer"
     progress.ended()
     assert not after(1000, EngineStats(frames=1))
 
