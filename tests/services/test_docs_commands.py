@@ -92,7 +92,13 @@ def free_port() -> int:
 def environment(state: Path, broker: str) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SPEECH_", "AWS_"))}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return clean | {"PATH": path, "XDG_STATE_HOME": str(state), "XDG_CACHE_HOME": str(state), "SPEECH_BROKER_URL": broker}
+    return clean | {
+        "PATH": path,
+        "XDG_STATE_HOME": str(state),
+        "XDG_CACHE_HOME": str(state),
+        "SPEECH_BROKER_URL": broker,
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def found(variables: dict[str, str], programs: Path) -> dict[str, str]:

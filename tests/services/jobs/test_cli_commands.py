@@ -165,7 +165,7 @@ def test_a_meter_that_is_not_installed_is_told_before_anything_is_made(folder: P
     refused = call(folder, "run", "in.jsonl", "--out", "made", "--qa", "strict", "--json", **lacking)
     assert (refused.returncode, error_code(refused)) == (4, "config.missing_library")
     assert "faster_whisper" in refused.stderr
-    assert "Nightjar's extra `qa`" in refused.stderr
+    assert "with its extra `qa`" in refused.stderr
     assert not (folder / "made").exists()
     noted = call(folder, "submit", "in.jsonl", "--qa", "strict", **lacking)
     # For one of the lines was refused.
@@ -177,7 +177,7 @@ def test_a_meter_that_is_not_installed_is_told_before_anything_is_made(folder: P
     ]
     assert meters["health"] == "warn"
     assert "asr needs faster_whisper" in meters["message"]
-    assert "Nightjar's extra `qa`" in meters["advice"]
+    assert "with its extra `qa`" in meters["advice"]
 
 
 def test_weights_that_are_not_here_end_a_run_at_once(folder: Path, valkey_url: str) -> None:

@@ -113,7 +113,6 @@ def test_a_prompt_completes_both_names(shell: str, name: str, tmp_path: Path) ->
 #: What is typed before the key, and what it becomes; JOB is the id of a job of another folder.
 COMPLETED = [
     ("nightjar run exa", "example-of-mine.jsonl"),
-    ("nightjar evaluate exa", "example-of-mine.jsonl"),
     ("nightjar run x --format fl", "flac"),
     ("nightjar submit x --model qwen3-tts-1.7b-v", "qwen3-tts-1.7b-voicedesign"),
     ("nightjar serve --model mine/check", "mine/checkpoint"),
