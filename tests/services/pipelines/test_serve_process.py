@@ -104,7 +104,6 @@ def test_a_server_with_keys_drains_and_leaves_no_key_anywhere(tmp_path: Path) ->
             answer = speak(url, "Yes.", model="voice", authorization=f"Bearer {one}")
             assert answer.status_code == 200, answer.text
         with half_a_request(url, "Good evening.", **key) as (connection, rest):
-            until(lambda: metrics(url, **key)["speech_server_running"] == 1)
             assert metrics(url, **key)["speech_engine_slots"] >= 1
             held: list[httpx2.Response] = []
             thread = threading.Thread(target=lambda: held.append(speak(url, LONG, **key)))
@@ -116,9 +115,10 @@ def test_a_server_with_keys_drains_and_leaves_no_key_anywhere(tmp_path: Path) ->
             with connection.makefile("rb") as answered:
                 head, _, late = answered.read().partition(b"\r\n\r\n")
         thread.join(PATIENCE_SECONDS)
-        assert (held[0].status_code, head.split()[1]) == (200, b"200")
+        assert held[0].status_code == 200
         assert len(heard(held[0].content)[0]) / 24_000 > 10
-        assert len(heard(late)[0]) / 24_000 > 0.5
+        # A request that is not whole has no slot, and a server that stops gives none.
+        assert (head.split()[1], b"retry-after" in head.lower()) == (b"503", True), late
         assert process.wait(PATIENCE_SECONDS) == 0
         said = log.read_text()
         command = " ".join(str(part) for part in process.args)
