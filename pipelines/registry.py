@@ -92,8 +92,8 @@ class Family:
     published: tuple[Published, ...] = ()
     #: The package; empty: `pipelines.<name>`.
     package: str = ""
-    #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch, and its pipeline a method
-    #: `submit_prepared`.
+    #: Whether it has a module `frontend` with `open_frontend(folder) -> Frontend`, which imports no torch; its pipeline takes what that
+    #: prepared.
     frontend: bool = False
     #: Options that not every pipeline on our own engine has, and this one has: `streams` (how many it is prepared for), `text_first`,
     #: `voice_cache`.

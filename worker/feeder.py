@@ -11,13 +11,14 @@ from functools import partial
 import structlog
 
 from jobs.dialogue import spoken_text
-from jobs.ledger.records import Failed, Outcome
+from jobs.ledger import records
+from jobs.ledger.records import Outcome
 from jobs.ledger.states import LASTING_OUTAGES
 from jobs.shard_file import ShardLine
 from jobs.store.base import ObjectStore
 from jobs.voices import stored_voice_of
 from pipelines.errors import ErrorCode, NightjarError
-from pipelines.request import Pipeline, Speech, SynthesisRequest
+from pipelines.request import Done, Event, Failed, Pipeline, Speech, SynthesisRequest
 from worker.demand import MAX_WRITING_ITEMS
 from worker.feeding_order import FeedingOrder, Turn
 from worker.leases import Clock, HeldLease, LeaseGoneError
@@ -74,25 +75,26 @@ class Feeder:
         self._thread.join()
 
     def expire(self, timeout_seconds: float) -> bool:
-        """Fails items that were in the engine for too long (`synth.timeout`) and aborts their requests.
+        """Fails items that were in the engine for too long (`synth.timeout`) and cancels their requests.
 
         Returns whether the engine is stuck: it has not even accepted the next request for so long.
         """
         late, stuck = self._progress.take_late(timeout_seconds)
         message = f"The item took more than {timeout_seconds:g} s in the engine."
         for one in late:
-            # Settled first: the abort makes the future fail with `synth.aborted`, which then comes too late to count.
+            # Settled first: what the engine still makes of it comes too late to count.
             self._fail(one.index, ErrorCode.SYNTH_TIMEOUT, message, one.entry.history, one.engine_ms)
-            self._pipeline.abort(one.entry.request_id)
+            if one.entry.handle is not None:
+                one.entry.handle.cancel()
         return stuck
 
     def close(self, writing_seconds: float) -> list[Outcome]:
-        """Ends the work: nothing more is fed, and requests in the engine are aborted without an outcome.
+        """Ends the work: nothing more is fed, and requests in the engine are cancelled without an outcome.
 
         Waits so long for what is being written, and returns the outcomes that were not taken.
         """
-        for request_id in self._progress.halt():
-            self._pipeline.abort(request_id)
+        for handle in self._progress.halt():
+            handle.cancel()
         self._flush_packs()
         return self._progress.close(writing_seconds)
 
@@ -122,8 +124,8 @@ class Feeder:
         index = planned.line.index
         try:
             request = self._build(planned.line, planned.draw)
-            self._progress.enter(planned, request.request_id)
-            future = self._pipeline.submit(request)
+            self._progress.enter(planned)
+            handle = self._pipeline.start(request, lambda event: self._made(planned, request, event))
         except NightjarError as error:
             engine_ms = self._progress.refused(index)
             if error.code in _OF_THE_SHARD:
@@ -131,22 +133,19 @@ class Feeder:
             else:
                 self._fail(index, error.code, str(error), planned.history, engine_ms)
             return
-        self._progress.submitted(index)
-        if self._progress.halted:
-            self._pipeline.abort(request.request_id)
-        future.add_done_callback(partial(self._made, planned, request))
+        if not self._progress.entered(index, handle):
+            handle.cancel()
 
-    def _made(self, planned: PlannedDraw, request: SynthesisRequest, future: Future[Speech]) -> None:
+    def _made(self, planned: PlannedDraw, request: SynthesisRequest, event: Event) -> None:
         """The engine has answered."""
-        index, error = planned.line.index, future.exception()
+        index, error = planned.line.index, event.error if isinstance(event, Failed) else None
         engine_ms = self._progress.answered(index, failed=error is not None)
         if engine_ms is None:
             return
-        if error is None:
-            self._write(planned, request, future.result(), engine_ms)
-        elif not isinstance(error, NightjarError):
-            log.error("engine error", index=index, exc_info=error)
-            self._fail(index, ErrorCode.SYNTH_ENGINE, f"The engine failed: {error!r}", planned.history, engine_ms)
+        if isinstance(event, Done):
+            self._write(planned, request, event.speech, engine_ms)
+        elif error is None:
+            raise AssertionError("whole utterances come without chunks")
         elif error.code in _OF_THE_SHARD:
             self._progress.fail(error, index)
         elif self._checked and error.code in REDRAWN:
@@ -193,7 +192,7 @@ class Feeder:
 
     def _fail(self, index: int, code: ErrorCode, message: str, history: History, engine_ms: float) -> None:
         """Settles an item that failed in the engine; `engine_ms` is its last draw's."""
-        self._progress.settle(Failed(index, code, message, history.draws, engine_ms=history.engine_ms + round(engine_ms)))
+        self._progress.settle(records.Failed(index, code, message, history.draws, engine_ms=history.engine_ms + round(engine_ms)))
         self._flush_packs()
 
     def _flush_packs(self) -> None:

@@ -34,7 +34,7 @@ from pipelines.errors import (
     SynthesisError,
 )
 from pipelines.registry import describe
-from pipelines.request import Pipeline, engine_info
+from pipelines.request import Pipeline
 from worker.demand import SHARDS_AT_START, Demand
 from worker.exclusive import ExclusiveLock
 from worker.leases import Clock, GoneReason, LeaseBook, LeaseGoneError, SystemClock
@@ -256,7 +256,7 @@ class Runtime:
             self.hurry()
             self._end_with(error)
             raise LeaseGoneError(GoneReason.DRAINED) from error
-        log.info(f"engine ready: {engine_info(pipeline).summary(pipeline.name)}")
+        log.info(f"engine ready: {pipeline.info.summary(pipeline.name)}")
         self._say_unused(model)
         return pipeline
 
@@ -313,7 +313,7 @@ class Runtime:
 
     def _engine_slots(self) -> int:
         """Those of the open engine; 0 while none is open."""
-        return max((engine_info(pipeline).slots for pipeline in self.pipelines.pipelines()), default=0)
+        return max((pipeline.info.slots for pipeline in self.pipelines.pipelines()), default=0)
 
     def _refusal(self, ticket: Ticket) -> Handling | None:
         """Why this worker does not run the shard, or None. A worker of one model leaves other models to others, after a short wait; so

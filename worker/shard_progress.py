@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from jobs.ledger.records import Outcome
 from jobs.shard_file import ShardLine
+from pipelines.request import Handle
 from worker.leases import Clock, HeldLease
 from worker.quality.verdict import History
 
@@ -63,13 +64,14 @@ class PlannedDraw:
 class EngineEntry:
     """A request in the engine."""
 
-    request_id: str
     #: By the worker's clock.
     started_at: float
     #: By the engine's timer.
     entered_at: float
     #: The item's draws before this one.
     history: History
+    #: What ends it, once the pipeline has taken it.
+    handle: Handle | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +167,7 @@ class ShardProgress:
 
     @property
     def _begun(self) -> bool:
-        """Whether items are on their way: in a call of `submit`, in the engine, or being written."""
+        """Whether items are on their way: on their way into the engine, in it, or being written."""
         return bool(self._feeding or self._in_engine or self._writing)
 
     def only_waits_for(self, stored: int) -> bool:
@@ -207,15 +209,15 @@ class ShardProgress:
         with self._changed:
             self._outcomes[:0] = outcomes
 
-    def halt(self) -> list[str]:
-        """Takes everything out of the engine, without outcomes. Returns the requests to abort."""
+    def halt(self) -> list[Handle]:
+        """Takes everything out of the engine, without outcomes. Returns the requests to cancel."""
         with self._changed:
             self._halted = True
-            request_ids = [entry.request_id for entry in self._in_engine.values()]
+            handles = [entry.handle for entry in self._in_engine.values() if entry.handle is not None]
             for index in list(self._in_engine):
                 self._leave(index)
             self._changed.notify_all()
-        return request_ids
+        return handles
 
     def close(self, writing_seconds: float) -> list[Outcome]:
         """Waits so long for what is being written. Returns the outcomes that were not taken; later ones are dropped."""
@@ -259,30 +261,35 @@ class ShardProgress:
             self._feeding = False
             self._changed.notify_all()
 
-    def enter(self, planned: PlannedDraw, request_id: str) -> None:
-        """The draw's request goes to `submit`, which may wait for room."""
+    def enter(self, planned: PlannedDraw) -> None:
+        """The draw's request goes to the pipeline, which may let it wait for room."""
         with self._changed:
             self._submitting = planned.line.index
-            entry = EngineEntry(request_id, self._clock.monotonic(), self._timer.enter(), planned.history)
+            entry = EngineEntry(self._clock.monotonic(), self._timer.enter(), planned.history)
             self._in_engine[planned.line.index] = entry
 
-    def submitted(self, index: int) -> None:
-        """`submit` has returned: an item's own time starts now."""
+    def entered(self, index: int, handle: Handle) -> bool:
+        """The pipeline has taken the request: an item's own time starts now. False where the item has left the engine meanwhile."""
         with self._changed:
             self._submitting = None
             entry = self._in_engine.pop(index, None)
-            if entry is not None:
-                entry.started_at = self._clock.monotonic()
-                self._in_engine[index] = entry
+            if entry is None:
+                return False
+            entry.started_at = self._clock.monotonic()
+            entry.handle = handle
+            self._in_engine[index] = entry
+            if self._halted:
+                self._leave(index)
+            return not self._halted
 
     def refused(self, index: int) -> float:
-        """`submit` has failed. Returns the item's share of the engine's time in milliseconds."""
+        """The pipeline has refused the request. Returns the item's share of the engine's time in milliseconds."""
         with self._changed:
             self._submitting = None
             return self._leave(index)
 
     def answered(self, index: int, *, failed: bool) -> float | None:
-        """The item leaves the engine to be written; its share of the engine's time in milliseconds. None for an aborted request."""
+        """The item leaves the engine to be written; its share of the engine's time in milliseconds. None for a failure after `halt`."""
         with self._changed:
             engine_ms = self._leave(index)
             if self._halted and failed:
@@ -301,6 +308,7 @@ class ShardProgress:
             stuck = any(index == self._submitting for index, _ in entries)
             late = [LateItem(index, entry, self._leave(index)) for index, entry in entries]
             self._writing.update(one.index for one in late)
+            self.answered_items += len(late)
         return late, stuck
 
     def settle(self, outcome: Outcome) -> None:

@@ -16,7 +16,7 @@ from jobs.provenance import ProvenanceBook
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
 from pipelines.errors import ErrorCode, NightjarError, StoreError, SynthesisError
-from pipelines.request import Pipeline, engine_info
+from pipelines.request import Pipeline
 from worker.demand import Demand
 from worker.feeder import Feeder
 from worker.feeding_order import FeedingOrder
@@ -131,7 +131,7 @@ class ShardRunner:
         if todo:
             with self._pipelines.use(lease.job.spec.model, held.check) as pipeline:
                 if (book := self._provenance) is not None:
-                    held.retrying(lambda: book.note(store, lease.job, engine_info(pipeline)), self._metrics.waited_for)
+                    held.retrying(lambda: book.note(store, lease.job, pipeline.info), self._metrics.waited_for)
                 retry_later = self._synthesize(held, store, todo, pipeline)
         self._finish(held, store, lines, retry_later)
 

@@ -14,6 +14,7 @@ import numpy as np
 from pipelines.errors import ErrorCode, NightjarError, NoAudioError, SynthesisError
 from pipelines.request import AudioChunk, Capabilities, EngineInfo, EngineState, EngineStats, Message, Speech, SynthesisRequest
 from pipelines.validation import speech_task
+from tests.support.called import CalledPipeline
 from tests.support.fakes import Markers
 
 RATE = 16_000
@@ -34,7 +35,7 @@ class _Sequence:
     held: bool = False
 
 
-class DialoguePipeline:
+class DialoguePipeline(CalledPipeline):
     """Answers with what it heard, a word a step and then a frame a step; equal requests give equal answers.
 
     Markers in a text: `[[no_audio]]` ends after the text, `[[fail:CODE]]` fails at its end, `[[steps:N]]` speaks N frames,
@@ -73,7 +74,8 @@ class DialoguePipeline:
                 if isinstance(piece, NightjarError):
                     raise piece
                 yield piece
-            yield AudioChunk(_SILENCE, RATE, final=True, speech=sequence.future.result())
+            if len(samples := sequence.future.result().samples):
+                yield AudioChunk(samples, RATE)
         finally:
             self.abort(request.request_id)
 
