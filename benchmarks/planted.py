@@ -55,8 +55,8 @@ def _planted_class(audio: bool) -> type:
     from pipelines.qwen3_tts.pipeline import Qwen3TTSPipeline
 
     class PlantedPipeline(Qwen3TTSPipeline):
-        def _generation(self, *asked: Any) -> Any:
-            generation, info = super()._generation(*asked)
+        def _generation(self, request: Any, task: Any, parts: Any, voice: Any) -> Any:
+            generation, info = super()._generation(request, task, parts, voice)
             sampling = replace(generation.sampling, min_new_tokens=planted_frames(info.text))
             return replace(generation, sampling=sampling), info
 

@@ -34,7 +34,7 @@ class CalledPipeline:
         raise NotImplementedError
 
     def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
-        """Its chunks."""
+        """Its chunks; an iterator may return the speech without its samples."""
         raise NotImplementedError
 
     def abort(self, request_id: str) -> None:
@@ -52,11 +52,10 @@ class CalledPipeline:
     def _pull(self, request: SynthesisRequest, handle: Listener) -> None:
         chunks = self.stream(request)
         try:
-            for chunk in chunks:
-                handle(chunk)
-                if not handle.is_open:
-                    return
-            handle(Done(Speech(np.zeros(0, np.float32), self.sample_rate)))
+            while handle.is_open:
+                handle(next(chunks))
+        except StopIteration as end:
+            handle(Done(end.value or Speech(np.zeros(0, np.float32), self.sample_rate)))
         except NightjarError as error:
             handle(Failed(error))
         except Exception as error:  # noqa: BLE001

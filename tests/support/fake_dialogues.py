@@ -5,9 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -67,15 +67,17 @@ class DialoguePipeline(CalledPipeline):
     def submit(self, request: SynthesisRequest) -> Future[Speech]:
         return self._enter(request).future
 
-    def stream(self, request: SynthesisRequest) -> Iterator[AudioChunk]:
+    def stream(self, request: SynthesisRequest) -> Generator[AudioChunk, None, Speech]:
         sequence = self._enter(request)
         try:
             while (piece := sequence.heard.get()) is not None:
                 if isinstance(piece, NightjarError):
                     raise piece
                 yield piece
-            if len(samples := sequence.future.result().samples):
-                yield AudioChunk(samples, RATE)
+            speech = sequence.future.result()
+            if len(speech.samples):
+                yield AudioChunk(speech.samples, RATE)
+            return replace(speech, samples=_SILENCE)
         finally:
             self.abort(request.request_id)
 
