@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks.gpu import Bench, Row, ThreadUse, event_us, memory, parser
 from benchmarks.qwen3_load import FRAMES_PER_SECOND
 from benchmarks.qwen3_tts import codec_alone
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder
 from pipelines.codec.blocks import Past
 from pipelines.codec.chunk_graphs import Buffer
 from pipelines.codec.stage import CodecStage
@@ -36,7 +37,6 @@ from pipelines.codec.states import CodecState
 from pipelines.codec.utterance_graphs import UtteranceGraphs
 from pipelines.errors import NightjarError
 from pipelines.qwen3_tts.codec import CodecDecoder
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder
 from pipelines.qwen3_tts.execution import open_stage
 
 #: What the codec should take with mixed lengths, in us a frame: aim, must; measured before for gathered batches.

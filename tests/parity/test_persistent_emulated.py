@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.random_models.frames import SMALL, Maker, Shape
 from kernels import lm_persistent
-from kernels.dummy import SMALL, Maker, Shape
 from kernels.lm_persistent import FAILED, Predictor, Trial, all_blocks_speak, epochs_of, kernel_name, known
 from kernels.persistent_cuts import Cut
 from kernels.reference import ENDED, NOT_FINITE

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.random_models.frames import SMALL, Maker, Shape
 from kernels import lm_persistent_talker
-from kernels.dummy import SMALL, Maker, Shape
 from kernels.lm_persistent import FAILED, Predictor, PredictorRun, Trial, kernel_name
 from kernels.lm_persistent_talker import Talker, known
 from kernels.persistent_cuts import Cut

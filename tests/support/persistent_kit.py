@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from benchmarks.random_models.frames import TINY, Maker, Shape
 from kernels import binaries, lm_persistent, lm_persistent_talker, reference, toolchain
 from kernels.cuda_driver import Kernel, Module
-from kernels.dummy import TINY, Maker, Shape
 from kernels.frame import FrameTensors, StateTensors
 from kernels.lm_persistent import Predictor, PredictorRun, kernel_name
 from kernels.persistent_cuts import Cut

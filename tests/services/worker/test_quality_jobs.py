@@ -29,7 +29,7 @@ from tests.support.quality_kit import TextMeter, UnluckyPipeline, whisper_base
 from tests.support.times import with_times
 from tests.support.worker_rig import Rig
 from worker.garbage import orphans
-from worker.quality.metrics import Readings, Utterance
+from worker.quality.meters import Readings, Utterance
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
 from worker.shard_runner import ShardEnd

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.random_models.qwen3_tts import TINY_CODEC, dummy_decoder
 from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import CodecState
 from pipelines.codec.utterance_graphs import UtteranceGraphs
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.codec_config import CodecConfig
-from pipelines.qwen3_tts.dummy import TINY_CODEC, dummy_decoder
 from tests.support.codec_stage_kit import Heard
 
 FOLDER = Path(__file__).parents[2] / "golden" / "qwen3_tts" / "checkpoint-base" / "speech_tokenizer"

@@ -12,8 +12,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton")
 
+from benchmarks.random_models.frames import Maker
 from kernels import binaries, lm_persistent, lm_persistent_talker
-from kernels.dummy import Maker
 from kernels.lm_frame import FusedFrame
 from kernels.lm_persistent import FAILED
 from kernels.lm_persistent_talker import PersistentFrame

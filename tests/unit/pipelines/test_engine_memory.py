@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.dummy import Shape
+from benchmarks.random_models.frames import Shape
+from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
 from pipelines.codec.stream_graphs import graph_bytes
 from pipelines.codec.utterance_graphs import utterance_bytes
 from pipelines.engine import opening
@@ -24,7 +25,6 @@ from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts import execution
 from pipelines.qwen3_tts import pipeline as qwen3
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
-from pipelines.qwen3_tts.dummy import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
 from pipelines.qwen3_tts.execution import LATE_STATES, engine_options, memory_needs, packed_needs, stream_needs, utterance_needs
 from pipelines.spark_tts import pipeline as spark
 from tests.support import fish_checkpoint, golden_checkpoint

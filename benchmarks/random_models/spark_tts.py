@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from pipelines.nn.dummy import fill
+from benchmarks.random_models.weights import fill
 from pipelines.spark_tts.bicodec import BiCodec, SemanticQuantizer, Tokenizer
 from pipelines.spark_tts.blocks import Encoder, Prenet
 from pipelines.spark_tts.config import BiCodecConfig, LmConfig, MelConfig, SparkConfig, SpeakerConfig, VocosConfig, WaveConfig

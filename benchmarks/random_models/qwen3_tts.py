@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.nn.dummy import DummyWeights, Rule
+from benchmarks.random_models.weights import DummyWeights, Rule
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.codec_config import CodecDecoderConfig
 from pipelines.qwen3_tts.config import Qwen3TTSConfig
