@@ -23,6 +23,7 @@ from torch import Tensor
 from kernels.cuda_graphs import CHUNK_PRIORITY, lacks_memory
 from kernels.registry import on_device
 from pipelines.codec.graphs import Codes, UtteranceGraphs
+from pipelines.codec.states import CodecState
 from pipelines.codec.transfer import Samples, SamplesOnTheWay, Sender, sent
 from pipelines.errors import ErrorCode, NightjarError, SynthesisError
 
@@ -114,13 +115,13 @@ _ALONE = Gathering()
 class Lane(Generic[S]):
     """The loop of all lanes. `done` is called on its threads."""
 
-    #: Of its two threads, and of its CUDA stream; None: it needs none.
+    #: Of its two threads, and of its CUDA stream.
     _names = "codec-stage", "codec-samples"
-    _priority: int | None = 0
+    _priority = 0
 
     def __init__(self, device: torch.device | None = None, gathering: Gathering = _ALONE) -> None:
         self._device, self._gathering = device, gathering
-        on_gpu = device is not None and device.type == "cuda" and self._priority is not None
+        on_gpu = device is not None and device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=self._priority) if on_gpu else None
         #: In the order of arrival.
         self._waiting: deque[_Job[S]] = deque()
@@ -347,29 +348,27 @@ class UtteranceLane(Lane[S]):
         return self._sender(self._decoder.decode([torch.from_numpy(job.codes) for job in group], states))
 
 
-class ContinuousLane(Lane[Any]):
+class ContinuousLane(Lane[CodecState]):
     """Decodes whole utterances in the order of arrival, many at once, each step the next frames of all that have a row.
 
     A step is started when all rows are taken, `Gathering.seconds` after the last one began, or at once where only a few came lately.
     """
 
-    _priority = None
-
     def __init__(self, steps: UtteranceGraphs, device: torch.device | None = None, gathering: Gathering = _ALONE) -> None:
         self._steps = steps
         #: Those that have a row; only the thread that starts steps touches them.
-        self._inside: list[_Job[Any]] = []
+        self._inside: list[_Job[CodecState]] = []
         self._last_start = 0.0
         super().__init__(device, gathering)
 
-    def _unstarted(self) -> Sequence[_Job[Any]]:
+    def _unstarted(self) -> Sequence[_Job[CodecState]]:
         return [*self._inside, *self._waiting]
 
     def _company_seconds(self, now: float) -> float:
         full = len(self._waiting) + len(self._inside) >= self._steps.rows
         return 0 if full else self._gathering.seconds - (now - self._last_start)
 
-    def _take(self) -> list[_Job[Any]]:
+    def _take(self) -> list[_Job[CodecState]]:
         """Those that waited longest, as many as there are free rows."""
         self._last_start = time.monotonic()
         self._drop()
@@ -382,11 +381,12 @@ class ContinuousLane(Lane[Any]):
                 self._leave(job)
         self._inside = [job for job in self._inside if job.state is not None]
 
-    def _leave(self, job: _Job[Any]) -> None:
-        self._steps.leave(job.state)
+    def _leave(self, job: _Job[CodecState]) -> None:
+        if job.state is not None:
+            self._steps.leave(job.state)
         job.state = None
 
-    def _start(self, group: list[_Job[Any]]) -> None:
+    def _start(self, group: list[_Job[CodecState]]) -> None:
         """Starts the next frames of all that have a row, with these newcomers. A step that fails loses the states of all of them."""
         for job in group:
             self._join(job)
@@ -396,7 +396,7 @@ class ContinuousLane(Lane[Any]):
             return
         parts = [job.codes[job.started : job.started + frames] for job in inside]
         try:
-            outcome = self._steps.step([job.state for job in inside], parts)
+            outcome = self._steps.step([job.state for job in inside if job.state is not None], parts)
         except Exception as error:  # noqa: BLE001 (`failure` logs it)
             outcome = failure(error)
         for job, part in zip(inside, parts):
@@ -406,7 +406,7 @@ class ContinuousLane(Lane[Any]):
         self._inside = [job for job in inside if job.state is not None]
         self._under_way.put((inside, outcome))
 
-    def _join(self, job: _Job[Any]) -> None:
+    def _join(self, job: _Job[CodecState]) -> None:
         """Gives a newcomer a row, or tells it why not."""
         if not len(job.codes):
             job.tell(job.samples)
@@ -420,7 +420,7 @@ class ContinuousLane(Lane[Any]):
         else:
             self._inside.append(job)
 
-    def _hear(self, job: _Job[Any], samples: SamplesOnTheWay, at: int) -> None:
+    def _hear(self, job: _Job[CodecState], samples: SamplesOnTheWay, at: int) -> None:
         place = job.samples[job.heard : job.heard + self._steps.frames * self._steps.samples_per_frame]
         job.heard += len(place)
         outcome = _read(samples, at, place)
@@ -480,7 +480,7 @@ class CodecStage(Generic[S]):
     ) -> None:
         self._streams = StreamLane(decoder, max_batch, device)
         gathering = Gathering(gather_seconds, gather_frames, self._streams.alive)
-        self._utterances: Lane[S]
+        self._utterances: Lane[Any]
         if decoder.utterances is not None:
             self._utterances = ContinuousLane(decoder.utterances, device, gathering)
         else:

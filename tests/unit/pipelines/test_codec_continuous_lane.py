@@ -62,11 +62,11 @@ class Sums:
         return SamplesOnTheWay(parts, event)  # pyright: ignore[reportArgumentType]
 
 
-def opened(steps: Sums, seconds: float = 0.0, **gathering: Any) -> ContinuousLane:
+def opened(steps: Sums, seconds: float = 0.0, **gathering: Any) -> Any:
     return ContinuousLane(steps, gathering=Gathering(seconds, **gathering))  # pyright: ignore[reportArgumentType]
 
 
-def put(lane: ContinuousLane, heard: Heard, name: str, *values: int, start: Sum | None = None) -> None:
+def put(lane: Any, heard: Heard, name: str, *values: int, start: Sum | None = None) -> None:
     lane.put(np.array(values, np.int64)[:, None], heard.at(name), start)
 
 
@@ -219,7 +219,7 @@ def test_one_that_turns_over_while_places_are_freed_keeps_its_own_or_gives_it_ba
             return Turning.looks > 1
 
         @over.setter
-        def over(self, value: bool) -> None: ...
+        def over(self, value: bool) -> None: ...  # pyright: ignore[reportIncompatibleVariableOverride]
 
     steps = Sums()
     lane = opened(steps)
