@@ -148,12 +148,12 @@ def test_a_migration_may_wait_and_take_its_time(postgres_url: str, monkeypatch: 
 
     seen: list[list[str]] = []
 
-    def upgrade(config: object, revision: str) -> None:
+    def stamp(config: object, revision: str) -> None:
         connection = config.attributes["connection"]  # type: ignore[attr-defined]
         names = ("lock_timeout", "statement_timeout", "idle_in_transaction_session_timeout")
         seen.append([str(connection.scalar(sa.text(f"SHOW {name}"))) for name in names])
 
-    monkeypatch.setattr(command, "upgrade", upgrade)
+    monkeypatch.setattr(command, "stamp", stamp)
     ledger = Ledger.open(postgres_url)
     migrate.upgrade(ledger.database)
     assert seen == [["0", "0", "0"]]

@@ -28,7 +28,7 @@ from tests.support.fakes import SAMPLE_RATE, FakeClock, FakePipeline, Markers, s
 from tests.support.quality_kit import TextMeter, UnluckyPipeline, whisper_base
 from tests.support.worker_rig import Rig
 from worker.garbage import orphans
-from worker.quality.metrics import Readings, Utterance
+from worker.quality.meters import Readings, Utterance
 from worker.quality.pool import MeterPool
 from worker.result_writer import ResultWriter
 from worker.shard_runner import ShardEnd
