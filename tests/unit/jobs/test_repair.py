@@ -24,7 +24,7 @@ from tests.support.fake_worker import fake_card
 from tests.support.fakes import SAMPLE_RATE, FakePipeline, sine
 from tests.support.ledger_kit import rows
 from tests.support.worker_rig import Rig
-from worker.shard_runner import ShardEnd
+from worker.shard_run import ShardEnd
 
 TEXTS = [f"[[says:Answer {number}]] number {number}" for number in range(5)]
 
