@@ -120,7 +120,7 @@ class ShardRun:
         self._lease = held.lease
         self._job = held.lease.job
         self._clock = runner.clock
-        self._worker = runner.settings.worker
+        self._times = runner.settings.times
         #: Set where it is begun.
         self._store: ObjectStore
         self._output: ShardOutput
@@ -225,8 +225,8 @@ class ShardRun:
         return PackWriter(
             self._held,
             store,
-            pack_bytes=self._worker.pack_bytes,
-            pack_seconds=self._worker.pack_seconds,
+            pack_bytes=self._times.pack_bytes,
+            pack_seconds=self._times.pack_seconds,
             clock=self._clock,
             run=self._runner.writer.run,
             alone=self._only_waits_for,
@@ -337,7 +337,7 @@ class ShardRun:
                 self._unsettled.discard(index)
                 self._outcomes.append(outcome)
             # Once is enough: whoever takes outcomes looks before it waits.
-            enough = not self._unsettled or len(self._outcomes) == self._worker.commit_items
+            enough = not self._unsettled or len(self._outcomes) == self._times.commit_items
             if enough or self._halted or not isinstance(outcome, Done | Failed):
                 self._changed.notify_all()
         # It may be the one that a pack has waited for.
@@ -401,13 +401,13 @@ class ShardRun:
 
     def _collect(self, pipeline: Pipeline) -> bool:
         """Commits outcomes until the shard is finished. Returns whether some items are left for another attempt."""
-        worker = self._worker
+        times = self._times
         committed: list[Outcome] = []
-        due_at = look_at = self._clock.monotonic() + worker.commit_seconds
+        due_at = look_at = self._clock.monotonic() + times.commit_seconds
         while not self.finished:
             self._held.check()
             if self._clock.monotonic() >= look_at:
-                look_at = self._clock.monotonic() + worker.commit_seconds
+                look_at = self._clock.monotonic() + times.commit_seconds
                 if self._is_paused():
                     self.wind_down()
             self._flush_packs()
@@ -419,7 +419,7 @@ class ShardRun:
                 self._runner.pipelines.discard(pipeline)
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine takes no more requests; it is opened again.")
             if batch or self._clock.monotonic() >= due_at:
-                due_at = self._clock.monotonic() + worker.commit_seconds
+                due_at = self._clock.monotonic() + times.commit_seconds
         if self._unsettled:
             raise LeaseGoneError(GoneReason.PAUSED)
         # One that is starting again by itself needs no second one beside it: items wait for it.
@@ -433,7 +433,7 @@ class ShardRun:
 
         Empty when `poll_seconds` pass first. Raises the error that ended the work early, such as that of a full store.
         """
-        maximum = self._worker.commit_items
+        maximum = self._times.commit_items
 
         def is_worth_it() -> bool:
             over = not self._unsettled or (self._winding_down and not self._begun)
@@ -453,7 +453,7 @@ class ShardRun:
 
         Returns whether the engine is stuck: it has not even accepted the next request for so long.
         """
-        seconds = self._worker.item_timeout_seconds
+        seconds = self._runner.settings.worker.item_timeout_seconds
         started_before = self._clock.monotonic() - seconds
         with self._changed:
             late = [draw for draw in self._in_engine.values() if draw.started_at <= started_before]

@@ -29,7 +29,7 @@ NOWHERE = {
     "gates": "checks",
     "glance": "queries",
     "housekeeping": "maintenance",
-    "inlet": "body_limit",
+    "inlet": "request_body",
     "likeness": "match",
     "manner": "request options",
     "oust": "preempt",

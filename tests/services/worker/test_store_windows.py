@@ -11,7 +11,7 @@ import pytest
 
 from jobs.ledger.records import JobState
 from jobs.manifest import newest_job_manifest
-from jobs.settings_groups import S3Settings
+from jobs.settings import S3Settings
 from jobs.store import S3Store, open_store
 from jobs.store.base import IDENTITY_KEY
 from jobs.verify import ObjectCheck

@@ -39,7 +39,7 @@ class Keeper:
     def reconcile(self) -> int:
         """One pass; how many jobs it ended or wrote the manifest of."""
         before = self.asked
-        self.clock.advance(self.rig.settings.dispatch.reconcile_seconds)
+        self.clock.advance(self.rig.settings.times.reconcile_seconds)
         self.maintenance.dispatch()
         return self.asked - before
 
