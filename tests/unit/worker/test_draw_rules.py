@@ -88,8 +88,8 @@ def test_an_items_own_time_begins_when_the_engine_has_taken_it(build: Build, tmp
     thread.start()
     # One runs, one waits for it, and one waits to be let in.
     wait_for(lambda: len(rig.pipeline.submitted) == 3)
-    for number in (0, 1):
-        clock.advance(20)
+    for number, seconds in enumerate((20, 5)):
+        clock.advance(seconds)
         gates[number].touch()
         wait_for(lambda done=number + 1: rig.pipeline.stats().requests_done == done)
     wait_for(lambda: not any(one.name.startswith("feeder-") for one in threading.enumerate()))
