@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jobs.checks import ENTRY_POINT_GROUP, Option
-from jobs.export.items import AudioItems
+from jobs.export.items import audio_items
 from jobs.ingest import SubmitOptions
 from jobs.ledger.records import QUARANTINE, Draw, ItemState, Job, JobState
 from jobs.quality import Quality, quality_of
@@ -144,7 +144,7 @@ def test_an_item_without_a_good_draw_goes_to_quarantine_and_no_export_has_it(bui
     }
     samples, _ = decode(rig.store.get(kept[1]))
     assert np.abs(samples).max() == pytest.approx(0.5, abs=1e-3)
-    assert [item.example_id for item in AudioItems(rig.ledger, rig.store, job.id)] == ["item-0"]
+    assert [item.example_id for item in audio_items(rig.ledger, rig.store, job.id)] == ["item-0"]
     assert len(rig.audio()) == 1
     assert rig.status(job).bytes_out == len(next(iter(rig.audio().values())))
     assert rig.ledger.error_counts(job.id)[ErrorCode.QA_CLIPPED] == 1
