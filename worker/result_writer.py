@@ -23,10 +23,9 @@ from pipelines.request import Generation, Speech, SynthesisRequest
 from worker.artifact_writer import ArtifactWriter, text_only
 from worker.leases import GoneReason, HeldLease, LeaseGoneError, RetryNote
 from worker.pack_writer import PackWriter
-from worker.quality.checks import check_speech
-from worker.quality.metrics import Utterance
+from worker.quality.meters import Utterance
 from worker.quality.pool import Measured, MeterPool, MeterTask
-from worker.quality.verdict import CheckedDraw, History, check_draw, failed_draw, kept, meters_of, trimmed, with_readings
+from worker.quality.verdict import CheckedDraw, History, check_draw, check_speech, failed_draw, meters_of, trimmed, with_readings
 
 log = structlog.get_logger(__name__)
 
@@ -242,7 +241,7 @@ class ResultWriter:
         if speech is None:
             return Failed(result.index, cast(ErrorCode, record.code), best.message, history.draws, engine_ms=history.engine_ms)
         if cast(Quality, result.quality).on_fail == "keep" and record.scores:
-            done = Done(result.index, (), history.engine_ms, kept(history.draws, record.draw))
+            done = Done(result.index, (), history.engine_ms, history.draws_with(record.draw))
             return self._stored(result, done, speech, record.seed, record.draw)
         artifact = self._artifacts(result).quarantine(speech, record.seed, record.draw)
         message = f"None of {len(history.draws)} draws passed; the best: {best.message}"

@@ -18,7 +18,7 @@ from tests.support.fakes import FakePipeline
 from tests.support.ledger_kit import wake
 from tests.support.quality_kit import TextMeter
 from tests.support.worker_rig import Rig
-from worker.quality.metrics import Readings, Utterance
+from worker.quality.meters import Readings, Utterance
 from worker.quality.pool import HANGS_IN_A_ROW, OUTAGES_IN_A_ROW, MeterPool
 from worker.quality.process import MeterHangError
 from worker.result_writer import ResultWriter

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.random_models.qwen3_tts import TINY_CODEC, dummy_decoder
+from pipelines.codec.graphs import UtteranceGraphs
 from pipelines.codec.stage import CodecStage
 from pipelines.codec.states import CodecState
-from pipelines.codec.utterance_graphs import UtteranceGraphs
 from pipelines.nn.checkpoint import Checkpoint
 from pipelines.qwen3_tts.codec import CodecDecoder, fuses_front
 from pipelines.qwen3_tts.codec_config import CodecConfig

@@ -22,7 +22,7 @@ from worker.leases import DOUBTS, GoneReason, LeaseBook, LeaseGoneError
 from worker.maintenance import PeriodicTask
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
-from worker.quality.checks import check_speech
+from worker.quality.verdict import check_speech
 from worker.request_builder import ReferenceCache, RequestBuilder
 from worker.shard_progress import EngineTimer
 
