@@ -40,6 +40,8 @@ class Digest(Protocol):
 class TensorSource(Protocol):
     """Where weights come from: a `Checkpoint`, or anything that makes tensors by name and shape."""
 
+    def __contains__(self, name: str) -> bool: ...
+
     def take(
         self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> Tensor: ...
@@ -107,6 +109,13 @@ class Checkpoint:
             )
         raise bad_checkpoint(f"{folder} has neither {single.name} nor {index.name}.")
 
+    @classmethod
+    def held(cls, path: Path, tensors: dict[str, Tensor]) -> Checkpoint:
+        """The tensors of a file that has been read in another way."""
+        made = cls(path, dict.fromkeys(tensors, path.name))
+        made._open[path.name] = _Held(tensors)
+        return made
+
     def __enter__(self) -> Checkpoint:
         return self
 
@@ -156,12 +165,14 @@ class Checkpoint:
         """Marks tensors as not needed, by a shell pattern such as `*rotary_emb*`."""
         self._left = {name for name in self._left if not fnmatchcase(name, pattern)}
 
+    def left(self, prefix: str = "") -> list[str]:
+        """The tensors under `prefix` that were neither taken nor ignored, sorted."""
+        return sorted(name for name in self._left if name.startswith(prefix))
+
     def finish(self, prefix: str = "") -> None:
-        """Raises `ModelError` (`model.bad_checkpoint`) naming the tensors under `prefix` that were neither taken nor ignored."""
-        extra = sorted(name for name in self._left if name.startswith(prefix))
-        if extra:
-            shown = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
-            raise bad_checkpoint(f"{self.folder} holds tensors that the config does not account for: {shown}.")
+        """Raises `ModelError` (`model.bad_checkpoint`) naming the tensors that are `left`."""
+        if extra := self.left(prefix):
+            raise bad_checkpoint(f"{self.folder} holds tensors that the config does not account for: {shown(extra)}.")
 
     def close(self) -> None:
         """Closes the files; tensors already taken stay valid."""
@@ -176,6 +187,21 @@ class Checkpoint:
             self._open[file] = context.__enter__()
             self._contexts.append(context)
         return self._open[file]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Tensors in the place of an open file."""
+
+    tensors: dict[str, Tensor]
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def shown(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def require_names(folder: Path, held: set[str], wanted: set[str]) -> None:

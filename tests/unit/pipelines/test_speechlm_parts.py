@@ -29,7 +29,7 @@ from pipelines.speechlm.prompt import TextCoder, build_prompt, chosen_messages
 from pipelines.speechlm.results import SpeechLmFuture, SpeechLmRequestInfo
 from pipelines.speechlm.weights import check_names, convert, refuse_pickle
 from pipelines.tokens import TokenRequest, Tokens
-from pipelines.vllm_engine.options import refuse
+from pipelines.vllm_engine.library import refuse
 from pipelines.vllm_engine.pairs import Half, half_of, match, pair_extra
 
 CHECKPOINT = Path(__file__).parents[2] / "golden" / "speechlm" / "checkpoint"
