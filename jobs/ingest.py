@@ -115,7 +115,7 @@ def submit(
         reader = ReferenceReader(opened.folder, settings.audio_roots, store, resolved.card.check_reference)
         uploader = ReferenceUploader(reader, store, job.id)
         measured_rtf = ledger.measured_rtf(resolved.spec.model)
-        size = ShardSize.of(resolved.card, settings.shard.target_seconds, settings.shard.max_items, measured_rtf)
+        size = ShardSize.of(resolved.card, settings.times.shard_seconds, settings.times.shard_items, measured_rtf)
         try:
             resolved.voices.put(store, job.id)
             records = records_of(opened, resolved)

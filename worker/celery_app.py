@@ -148,7 +148,7 @@ def run_worker(settings: Settings, options: WorkerOptions) -> int:
     _configured = (settings, options)
     worker = create_app(settings).Worker(
         pool_cls=EnginePool,
-        concurrency=settings.worker.shards_in_flight or MAX_SHARDS,
+        concurrency=settings.times.shards_in_flight or MAX_SHARDS,
         hostname=f"nightjar-{os.getpid()}@{socket.gethostname()}",
         loglevel=settings.log_level.upper(),
         quiet=True,

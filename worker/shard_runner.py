@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import structlog
 
 from jobs.child_process import say_finished
+from jobs.export.manifest import put_shard_manifest
 from jobs.ledger.records import Done, Failed, JobState, Outcome
 from jobs.ledger.states import WORKER_FAULTS, WORKING
-from jobs.manifest import put_shard_manifest
 from jobs.provenance import ProvenanceBook
 from jobs.shard_file import ShardLine, read_shard
 from jobs.store.base import ObjectStore
@@ -148,7 +148,7 @@ class ShardRunner:
             todo,
             clock=self._clock,
             timer=self._timer,
-            wake_at=self._settings.worker.commit_items,
+            wake_at=self._settings.times.commit_items,
             drawn_before=self._drawn_before(held, todo),
         )
         packs = self._packs(held, store, progress)
@@ -183,8 +183,8 @@ class ShardRunner:
         return PackWriter(
             held,
             store,
-            pack_bytes=self._settings.worker.pack_bytes,
-            pack_seconds=self._settings.worker.pack_seconds,
+            pack_bytes=self._settings.times.pack_bytes,
+            pack_seconds=self._settings.times.pack_seconds,
             clock=self._clock,
             on_retry=self._metrics.waited_for,
             run=self._writer.run,
@@ -200,18 +200,18 @@ class ShardRunner:
         pipeline: Pipeline,
         packs: PackWriter | None,
     ) -> bool:
-        worker = self._settings.worker
+        times = self._settings.times
         committed: list[Outcome] = []
-        due_at = look_at = self._clock.monotonic() + worker.commit_seconds
+        due_at = look_at = self._clock.monotonic() + times.commit_seconds
         while not progress.finished:
             held.check()
             if self._clock.monotonic() >= look_at:
-                look_at = self._clock.monotonic() + worker.commit_seconds
+                look_at = self._clock.monotonic() + times.commit_seconds
                 if self._is_paused(held):
                     progress.wind_down()
             if packs is not None:
                 packs.flush_due()
-            batch = progress.take(worker.commit_items, due_at, POLL_SECONDS)
+            batch = progress.take(times.commit_items, due_at, POLL_SECONDS)
             if batch:
                 try:
                     self._commit(held, store, batch)
@@ -219,11 +219,11 @@ class ShardRunner:
                     progress.put_back(batch)
                     raise
                 committed += batch
-            if feeder.expire(worker.item_timeout_seconds):
+            if feeder.expire(self._settings.worker.item_timeout_seconds):
                 self._pipelines.discard(pipeline)
                 raise SynthesisError(ErrorCode.SYNTH_ENGINE, "The engine takes no more requests; it is opened again.")
             if batch or self._clock.monotonic() >= due_at:
-                due_at = self._clock.monotonic() + worker.commit_seconds
+                due_at = self._clock.monotonic() + times.commit_seconds
         if progress.unfinished:
             raise LeaseGoneError(GoneReason.PAUSED)
         # One that is starting again by itself needs no second one beside it: items wait for it.

@@ -98,8 +98,7 @@ class Ledger:
     @classmethod
     def of(cls, settings: Settings) -> Ledger:
         """The ledger of an installation, as `open` does."""
-        limits = LedgerLimits(**{name: getattr(settings.ledger, name) for name in LedgerLimits.__dataclass_fields__})
-        return cls.open(settings.ledger_url, settings.dispatch.backoff_seconds, limits)
+        return cls.open(settings.ledger_url, settings.times.backoff_seconds)
 
     @property
     def url(self) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +31,7 @@ from pipelines.codec.fused import prepared_stack
 from pipelines.codec.transformer import LayerWeights, TransformerLayer, WindowTransformer, angles
 from pipelines.fish_speech.config import CODEC_WEIGHTS, CodecConfig, CodecStackConfig, FishConfig
 from pipelines.fish_speech.model import halves
-from pipelines.nn.checkpoint import Checkpoint, Loader, TensorSource, bad_checkpoint, shown
+from pipelines.nn.checkpoint import Loader, PickledTensors, TensorSource, shown, take_normed
 from pipelines.recording import RecordingCache, check_recording, decode_recording
 
 log = logging.getLogger(__name__)
@@ -41,34 +39,17 @@ log = logging.getLogger(__name__)
 STEM_KERNEL, HEAD_KERNEL = 7, 3
 #: Buffers that older files of the codec hold, and what trains it.
 _UNUSED = ("*freqs_cis*", "*causal_mask*", "*cluster_size*", "discriminator*")
-#: Where the weight norm of a convolution may be stored: gain and direction; a plain `weight` has it folded in.
-_NORMS = (("parametrizations.weight.original0", "parametrizations.weight.original1"), ("weight_g", "weight_v"))
 _SNAKE_EPS = 1e-9
 
 
-def open_codec(folder: Path) -> Checkpoint:
-    """The tensors of the folder's codec: flat, under `state_dict` or `generator`, or with `generator.` in their names. Code is never read.
+def open_codec(folder: Path) -> PickledTensors:
+    """The tensors of the folder's codec: flat, under `state_dict` or `generator`, or with `generator.` in their names.
 
     Raises `ModelError` (`model.bad_checkpoint`) that names the file.
     """
-    path = folder / CODEC_WEIGHTS
-    if not path.is_file():
-        raise bad_checkpoint(f"{path} is missing.")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, ValueError, EOFError, KeyError, pickle.UnpicklingError) as error:
-        raise bad_checkpoint(f"{path} cannot be read as tensors: {type(error).__name__}.") from error
-    return Checkpoint.held(path, _flat(path, content))
-
-
-def take_normed(source: TensorSource, prefix: str, shape: Sequence[int]) -> Tensor:
-    """A convolution's weight in float32 with its weight norm folded in: gain * v / |v|, the norm over all but the first dimension."""
-    for gain, direction in _NORMS:
-        if prefix + direction in source:
-            v = source.take(prefix + direction, shape, torch.float32)
-            g = source.take(prefix + gain, (shape[0], 1, 1), torch.float32)
-            return v * (g / v.flatten(1).norm(dim=1)[:, None, None])
-    return source.take(f"{prefix}weight", shape, torch.float32)
+    table = PickledTensors.read(folder / CODEC_WEIGHTS, ("state_dict", "generator"))
+    inside = {name.rpartition("generator.")[2]: tensor for name, tensor in table.tensors.items() if "generator." in name}
+    return PickledTensors(table.place, inside) if inside else table
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +66,6 @@ class CodecLoader(Loader):
     def snake(self, channels: int) -> tuple[Tensor, Tensor]:
         frequency = self("alpha", 1, channels, 1).float().flatten()
         return frequency, 1.0 / (frequency + _SNAKE_EPS)
-
-
-def _flat(path: Path, content: Any) -> dict[str, Tensor]:
-    """The tensors of a file by the codec's own names, whatever they are wrapped in."""
-    for wrapper in ("state_dict", "generator"):
-        if isinstance(content, dict) and isinstance(content.get(wrapper), dict):
-            content = content[wrapper]
-    if not isinstance(content, dict):
-        raise bad_checkpoint(f"{path} does not hold tensors by name.")
-    tensors = {str(name): tensor for name, tensor in content.items() if isinstance(tensor, Tensor)}
-    inside = {name.rpartition("generator.")[2]: tensor for name, tensor in tensors.items() if "generator." in name}
-    return inside or tensors
 
 
 def rotary(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
@@ -353,11 +322,10 @@ def load_codec(
     """
     table = open_codec(config.folder)
     codec = codec_from(config.codec, table, torch.device(device), dtype, reproducible=reproducible)
-    for pattern in _UNUSED:
-        table.ignore(pattern)
+    table.ignore(*_UNUSED)
     # Older codecs hold some tensors of their own.
     if extra := table.left():
-        log.warning("%s holds tensors that the codec does not use: %s", table.folder, shown(extra))
+        log.warning("%s holds tensors that the codec does not use: %s", table.place, shown(extra))
     return codec
 
 

@@ -12,9 +12,11 @@ from jobs.ledger import Ledger
 from jobs.ledger.records import CommitResult, ItemRow, Job, JobSpec, Lease, Outcome, Ticket, WorkerInfo
 from jobs.ledger.status import JobStatus
 from jobs.settings import Settings, WorkerSettings
+from jobs.times import Times
 from pipelines.errors import ErrorCode, ServiceError
 from pipelines.request import Pipeline
 from tests.support.fakes import FakePipeline, MemoryStore
+from tests.support.times import with_times
 from worker.leases import Clock, LeaseBook, SystemClock
 from worker.metrics import Metrics
 from worker.pipeline_cache import PipelineCache
@@ -29,7 +31,9 @@ class Rig:
 
     def __init__(self, folder: Path, pipeline: FakePipeline | None = None, clock: Clock | None = None, **worker: float) -> None:
         self.folder = folder
-        self.settings = Settings(home=folder, worker=WorkerSettings(**worker))  # pyright: ignore[reportArgumentType]
+        times = {name: worker.pop(name) for name in Times.__struct_fields__ if name in worker}
+        settings = Settings(home=folder, worker=WorkerSettings(**worker))  # pyright: ignore[reportArgumentType]
+        self.settings = with_times(settings, **times)
         self.ledger = Ledger.open(self.settings.ledger_url)
         self.ledger.migrate()
         self.ledger.register_worker(WORKER)
@@ -37,7 +41,7 @@ class Rig:
         self.pipeline = pipeline or FakePipeline()
         self.opened: list[str] = []
         self.clock = clock or SystemClock()
-        self.leases = LeaseBook(self.settings.worker.lease_seconds, self.clock)
+        self.leases = LeaseBook(self.settings.times.lease_seconds, self.clock)
         self.metrics = Metrics()
         self.pipelines = PipelineCache(self._open)
         self.writer = ResultWriter(self.metrics.waited_for)
@@ -67,7 +71,7 @@ class Rig:
 
     def claim_next(self) -> Lease:
         ticket = self.take_ticket()
-        lease = self.ledger.claim(ticket, WORKER.id, self.settings.worker.lease_seconds)
+        lease = self.ledger.claim(ticket, WORKER.id, self.settings.times.lease_seconds)
         assert lease is not None
         return lease
 

@@ -13,7 +13,7 @@ from jobs.shard_file import ShardLine
 from nightjar.voice import Voice
 from pipelines.request import AudioChunk, Generation, Message, SynthesisRequest
 from pipelines.serving.cartesia import GenerationConfig, SpeechFields
-from pipelines.serving.chat_body import AudioOut, ChatBody, Xargs
+from pipelines.serving.chat import AudioOut, ChatBody, Xargs
 from pipelines.serving.speech import SpeechBody
 from tests.support.fakes import MemoryStore
 from tests.support.field_tables import changed, fields_of

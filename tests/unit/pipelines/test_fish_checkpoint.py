@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipelines.errors import ErrorCode, ModelError
-from pipelines.fish_speech.codec import codec_from, load_codec, open_codec, take_normed
+from pipelines.fish_speech.codec import codec_from, load_codec, open_codec
 from pipelines.fish_speech.config import CodecConfig, FishConfig, StackConfig
 from pipelines.fish_speech.model import halves, load_weights, rotary_table, take_layers, take_weights
 from pipelines.fish_speech.prompt import Vocabulary
-from pipelines.nn.checkpoint import Loader
+from pipelines.nn.checkpoint import Loader, take_normed
 from pipelines.registry import describe
 from tests.support.fish_checkpoint import whole
 

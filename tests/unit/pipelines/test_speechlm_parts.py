@@ -89,9 +89,9 @@ def test_the_assistants_messages_are_skipped_for_audio_alone() -> None:
     assert [one.content for one in chosen_messages(messages, "text_only")] == ["a", "b", "c"]
 
 
-def test_phases_are_those_of_what_was_written() -> None:
+def test_phases_are_those_of_what_was_written(config: SpeechLmConfig) -> None:
     def after(*written: int, start: Phase = Phase.TEXT_MARK) -> tuple[Phase, int]:
-        return phase_after(start, written, 6, 8, 3)
+        return phase_after(start, written, config.specials)
 
     assert after() == (Phase.TEXT_MARK, 0)
     assert after(7) == (Phase.TEXT, 0)
