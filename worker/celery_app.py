@@ -24,8 +24,8 @@ from jobs.logs import setup_logging
 from jobs.settings import Settings, load_settings
 from pipelines.errors import ConfigError, ErrorCode, NightjarError
 from pipelines.interpreter import collect_seldom
+from worker.admission import MAX_SHARDS
 from worker.consumer import ShardTask
-from worker.demand import MAX_SHARDS
 from worker.runtime import Handling, Runtime, WorkerOptions
 
 log = structlog.get_logger(__name__)
