@@ -31,7 +31,7 @@ from benchmarks.gpu import event_us, graph_us
 from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, dummy_decoder
 from kernels import codec_launch
 from kernels.codec_launch import Tile
-from pipelines.codec.stream_graphs import FRAMES, ROWS, StreamGraphs
+from pipelines.codec.graphs import FRAMES, ROWS, StreamGraphs
 from pipelines.codec.transfer import recorded
 from pipelines.nn.checkpoint import open_device
 from pipelines.qwen3_tts.codec import CodecDecoder

@@ -84,14 +84,14 @@ def runs_products(weights: FrameTensors, k_cache: Tensor) -> bool:
 
 def runs_wide(weights: FrameTensors) -> bool:
     """Whether the kernel of `lm_wide` knows gate and up of all layers, and their device."""
-    return all(lm_wide.serves(stack.layers[0].down) for stack in weights.stacks)
+    return all(lm_wide.serves(stack.layers[0].down) for stack in weights.stacks if stack.layers)
 
 
 def runs_residual(weights: FrameTensors, k_cache: Tensor) -> bool:
     """Whether the kernels of `lm_residual` know O and down of all layers, and their device."""
     if k_cache.dtype != torch.bfloat16 or not k_cache.is_cuda:
         return False
-    matrices = [matrix for stack in weights.stacks for matrix in (stack.layers[0].o, stack.layers[0].down)]
+    matrices = [matrix for stack in weights.stacks if stack.layers for matrix in (stack.layers[0].o, stack.layers[0].down)]
     return all(lm_residual.has_product(*matrix.shape) for matrix in matrices) and lm_residual.available(k_cache.device.index)
 
 
@@ -151,9 +151,20 @@ class FusedFrame:
         """One frame of the slots `rows` int64 [n] into codes int64 [n, codebooks] and flags uint8 [n]; updates the state."""
         n = rows.shape[0]
         self._step, self._order = 0, self._orders.setdefault(n, [])
-        backbone, depth, x = self.weights.backbone, self.weights.depth, self._x[0][:n]
+        backbone, x = self.weights.backbone, self._x[0][:n]
         self._backbone(rows, x)
-        logits = self._head(backbone, x, self.weights.head, self._hidden[:n])
+        self._draws(self._head(backbone, x, self.weights.head, self._hidden[:n]), rows, codes, flags)
+
+    def draw(self, hidden: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+        """`run` behind a backbone that runs elsewhere; hidden: [n, hidden], its states after the final norm."""
+        n, head = rows.shape[0], self.weights.head
+        self._step, self._order = 0, self._orders.setdefault(n, [])
+        kept = self._hidden[:n].copy_(hidden)
+        self._draws(torch.mm(kept, head.t(), out=self._logits[: n * len(head)].view(n, -1)), rows, codes, flags)
+
+    def _draws(self, logits: Tensor, rows: Tensor, codes: Tensor, flags: Tensor) -> None:
+        """All codes of a frame, from the logits of code 0 and the state in `_hidden`."""
+        n, depth = rows.shape[0], self.weights.depth
         if depth is None:
             self._draw(ONLY, 0, logits, rows, codes, flags)
             return

@@ -13,8 +13,7 @@ import torch
 
 from benchmarks.random_models.frames import Shape
 from benchmarks.random_models.qwen3_tts import PUBLISHED_CODEC, TINY_CODEC, dummy_decoder, published_config
-from pipelines.codec.stream_graphs import graph_bytes
-from pipelines.codec.utterance_graphs import utterance_bytes
+from pipelines.codec.graphs import stream_bytes, utterance_bytes
 from pipelines.engine import opening
 from pipelines.engine.buckets import BUCKETS, WIDE_BUCKETS, buckets_for
 from pipelines.engine.memory import LIBRARY_BYTES, MemoryNeeds, MemoryPlan, plan_memory, slots_bytes
@@ -235,7 +234,7 @@ def test_whole_utterances_wait_for_less_company_beside_streams_and_in_the_steps_
 def test_what_streams_take_is_known_before_the_codec_is_loaded() -> None:
     decoder = dummy_decoder(TINY_CODEC, torch.device("cpu"), torch.float32)
     graphs, state = stream_needs(TINY_CODEC, torch.float32)
-    assert graphs + 40 * state == graph_bytes(decoder.shape, LATE_STATES + 40), "every slot has a state"
+    assert graphs + 40 * state == stream_bytes(decoder.shape, LATE_STATES + 40), "every slot has a state"
     assert stream_needs(TINY_CODEC, torch.bfloat16)[1] == state // 2
 
 
@@ -316,7 +315,7 @@ def test_heads_that_the_kernels_do_not_know_are_refused_where_graphs_are_asked_f
 
 
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
-@pytest.mark.parametrize(("family", "loads"), [(qwen3, "_load"), (spark, "load_lm"), (fish, "load_model")])
+@pytest.mark.parametrize(("family", "loads"), [(qwen3, "_load"), (spark, "load_lm"), (fish, "load_weights")])
 def test_memory_that_others_took_meanwhile_is_an_error_with_advice(
     family: ModuleType, loads: str, kind: type[RuntimeError], monkeypatch: pytest.MonkeyPatch
 ) -> None:

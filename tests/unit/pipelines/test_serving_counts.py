@@ -15,11 +15,11 @@ from pipelines.request import AudioChunk, Done, EngineInfo, EngineStats, Generat
 from pipelines.serving import model as serving_model
 from pipelines.serving.admission import AdmissionQueue
 from pipelines.serving.async_bridge import PipelineCall, Unread
-from pipelines.serving.body_limit import BodyMemory, LimitedBody
 from pipelines.serving.errors import ApiError
 from pipelines.serving.middleware import RequestMiddleware
 from pipelines.serving.model import Progress, ServedModel
 from pipelines.serving.options import ServeOptions
+from pipelines.serving.request_body import BodyMemory, LimitedBody
 from tests.support.serving_kit import Running, card_of
 from tests.support.stream_voice import StreamVoice
 from tests.support.websocket_kit import talk

@@ -1,0 +1,140 @@
+"""Fish Speech S2 on either engine: what ours takes and runs, what vLLM is told, and what prompts share there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipelines.codec.decoder import CodecState
+from pipelines.codec.stage import CodecStage
+from pipelines.engine.core import EngineOptions
+from pipelines.engine.engine import Engine
+from pipelines.engine.memory import MemoryNeeds
+from pipelines.engine.opening import context_of, open_executor, plan_engine
+from pipelines.engine.prefixes import PromptPrefix
+from pipelines.engine.token_host import NativeHost
+from pipelines.fish_speech.config import CODEC_WEIGHTS, FishConfig
+from pipelines.fish_speech.model import FishModel
+from pipelines.fish_speech.prompt import Prompt, columns, prompt_of
+from pipelines.nn.checkpoint import Checkpoint
+from pipelines.nn.options import NativeModelOptions
+from pipelines.vllm_engine.library import PRIVATE, SALTS, ModelSpec, head_overrides
+
+#: Of the codec's decoder in bfloat16: four tensors of its widest part, 96 channels at every sample of a frame. Computed, not measured.
+_DECODED_FRAME_BYTES = 4 * 2 * 96 * 2048
+#: Of a prefix: as many as make two that are equal by chance no matter.
+_DIGEST_BYTES = 32
+#: Of a run of speech, for vLLM's prefix cache.
+_SALT_BYTES = 16
+#: Key of a request's extras on vLLM: the codes at the semantic positions of its prompt, int16 [positions, codebooks] as bytes.
+PROMPT_CODES = "codes"
+
+
+def plan_sizes(config: FishConfig, options: NativeModelOptions, device: torch.device, dtype: torch.dtype, context: int) -> EngineOptions:
+    """Sizes of the engine, before anything is loaded; `context`: positions of a sequence where nobody chose.
+
+    Raises `ConfigError` (`config.invalid`) for slots that the GPU's memory does not hold, and a context that is too short.
+    """
+    return plan_engine(
+        memory_needs(config, dtype, options.page_size),
+        device,
+        context_of(options.context(context), config.max_positions),
+        **options.sizes,
+        frame_seconds=1 / config.frames_per_second,
+    )
+
+
+def memory_needs(config: FishConfig, dtype: torch.dtype, page_size: int) -> MemoryNeeds:
+    """What a checkpoint takes of a GPU."""
+    slow, fast, width = config.slow, config.fast, dtype.itemsize
+    with Checkpoint.open(config.folder) as checkpoint:
+        values = checkpoint.values()
+    span = 1 << (config.codebooks - 1).bit_length()
+    # A row's keys and values of a frame in the fast AR, whose positions are filled up to a power of two; other buffers take less again.
+    row = 2 * 2 * fast.layers * span * fast.kv_width * width
+    # The codec's file is in float32, and its encoder stays in it. The head is a copy of rows of the embeddings.
+    weights = values * width + (config.folder / CODEC_WEIGHTS).stat().st_size + (len(config.semantic) + 64) * slow.dim * width
+    return MemoryNeeds(
+        weights=weights,
+        # In the graphs of all buckets, which have up to three rows for a slot: logits in float32, and the widest state of a layer.
+        slot=3 * (row + 4 * (len(config.semantic) + config.codebooks * fast.vocab + 2 * max(slow.intermediate, fast.intermediate))),
+        page=2 * slow.layers * slow.kv_width * page_size * width,
+        decoded_frame=_DECODED_FRAME_BYTES,
+    )
+
+
+def open_host(
+    config: FishConfig, model: FishModel, sizes: EngineOptions, options: NativeModelOptions, stage: CodecStage[CodecState]
+) -> NativeHost[Prompt]:
+    """The engine of a loaded model, whose speech goes on to `stage`. Raises `ConfigError` for an executor that the device cannot have."""
+    executor = open_executor(model, sizes, options.executor, options.reproducible, options.streams)
+    ids = np.array([*config.semantic, config.end], np.int64)
+    engine = Engine(executor, sizes, options.room(sizes.slots, model.device), stage)
+    prefixes = partial(shared_prefixes, semantic=config.semantic)
+    return NativeHost(engine, ids, (len(config.semantic),), prompt_of, prefixes, config.codebooks)
+
+
+def shared_prefixes(prompt: Prompt, semantic: range) -> Sequence[PromptPrefix]:
+    """The positions that other prompts begin with too, those of its voice and of its dialogue so far, known by ids and codes of frames."""
+    # A row a position, so that the bytes before an end do not depend on the ends before it.
+    rows = np.ascontiguousarray(columns(prompt, semantic).T)
+    hasher, start, prefixes = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0, list[PromptPrefix]()
+    for end in prompt.shared:
+        hasher.update(rows[start:end].tobytes())
+        prefixes.append(PromptPrefix(hasher.copy().digest(), end))
+        start = end
+    return prefixes
+
+
+def model_spec(config: FishConfig, share_prefixes: bool | None = None, **engine: Any) -> ModelSpec:
+    """What vLLM is told, with further arguments of its engine. Call it after `load_vllm`."""
+    return ModelSpec(
+        config.folder,
+        {**qwen3_config(config), **head_overrides(config.slow.head_dim, config.slow.rope_base)},
+        "FishForCausalLM",
+        codes_per_step=1 + config.codebooks,
+        share_prefixes=share_prefixes,
+        engine=engine,
+        extra=lambda request: as_extra(prompt_of(request), config.semantic),
+    )
+
+
+def qwen3_config(config: FishConfig) -> dict[str, Any]:
+    """The slow AR's config in transformers' words."""
+    slow = config.slow
+    return {
+        "vocab_size": slow.vocab,
+        "hidden_size": slow.dim,
+        "intermediate_size": slow.intermediate,
+        "num_hidden_layers": slow.layers,
+        "num_attention_heads": slow.heads,
+        "num_key_value_heads": slow.kv_heads,
+        "head_dim": slow.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": slow.eps,
+        "rope_theta": slow.rope_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": slow.rope_base},
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "eos_token_id": config.end,
+    }
+
+
+def as_extra(prompt: Prompt, semantic: range) -> dict[str, Any]:
+    """The extras of a request with this prompt: its codes, and which of them the KV of a position depends on.
+
+    Each run of speech (the references, an answer) has a digest of its codes, so prompts that begin alike share their KV. The KV of frames
+    that a request draws is its own: other frames may have the same ids.
+    """
+    codes, ids = prompt.codes.astype(np.int16), np.array(prompt.ids)
+    places = np.flatnonzero((ids >= semantic.start) & (ids < semantic.stop))
+    breaks = np.flatnonzero(np.diff(places) > 1) + 1
+    runs = zip(np.split(places, breaks), np.split(codes, breaks))
+    salts = [(int(run[0]), hashlib.blake2b(spoken.tobytes(), digest_size=_SALT_BYTES).digest()) for run, spoken in runs if len(run)]
+    return {PROMPT_CODES: codes.tobytes(), SALTS: salts, PRIVATE: True}
